@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
 from pathlib import Path
@@ -298,6 +298,48 @@ def register_prehooks(hooks: Iterable[tuple[Node, Callable[..., Any]]]) -> Calla
     return remove
 
 
+class _HooksSeenError(Exception):
+    """Ends a registration that was only to show which hooks there are."""
+
+
+def have_hooks(nodes: Iterable[Node], own: Container[int]) -> bool:
+    """Tell whether somebody has put a hook or a prehook on one of ``nodes``, other than the handles with ids ``own``.
+
+    Nodes do not list their hooks. Registering another one shows the table of those that are there; it is given up then.
+
+    Returns:
+        Whether there is one; False where torch makes its handles elsewhere.
+    """
+    function, name, thread = torch.autograd.Function, "_register_hook", threading.get_ident()
+    original: Any = getattr(function, name, None)
+    if original is None:
+        return False
+    seen, tables = _HooksSeenError(), []
+
+    def look(table: Any, hook: Callable[..., Any]) -> tuple[Any, Any]:
+        if threading.get_ident() != thread:
+            return original(table, hook)
+        tables.append(table)
+        raise seen
+
+    with _register_hook_lock:
+        before = vars(function).get(name)
+        setattr(function, name, staticmethod(look))
+        try:
+            for node in nodes:
+                for register in (node.register_hook, node.register_prehook):
+                    try:
+                        register(look)
+                    except _HooksSeenError:  # on every node: `suppress` would cost as much again
+                        continue
+        finally:
+            if before is not None:
+                setattr(function, name, before)
+            else:
+                delattr(function, name)
+    return any(key != -1 and key not in own for table in tables for key in table or ())
+
+
 def gradients_of(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor], keep: bool
 ) -> Sequence[Tensor | None]:
@@ -308,7 +350,7 @@ def gradients_of(
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     is_usual = all(type(one) is Tensor for one in (*outputs, *inputs))
     for one, v in zip(outputs, grad_outputs, strict=True):
-        is_usual = is_usual and one.shape == v.shape and one.is_complex() == v.is_complex()
+        is_usual = is_usual and one.shape == v.shape and one.dtype == v.dtype
     if engine is None or not is_usual:
         return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=keep, allow_unused=True)
     return engine.run_backward(

@@ -367,3 +367,46 @@ def test_plans_that_do_not_hold_live_side_by_side():
     assert plan_for(graph(1), SYMMETRIC) is at_one
     assert plan_for(graph(4), SYMMETRIC) is at_four
     assert plan_for(graph(2), SYMMETRIC) is at_four
+
+
+def times(factor):
+    return lambda made, *taken: tuple(None if one is None else one * factor for one in made)
+
+
+HOOKS = {
+    "hook of the operation above": lambda h, y: y.grad_fn.register_hook(times(100)),
+    "prehook of the operation above": lambda h, y: y.grad_fn.register_prehook(times(100)),
+    "prehook of the value's own operation": lambda h, y: h.grad_fn.register_prehook(times(100)),
+}
+
+
+@pytest.mark.parametrize("when", ["before the block", "in the block"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_on_a_node_that_enlarges_a_gradient_leaves_no_clamp_out(name, when):
+    found = []
+    for prune in (True, False):
+        x = torch.ones(3, requires_grad=True)
+        h = x * 3
+        y = h.relu()
+        if when == "before the block":
+            HOOKS[name](h, y)
+        loss = y.sum()
+        with gg.error_clip(loss, gg.ErrorClipByValue(1.0), prune=prune):
+            if when == "in the block":
+                HOOKS[name](h, y)
+            loss.backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_looking_for_hooks_leaves_none():
+    x = torch.ones(3, requires_grad=True)
+    h = x * 3
+    calls = []
+    y = h.relu()
+    y.grad_fn.register_hook(lambda made, taken: calls.append(1))
+    loss = y.sum()
+    with gg.error_clip(loss, gg.ErrorClipByValue(1.0)):
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert len(calls) == 2

@@ -144,6 +144,19 @@ def test_bounds_are_rounded_to_the_dtype(dtype):
     assert clipped.tolist() == [torch.tensor(0.3, dtype=dtype).item(), -torch.tensor(0.3, dtype=dtype).item()]
 
 
+def test_bounds_that_are_written_out_bound_a_modulus_as_one_does():
+    grad = torch.tensor([3 + 4j, 0.1j])
+    one, two = gg.ErrorClipByValue(0.5), gg.ErrorClipByValue(max=0.5, min=-0.5)
+    assert repr(one) == repr(two)
+    torch.testing.assert_close(two.clip(grad), one.clip(grad), rtol=0, atol=0)
+    torch.testing.assert_close(two.scaled(8.0).clip(grad), one.scaled(8.0).clip(grad), rtol=0, atol=0)
+    two.max = 2.0
+    with pytest.raises(InvalidValueError, match=r"min=-0.5\) on a complex gradient: a modulus has one bound"):
+        two.clip(grad)
+    two.min = -2.0
+    assert two.clip(grad).abs().max() == 2.0
+
+
 def test_bounds_that_are_not_symmetric_refuse_complex_gradients():
     with pytest.raises(InvalidValueError, match=r"min=-2.0\) on a complex gradient: a modulus has one bound"):
         gg.ErrorClipByValue(1.0, min=-2.0).clip(torch.tensor([3 + 4j]))

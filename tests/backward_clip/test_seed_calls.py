@@ -307,10 +307,31 @@ def test_minimize_updates_the_listed_parameters_alone():
     model, x = _net()
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    pairs = gg.minimize(optimizer, model(x).square().sum(), [model[4].bias, model[0].weight])
+    pairs = gg.minimize(optimizer, model(x).square().sum(), None, [model[4].bias, model[0].weight])
     assert [id(p) for p, _ in pairs] == [id(model[4].bias), id(model[0].weight)]
     changed = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
     assert changed == [True, False, False, False, False, True]
+
+
+def test_minimize_takes_its_arguments_in_the_order_of_the_document():
+    (ours, x), (theirs, _) = _net(), _net()
+    theirs.load_state_dict(ours.state_dict())
+    listed = [[model[0].weight, model[4].bias] for model in (ours, theirs)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (ours, theirs)]
+    gg.minimize(optimizers[0], ours(x).square().sum(), None, listed[0], [ours[4].bias], ONE)
+    gg.minimize(
+        optimizers[1], theirs(x).square().sum(), parameter_list=listed[1], no_grad_set=[theirs[4].bias], error_clip=ONE
+    )
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("given", [lambda model: model, lambda model: list(model.parameters()), lambda model: object()])
+def test_minimize_refuses_a_start_up_program_by_name(given):
+    model, x = _net()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(InvalidTypeError, match=r"startup_program is .*write parameter_list="):
+        gg.minimize(torch.optim.SGD(model.parameters(), 0.1), model(x).sum(), given(model))
+    torch.testing.assert_close([p.detach() for p in model.parameters()], before, rtol=0, atol=0)
 
 
 def test_minimize_knows_the_names_that_the_optimizer_was_given():

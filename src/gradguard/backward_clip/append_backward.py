@@ -99,6 +99,7 @@ def append_backward(
 def minimize(
     optimizer: Optimizer,
     loss: Tensor,
+    startup_program: None = None,
     parameter_list: Parameters | None = None,
     no_grad_set: Iterable[Tensor | str] | None = None,
     error_clip: BaseErrorClip | None = None,
@@ -112,6 +113,7 @@ def minimize(
     Args:
         optimizer: Any optimizer whose ``step`` needs no closure.
         loss: A scalar with a graph behind it.
+        startup_program: None. The document has it here; PyTorch has no such program, and anything else is refused.
         parameter_list: The parameters to update, among the optimizer's; all of them if None.
         no_grad_set: Parameters, tensors or names through which no gradient flows. Names are those of
             ``parameter_list``, or those that the optimizer was given by ``model.named_parameters()``.
@@ -122,7 +124,7 @@ def minimize(
 
     Raises:
         InvalidValueError: If the loss has no graph, a name is not known, or the optimizer needs a closure.
-        InvalidTypeError: If an argument is of another type.
+        InvalidTypeError: If an argument is of another type, or a start-up program is given.
         FreedGraphError: If an earlier backward has freed the graph.
 
     Example:
@@ -143,6 +145,11 @@ def minimize(
         raise InvalidValueError("LBFGS evaluates the loss by itself: call its step(closure) with gg.error_clip inside.")
     if error_clip is not None and not isinstance(error_clip, BaseErrorClip):
         raise InvalidTypeError(f"error_clip is {type(error_clip).__name__}: expected a rule or None.")
+    if startup_program is not None:
+        raise InvalidTypeError(
+            f"startup_program is {type(startup_program).__name__}: expected None, because PyTorch initializes "
+            f"parameters when they are made. For the parameters to update write parameter_list=..."
+        )
     _checked_loss(loss)
     owned = _optimized(optimizer)
     listed = owned if parameter_list is None else _named(parameter_list)

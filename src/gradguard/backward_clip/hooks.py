@@ -17,7 +17,7 @@ from gradguard.backward_clip.plan import Choice, Plan, RootsToo, Step, plan_for
 from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipNonfinite, apply_rule, clamp_bounds, is_trusted
 from gradguard.backward_clip.source_lines import makers_with_lines
 from gradguard.errors import InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
-from gradguard.torch_private import register_prehooks, tree_leaves
+from gradguard.torch_private import have_hooks, register_prehooks, tree_leaves
 
 Gradients = tuple[Tensor | None, ...]
 _FLOAT32 = torch.float32
@@ -102,8 +102,10 @@ class Clipping:
     overflow_stays: bool = False
     """Whether non-finite elements become NaN in every dtype, not in float16 alone: there is a loss scale to lower."""
     bounds: tuple[float, float] | None = None
-    pruned_steps: list[tuple[Graph, tuple[Step, ...]]] = field(default_factory=list)
-    """Clamps that change nothing, for reasons that hold of real numbers, and of a backward from the roots."""
+    pruned_steps: list[tuple[Graph, tuple[Step, ...], int]] = field(default_factory=list)
+    """Clamps that change nothing, for reasons that hold of real numbers, and of a backward from the roots.
+
+    With them the id of a handle: hooks with larger ones came later than a clamp would have."""
     tallies: list[Tally] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
     reached: int = 0
@@ -137,11 +139,11 @@ class Clipping:
         self.reached += len(plan.steps) + len(excluded)
         tally = self.observer.tally() if self.observer is not None else None
         if plan.pruned:
-            self.pruned_steps.append((graph, plan.pruned))
             self.handles.append(roots[0][0].register_prehook(self._backward_begins))
+            self.pruned_steps.append((graph, plan.pruned, self.handles[-1].id))
         hooks, kept = [], {}
         makers = makers_with_lines(graph) if isinstance(self.unscaled_rule, ErrorClipNonfinite) else {}
-        for position, numbers, pruned, name, made_by in plan.hooks if tally is None else plan.steps:
+        for position, numbers, pruned, name, made_by, _ in plan.hooks if tally is None else plan.steps:
             node, sources = graph.nodes[position], makers.get(position, made_by)
             if tally is not None and pruned:
                 tally.add(node, name, pruned)
@@ -171,18 +173,31 @@ class Clipping:
 
     def leave_nothing_out(self) -> None:
         """Clamp where it was left out too, from now on: a backward begins for which it may change something."""
-        for graph, steps in self.pruned_steps:
-            for position, _, pruned, name, sources in steps:
+        for graph, steps, began in self.pruned_steps:
+            for position, _, pruned, name, sources, _ in steps:
                 node = graph.nodes[position]
-                self.handles.append(node.register_prehook(self._prehook(node, Claim(pruned), name, sources)))
+                handle = node.register_prehook(self._prehook(node, Claim(pruned), name, sources))
+                self.handles.append(handle)
+                table = handle.hooks_dict_ref() or {}
+                for later in [key for key in table if began < key < handle.id]:
+                    table[later] = table.pop(later)  # the engine reads the dict below an OrderedDict's own order
         for tally in self.tallies:
             tally.forget()
         self.pruned_steps, self.tallies, self.prune = [], [], False
 
     def _backward_begins(self, grads: Gradients) -> None:
-        """Leave nothing out where the backward is differentiated: its own backward would add up in another order."""
-        if self.pruned_steps and torch.is_grad_enabled():
+        """Leave nothing out where the backward is differentiated, or somebody's hook may enlarge what was bounded.
+
+        The backward of a backward would add up in another order.
+        """
+        if self.pruned_steps and (torch.is_grad_enabled() or self._are_hooked()):
             self.leave_nothing_out()
+
+    def _are_hooked(self) -> bool:
+        """Tell whether a node by which a clamp was left out, or whose value it is, has a hook of somebody else's."""
+        own = {handle.id for handle in self.handles}
+        nodes = [graph.nodes[i] for graph, steps, _ in self.pruned_steps for step in steps for i in step.around]
+        return have_hooks(dict.fromkeys(nodes), own)
 
     def hook_slot(self, node: Node, number: int) -> Claim:
         """Put the rule on one slot, whatever it is."""

@@ -43,6 +43,8 @@ class Step(NamedTuple):
     """Such as ``"MulBackward0"``."""
     sources: str
     """The names of the nodes whose backward makes the gradients of its slots."""
+    around: tuple[int, ...]
+    """The positions of this node and of those from which its pruned slots get their gradients."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,9 @@ def make_plan(graph: Graph, choice: Choice) -> Plan:
                 pruning.bounded.add(slot)
         if clipped or pruned:
             sources = _sources(graph, consumers, position)
-            steps.append(Step(position, tuple(clipped), tuple(pruned), graph.nodes[position].name(), sources))
+            around = {position, *(user for number in pruned for user, _ in consumers[position, number])}
+            name = graph.nodes[position].name()
+            steps.append(Step(position, tuple(clipped), tuple(pruned), name, sources, tuple(around) if pruned else ()))
     return Plan(
         steps=tuple(steps),
         hooks=tuple(step for step in steps if step.numbers),

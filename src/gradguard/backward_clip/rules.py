@@ -282,7 +282,7 @@ class ErrorClipByValue(BaseErrorClip):
 
     **Edge cases.** NaN stays NaN. ±inf becomes the bound, except in float16 and under ``scale=``, where it becomes
     NaN so that a GradScaler sees the overflow. Bounds are rounded to the gradient's dtype, and to its largest finite
-    value. A complex gradient is scaled to a modulus of at most ``max``; bounds that are not symmetric refuse it.
+    value. A complex gradient is scaled to a modulus of at most ``max``; bounds refuse it unless ``min`` is -``max``.
     Bounds that do not enclose 0 push every gradient to one side, and are obeyed.
 
     Args:
@@ -311,7 +311,7 @@ class ErrorClipByValue(BaseErrorClip):
     min: float
 
     def __init__(self, max: float, min: float | None = None) -> None:
-        self._symmetric = min is None
+        self._symmetric = self._bounds_modulus = min is None
         if min is not None:
             self.min = min
         self.max = max
@@ -323,6 +323,7 @@ class ErrorClipByValue(BaseErrorClip):
         high = number if name == "max" else self.__dict__.get("max", math.inf)
         check_bounds(low, high, ("min", "max"))
         object.__setattr__(self, "min", low)
+        object.__setattr__(self, "_bounds_modulus", low == -high)
         if self._symmetric and not symmetric:
             self._symmetric = False
         return number
@@ -338,7 +339,7 @@ class ErrorClipByValue(BaseErrorClip):
         return grad.clamp(_within(low, limit), _within(high, limit))
 
     def _clip_modulus(self, grad: Tensor) -> Tensor:
-        if not self._symmetric:
+        if not self._bounds_modulus:
             raise InvalidValueError(f"{self} on a complex gradient: a modulus has one bound; give max alone.")
         modulus = grad.abs()
         bound = torch.as_tensor(self.max, dtype=modulus.dtype, device=modulus.device)

@@ -70,7 +70,7 @@ class Differences:
         self.coarsest = max(input_eps, *(torch.finfo(o.dtype).eps for o in function.outputs))
         self.is_low = self.coarsest > 1e-10
         self.steps = LOW_STEPS if self.is_low else STEPS
-        self.noise = self.rounding
+        self.noise, self.has_noise = self.rounding, False
         self.usable = base.isfinite()
         self.is_finite = bool(self.usable.all())
         self.has_finite_point = are_finite(self.point)
@@ -102,7 +102,7 @@ class Differences:
             if self.is_low or not bool(still.any()) or not bool(offset.any()):
                 break
             offset *= 100
-        self.noise = noise
+        self.noise, self.has_noise = noise, True
 
     def _second_differences(self, offset: Tensor, samples: int) -> tuple[Tensor, Tensor]:
         """Return the largest second difference along multiples of ``offset`` on either side, and which outputs move.
@@ -156,7 +156,7 @@ class Differences:
         """
         together = len(directions) if self.are_few else 1
         first = self._central(directions[:together], self._batches[0])
-        if with_noise:
+        if with_noise and not self.has_noise:
             self.measure_noise(directions[0], first.moved.any(dim=0))
         found = self._climbed(directions[:together], first)
         if together == len(directions):
@@ -344,14 +344,18 @@ def _weights(large: float, small: float) -> tuple[float, float]:
 
 
 def directions(point: Tensor, inputs: list[Tensor], generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield random directions: signs, sized in turn by max(|x|, mean |x|) and by |x|, where that is not 0."""
+    """Yield random directions: signs, sized in turn by max(|x|, mean |x|) and by |x|, where that is not 0.
+
+    By half to one and a half times that, so that equal errors with equal signs do not cancel.
+    """
     while True:
         for keeps_zeros in (False, True):
             yield _direction(point, inputs, keeps_zeros, generator)
 
 
 def _direction(point: Tensor, inputs: list[Tensor], keeps_zeros: bool, generator: torch.Generator) -> Tensor:
-    found = torch.randint(0, 2, point.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+    found = torch.rand(point.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+    found.add_(found.sign(), alpha=0.5)
     for part, own in zip(inputs, found.split([one.numel() for one in inputs]), strict=True):
         mean, sizes = mean_size(part), part.abs()
         sizes = sizes if are_finite(sizes) else torch.where(sizes.isfinite(), sizes, 0.0)

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradguard.check.differences import Differences, norms
+from gradguard.check.differences import LOW_STEPS, Differences, norms
 
 _DECADES = 11
-_MOST_STEPS = 30
+_MOST_STEPS = 40
+_APART = 0.7
 _CLEAR = 20.0
 _DECISIVE = 0.3
 _ROUNDED = 1e-9
@@ -102,10 +103,11 @@ def diagnose(analytical: float, steps: list[_Step], relative: float, typical: fl
     kink = _kink(two_sided) if kind == "ok" else []
     if kink and decisive and chosen.step < min(s.size for s in kink):
         kink = []  # smaller steps have settled: what looked like a kink is curvature, or lies beside the point
-    for s in kink:
-        slack = 5 * s.rounding + 1e-6 * max(abs(s.low), abs(s.high)) + relative * abs(analytical)
-        if s.low - slack <= analytical <= s.high + slack:
-            return _at_kink(analytical, s, is_wrong=False)
+    between = _subgradients(kink) if kink else None
+    if between is not None:
+        slack = 5 * between.rounding + relative * max(abs(between.low), abs(between.high), abs(analytical))
+        if between.low - slack <= analytical <= between.high + slack:
+            return _at_kink(analytical, between, is_wrong=False)
     if _grows(series) and not abs(analytical) <= abs(chosen.value):
         return Diagnosis("singular", False, *as_chosen)
     if not math.isfinite(analytical):
@@ -113,8 +115,8 @@ def diagnose(analytical: float, steps: list[_Step], relative: float, typical: fl
         return Diagnosis("nan", True, *as_chosen) if has_derivative else Diagnosis("singular", False, *as_chosen)
     if abs(analytical) <= nothing and _is_constant(two_sided, chosen.value):
         return Diagnosis("jump", False, analytical, 0.0, chosen.bar, chosen.step)
-    if kink:
-        return _at_kink(analytical, kink[-1], is_wrong=True)
+    if between is not None:
+        return _at_kink(analytical, between, is_wrong=True)
     if decisive and abs(chosen.value - analytical) > 5 * chosen.bar and not _wavers(limits, chosen, analytical):
         return Diagnosis("mismatch", True, *as_chosen)
     return Diagnosis("undecided", False, *as_chosen)
@@ -159,7 +161,10 @@ def _steps(differences: Differences, direction: Tensor, sizes: list[float]) -> l
     here = float(differences.point[direction != 0].abs().max())
     wanted = {10.0**-k * size for size in sizes if size > 0 for k in range(2, 2 + _DECADES)}
     wanted |= {10.0**-k for k in range(13, 22)} if here == 0 else set()
-    chosen = sorted((h for h in wanted if h > 4 * smallest * here), reverse=True)
+    wanted |= {step * size for size in sizes for step in LOW_STEPS} if differences.is_low else set()
+    chosen: list[float] = []
+    for h in sorted((h for h in wanted if h > 4 * smallest * here), reverse=True):
+        chosen += [h] if not chosen or h < _APART * chosen[-1] else []  # of equal steps all limits are alike
     chosen = chosen[:: math.ceil(len(chosen) / _MOST_STEPS)] if chosen else []
     found: list[list[_Step]] = [[] for _ in differences.cotangents]
     moved, lengths, quanta = torch.zeros_like(base, dtype=torch.bool), [], (_Quantum(base), _Quantum(base))
@@ -238,7 +243,8 @@ def _limits(values: list[tuple[float, float, float]], order: int) -> list[_Limit
     """Return what (step, derivative, rounding), largest steps first, tend to: extrapolated once."""
     raw = []
     for (big, first, _), (small, second, rounding) in pairwise(values):
-        raw.append((second + (second - first) / ((big / small) ** order - 1), 2 * rounding, small))
+        ratio = math.prod([big / small] * order)  # infinite beside subnormal numbers, where ** raises
+        raw.append((second + (second - first) / (ratio - 1), 2 * rounding, small))
     found = []
     for j, (value, rounding, step) in enumerate(raw):
         around = [abs(value - raw[i][0]) for i in (j - 1, j + 1) if 0 <= i < len(raw)]
@@ -272,6 +278,19 @@ def _kink(steps: list[_Step]) -> list[_Step]:
         if max((o.size for o in alike), default=0.0) >= 9 * min((o.size for o in alike), default=1.0) and width > 0:
             kinked.append(s)
     return kinked
+
+
+def _subgradients(kink: list[_Step]) -> _Step:
+    """Return the limits of the one-sided derivatives, as a step whose rounding is how far off they may be."""
+    sides = []
+    for side in ("low", "high"):
+        series = [(s.size, getattr(s, side), s.rounding) for s in kink]
+        raw = [(s.size, getattr(s, side), s.rounding) for s in kink[-1:]]
+        limits = _limits(series, 1) or [_Limit(value, rounding, size, rounding) for size, value, rounding in raw]
+        sides.append(min(limits, key=lambda limit: limit.bar))
+    low, high = sides
+    bar = max(low.bar, high.bar)
+    return replace(kink[-1], size=min(low.step, high.step), low=low.value, high=high.value, rounding=bar)
 
 
 def _jumps(steps: list[_Step], side: str) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradguard.check.batched import Values, batch_size, best_values
-from gradguard.check.differences import STEPS, Differences, norms
+from gradguard.check.differences import STEPS, Differences, directions, norms
 from gradguard.check.function import Function
 from gradguard.check.report import Finding
 
@@ -40,7 +40,9 @@ class Group:
 
 def check_every_element(search: Search) -> None:
     """Compare every element with its own numerical derivative; look closely at those that disagree."""
-    examined = 0
+    examined, differences = 0, search.differences
+    if not differences.has_noise:
+        differences.measure_noise(next(directions(differences.point, [differences.point], search.generator)))
     for suspects in _suspects(search):
         for position in suspects:
             if len(search.findings) >= 5 or len(search.undecided) >= 5:

@@ -88,8 +88,12 @@ class Function:
         self._takes_every_argument = module is None and not kwargs and are_alone and len(args) == len(self.inputs)
         self._learn_inputs()
         self.outputs: list[Layout] = []
+        self.learnt: Tensor | None = None
+        """The outputs at the point, as the first call gave them."""
         self.base: Tensor | None = None
         """The outputs at the point, once they are known to be the same at each call."""
+        self.gradients_taken: tuple[Tensor, Tensor] | None = None
+        """Cotangents, and the gradient of each at the point."""
 
     @property
     def are_arguments(self) -> list[bool]:
@@ -145,6 +149,8 @@ class Function:
         for tensor, one, size in zip(tensors, self.inputs, self.sizes, strict=True):
             if tensor is None:
                 parts.append(torch.zeros(size, dtype=torch.float64, device=one.value.device))
+            elif tensor.dtype is torch.float64 and not (tensor.requires_grad or tensor.is_sparse):
+                parts.append(tensor.reshape(-1))
             else:
                 parts.append(_flat(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()))
         return parts[0] if len(parts) == 1 and out is None else torch.cat(parts, out=out)
@@ -212,7 +218,7 @@ class Function:
 
     def values_at(self, vectors: Tensor) -> Tensor:
         """Return the outputs at each of ``vectors``, one in each row."""
-        count, shapes = len(vectors), [one.shape for one in self.outputs]
+        count, shapes = vectors.shape[0], [one.shape for one in self.outputs]
         rows = torch.empty((count, self.size), dtype=torch.float64, device=vectors.device)
         parts = zip(rows.split_with_sizes(self.output_sizes, dim=1), self.outputs, strict=True)
         places = zip(
@@ -320,6 +326,15 @@ class Function:
         outputs = self.record(leaves)
         return self.backward(outputs, leaves, self.shaped(cotangent))
 
+    def gradients_for(self, cotangents: Tensor) -> Tensor:
+        """Return the gradient at the point for each of ``cotangents``, from one forward."""
+        leaves = self.leaves()
+        outputs = self.record(leaves)
+        gradients = torch.empty(len(cotangents), sum(self.sizes), dtype=torch.float64)
+        for row, cotangent in zip(gradients, cotangents, strict=True):
+            self.backward(outputs, leaves, self.shaped(cotangent), keep=True, out=row)
+        return gradients
+
     def learn_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Remember what the outputs look like."""
         self.outputs = [
@@ -329,6 +344,7 @@ class Function:
         self.output_sizes = [o.shape.numel() * (2 if o.dtype.is_complex else 1) for o in self.outputs]
         self.size = sum(self.output_sizes)
         """How many real numbers the outputs are."""
+        self.learnt = self.flatten(outputs).clone()
 
     def flatten(self, outputs: Sequence[Tensor]) -> Tensor:
         """Return outputs as one float64 vector."""
@@ -338,7 +354,7 @@ class Function:
     def shaped(self, cotangent: Tensor) -> list[Tensor]:
         """Return a flat vector as tensors like the outputs."""
         shaped = []
-        for part, one in zip(cotangent.split(self.output_sizes), self.outputs, strict=True):
+        for part, one in zip(cotangent.split_with_sizes(self.output_sizes), self.outputs, strict=True):
             if one.dtype.is_complex:
                 part = torch.view_as_complex(part.clone().reshape(*one.shape, 2))
             shaped.append(part.reshape(one.shape).to(one.dtype).to(one.device))
@@ -369,7 +385,7 @@ def _module_of(fn: Callable[..., Any]) -> nn.Module | None:
 
 def is_differentiable(value: Any) -> bool:
     """Tell whether this is a tensor that can have a gradient."""
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
 def name_of(fn: Any) -> str:
@@ -378,12 +394,13 @@ def name_of(fn: Any) -> str:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.dtype.is_complex else tensor
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    flat = _real(tensor).reshape(-1)
-    return flat if flat.dtype is torch.float64 else flat.double()
+    if tensor.dtype is torch.float64:
+        return tensor.reshape(-1)
+    return _real(tensor).reshape(-1).double()
 
 
 def _dense(value: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from gradguard.check.custom_operators import registration_of
 from gradguard.check.devices import device_called, full_float32, is_here, moved
 from gradguard.check.differences import Differences
 from gradguard.check.elementwise import check_every_element
+from gradguard.check.forward_mode import ForwardMode, check_forward_mode
 from gradguard.check.function import WIDE, Function, name_of
 from gradguard.check.guess import with_guesses
 from gradguard.check.precision import Conditioning, compare_backends
@@ -190,8 +191,10 @@ class _Check:
         self.notes: list[Finding] = []
         self.undecided: list[Finding] = []
         self.functions: list[Function] = []
+        self.exact: Function | None = None
         self.power, self.directions, self.dtype = float("inf"), 0, "float64"
         self.low_power: Power | None = None
+        self.forward_mode: ForwardMode = "not checked"
 
     def run(self, reference: Any, backends: dict[str, Any], exhaustive: bool, order: int) -> None:
         """Do everything that was asked for."""
@@ -208,6 +211,7 @@ class _Check:
             self.undecided.append(Finding("precision", message))
             return
         self.dtype = str(exact.inputs[0].value.dtype).removeprefix("torch.")
+        self.exact = exact
         if not self._contract(exact):
             return
         self._search(exact, exhaustive)
@@ -250,6 +254,7 @@ class _Check:
             power=self.power,
             low_power=self.low_power,
             dtype=self.dtype,
+            forward_mode=self.forward_mode,
             directions=self.directions,
             forwards=sum(f.forwards for f in self.functions),
             backwards=sum(f.backwards for f in self.functions),
@@ -329,8 +334,10 @@ class _Check:
         low.state.share_random(exact.state)
         eps = max(torch.finfo(o.dtype).eps for o in low.outputs)
         found, expected = low.values(low.point), exact.values(low.point)
+        low.learnt = found  # from random numbers that are now the same
         off = (found - expected).abs().nan_to_num(0.0, 0.0, 0.0)
-        if bool((off <= 100 * eps**0.5 * expected.abs().nan_to_num(0.0, 0.0, 0.0).max()).all()):
+        largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).amax() if expected.numel() else 0.0
+        if bool((off <= 100 * eps**0.5 * largest).all()):
             return True
         if exact.state.is_seeded:
             self.notes.append(Finding("random", f"{name} draws other random numbers in float64, and was not compared"))
@@ -346,20 +353,22 @@ class _Check:
             if not layout.has_graph:
                 note = Finding("outputs", f"{layout.name} has no graph and is not checked")
                 self.notes += [] if note in self.notes else [note]
-        contract = Contract(function, self._cotangents(function, base, 1)[0], self.generator, self.rtol)
+        count = _COTANGENTS if function is self.exact else 1
+        contract = Contract(function, self._cotangents(function, base, count), self.generator, self.rtol)
         try:
             contract.probe()
         except Exception as error:
             self.findings.append(Finding("error", f"the backward raises {type(error).__name__}: {error}"))
             return False
+        function.gradients_taken = contract.cotangents, contract.gradients
         self.findings += [replace(one, message=who + one.message) for one in contract.findings]
         self.notes += [one for one in contract.notes if one not in self.notes]
         return not any(one.kind in ("non-determinism", "mutation") for one in contract.findings)
 
     def _repeatable(self, function: Function) -> Tensor | None:
         """Return the outputs at the point, None if it draws random numbers that nothing can put back."""
-        base, again = function.values(function.point), function.values(function.point)
-        if not _are_equal(base, again):
+        base, again = function.learnt, function.values(function.point)
+        if base is None or not _are_equal(base, again):
             function.state.keep_random()
             base, again = function.values(function.point), function.values(function.point)
             size = function.rounding_of(base).nan_to_num()
@@ -379,18 +388,19 @@ class _Check:
 
     def _search(self, function: Function, exhaustive: bool, what: str = "") -> None:
         base = function.values(function.point) if function.base is None else function.base
-        cotangents = self._cotangents(function, base, _COTANGENTS)
-        leaves = function.leaves()
-        outputs = function.record(leaves)
-        gradients = torch.empty(len(cotangents), sum(function.sizes), dtype=torch.float64)
-        for row, v in zip(gradients, cotangents, strict=True):
-            function.backward(outputs, leaves, function.shaped(v), keep=True, out=row)
-        del leaves, outputs  # and the graph
-        differences = Differences(function, base, cotangents, gradients, self.rtol)
+        if function.gradients_taken is None:
+            cotangents = self._cotangents(function, base, _COTANGENTS)
+            function.gradients_taken = cotangents, function.gradients_for(cotangents)
+        differences = Differences(function, base, *function.gradients_taken, self.rtol)
+        function.gradients_taken = None
         search = Search(differences, self.generator)
         search.run()
         if exhaustive and not search.findings:
             check_every_element(search)
+        if function is self.exact and search.smooth is not None and not search.findings:
+            self.forward_mode, wrong = check_forward_mode(differences, *search.smooth)
+            added = self.findings if self.forward_mode == "wrong" else self.notes
+            added += [wrong] if wrong is not None else []
         self.findings += with_guesses(search, what)
         self.notes += search.notes
         self.undecided += search.undecided
@@ -400,8 +410,11 @@ class _Check:
             self.undecided.append(Finding("undecided", "no direction was accurate enough to say anything"))
 
     def _low_precision(self, exact: Function, low: Function) -> None:
-        units = Conditioning(exact, low, self.generator, self.rtol)
-        found = units.compare(low.gradient(None, units.cotangent), units.gradient, "against float64", "precision")
+        for looks_inside in (None, True):
+            units = Conditioning(exact, low, self.generator, self.rtol, looks_inside)
+            found = units.compare(low.gradient(None, units.cotangent), units.gradient, "against float64", "precision")
+            if found is None:
+                break
         self.findings += [found] if found is not None else []
         self.low_power = units.power
 

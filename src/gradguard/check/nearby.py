@@ -2,30 +2,105 @@
 
 The median of five equal values changes with none of them alone, and its gradient of 1/5 each is right all the same: it
 lies between the derivatives, 0 and 1, at points nearby.
+
+That is evidence only where pieces do meet. Along rays from the point the derivative at smaller and smaller distances
+tends to a limit, that of one piece; where the limits of two rays differ, each known better than that, there are two
+pieces. A smooth function has one limit along all rays, and what its derivatives at points nearby differ by proves
+nothing.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradguard.check.differences import Differences, mean_size
 
-_POINTS = 64
-_RADII = ((1e-5, 1e-3), (1e-7, 1e-2))
-_CLEAR = 1e-3
-_LOW_RADII = ((1e-2, 1e-1), (3e-3, 1e-1))
-"""Relative distances from the point, and steps relative to these: between smooth derivatives less and less fits."""
+_RAYS = 64
+_DISTANCES, _STEP = (1e-5, 1e-6, 1e-7), 1e-2
+_LOW_DISTANCES, _LOW_STEP = (3e-2, 1e-2, 3e-3), 1e-1
+"""Distances from the point relative to its size, and steps relative to these."""
+_CLEAR = 20.0
+_SETTLED = 0.1
+"""A limit is known if it changes by less than so much of what it differs by from that of other rays."""
+_MOST = 0.8
 
 
-def is_among_nearby(differences: Differences, direction: Tensor, which: list[int], generator: torch.Generator) -> bool:
-    """Return whether the gradient along ``direction`` lies between the derivatives at points nearby, output by output.
+class Pieces(NamedTuple):
+    """The derivatives of the pieces that meet at the point lie between these, output by output."""
 
-    For the cotangents ``which``. At two distances: pieces that meet at the point differ at both, smooth derivatives no
-    longer do at the smaller one.
+    low: float
+    high: float
+
+
+def pieces_around(
+    differences: Differences, direction: Tensor, which: list[int], generator: torch.Generator
+) -> Pieces | None:
+    """Return between what the derivatives along ``direction`` lie of the pieces that meet at the point.
+
+    Args:
+        differences: The function, its point, and the gradients.
+        direction: Along which they are taken.
+        which: The cotangents that are asked about.
+        generator: Of the rays.
+
+    Returns:
+        The interval for the first of the cotangents; None if for one of them nothing proves that pieces meet, or if the
+        gradient lies outside.
     """
-    radii = _LOW_RADII if differences.is_low else _RADII
-    return all(_is_between(differences, direction, which, *radius, generator) for radius in radii)
+    limits, bars = _limits(differences, direction, generator)
+    found = [_interval(differences, direction, k, limits, bars) for k in which]
+    return found[0] if all(one is not None for one in found) else None
+
+
+def _limits(differences: Differences, direction: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return what the derivative of each output tends to along each ray, one a row, and how far off that may be."""
+    point, function = differences.point, differences.function
+    distances, relative = (_LOW_DISTANCES, _LOW_STEP) if differences.is_low else (_DISTANCES, _STEP)
+    size = torch.where(point.isfinite(), torch.maximum(point.abs(), mean_size(point)), 0.0)
+    moved = direction != 0
+    unit = direction / float((direction[moved].abs() / size[moved]).max())
+    drawn = torch.randn((_RAYS, *size.shape), generator=generator, dtype=torch.float64)
+    rates = []
+    whole = 2 * relative * (unit @ direction) / (direction @ direction)
+    for distance in distances:
+        step, length, rows = relative * distance * unit, whole * distance, []
+        centers = point + distance * size * torch.cat([drawn, _apart(differences, generator.clone_state())])
+        for some in [centers] if differences.are_few else centers.split(1):
+            change = function.values_at(some + step) - function.values_at(some - step)
+            rows.append(differences.usable_part(change) / length)
+        rates.append(torch.cat(rows))
+    extrapolated = [
+        small + (small - large) / (first / second - 1)
+        for (large, small), (first, second) in zip(pairwise(rates), pairwise(distances), strict=True)
+    ]
+    weight = 1 + 2 / (distances[-2] / distances[-1] - 1)
+    rounding = weight * differences.noise / (0.5 * whole * distances[-1])
+    return extrapolated[-1], (extrapolated[-1] - extrapolated[-2]).abs() + 3 * rounding
+
+
+def _interval(differences: Differences, direction: Tensor, k: int, limits: Tensor, bars: Tensor) -> Pieces | None:
+    """Return the sums of the least and of the largest limits, where outputs have more than one, if these are proven."""
+    v, analytical = differences.cotangents[k], float(differences.gradients[k] @ direction)
+    moves = (limits != 0).any(dim=0) & (v != 0)
+    if not bool(moves.any()) or not bool(limits[:, moves].isfinite().all()):
+        return None
+    values, off = (v * limits)[:, moves], (v.abs() * bars)[:, moves]
+    spread = values.amax(dim=0) - values.amin(dim=0)
+    known = off <= _SETTLED * spread
+    is_tied = (known.double().mean(dim=0) >= _MOST) & (spread > _CLEAR * off.median(dim=0).values)
+    if not bool(is_tied.any()):
+        return None
+    low = torch.where(known, values, torch.inf).amin(dim=0)
+    high = torch.where(known, values, -torch.inf).amax(dim=0)
+    middle, bar = values.median(dim=0).values, off.median(dim=0).values
+    least = float(torch.where(is_tied, low, middle).sum())
+    most = float(torch.where(is_tied, high, middle).sum())
+    slack = float(bar.sum()) + 1e-6 * (most - least)
+    return Pieces(least, most) if least - slack <= analytical <= most + slack else None
 
 
 def _apart(differences: Differences, generator: torch.Generator) -> Tensor:
@@ -39,37 +114,3 @@ def _apart(differences: Differences, generator: torch.Generator) -> Tensor:
     moves = torch.stack([function.gradient(None, one) for one in (rising, rising.flip(0), rising[order])])
     moves = moves.nan_to_num(0.0, 0.0, 0.0)
     return moves / moves.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-
-
-def _is_between(
-    differences: Differences,
-    direction: Tensor,
-    which: list[int],
-    near: float,
-    relative: float,
-    generator: torch.Generator,
-) -> bool:
-    point, function = differences.point, differences.function
-    radius = near * torch.where(point.isfinite(), torch.maximum(point.abs(), mean_size(point)), 0.0)
-    step = relative * radius * direction
-    length = 2 * (step @ direction) / (direction @ direction)
-    rates = []
-    for count in [_POINTS, 0] if differences.are_few else [*[1] * _POINTS, 0]:
-        drawn = torch.randn((count, *radius.shape), generator=generator, dtype=torch.float64)
-        centers = point + radius * (drawn if count else _apart(differences, generator))
-        change = function.values_at(centers + step) - function.values_at(centers - step)
-        rates.append(differences.usable_part(change) / length)
-    stacked = torch.cat(rates)
-    if not bool(stacked.isfinite().all()):
-        return False
-    for v, gradient in zip(differences.cotangents[which], differences.gradients[which], strict=True):
-        low, high = (v * stacked).amin(dim=0), (v * stacked).amax(dim=0)
-        moved = float((v.abs() * torch.where(low != high, differences.noise, 0.0)).sum())
-        noise, analytical = moved / float(step.abs().max()), float(gradient @ direction)
-        least, most = float(low.sum()), float(high.sum())
-        if most - least < max(20 * noise, _CLEAR * abs(analytical)):  # nothing but one derivative, and rounding
-            return False
-        slack = 5 * noise + 1e-6 * (most - least)
-        if not least - slack <= analytical <= most + slack:
-            return False
-    return True

@@ -94,6 +94,8 @@ class GradientReport:
     low_power: Power | None = None
     """From which relative errors on the comparison of the low dtype with float64 would have seen a wrong gradient."""
     dtype: str = "float64"
+    forward_mode: str = "not checked"
+    """Whether the ``jvp`` was compared too: "agrees", "wrong", "not defined" or "not checked"."""
     directions: int = 0
     forwards: int = 0
     backwards: int = 0
@@ -109,8 +111,11 @@ class GradientReport:
     def __str__(self) -> str:
         lines = [f"{self.verdict:<13} {finding}" for finding in self.findings]
         counted = f"{self.forwards} forwards, {self.backwards} backwards, {self.dtype}"
+        counted += f", forward mode {self.forward_mode}" if self.directions else ""
         counted = f"{self.directions} directions, {counted}" if self.directions else counted
         power = f"; a wrong element of typical size would show from {self.power:.0e} relative" if self.power < 1 else ""
+        tied = sum(note.kind in ("kink", "tie") for note in self.notes)
+        power += f", but for {tied} at kinks or ties" if power and tied else ""
         lines.append(f"{self.verdict:<13} {counted}{power}")
         lines += [f"{'':<13} {self.low_power}"] if self.low_power is not None else []
         lines += [f"{'note':<13} {note}" for note in self.notes[:_MOST_NOTES]]

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradguard.check.differences import Differences, Disagreement, are_finite, directions, mean_size
 from gradguard.check.element import Diagnosis, examine
 from gradguard.check.elementwise import check_every_element
-from gradguard.check.nearby import is_among_nearby
+from gradguard.check.nearby import Pieces, pieces_around
 from gradguard.check.report import Finding
 
 _ROUNDS = 12
@@ -46,7 +46,7 @@ class Search:
 
     differences: Differences
     generator: torch.Generator
-    count: int = 4
+    count: int = 2
     findings: list[Finding] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
     undecided: list[Finding] = field(default_factory=list)
@@ -59,6 +59,8 @@ class Search:
     has_every_element: bool = False
     """Whether each element was compared by itself."""
     power: float = float("inf")
+    smooth: tuple[Tensor, Disagreement] | None = None
+    """A direction along which gradient and differences agree."""
 
     def run(self) -> None:
         """Search until all directions agree, or enough is found."""
@@ -103,18 +105,23 @@ class Search:
         count = self.count if self.differences.are_few else 1
         first = torch.stack([next(drawn) for _ in range(count)]) if count > 1 else next(drawn)[None]
         first *= self.open
-        known = self.differences.along_each(first, with_noise=True)
+        known = self.differences.along_each(first, with_noise=self.differences.has_noise)
+        if not self.differences.has_noise and bool((self._are_wrong(known) | self._say_nothing(known)).any()):
+            known = self.differences.along_each(first, with_noise=True)
         waiting = [(direction, known.of(i)) for i, direction in enumerate(first.unbind())]
         if count == self.count and not bool((self._are_wrong(known) | self._say_nothing(known)).any()):
-            self.agreed = [found for _, found in waiting]
+            self.agreed, self.smooth = [found for _, found in waiting], waiting[0]
             return None
         del first
         for _ in range(2 * self.count):
             direction = waiting[0][0] if waiting else next(drawn).mul_(self.open)
             found = waiting.pop(0)[1] if waiting else self.differences.along(direction)
+            if not self.differences.has_noise and bool((self._are_wrong(found) | self._say_nothing(found)).any()):
+                found = self.differences.along_each(direction[None], with_noise=True).of(0)
             is_wrong = self.is_wrong(found)
             if not is_wrong and not bool(self._say_nothing(found)):
                 self.agreed.append(found)
+                self.smooth = direction, found
             elif jointly:
                 self._examine_jointly(direction, found, is_wrong)
             elif is_wrong:
@@ -222,40 +229,58 @@ class Search:
                 )
                 return
         wrong = [k for k, one in enumerate(shown) if one.is_wrong and one.kind != "nan"]
-        if wrong and is_among_nearby(differences, direction, wrong, self.generator):
+        pieces = pieces_around(differences, direction, wrong, self.generator) if wrong else None
+        if pieces is not None:
             self.kinks.append(position)
-            self.notes.append(Finding("tie", "between the derivatives at points nearby", *self._place(position)))
+            message = f"between the derivatives of pieces that meet here, {pieces.low:.6g} and {pieces.high:.6g}"
+            self.notes.append(Finding("tie", message, *self._place(position), analytical=shown[wrong[0]].analytical))
         else:
-            self._note(shown, position)
+            self._note([self._unless_in_doubt(one, k, direction * mean) for k, one in enumerate(shown)], position)
+
+    def _unless_in_doubt(self, shown: Diagnosis, k: int, direction: Tensor) -> Diagnosis:
+        """Return "undecided" for what agrees within a bar so wide that the disagreement at larger steps fits in."""
+        if shown.kind != "ok" or shown.is_wrong or not self.differences.is_low:
+            return shown
+        found = self.differences.along(direction)
+        off, allowed = float(found.error[k].abs()), float(found.allowed(self.differences.relative)[k])
+        bar = 10 * shown.bar * float(direction.abs().max())
+        return replace(shown, kind="undecided") if allowed < off < bar else shown
 
     def _examine_jointly(self, direction: Tensor, found: Disagreement, is_wrong: bool) -> None:
         """Look at a direction as at one element: kinks, ties and noise of many elements show there as well."""
         shown = examine(self.differences, direction, [1.0])
         worst = max(shown, key=lambda one: (one.is_wrong, one.kind == "undecided", one.kind != "ok"))
-        if (not worst.is_wrong and worst.kind in ("ok", "kink")) or (worst.is_wrong and self._is_tie(direction, shown)):
-            self.agreed.append(found)
+        pieces = self._pieces(direction, shown) if worst.is_wrong else None
+        if pieces is not None or (not worst.is_wrong and worst.kind in ("ok", "kink")):
+            low, high = pieces or (worst.low, worst.high)
+            width = 0.0 if low != low else high - low  # anything in between passes, and less than that is not seen
+            self.agreed.append(found._replace(bar=found.bar.clamp(min=width)))
         elif worst.is_wrong and is_wrong:
             self.findings.append(_finding(worst, "", None, "along a random direction, from many elements together"))
         else:
             self.unclear.append(_finding(worst, "", None, "nothing settles along a random direction"))
 
     def _examine_kinks_together(self) -> None:
-        """Move everything by the same amount: at kinks and ties each element may be right, and their sum too large.
+        """Move everything, or what is tied, by the same amount: each element may be right, and their sum too large.
 
         Tied values stay tied, so that every right choice among them gives the same.
         """
         if len(self.kinks) < 2:
             return
-        direction = mean_size(self.differences.point) * self.continuous
-        shown = examine(self.differences, direction, [1.0])
-        worst = max(shown, key=lambda one: one.is_wrong)
-        if worst.is_wrong and not self._is_tie(direction, shown):
-            message = f"{len(self.kinks)} elements at kinks or ties, right one by one, are not when moved together"
-            self.findings.append(_finding(worst, "", None, message))
+        tied = torch.zeros_like(self.continuous)
+        tied[self.kinks] = True
+        for moved in (self.continuous, tied):
+            direction = mean_size(self.differences.point) * moved
+            shown = examine(self.differences, direction, [1.0])
+            worst = max(shown, key=lambda one: one.is_wrong)
+            if worst.is_wrong and self._pieces(direction, shown) is None:
+                message = f"{len(self.kinks)} elements at kinks or ties, right one by one, are not when moved together"
+                self.findings.append(_finding(worst, "", None, message))
+                return
 
-    def _is_tie(self, direction: Tensor, shown: list[Diagnosis]) -> bool:
+    def _pieces(self, direction: Tensor, shown: list[Diagnosis]) -> Pieces | None:
         wrong = [k for k, one in enumerate(shown) if one.is_wrong]
-        return is_among_nearby(self.differences, direction, wrong, self.generator)
+        return pieces_around(self.differences, direction, wrong, self.generator)
 
     def _note(self, shown: list[Diagnosis], position: int) -> None:
         name, index = self._place(position)

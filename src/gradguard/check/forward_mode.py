@@ -1,0 +1,75 @@
+"""Is the derivative in forward mode, the ``jvp``, that of the same function?"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from gradguard.check.differences import Differences, Disagreement
+from gradguard.check.report import Finding
+
+ForwardMode = Literal["agrees", "wrong", "not defined", "not checked"]
+
+_STEP, _LOW_STEP = 1e-5, 1e-2
+_FEW_LETTERS = 160
+
+
+def check_forward_mode(
+    differences: Differences, direction: Tensor, known: Disagreement
+) -> tuple[ForwardMode, Finding | None]:
+    r"""Compare :math:`v \cdot (J u)`, in forward mode, with the numerical derivative along the same direction.
+
+    Args:
+        differences: The function, its point, the cotangents v and their gradients g.
+        direction: u, along which the function is smooth.
+        known: By how much the numerical derivative differs from g · u.
+
+    Returns:
+        Whether it agrees, and what is wrong, or why it was not checked.
+    """
+    function = differences.function
+    tangents = function.split(direction)
+    primals = [one.detach() for one in function.leaves()]
+    try:
+        with warnings.catch_warnings(), forward_ad.dual_level():
+            warnings.simplefilter("ignore")  # PyTorch's own formulas are of a kind that PyTorch calls out of date
+            duals = [forward_ad.make_dual(one, t) for one, t in zip(primals, tangents, strict=True)]
+            outputs = [forward_ad.unpack_dual(one) for one in function.call(duals)]
+            pairs = list(zip(outputs, function.outputs, strict=True))
+            if any(o.tangent is None and own.has_graph for o, own in pairs):  # lost on the way, without a word
+                return "not defined", None
+            parts = [torch.zeros_like(o.primal) if o.tangent is None else o.tangent for o in outputs]
+            found = function.flatten([part.resolve_conj().resolve_neg() for part in parts]).clone()
+    except NotImplementedError:
+        return "not defined", None
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:_FEW_LETTERS]
+        return "not checked", Finding("forward mode", f"not checked, it raises {said}")
+    moves = torch.where(differences.usable & found.isfinite(), found, 0.0)
+    off = differences.cotangents @ moves - differences.gradients @ direction - known.error
+    allowed = 2 * known.allowed(differences.relative)
+    if bool((off.abs() <= allowed).all()):
+        return "agrees", None
+    if not bool(found.isfinite().all()):
+        return "not checked", Finding("forward mode", "not checked, it is not finite here")
+    return "wrong", _worst(differences, direction, moves)
+
+
+def _worst(differences: Differences, direction: Tensor, found: Tensor) -> Finding:
+    """Return the output whose derivative is furthest from the numerical one."""
+    function, step = differences.function, _LOW_STEP if differences.is_low else _STEP
+    above, below = (function.values(differences.point + h * direction) for h in (step, -step))
+    numerical = differences.usable_part(above - below) / (2 * step) * function.with_graph()
+    position = int((found * function.with_graph() - numerical).abs().nan_to_num(torch.inf).argmax())
+    values = float(found[position]), float(numerical[position])
+    message = "the derivative along a random direction in forward mode (jvp) is another one"
+    for one, size in zip(function.outputs, function.output_sizes, strict=True):
+        if position < size:
+            index = torch.unravel_index(torch.tensor(position // (2 if one.dtype.is_complex else 1)), one.shape)
+            return Finding("forward mode", message, one.name, tuple(int(i) for i in index), *values)
+        position -= size
+    raise IndexError(position)
