@@ -9,6 +9,7 @@ import pytest
 from synthetic import log_normal, make_record, steps_of, write_char_rnn, write_gan, write_sick
 
 from gradguard.cli import main
+from gradguard.monitoring.judge.conditions import QUANTITIES
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.verdict import verdict
@@ -17,15 +18,18 @@ from gradguard.monitoring.show.report import json_summary, text_summary
 
 OF_EACH = [
     "verdict", "decision", "regime", "steps", "taken_steps", "skipped_steps", "skipped_spikes", "nonfinite_steps",
-    "recovery", "clip_share", "threshold", "median_coefficient", "median_norm", "max_norm", "spike_share", "final_loss",
-    "best_loss", "diverged", "overhead_share", "clips",
+    "faulty_steps", "recovery", "clip_share", "threshold", "median_coefficient", "median_norm", "max_norm",
+    "spike_share", "drift", "lock_in_share", "final_loss", "best_loss", "overhead_share", "diverged", "clips",
 ]  # fmt: skip
-KEYS = ["schema", "record", *OF_EACH, "findings", "events", "notes", "optimizers"]
+KEYS = ["schema", "record", *OF_EACH, "errors", "warnings", "findings", "events", "notes", "optimizers"]
 OF_DECISION = ["kind", "threshold", "rule", "rate_factor", "experiment", "headline", "reason"]
 OF_FINDING = [
     "kind", "severity", "confidence", "first_step", "last_step", "params", "message", "advice", "value", "optimizer",
 ]  # fmt: skip
-MEASURED = [key for key in OF_EACH if key.endswith(("share", "loss", "norm", "coefficient", "threshold"))]
+MEASURED = [
+    "clip_share", "threshold", "median_coefficient", "median_norm", "max_norm", "spike_share", "final_loss",
+    "best_loss", "overhead_share",
+]  # fmt: skip
 
 RECORDS = {
     "no step": lambda folder: make_record(),
@@ -72,6 +76,10 @@ def test_every_key_is_there_and_every_number_is_the_one_of_the_text(name, tmp_pa
     for key in ("verdict", "regime", "steps", "taken_steps", "skipped_steps", "nonfinite_steps"):
         assert lines.get(key, str(found[key])) == str(found[key])
     assert int(lines["findings"]) == len(found["findings"])
+
+
+def test_conditions_compare_what_the_summary_names():
+    assert set(QUANTITIES) <= set(KEYS)
 
 
 def test_the_page_of_the_documentation_has_every_key():

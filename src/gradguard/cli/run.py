@@ -295,6 +295,8 @@ def _guards_of(clip: "ClipEachOptimizer | None") -> "GuardEachOptimizer":
 
 def _show(record: Path, here: Path, signals: "Signals") -> None:
     """Draw the report of a finished run and print its summary; a failure here must not hide the script's own."""
+    from rich.console import Console
+
     from gradguard.monitoring.show.report import page_beside, print_summary, write_report
 
     if not record.exists():  # somebody deleted it, of which they have been warned
@@ -308,9 +310,10 @@ def _show(record: Path, here: Path, signals: "Signals") -> None:
             why = "".join(f" {event.get('message', '')}." for event in found.events[-1:])
             on_stderr(f"no optimizer step was recorded, so there is no report.{why} See {_short(record, here)}")
             return
-        with encodable(sys.stdout):
-            print_summary(found)
-            print(f"record: {printable(_short(record, here))}\nreport: {printable(_short(page, here))}")
+        with encodable(sys.stderr):  # standard output is the script's
+            print_summary(found, Console(stderr=True))
+            where = f"record: {printable(_short(record, here))}\nreport: {printable(_short(page, here))}"
+            print(where, file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         on_stderr(f"interrupted: the page is not drawn. Draw it: gradguard report {_short(record, here)}")
     except Exception as error:

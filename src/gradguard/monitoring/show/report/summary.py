@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradguard.monitoring.judge.acting_clips import acting_clips
+from gradguard.monitoring.judge.health import lock_in_share
+from gradguard.monitoring.judge.norm_statistics import drift_ratio
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, Record
 from gradguard.monitoring.record.redaction import redacted
-from gradguard.monitoring.record.steps import by_optimizer
+from gradguard.monitoring.record.steps import by_optimizer, usable_norms
 from gradguard.monitoring.record.text import printable
 from gradguard.monitoring.show.report.advice import Shown, counted, findings_of
 from gradguard.monitoring.show.table import print_table
@@ -220,28 +222,49 @@ def _body(judged: Verdict, recommendation: Recommendation, found: Sequence[Shown
     return body.append(f"\n{recommendation.reason}" if recommendation.reason else "")
 
 
-def _facts(record: Record, judged: Verdict) -> dict[str, Any]:
-    numbers = {
+def numbers_of(record: Record, judged: Verdict) -> dict[str, float | None]:
+    """Return the numbers of a run under the names that ``--text``, ``--json`` and ``--fail-on`` share.
+
+    Args:
+        record: The record of a run.
+        judged: Its verdict.
+    """
+    return {
         "clip_share": judged.clip_share,
         "threshold": judged.threshold,
         "median_coefficient": judged.median_coefficient,
         "median_norm": judged.median_norm,
         "max_norm": judged.max_norm,
         "spike_share": judged.spike_share,
+        "drift": drift_ratio(usable_norms(record)),
+        "lock_in_share": lock_in_share(record),
         "final_loss": judged.final_loss,
         "best_loss": judged.best_loss,
         "overhead_share": judged.overhead_share,
     }
-    rounded = {key: None if value is None else f"{value:.4g}" for key, value in numbers.items()}
-    counts = {
+
+
+def counts_of(judged: Verdict) -> dict[str, int]:
+    """Return the numbers of steps of a run under the names that ``--text``, ``--json`` and ``--fail-on`` share.
+
+    Args:
+        judged: The verdict on the run.
+    """
+    return {
         "steps": judged.steps,
-        "nonfinite_steps": judged.nonfinite_steps,
+        "taken_steps": judged.taken_steps,
         "skipped_steps": judged.skipped_steps,
         "skipped_spikes": judged.skipped_spikes,
-        "events": len(record.events),
+        "nonfinite_steps": judged.nonfinite_steps,
+        "faulty_steps": judged.faulty_steps,
     }
-    counts |= {} if judged.recovery is None else asdict(judged.recovery)
-    return {"verdict": judged.sentence, "regime": judged.regime} | counts | rounded
+
+
+def _facts(record: Record, judged: Verdict) -> dict[str, Any]:
+    rounded = {key: None if value is None else f"{value:.4g}" for key, value in numbers_of(record, judged).items()}
+    recovery = {} if judged.recovery is None else asdict(judged.recovery)
+    said = {"verdict": judged.sentence, "regime": judged.regime}
+    return said | counts_of(judged) | {"events": len(record.events)} | recovery | rounded
 
 
 def _advice(record: Record, recommendation: Recommendation, optimizer: str = "") -> dict[str, Any]:
