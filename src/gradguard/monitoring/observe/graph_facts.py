@@ -1,4 +1,4 @@
-"""What the graph of a loss tells of a run, read once before its backward: nothing is computed, and no hook is called."""
+"""What the graph of a loss tells of a run, read once before its backward: nothing is computed, no hook is called."""
 
 import math
 import weakref
@@ -22,12 +22,12 @@ class GraphFacts:
 
     Attributes:
         leaves: Every tensor that a backward gives a gradient, not kept alive, with the number of the first operation
-            that uses it: operations are numbered in the order of the forward.
+            that uses it (operations are numbered in the order of the forward), and how many use it.
         dtypes: The floating-point types that operations computed in.
         factor: What the last operation multiplied the loss by, as in ``loss / 4``; None if that is no number.
     """
 
-    leaves: dict[int, tuple[weakref.ref, int]] = field(default_factory=dict)
+    leaves: dict[int, tuple[weakref.ref, int, int]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)
     factor: float | None = None
 
@@ -47,25 +47,28 @@ class GraphFacts:
         for node, users in _nodes(last):
             variable = getattr(node, "variable", None)
             if isinstance(variable, Tensor):
-                first = min(users, default=0)
+                first, uses = min(users, default=0), len(users)
                 known = self.leaves.get(id(variable))
-                first = first if known is None or known[0]() is not variable else min(first, known[1])
-                self.leaves[id(variable)] = weakref.ref(variable), first
+                if known is not None and known[0]() is variable:
+                    first, uses = min(first, known[1]), max(uses, known[2])
+                self.leaves[id(variable)] = weakref.ref(variable), first, uses
             else:
                 self.dtypes.update(_dtypes(node))
 
-    def places(self, parameters: Sequence[Tensor]) -> list[int | None]:
-        """Return where each parameter stands in the order of the forward, from 0; None if no backward reaches it.
+    def of(self, parameters: Sequence[Tensor]) -> list[dict[str, int]]:
+        """Return of each parameter ``order``, its place in the forward from 0, and ``uses``; of one not reached nothing.
+
+        ``uses``, the number of operations that take it, is left out where it is 1: a recurrent weight has many.
 
         Args:
             parameters: The parameters.
         """
         known = [self.leaves.get(id(p)) for p in parameters]
-        numbers = [
-            None if one is None or one[0]() is not p else one[1] for one, p in zip(known, parameters, strict=True)
+        found = [one if one and one[0]() is p else None for one, p in zip(known, parameters, strict=True)]
+        order = {number: place for place, number in enumerate(sorted({one[1] for one in found if one}))}
+        return [
+            {} if one is None else {"order": order[one[1]]} | ({"uses": one[2]} if one[2] > 1 else {}) for one in found
         ]
-        order = {number: place for place, number in enumerate(sorted({one for one in numbers if one is not None}))}
-        return [None if number is None else order[number] for number in numbers]
 
 
 DATA, WEIGHTS = "data", "weights"

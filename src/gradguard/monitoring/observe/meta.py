@@ -182,9 +182,10 @@ def described(
 ) -> list[dict]:
     """Return what ``meta`` says of each parameter; ``optimizer`` where there are several, ``frozen`` where it is.
 
-    ``order`` is its place in the forward, where a backward has reached it before the first step.
+    ``order`` is its place in the forward, where a backward has reached it before the first step, and ``uses`` how many
+    operations took it.
     """
-    order = [None] * len(parameters) if graph is None else graph.places(parameters)
+    used = [{}] * len(parameters) if graph is None else graph.of(parameters)
     groups = {id(p): k for opt in optimizers for k, group in enumerate(opt.param_groups) for p in group["params"]}
     owners = {id(p): place for place, opt in enumerate(optimizers) for p in parameters_of(opt)}
     return [
@@ -197,8 +198,8 @@ def described(
         }
         | ({"optimizer": owners[id(p)]} if len(optimizers) > 1 else {})
         | ({} if p.requires_grad else {"frozen": True})
-        | ({} if place is None else {"order": place})
-        for name, p, place in zip(names, parameters, order, strict=True)
+        | its
+        for name, p, its in zip(names, parameters, used, strict=True)
     ]
 
 

@@ -370,7 +370,7 @@ def _severity(value: Any) -> Any:
 
 _PARAMETER: Mapping[str, Rule] = {
     "name": _text, "shape": _each(_count), "numel": _count, "dtype": _text, "group": _count, "optimizer": _count,
-    "frozen": _truth, "order": _count,
+    "frozen": _truth, "order": _count, "uses": _count,
 }  # fmt: skip
 
 _TABLES: Mapping[str, Mapping[str, Rule]] = {
