@@ -1,9 +1,16 @@
 """What is the matter with a run: its causes, ranked, from the findings and the numbers of its record."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradguard.monitoring.judge.cause import KEYS, Cause, Evidence
+from gradguard.monitoring.judge.cause import CERTAINTIES, KEYS, Cause, Evidence
+from gradguard.monitoring.judge.causes import CAUSES
+from gradguard.monitoring.judge.findings import Finding
+from gradguard.monitoring.judge.health import findings
+from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.signals import FEWEST_STEPS, Signals
 from gradguard.monitoring.record.file import Record, once
+from gradguard.monitoring.record.steps import Part, by_optimizer
 
 __all__ = ["KEYS", "Cause", "Diagnosis", "Evidence", "diagnose"]
 
@@ -40,11 +47,110 @@ class Diagnosis:
 def diagnose(record: Record) -> Diagnosis:
     """Find what is the matter with a run.
 
+    Each cause is looked for by itself (`causes.CAUSES`). They are ranked by one rule: the surest first; a cause that another
+    one explains, which is at least as sure, behind that; then what explains most of what health finds; then the order of
+    `KEYS`. Where nothing is at least likely, the run is well, or too short to say.
+
+    **Guarantees**: a run with an error among its findings is never well; the same record always gives the same diagnosis.
+
+    **Edge cases**: each of several optimizers is judged by its own steps, and the gravest cause of all leads; losses of
+    optimizers that take turns are not judged, since those of networks that work against each other mean no progress.
+
     Args:
         record: The record of a run.
 
     Returns:
         At least one cause.
+
+    Example:
+        >>> from pathlib import Path
+        >>> steps = [{"t": "step", "i": i, "norm": 1.0, "loss": 2.0, "lr": 0.0} for i in range(300)]
+        >>> found = diagnose(Record(Path("run.jsonl"), {"t": "meta"}, steps, [], [], None, False))
+        >>> found.cause.key, found.sentence
+        ('rate_zero', 'The learning rate is 0: nothing is trained.')
     """
-    del record
-    return Diagnosis((Cause("unknown", "certain", "The record is too short to judge.", "Record a longer run."),))
+    parts = by_optimizer(record)
+    found, turns = findings(record), _take_turns(parts)
+    each = [
+        _ranked(part.record, [one for one in found if one.optimizer in (part.index, None)], not turns) for part in parts
+    ]
+    if len(parts) == 1:
+        return Diagnosis(each[0])
+    named = [cause.of(part.label) for part, causes in zip(parts, each, strict=True) for cause in causes]
+    sick = [cause for cause in named if cause.key not in ("healthy", "unknown")]
+    grave = sorted(sick, key=lambda cause: CERTAINTIES.index(cause.certainty))
+    if grave and grave[0].certainty != "possible":
+        return Diagnosis(tuple(grave))
+    return Diagnosis((_of_all(each), *grave))
+
+
+def _ranked(record: Record, found: Sequence[Finding], losses_mean_progress: bool) -> tuple[Cause, ...]:
+    signals = Signals(record, found, losses_mean_progress)
+    causes = [cause for look in CAUSES if (cause := look(signals)) is not None]
+    kinds = {one.kind for one in found if one.severity != "info"} | {cause.key for cause in causes}
+    causes.sort(key=lambda cause: _rank(cause, causes, kinds))
+    if not causes or causes[0].certainty == "possible":
+        causes.insert(0, _without_cause(signals))
+    return tuple(causes)
+
+
+def _rank(cause: Cause, causes: Sequence[Cause], kinds: set[str]) -> tuple[bool, int, int, int]:
+    sure = CERTAINTIES.index(cause.certainty)
+    explained = any(
+        cause.key in other.explains and CERTAINTIES.index(other.certainty) <= sure and other is not cause
+        and not (other.key in cause.explains and KEYS.index(cause.key) < KEYS.index(other.key))
+        for other in causes
+    )  # fmt: skip
+    return explained, sure, -len(kinds & cause.explains), KEYS.index(cause.key)
+
+
+def _without_cause(signals: Signals) -> Cause:
+    """The run is well; or the record cannot say; or a finding that is an error has no cause that is known."""
+    error = next((one for one in signals.found if one.severity == "error"), None)
+    if error is not None:
+        message = f"{error.message[:1].upper()}{error.message[1:]}."
+        evidence = (Evidence((error.first_step, error.last_step), message, error.params),)
+        sentence = f"Something is wrong, and the record does not show why: {error.message}."
+        return Cause("unknown", "likely", sentence, f"{error.advice[:1].upper()}{error.advice[1:]}.", evidence)
+    if signals.count < FEWEST_STEPS:
+        sentence = f"The record has {signals.count} steps, too few to say whether the run is well."
+        return Cause("unknown", "certain", sentence, f"Record at least {FEWEST_STEPS} steps, better 200.")
+    if not any(norm is not None for norm in signals.norms):
+        return Cause(
+            "unknown", "certain", "The record has no gradient norms to judge by.",
+            "Record the run again with gradguard run, which sees the norms before clipping.",
+        )  # fmt: skip
+    return _well(signals)
+
+
+def _well(signals: Signals) -> Cause:
+    curve = signals.curve
+    if curve is None:
+        words = f"Norms and layers are as they should be on {signals.count:,} steps; losses were not judged."
+        return Cause(
+            "healthy", "likely", "Your run is well.", "Nothing is to be done.", (Evidence(signals.span, words),)
+        )
+    fell = f"The loss went from {number(curve.start)} to {number(curve.final)} in {signals.count:,} steps."
+    if not curve.has_fallen:
+        sentence = f"Nothing is found to be wrong, but the loss has not fallen: {number(curve.start)} to {number(curve.final)}."
+        advice = (
+            "Check that labels belong to their inputs, and try a learning rate three times higher and three times lower. A "
+            "loss that measures no progress, as in reinforcement learning, may do so."
+        )
+        return Cause("unknown", "possible", sentence, advice, (Evidence(signals.span, fell),))
+    ruled = ("No layer lacks a gradient, none vanishes or explodes, and no batch stands out.",)
+    return Cause(
+        "healthy", "likely", "Your run is well.", "Nothing is to be done.", (Evidence(signals.span, fell),), ruled
+    )
+
+
+def _of_all(each: Sequence[tuple[Cause, ...]]) -> Cause:
+    """What is said of several optimizers none of which is sick: the least that can be said of one."""
+    firsts = [causes[0] for causes in each]
+    return next((cause for cause in firsts if cause.key == "unknown"), firsts[0])
+
+
+def _take_turns(parts: Sequence[Part]) -> bool:
+    """Whether several optimizers step in one training: not one after the other."""
+    spans = [(part.record.steps[0]["i"], part.record.steps[-1]["i"]) for part in parts if part.record.steps]
+    return any(one[0] < other[1] and other[0] < one[1] for k, one in enumerate(spans) for other in spans[k + 1 :])

@@ -1,0 +1,198 @@
+"""What the data do to a run: batches that are far out, data that change, and numbers that drift."""
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+
+from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.numbers import number, plain_threshold
+from gradguard.monitoring.judge.signals import Signals, period_of
+
+FEWEST_OUTBURSTS = 3
+CALM_SHARE = 0.2
+"""Of the steps: where more of them are out of the ordinary, no batch is the exception."""
+
+_SHOWN = 4
+
+
+def bad_batches(signals: Signals) -> Cause | None:
+    """Return whether single batches are far out: losses and norms leap out of calm, at once."""
+    places = [place for place in signals.outbursts if place >= 3]
+    period = period_of(places)
+    if period is not None:  # what lies beside the grid is what such a batch left behind
+        phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
+        places = [place for place in places if place % period == phase]
+    if len(places) < FEWEST_OUTBURSTS or len(places) > CALM_SHARE * signals.count:
+        return None
+    at_once = [place for place in places if _comes_at_once(signals, place)]
+    if len(at_once) < max(FEWEST_OUTBURSTS, 0.5 * len(places)):
+        return None
+    numbers = [signals.named(place) for place in places]
+    times = statistics.median(_times(signals, place) for place in places)
+    listed = f"{', '.join(map(str, numbers[:_SHOWN]))}{' …' if len(numbers) > _SHOWN else ''}"
+    when = f"every {period} steps: {listed}" if period else f"{len(numbers)} times, on steps {listed}"
+    calm = _calm(signals, places)
+    threshold = float(f"{calm:.1e}") if calm else None
+    clip = f" Until then, clip at {plain_threshold(threshold)}, which leaves ordinary steps alone." if threshold else ""
+    where = (
+        f"Look at the batches of steps {listed}: something comes back every {period} steps, such as one bad file or "
+        "shard of an epoch."
+        if period
+        else f"Look at the batches of steps {listed} for wrong labels, inputs that are "
+        "not normalised, or samples that are far too long."
+    )
+    words = f"The loss or the gradient norm leapt {len(numbers)} times out of calm, to {number(times)} times what it was just before: {when}."
+    return Cause(
+        "bad_batches",
+        "certain" if period and len(places) >= 5 else "likely",
+        f"Some batches are far out, {when}.",
+        f"{where}{clip}",
+        (Evidence((numbers[0], numbers[-1]), words, numbers=(("times", times), *((("period", float(period)),) if period else ()))),),
+        ("The learning rate is not the cause: the steps before each of these were calm.",),
+        frozenset({"spike", "recurring_spikes", "exploding", "diverging_loss", "rate_too_high", "data_shift", "not_learning",
+                   "dominating_layer", "drift", "corrupt_gradient", "half_dead_layer", "exploding_time", "nonfinite_growth",
+                   "oscillation", "norm_drift", "vanishing", "dead_layer", "exploding_depth"}),
+        threshold=threshold,
+    )  # fmt: skip
+
+
+def _times(signals: Signals, place: int) -> float:
+    """How far a step stands above those just before it."""
+    found = [1.0]
+    for values in (signals.norms, signals.losses):
+        value, usual = values[place], signals.usual(place, values)
+        if value is not None and usual:
+            found.append(value / usual)
+    return max(found)
+
+
+def _comes_at_once(signals: Signals, place: int) -> bool:
+    """Whether the step before was an ordinary one: what a rate does begins with the step before."""
+    for values in (signals.norms, signals.losses):
+        before, usual = values[place - 1], signals.usual(place - 1, values)
+        if before is not None and usual and before > 2.5 * usual:
+            return False
+    return True
+
+
+def _calm(signals: Signals, places: Sequence[int]) -> float | None:
+    """The 90th percentile of the norms of ordinary steps."""
+    near = {place + k for place in places for k in range(4)}
+    norms = sorted(norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5)
+    return norms[int(0.9 * len(norms))] if norms else None
+
+
+def data_shift(signals: Signals) -> Cause | None:
+    """Return whether the data are others from one step on: losses are at another level at once, and stay or come down."""
+    if not signals.losses_mean_progress or signals.count < 60:
+        return None
+    place = _level_shift(signals)
+    if place is None or _rate_jumped(signals, place):
+        return None
+    before, after = signals.losses[max(0, place - 20) : place], signals.losses[place : place + 20]
+    low, high = (statistics.median([loss for loss in values if loss is not None]) for values in (before, after))
+    step = signals.named(place)
+    words = f"The loss was {number(low)} up to step {signals.named(place - 1)} and {number(high)} from step {step} on, at once."
+    return Cause(
+        "data_shift",
+        "likely",
+        f"The data are others from step {step} on: the loss is at another level at once, out of calm.",
+        f"Look at what the loader gives from step {step} on: another file, domain, length, normalisation or labelling. If "
+        "that is meant, go on training; shuffle the parts together if both are to be learned.",
+        (Evidence((step, signals.span[1]), words, numbers=(("before", low), ("after", high))),),
+        ("The learning rate did not change, and the steps before were calm.",),
+        frozenset({"diverging_loss", "exploding", "rate_too_high", "norm_drift", "spike", "not_learning", "drift", "bad_batches",
+                   "exploding_time"}),
+    )  # fmt: skip
+
+
+def _level_shift(signals: Signals) -> int | None:
+    """The place at which the loss leaps to another level within one step, and does not leap back."""
+    values = [loss for loss in signals.losses]
+    best, at = 0.0, None
+    for place in range(30, signals.count - 15):
+        here, previous = values[place], values[place - 1]
+        if here is None or previous is None or here < 1.3 * previous:
+            continue
+        before = [loss for loss in values[place - 20 : place] if loss is not None]
+        after = [loss for loss in values[place : place + 10] if loss is not None]
+        if len(before) < 15 or len(after) < 8:
+            continue
+        low, high = statistics.median(before), statistics.median(after)
+        spread = statistics.median(abs(one - low) for one in before) or 1e-12
+        if min(after) > max(before[-10:]) and high > 1.5 * low and (high - low) / spread > max(best, 6):
+            best, at = (high - low) / spread, place
+    return at
+
+
+def _rate_jumped(signals: Signals, place: int) -> bool:
+    rates = [rate for rate in signals.rates[max(0, place - 3) : place + 1] if rate]
+    return bool(rates) and max(rates) > 2 * min(rates)
+
+
+def drift(signals: Signals) -> Cause | None:
+    """Return whether norms or weights grow step by step over the whole run, without a jump, and cost the loss."""
+    curve = signals.curve
+    if signals.count < 100:
+        return None
+    if (
+        signals.losses_mean_progress
+        and curve is not None
+        and curve.final <= curve.best + max(curve.error, 0.1 * abs(curve.best))
+    ):
+        return None
+    grown = _growing_weights(signals)
+    norms = [norm for norm in signals.norms if norm]
+    size = max(1, len(norms) // 10)
+    levels = [statistics.median(norms[k : k + size]) for k in range(0, len(norms) - size + 1, size)]
+    rising = (
+        len(levels) > 4
+        and sum(b > a for a, b in pairwise(levels[1:])) >= 0.75 * (len(levels) - 2)
+        and levels[-1] > 3 * min(levels)
+    )
+    if not rising and grown is None:
+        return None
+    evidence = []
+    if rising:
+        words = f"The median gradient norm rose from {number(min(levels))} to {number(levels[-1])}, step by step."
+        evidence.append(Evidence(signals.span, words))
+    if grown is not None:
+        name, times = grown
+        evidence.append(Evidence(signals.span, f"The norm of {name} grew {number(times)} times.", (name,)))
+    return Cause(
+        "drift",
+        "likely" if curve is not None and rising else "possible",
+        "Weights and gradients grow all through the run, step by step, and the loss ends above its best.",
+        "Look for what rewards large weights: the sign of a penalty or of weight_decay, a target made by the model itself, "
+        "or a loss without a lower bound. Normalisation layers or weight decay bound their growth.",
+        tuple(evidence),
+        ("It is no single batch and no single step: nothing leapt.",),
+        frozenset(
+            {
+                "norm_drift",
+                "exploding",
+                "diverging_loss",
+                "rate_too_high",
+                "lock_in",
+                "clipping_always_on",
+                "update_ratio",
+            }
+        ),
+    )
+
+
+def _growing_weights(signals: Signals) -> tuple[str, float] | None:
+    """The weight that grows most, where weights grow all through the run."""
+    found = []
+    for layer in signals.layers:
+        weights = layer.weights
+        if (
+            len(weights) >= 4
+            and weights[0]
+            and weights[-1] > 2 * weights[len(weights) // 2] * 0.75
+            and weights[-1] > 3 * weights[0]
+        ):
+            rises = sum(b > a for a, b in pairwise(weights)) / (len(weights) - 1)
+            if rises > 0.8:
+                found.append((layer.name, weights[-1] / weights[0]))
+    return max(found, key=lambda one: one[1]) if found else None

@@ -1,0 +1,169 @@
+"""Gradients that shrink or grow along the depth of a model, or along time."""
+
+import math
+import statistics
+from itertools import pairwise
+
+from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.findings import named
+from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.rates import lower_rate
+from gradguard.monitoring.judge.signals import Layer, Signals
+
+FEWEST_LAYERS = 4
+"""Fewer weights have no depth to speak of."""
+
+VANISHED = 1e-4
+"""A gradient this many times that of the top, element by element, where the optimizer does not cancel a scale."""
+
+OF_EPS = 3.0
+"""Below so many eps an optimizer that divides by the size of the gradient hardly moves."""
+
+EXPLODED = 1e3
+"""Of the gradients of the first layers over those of the last."""
+
+RECURRENT_USES = 5
+"""Operations that take one weight in one forward: fewer may be a shared layer."""
+
+
+def vanishing(signals: Signals) -> Cause | None:
+    """Return whether gradients die out on the way down, judged absolutely and along depth."""
+    layers = signals.layers
+    if len(layers) < FEWEST_LAYERS:
+        return None
+    gradients = [layer.gradient for layer in layers]
+    top = max(gradients[-max(2, len(layers) // 4) :])
+    if not top:
+        return None
+    dead = [layer for layer in layers if _is_vanished(signals, layer, top)]
+    if len(dead) < 2 or dead[0].depth > 1 or dead[-1].depth == len(layers) - 1 and top > 1e-7:
+        return None
+    last = next((k for k, layer in enumerate(layers) if not _is_vanished(signals, layer, top)), len(layers))
+    if last < 2:
+        return None
+    below = layers[:last]
+    share = statistics.median(layer.gradient for layer in below) / top
+    names = tuple(layer.name for layer in below)
+    edge = layers[min(last, len(layers) - 1)].name
+    size = f"{share:.0e}".replace("e-0", "e-")
+    words = (
+        f"An element's gradient is usually {number(below[0].gradient)} in {below[0].name} and {number(top)} at the top."
+    )
+    evidence = [Evidence(signals.span, words, names, (("share", share),))]
+    if signals.eps is not None:
+        evidence.append(
+            Evidence(signals.span, f"The optimizer's eps is {signals.eps:g}.", numbers=(("eps", signals.eps),))
+        )
+    return Cause(
+        "vanishing",
+        "likely",
+        f"Nothing is learnt below {edge}: gradients there are {size} of those above.",
+        "Keep gradients alive along depth: residual connections or normalisation between layers, ReLU or GELU in place of "
+        "sigmoid or tanh, and an initialisation that keeps variances (torch.nn.init.kaiming_normal_, or xavier_normal_ "
+        "for tanh).",
+        tuple(evidence),
+        ("A higher learning rate does not help: the last layers would diverge before the first ones move.",),
+        frozenset(
+            {
+                "vanishing",
+                "not_learning",
+                "dominating_layer",
+                "rate_too_low",
+                "not_started",
+                "update_ratio",
+                "dead_layer",
+            }
+        ),
+    )
+
+
+def _is_vanished(signals: Signals, layer: Layer, top: float) -> bool:
+    if signals.eps is not None:
+        return layer.gradient < OF_EPS * signals.eps
+    return layer.gradient < VANISHED * top
+
+
+def exploding_depth(signals: Signals) -> Cause | None:
+    """Return whether gradients grow from layer to layer on the way down, from the first steps on."""
+    if any(layer.uses >= RECURRENT_USES for layer in signals.layers):
+        return None
+    for layers in (signals.biases, signals.layers):
+        if len(layers) < FEWEST_LAYERS:
+            continue
+        first = [_early(layer) for layer in layers]
+        if not all(first):
+            continue
+        grows = sum(low > high for low, high in pairwise(first)) / (len(first) - 1)
+        times = statistics.median(first[: max(1, len(first) // 4)]) / statistics.median(
+            first[-max(1, len(first) // 4) :]
+        )
+        if times > EXPLODED and grows >= 0.7:
+            return _explodes(signals, layers, times)
+    return None
+
+
+def _early(layer: Layer) -> float:
+    early = layer.gradients[: max(3, len(layer.gradients) // 10)]
+    return statistics.median(early) if early else 0.0
+
+
+def _explodes(signals: Signals, layers: list[Layer], times: float) -> Cause:
+    each = math.exp(math.log(times) / max(1, len(layers) - 1))
+    words = (
+        f"In the first steps an element's gradient is {number(_early(layers[0]))} in {layers[0].name} and "
+        f"{number(_early(layers[-1]))} in {layers[-1].name}: {each:.2g} times more with each layer down."
+    )
+    fix = lower_rate(signals)
+    return Cause(
+        "exploding_depth",
+        "likely",
+        f"Gradients grow {number(times)} times on their way down the layers: the weights of each layer are too large.",
+        "Initialise with a smaller gain (torch.nn.init.kaiming_normal_ for ReLU, xavier_normal_ for tanh), or put a "
+        "normalisation between layers.",
+        (Evidence(signals.span, words, tuple(layer.name for layer in layers), (("times", times),)),),
+        ("No learning rate fits all layers as long as their gradients differ so.",),
+        frozenset({"rate_too_high", "exploding", "diverging_loss", "not_learning", "dominating_layer", "spike", "recurring_spikes",
+                   "nonfinite_growth", "bad_batches", "drift"}),
+        threshold=fix.threshold,
+    )  # fmt: skip
+
+
+def exploding_time(signals: Signals) -> Cause | None:
+    """Return whether a recurrence multiplies gradients: norms leap, and a recurrent weight makes most of them."""
+    recurrent = [layer for layer in signals.layers if layer.uses >= RECURRENT_USES or "weight_hh" in layer.name]
+    if not recurrent:
+        return None
+    known = [norm for norm in signals.norms if norm]
+    if len(known) < 20:
+        return None
+    usual, largest = statistics.median(known), max(known)
+    low = sorted(known)[len(known) // 10]
+    if largest < 30 * low and not (signals.ends_lost or "exploding" in signals.kinds):
+        return None
+    tops = [
+        top
+        for norm, top in zip(signals.norms, signals.record.steps.column("top"), strict=True)
+        if norm and top and norm > 3 * low
+    ]
+    places = {layer.place for layer in recurrent}
+    share = sum(top[0] in places for top in tops) / len(tops) if tops else 0.0
+    if share < 0.5:
+        return None
+    names = tuple(layer.name for layer in recurrent)
+    words = (
+        f"Gradient norms run from {number(low)} to {number(largest)}, and on {100 * share:.0f} % of the large ones "
+        f"{named(names)} has the largest share."
+    )
+    threshold = float(f"{low:.1e}")
+    return Cause(
+        "exploding_time",
+        "likely",
+        f"Gradients explode through time: {named(names)} multiplies them at each step of the sequence.",
+        f"Clip at {threshold:g}, shorten the sequences that gradients run through, or use an LSTM or GRU with an orthogonal "
+        "recurrent weight.",
+        (Evidence(signals.span, words, names, (("usual", usual), ("largest", largest))),),
+        ("It is no bad batch: large norms come from the recurrent weight and not from all layers alike.",),
+        frozenset({"rate_too_high", "exploding", "diverging_loss", "not_learning", "spike", "recurring_spikes", "bad_batches",
+                   "corrupt_gradient", "nonfinite_growth", "dominating_layer", "exploding_depth", "drift"}),
+        threshold=threshold,
+    )  # fmt: skip

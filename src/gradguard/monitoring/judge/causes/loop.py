@@ -1,0 +1,274 @@
+"""What is wrong with the loop or the model's connections: gradients that are kept, missing, or zero from the start."""
+
+import statistics
+
+from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.findings import Finding, named
+
+from gradguard.monitoring.judge.signals import Signals
+
+MISSING_SHARE = 0.2
+"""Of all elements: with more of them without a gradient the model is cut; less may be a part that is not used."""
+
+SMALL_STEPS = 0.02
+"""By which share of themselves weights can have moved in the whole run, where nothing has begun."""
+
+
+def accumulation(signals: Signals) -> Cause | None:
+    """Return whether each step follows gradients that belong to others."""
+    kept = signals.finding("missing_zero_grad")
+    if kept is not None:
+        return Cause(
+            "accumulation",
+            "certain",
+            "Gradients are never cleared: each step follows the sum of all gradients so far.",
+            "Call optimizer.zero_grad() once for each step, before its first backward().",
+            (_of(kept),),
+            ("The learning rate may be right: no threshold and no rate can be read from such norms.",),
+            frozenset({"missing_zero_grad", *_SYMPTOMS}),
+        )
+    several = [count for count in signals.record.steps.column("backwards") if count]
+    factor, curve = signals.record.meta.get("loss_factor"), signals.curve
+    if len(several) < 0.5 * signals.count or curve is None or signals.cancels_scale:
+        return None
+    usual = round(statistics.median(several))
+    if factor is not None and factor <= 1.5 / usual:
+        return None
+    sick = signals.ends_lost or curve.peak > 2 * curve.start or curve.fallen() < 0.1
+    words = f"backward() was called {usual} times for each step, and the loss was not divided by {usual}."
+    return Cause(
+        "accumulation",
+        "likely" if sick else "possible",
+        f"Gradients of {usual} micro-batches are summed for each step, which makes the learning rate {usual} times what it says.",
+        f"Divide the loss by {usual} before backward(), as in (loss / {usual}).backward().",
+        (Evidence(signals.span, words, numbers=(("backwards", float(usual)),)),),
+        (),
+        frozenset(_SYMPTOMS),
+        1 / usual,
+    )
+
+
+_SYMPTOMS = (
+    "rate_too_high", "nonfinite_growth", "exploding", "diverging_loss", "not_learning", "spike", "recurring_spikes", "drift",
+    "oscillation", "norm_drift", "data_shift", "bad_batches", "nonfinite", "update_ratio", "clipping_always_on",
+)  # fmt: skip
+
+
+def clip_before_unscale(signals: Signals) -> Cause | None:
+    """Return whether clips saw gradients that were still multiplied by a loss scale."""
+    found = signals.finding("clip_before_unscale")
+    if found is None:
+        return None
+    return Cause(
+        "clip_before_unscale",
+        "certain",
+        "Gradients are clipped while they are still multiplied by the loss scale, so that the threshold means nothing.",
+        "Call scaler.unscale_(optimizer) before the clip.",
+        (_of(found),),
+        (),
+        frozenset({found.kind, "clip_starves", "clipping_always_on", "clip_below_eps", "rate_too_low", "not_learning"}),
+    )
+
+
+def no_gradient(signals: Signals) -> Cause | None:
+    """Return whether parameters that are to be trained never get a gradient."""
+    idle = signals.finding("optimizer_without_gradient")
+    if idle is not None and not signals.count:
+        return _idle(signals, idle)
+    if signals.count and signals.norms and not any(signals.norms) and not any(signals.lost):
+        return _all_zero(signals)
+    detached = signals.finding("detached_layer")
+    missing, share = _missing(signals)
+    if missing:
+        names = tuple(str(signals.params[place].get("name", "?")) for place in missing)
+        first = min(missing) == 0 or _are_deepest(signals, missing)
+        cut = share >= MISSING_SHARE or (first and len(missing) > 1)
+        words = f"{len(names)} of {len(signals.params)} parameters never had a gradient: {named(names)}."
+        where = f" up to {names[-1]}" if first and len(names) > 1 else ""
+        return Cause(
+            "no_gradient",
+            "likely" if cut else "possible",
+            f"{len(names)} of {len(signals.params)} parameters never get a gradient{where}, and stay as they began.",
+            f"Look between {names[-1]} and the loss for detach(), torch.no_grad(), .data, .item(), or a part of the "
+            "model that the forward leaves out. If they are meant to stay as they are, give the optimizer the others only.",
+            (Evidence(signals.span, words, names, (("share", share),)),),
+            ("No learning rate and no clip changes what has no gradient.",) if cut else (),
+            frozenset(
+                {"unused_parameter", "dead_layer", "not_learning", "rate_too_low", "not_started", "detached_layer"}
+            ),
+        )
+    forgotten = signals.finding("gradient_without_optimizer")
+    if forgotten is not None:
+        return Cause(
+            "no_gradient",
+            "likely" if forgotten.severity == "warning" else "possible",
+            f"{named(forgotten.params)} get gradients and are in no optimizer, so that they never change."
+            if forgotten.params
+            else "Parameters that get gradients are in no optimizer, so that they never change.",
+            f"Give {named(forgotten.params)} to the optimizer; it was perhaps made before they were. If they are meant "
+            "to stay as they are, call requires_grad_(False) on them.",
+            (_of(forgotten),),
+            (),
+            frozenset({forgotten.kind, "not_learning"}),
+        )
+    if detached is not None:
+        return Cause(
+            "no_gradient",
+            "likely",
+            f"{named(detached.params)} get no gradient any more since step {detached.first_step}.",
+            f"Look at what changed at step {detached.first_step}: detach(), torch.no_grad(), requires_grad set to False, "
+            "or a branch of the forward that leaves them out. If they were frozen on purpose, nothing is to be done.",
+            (_of(detached),),
+            (),
+            frozenset({detached.kind, "not_learning"}),
+        )
+    return None
+
+
+def _are_deepest(signals: Signals, missing: list[int]) -> bool:
+    """Whether the parameters without gradient are the first ones of the model: something cuts it behind them."""
+    last = max(missing)
+    return sum(place <= last for place in missing) == last + 1
+
+
+def _missing(signals: Signals) -> tuple[list[int], float]:
+    """The places of the parameters that never had a gradient, and their share of all elements."""
+    if not signals.lines:
+        return [], 0.0
+    gone: set[int] | None = None
+    for line in signals.lines:
+        absent = set(line.get("absent") or ())
+        gone = absent if gone is None else gone & absent
+    mine = [place for place in sorted(gone or ()) if place < len(signals.params)]
+    mine = [place for place in mine if not signals.params[place].get("frozen")]
+    sizes = [parameter.get("numel") or 0 for parameter in signals.params]
+    return mine, sum(sizes[place] for place in mine) / max(1, sum(sizes))
+
+
+def _idle(signals: Signals, idle: Finding) -> Cause:
+    meta, end = signals.record.meta, signals.record.end or {}
+    steps = end.get("idle_steps") or idle.value or 0
+    reached = sum("order" in parameter for parameter in signals.params)
+    leaves = meta.get("leaves")
+    if reached:
+        why = "Gradients are there after backward() and gone at step(): zero_grad() is called between the two."
+        advice = "Call optimizer.zero_grad() before backward(), or after optimizer.step(), and not between the two."
+    elif leaves:
+        why = f"backward() reaches {leaves} tensors, and none of them is one of the optimizer's."
+        advice = (
+            "Make the optimizer from the parameters of the very model that computes the loss: not of a copy, and not "
+            "before the model was made anew, moved or wrapped."
+        )
+    elif leaves == 0:
+        why = "backward() reaches no parameter: the loss is cut off from the model."
+        advice = (
+            "Look between the model's output and the loss for detach(), .data, .item(), torch.no_grad(), or a tensor "
+            "that was made anew from numbers, and take it away."
+        )
+    else:
+        why = f"{idle.message[:1].upper()}{idle.message[1:]}."
+        advice = f"{idle.advice[:1].upper()}{idle.advice[1:]}."
+    return Cause(
+        "no_gradient",
+        "certain",
+        f"The optimizer stepped {steps:,.0f} times and none of its parameters ever had a gradient: nothing is trained.",
+        advice,
+        (Evidence((idle.first_step, max(idle.last_step, round(steps) - 1)), why, idle.params),),
+        ("No learning rate and no clip changes anything here.",),
+        frozenset({idle.kind, "not_learning", "not_started", "vanishing"}),
+    )
+
+
+def _all_zero(signals: Signals) -> Cause:
+    words = f"The gradient norm was exactly 0 on all {signals.count:,} steps."
+    return Cause(
+        "no_gradient",
+        "certain",
+        "Every gradient is exactly 0 on every step: nothing is trained.",
+        "Check that zero_grad() does not come between backward() and step(), and that the loss is computed from the "
+        "model's output without detach(), round(), argmax() or a comparison on the way.",
+        (Evidence(signals.span, words),),
+        ("No learning rate and no clip changes anything here.",),
+        frozenset({"vanishing", "not_learning", "not_started", "dead_layer", "rate_too_low"}),
+    )
+
+
+def rate_zero(signals: Signals) -> Cause | None:
+    """Return whether the learning rate is 0."""
+    known = [rate for rate in signals.rates if rate is not None]
+    zero = sum(rate == 0 for rate in known)
+    if (
+        not known
+        or zero < 0.9 * len(known)
+        or any(any(layer.ratios[1:]) and zero == len(known) for layer in signals.layers)
+    ):
+        return None
+    words = f"The learning rate was 0 on {zero:,} of {len(known):,} steps."
+    return Cause(
+        "rate_zero",
+        "certain",
+        "The learning rate is 0: nothing is trained.",
+        "Set lr above 0, such as 1e-3 for Adam or 0.1 for SGD. With a scheduler, check that its first factor is not 0 "
+        "and that scheduler.step() is called.",
+        (Evidence(signals.span, words),),
+        ("The gradients are not the cause: they are there and finite.",),
+        frozenset({"not_learning", "rate_too_low", "not_started", "rate_decayed", "repeated_batches"}),
+    )
+
+
+def not_started(signals: Signals) -> Cause | None:
+    """Return whether nothing moves from the first step on, though every layer is connected."""
+    curve = signals.curve
+    if curve is None or curve.has_fallen or not signals.count:
+        return None
+    zeros = _zero_from_start(signals)
+    ruled = ("The learning rate is an ordinary one.",)
+    explains = frozenset(
+        {"not_learning", "dead_layer", "half_dead_layer", "rate_too_low", "vanishing", "dominating_layer"}
+    )
+    if zeros:
+        names = tuple(layer for layer in zeros)
+        words = f"The gradient of {named(names)} was exactly 0 on every recorded step, from the first one on."
+        return Cause(
+            "not_started",
+            "likely",
+            f"Nothing has begun to learn: the gradient of {named(names)} is exactly 0 from the first step on.",
+            "Initialise the weights at random (the default of torch.nn layers does), not with zeros or one constant; if "
+            "they are, look for ReLUs that are dead from the start: biases far below 0, or inputs that are not "
+            "normalised.",
+            (Evidence(signals.span, words, names),),
+            ruled,
+            explains | {"no_gradient"},
+        )
+    rates = [rate for rate in signals.rates if rate is not None]
+    if len(rates) > 10 and rates[-1] == max(rates) > 3 * statistics.median(rates[: len(rates) // 4]):
+        words = f"The learning rate rises all through the run, from {rates[0]:.2g} to {rates[-1]:.2g}."
+        return Cause(
+            "not_started",
+            "likely",
+            f"The warm-up is longer than the run: after {signals.count:,} steps the learning rate still rises, at {rates[-1]:.2g}.",
+            f"Shorten the warm-up to a tenth of the run, some {max(1, signals.count // 10)} steps.",
+            (Evidence(signals.span, words),),
+            ("The model is not the cause: its gradients are there.",),
+            explains,
+        )
+    return None
+
+
+def _zero_from_start(signals: Signals) -> list[str]:
+    """Weights whose gradient is exactly 0 on nearly all lines, not because they are absent."""
+    lines, found = signals.lines, []
+    if len(lines) < 3:
+        return []
+    for place, parameter in enumerate(signals.params):
+        if len(parameter.get("shape") or []) < 2:
+            continue
+        zero = sum(line["norm"][place] == 0 and place not in (line.get("absent") or ()) for line in lines)
+        if zero >= 0.95 * len(lines):
+            found.append(str(parameter.get("name", "?")))
+    return found
+
+
+def _of(found: Finding) -> Evidence:
+    message = f"{found.message[:1].upper()}{found.message[1:]}."
+    return Evidence((found.first_step, found.last_step), message, found.params)
