@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 from gradguard.monitoring.judge.cause import CERTAINTIES, KEYS, Cause, Evidence
 from gradguard.monitoring.judge.causes import CAUSES
-from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import FEWEST_STEPS, Signals
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.steps import Part, by_optimizer
+from gradguard.monitoring.record.steps import by_optimizer
 
 __all__ = ["KEYS", "Cause", "Diagnosis", "Evidence", "diagnose"]
 
@@ -22,10 +21,12 @@ class Diagnosis:
     Attributes:
         causes: The causes, ranked; never empty.
         helped: Whether the decision that this run followed has helped, in one sentence; empty where it followed none.
+        parts: The diagnosis of each optimizer with its label, where the record has several.
     """
 
     causes: tuple[Cause, ...]
     helped: str = ""
+    parts: tuple[tuple[str, "Diagnosis"], ...] = ()
 
     @property
     def cause(self) -> Cause:
@@ -70,22 +71,21 @@ def diagnose(record: Record) -> Diagnosis:
         ('rate_zero', 'The learning rate is 0: nothing is trained.')
     """
     parts = by_optimizer(record)
-    found, turns = findings(record), _take_turns(parts)
-    each = [
-        _ranked(part.record, [one for one in found if one.optimizer in (part.index, None)], not turns) for part in parts
-    ]
     if len(parts) == 1:
-        return Diagnosis(each[0])
-    named = [cause.of(part.label) for part, causes in zip(parts, each, strict=True) for cause in causes]
-    sick = [cause for cause in named if cause.key not in ("healthy", "unknown")]
-    grave = sorted(sick, key=lambda cause: CERTAINTIES.index(cause.certainty))
-    if grave and grave[0].certainty != "possible":
-        return Diagnosis(tuple(grave))
-    return Diagnosis((_of_all(each), *grave))
+        return Diagnosis(_ranked(parts[0].record))
+    each = [(part.label, diagnose(part.record)) for part in parts]
+    sick = [cause.of(label) for label, one in each for cause in one.causes if cause.key not in ("healthy", "unknown")]
+    sick.sort(key=lambda cause: CERTAINTIES.index(cause.certainty))
+    if sick and sick[0].certainty != "possible":
+        return Diagnosis(tuple(sick), parts=tuple(each))
+    firsts = [one.cause for _, one in each]
+    whole = next((cause for cause in firsts if cause.key == "unknown"), firsts[0])
+    return Diagnosis((whole, *sick), parts=tuple(each))
 
 
-def _ranked(record: Record, found: Sequence[Finding], losses_mean_progress: bool) -> tuple[Cause, ...]:
-    signals = Signals(record, found, losses_mean_progress)
+def _ranked(record: Record) -> tuple[Cause, ...]:
+    signals = Signals(record, findings(record))
+    found = signals.found
     causes = [cause for look in CAUSES if (cause := look(signals)) is not None]
     kinds = {one.kind for one in found if one.severity != "info"} | {cause.key for cause in causes}
     causes.sort(key=lambda cause: _rank(cause, causes, kinds))
@@ -142,15 +142,3 @@ def _well(signals: Signals) -> Cause:
     return Cause(
         "healthy", "likely", "Your run is well.", "Nothing is to be done.", (Evidence(signals.span, fell),), ruled
     )
-
-
-def _of_all(each: Sequence[tuple[Cause, ...]]) -> Cause:
-    """What is said of several optimizers none of which is sick: the least that can be said of one."""
-    firsts = [causes[0] for causes in each]
-    return next((cause for cause in firsts if cause.key == "unknown"), firsts[0])
-
-
-def _take_turns(parts: Sequence[Part]) -> bool:
-    """Whether several optimizers step in one training: not one after the other."""
-    spans = [(part.record.steps[0]["i"], part.record.steps[-1]["i"]) for part in parts if part.record.steps]
-    return any(one[0] < other[1] and other[0] < one[1] for k, one in enumerate(spans) for other in spans[k + 1 :])

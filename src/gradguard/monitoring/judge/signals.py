@@ -17,6 +17,8 @@ from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import BINDS_BELOW, is_search_of_scale
 
+_OF_LOSSES = ("diverging_loss", "not_learning", "oscillation")
+
 FEWEST_STEPS = 60
 """Fewer steps show neither whether a loss falls nor what a norm usually is."""
 
@@ -116,15 +118,22 @@ class Signals:
     Args:
         record: The record of its steps alone.
         found: What health finds of it.
-        losses_mean_progress: Whether its losses are those of one training: not of networks that work against each other.
+
+    Attributes:
+        takes_turns: Whether other optimizers step between its steps, so that losses may be of networks that work against
+            each other, and are not judged.
     """
 
-    def __init__(self, record: Record, found: Sequence[Finding], losses_mean_progress: bool = True) -> None:
-        self.record, self.found, self.losses_mean_progress = record, tuple(found), losses_mean_progress
-        self.kinds = {one.kind for one in found}
+    def __init__(self, record: Record, found: Sequence[Finding]) -> None:
+        self.record = record
         steps = record.steps
         self.numbers: list[int] = list(steps.column("i"))
         self.count = len(self.numbers)
+        self.takes_turns = sum(after - before > 1 for before, after in pairwise(self.numbers)) > self.count // 10
+        about_losses = _OF_LOSSES if self.takes_turns else ()
+        theirs = self._names_of_others()
+        self.found = tuple(one for one in found if one.kind not in about_losses and not theirs & set(one.params))
+        self.kinds = {one.kind for one in self.found}
         losses, has_loss = steps.column("loss"), steps.has("loss")
         norms, has_norm = steps.column("norm"), steps.has("norm")
         skipped = [bool(one) for one in steps.column("skipped")]
@@ -144,6 +153,12 @@ class Signals:
         self.rates: list[float | None] = [_finite(rate) for rate in steps.column("lr")]
         self.coefficients: list[float | None] = [_finite(one) for one in steps.column("coefficient")]
 
+    def _names_of_others(self) -> set[str]:
+        """The parameters of other optimizers."""
+        mine = {place or 0 for place in self.record.steps.column("optimizer")}
+        others = (one for one in self.record.meta.get("params") or [] if mine and one.get("optimizer", 0) not in mine)
+        return {str(one.get("name", "?")) for one in others if "optimizer" in one}
+
     def finding(self, kind: str) -> Finding | None:
         """Return what health found of a kind, the gravest first; None without it."""
         return next((one for one in self.found if one.kind == kind), None)
@@ -153,7 +168,7 @@ class Signals:
     @cached_property
     def curve(self) -> Curve | None:
         """How the loss went; None where it is not known or means no progress."""
-        return self.curve_until(self.count) if self.losses_mean_progress else None
+        return None if self.takes_turns else self.curve_until(self.count)
 
     def curve_until(self, place: int) -> Curve | None:
         """Return how the loss went before a step.
@@ -244,13 +259,13 @@ class Signals:
     @cached_property
     def layers(self) -> list[Layer]:
         """The weights that had a gradient, in the order of the forward."""
-        mine = [place for place in self._in_order if len(self.params[place].get("shape") or []) > 1]
+        mine = [place for place in self.own if len(self.params[place].get("shape") or []) > 1]
         return self._layers(mine)
 
     @cached_property
     def biases(self) -> list[Layer]:
         """The vectors that had a gradient, in the order of the forward."""
-        mine = [place for place in self._in_order if len(self.params[place].get("shape") or []) == 1]
+        mine = [place for place in self.own if len(self.params[place].get("shape") or []) == 1]
         return self._layers(mine)
 
     def _layers(self, places: Sequence[int]) -> list[Layer]:
@@ -270,12 +285,13 @@ class Signals:
         return found
 
     @cached_property
-    def _in_order(self) -> list[int]:
-        """The places of the parameters in the order of the forward; as the optimizer has them where that is not known."""
-        known = [parameter.get("order") for parameter in self.params]
-        places = range(len(self.params))
-        if any(order is None for order in known):
-            return list(places)
+    def own(self) -> list[int]:
+        """The places of its parameters in the order of the forward; as the optimizer has them where that is not known."""
+        theirs = self._names_of_others()
+        places = [place for place, one in enumerate(self.params) if str(one.get("name", "?")) not in theirs]
+        known = {place: self.params[place].get("order") for place in places}
+        if None in known.values():
+            return places
         return sorted(places, key=lambda place: (known[place], place))
 
     @cached_property

@@ -84,7 +84,7 @@ def _calm(signals: Signals, places: Sequence[int]) -> float | None:
 
 def data_shift(signals: Signals) -> Cause | None:
     """Return whether the data are others from one step on: losses are at another level at once, and stay or come down."""
-    if not signals.losses_mean_progress or signals.count < 60:
+    if signals.takes_turns or signals.count < 60:
         return None
     place = _level_shift(signals)
     if place is None or _rate_jumped(signals, place):
@@ -135,11 +135,7 @@ def drift(signals: Signals) -> Cause | None:
     curve = signals.curve
     if signals.count < 100:
         return None
-    if (
-        signals.losses_mean_progress
-        and curve is not None
-        and curve.final <= curve.best + max(curve.error, 0.1 * abs(curve.best))
-    ):
+    if curve is not None and curve.final <= curve.best + max(curve.error, 0.1 * abs(curve.best)):
         return None
     grown = _growing_weights(signals)
     norms = [norm for norm in signals.norms if norm]

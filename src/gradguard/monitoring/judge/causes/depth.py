@@ -36,7 +36,7 @@ def vanishing(signals: Signals) -> Cause | None:
     if not top:
         return None
     dead = [layer for layer in layers if _is_vanished(signals, layer, top)]
-    if len(dead) < 2 or dead[0].depth > 1 or dead[-1].depth == len(layers) - 1 and top > 1e-7:
+    if len(dead) < 2 or dead[0].depth > 1 or (dead[-1].depth == len(layers) - 1 and top > 1e-7):
         return None
     last = next((k for k, layer in enumerate(layers) if not _is_vanished(signals, layer, top)), len(layers))
     if last < 2:

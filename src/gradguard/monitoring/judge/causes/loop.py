@@ -4,7 +4,6 @@ import statistics
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.findings import Finding, named
-
 from gradguard.monitoring.judge.signals import Signals
 
 MISSING_SHARE = 0.2
@@ -135,12 +134,9 @@ def _missing(signals: Signals) -> tuple[list[int], float]:
     """The places of the parameters that never had a gradient, and their share of all elements."""
     if not signals.lines:
         return [], 0.0
-    gone: set[int] | None = None
-    for line in signals.lines:
-        absent = set(line.get("absent") or ())
-        gone = absent if gone is None else gone & absent
-    mine = [place for place in sorted(gone or ()) if place < len(signals.params)]
-    mine = [place for place in mine if not signals.params[place].get("frozen")]
+    absences = [frozenset(line.get("absent") or ()) for line in signals.lines]
+    gone = frozenset.intersection(*absences)
+    mine = [place for place in signals.own if place in gone and not signals.params[place].get("frozen")]
     sizes = [parameter.get("numel") or 0 for parameter in signals.params]
     return mine, sum(sizes[place] for place in mine) / max(1, sum(sizes))
 
@@ -260,7 +256,8 @@ def _zero_from_start(signals: Signals) -> list[str]:
     lines, found = signals.lines, []
     if len(lines) < 3:
         return []
-    for place, parameter in enumerate(signals.params):
+    for place in signals.own:
+        parameter = signals.params[place]
         if len(parameter.get("shape") or []) < 2:
             continue
         zero = sum(line["norm"][place] == 0 and place not in (line.get("absent") or ()) for line in lines)

@@ -80,8 +80,7 @@ def _jumped(signals: Signals, curve: Curve) -> Evidence | None:
     loss, place = max(early)
     if (
         loss < _OVERSHOT * curve.start
-        or curve.final < 0.5 * curve.start
-        and loss < 5 * curve.start
+        or (curve.final < 0.5 * curve.start and loss < 5 * curve.start)
         or curve.final < 0.15 * curve.start
     ):
         return None
