@@ -68,7 +68,7 @@ class Curve:
     @property
     def has_fallen(self) -> bool:
         """Whether it ends below its start, by more than chance and by more than 2 %."""
-        return self.start - self.final > max(self.error + self.noise, 0.02 * abs(self.start))
+        return self.start - self.final > max(self.error + 0.6 * self.noise, 0.02 * abs(self.start))
 
     @property
     def is_falling(self) -> bool:

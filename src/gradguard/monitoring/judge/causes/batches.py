@@ -12,6 +12,9 @@ FEWEST_OUTBURSTS = 3
 CALM_SHARE = 0.2
 """Of the steps: where more of them are out of the ordinary, no batch is the exception."""
 
+FAR = 20.0
+"""Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
+
 _SHOWN = 4
 
 
@@ -22,15 +25,16 @@ def bad_batches(signals: Signals) -> Cause | None:
     if period is not None:  # what lies beside the grid is what such a batch left behind
         phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
         places = [place for place in places if place % period == phase]
-    if len(places) < FEWEST_OUTBURSTS or len(places) > CALM_SHARE * signals.count:
-        return None
     at_once = [place for place in places if _comes_at_once(signals, place)]
-    if len(at_once) < max(FEWEST_OUTBURSTS, 0.5 * len(places)):
-        return None
+    if not _broken_by(signals, places):
+        few = len(places) < FEWEST_OUTBURSTS or len(places) > CALM_SHARE * signals.count
+        if few or len(at_once) < max(FEWEST_OUTBURSTS, 0.5 * len(places)):
+            return None
     numbers = [signals.named(place) for place in places]
     times = statistics.median(_times(signals, place) for place in places)
     listed = f"{', '.join(map(str, numbers[:_SHOWN]))}{' …' if len(numbers) > _SHOWN else ''}"
-    when = f"every {period} steps: {listed}" if period else f"{len(numbers)} times, on steps {listed}"
+    several = f"{len(numbers)} times, on steps {listed}" if len(numbers) > 1 else f"first on step {listed}"
+    when = f"every {period} steps: {listed}" if period else several
     calm = _calm(signals, places)
     threshold = float(f"{calm:.1e}") if calm else None
     clip = f" Until then, clip at {plain_threshold(threshold)}, which leaves ordinary steps alone." if threshold else ""
@@ -54,6 +58,14 @@ def bad_batches(signals: Signals) -> Cause | None:
                    "oscillation", "norm_drift", "vanishing", "dead_layer", "exploding_depth"}),
         threshold=threshold,
     )  # fmt: skip
+
+
+def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
+    """Whether the first leap, out of calm and too far for any rate, threw the run to where it never came back from."""
+    if not places or not _comes_at_once(signals, places[0]) or _times(signals, places[0]) < FAR:
+        return False
+    curve, before = signals.curve, signals.usual(places[0], signals.losses)
+    return curve is not None and before is not None and curve.final > 1.1 * before > 0
 
 
 def _times(signals: Signals, place: int) -> float:

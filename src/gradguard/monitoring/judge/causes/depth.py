@@ -16,6 +16,9 @@ FEWEST_LAYERS = 4
 VANISHED = 1e-4
 """A gradient this many times that of the top, element by element, where the optimizer does not cancel a scale."""
 
+SLOPE = 3e-3
+"""The same in the first steps of a run whose loss stands still, whatever the optimizer is."""
+
 OF_EPS = 3.0
 """Below so many eps an optimizer that divides by the size of the gradient hardly moves."""
 
@@ -31,29 +34,25 @@ def vanishing(signals: Signals) -> Cause | None:
     layers = signals.layers
     if len(layers) < FEWEST_LAYERS:
         return None
-    gradients = [layer.gradient for layer in layers]
-    top = max(gradients[-max(2, len(layers) // 4) :])
-    if not top:
-        return None
-    dead = [layer for layer in layers if _is_vanished(signals, layer, top)]
-    if len(dead) < 2 or dead[0].depth > 1 or (dead[-1].depth == len(layers) - 1 and top > 1e-7):
-        return None
+    usual = [layer.gradient for layer in layers]
+    top = max(usual[-max(2, len(layers) // 4) :])
     last = next((k for k, layer in enumerate(layers) if not _is_vanished(signals, layer, top)), len(layers))
+    gradients = usual
     if last < 2:
+        gradients = [_early(layer) for layer in layers]
+        last = _end_of_slope(gradients) if _is_stuck(signals) else 0
+    if last < 2 or not top:
         return None
-    below = layers[:last]
-    share = statistics.median(layer.gradient for layer in below) / top
+    below, edge = layers[:last], layers[min(last, len(layers) - 1)].name
+    top = max(gradients)
+    share = statistics.median(gradients[:last]) / top
     names = tuple(layer.name for layer in below)
-    edge = layers[min(last, len(layers) - 1)].name
     size = f"{share:.0e}".replace("e-0", "e-")
-    words = (
-        f"An element's gradient is usually {number(below[0].gradient)} in {below[0].name} and {number(top)} at the top."
-    )
+    words = f"An element's gradient is {number(gradients[0])} in {below[0].name} and {number(top)} at the top."
     evidence = [Evidence(signals.span, words, names, (("share", share),))]
     if signals.eps is not None:
-        evidence.append(
-            Evidence(signals.span, f"The optimizer's eps is {signals.eps:g}.", numbers=(("eps", signals.eps),))
-        )
+        words = f"The optimizer's eps is {signals.eps:g}."
+        evidence.append(Evidence(signals.span, words, numbers=(("eps", signals.eps),)))
     return Cause(
         "vanishing",
         "likely",
@@ -74,6 +73,31 @@ def vanishing(signals: Signals) -> Cause | None:
                 "dead_layer",
             }
         ),
+    )
+
+
+def _end_of_slope(gradients: list[float]) -> int:
+    """How many layers from the input lie below a thousandth of the top, where gradients fall from layer to layer."""
+    falls = sum(low < high for low, high in pairwise(gradients)) / (len(gradients) - 1)
+    top = max(gradients)
+    if falls < 0.75 or not top:
+        return 0
+    return next((k for k, gradient in enumerate(gradients) if gradient > SLOPE * top), len(gradients))
+
+
+def _is_stuck(signals: Signals) -> bool:
+    """Whether the loss stands still for a good part of the run."""
+    curve = signals.curve
+    if curve is None:
+        return False
+    levels = curve.levels[1:]
+    flat = [abs(b - a) <= max(curve.error, 0.01 * abs(a)) for a, b in pairwise(levels)]
+    longest = run = 0
+    for one in flat:
+        run = run + 1 if one else 0
+        longest = max(longest, run)
+    return (
+        longest >= 0.3 * len(levels) and curve.fallen(statistics.median(curve.levels[: len(curve.levels) // 2])) < 0.5
     )
 
 
