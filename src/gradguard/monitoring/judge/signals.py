@@ -189,6 +189,19 @@ class Signals:
         last = levels[-2:] if len(known) >= 2 * BLOCKS else levels[-1:]
         return Curve(start, levels, min(levels), statistics.median(last), max(known), noise, len(known))
 
+    @cached_property
+    def is_stuck(self) -> bool:
+        """Whether the loss stands still for a third of the run, and not because it has nearly all been learned."""
+        curve = self.curve
+        if curve is None:
+            return False
+        longest = run = 0
+        for before, after in pairwise(curve.levels[1:]):
+            run = run + 1 if abs(after - before) <= max(curve.error, 0.01 * abs(before)) else 0
+            longest = max(longest, run)
+        middle = statistics.median(curve.levels[: len(curve.levels) // 2])
+        return longest >= 0.3 * len(curve.levels) and curve.fallen(middle) < 0.5
+
     # --- norms --------------------------------------------------------------------------------------------------------
 
     def usual(self, place: int, values: Sequence[float | None] | None = None) -> float | None:

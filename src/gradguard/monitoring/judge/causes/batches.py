@@ -64,8 +64,12 @@ def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
     """Whether the first leap, out of calm and too far for any rate, threw the run to where it never came back from."""
     if not places or not _comes_at_once(signals, places[0]) or _times(signals, places[0]) < FAR:
         return False
-    curve, before = signals.curve, signals.usual(places[0], signals.losses)
-    return curve is not None and before is not None and curve.final > 1.1 * before > 0
+    place, curve, before = places[0], signals.curve, signals.usual(places[0], signals.losses)
+    here = signals.losses[place]
+    if curve is None or before is None or here is None or not curve.final > 1.1 * before > 0:
+        return False
+    after = [loss for loss in signals.losses[place + 1 : place + 6] if loss is not None]
+    return not all(0.1 * here < loss < 2 * here for loss in after)  # else it is the level of other data
 
 
 def _times(signals: Signals, place: int) -> float:

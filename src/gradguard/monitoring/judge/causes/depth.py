@@ -40,7 +40,7 @@ def vanishing(signals: Signals) -> Cause | None:
     gradients = usual
     if last < 2:
         gradients = [_early(layer) for layer in layers]
-        last = _end_of_slope(gradients) if _is_stuck(signals) else 0
+        last = _end_of_slope(gradients) if signals.is_stuck else 0
     if last < 2 or not top:
         return None
     below, edge = layers[:last], layers[min(last, len(layers) - 1)].name
@@ -83,22 +83,6 @@ def _end_of_slope(gradients: list[float]) -> int:
     if falls < 0.75 or not top:
         return 0
     return next((k for k, gradient in enumerate(gradients) if gradient > SLOPE * top), len(gradients))
-
-
-def _is_stuck(signals: Signals) -> bool:
-    """Whether the loss stands still for a good part of the run."""
-    curve = signals.curve
-    if curve is None:
-        return False
-    levels = curve.levels[1:]
-    flat = [abs(b - a) <= max(curve.error, 0.01 * abs(a)) for a, b in pairwise(levels)]
-    longest = run = 0
-    for one in flat:
-        run = run + 1 if one else 0
-        longest = max(longest, run)
-    return (
-        longest >= 0.3 * len(levels) and curve.fallen(statistics.median(curve.levels[: len(curve.levels) // 2])) < 0.5
-    )
 
 
 def _is_vanished(signals: Signals, layer: Layer, top: float) -> bool:

@@ -11,6 +11,9 @@ from gradguard.monitoring.judge.signals import Curve, Signals
 LARGE_UPDATE = 0.1
 """Of its own norm: a weight that each step changes by so much is another one after ten steps."""
 
+WANDERING_UPDATE = 0.015
+"""The same where the loss stands still for a good part of the run."""
+
 TINY_MOVE = 0.05
 """By which share of themselves weights can have moved in all steps together: with less a run has hardly begun."""
 
@@ -104,15 +107,15 @@ def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
     if not ratios:
         return None
     first, later = statistics.median(one[0] for one in ratios), signals.ratio or 0.0
-    stuck = not curve.is_falling and curve.fallen() < 0.9
-    if not stuck or max(later, first / 3) < LARGE_UPDATE:
+    wanders = not curve.is_falling and curve.fallen() < 0.9 and max(later, first / 3) > LARGE_UPDATE
+    if not wanders and not (signals.is_stuck and curve.fallen() < 0.5 and later > WANDERING_UPDATE):
         return None
     grown = [layer.weights[-1] / layer.weights[0] for layer in signals.layers if len(layer.weights) > 1]
     grew = (
         f", and weights grew {number(statistics.median(grown))} times" if grown and statistics.median(grown) > 2 else ""
     )
     words = f"A step changes the usual weight by {100 * max(first, later):.2g} % of itself{grew}; 0.1 % is the rule of thumb."
-    weak = (("weak", 1.0),) if max(later, first / 10) < LARGE_UPDATE else ()
+    weak = (("weak", 1.0),) if wanders and max(later, first / 10) < LARGE_UPDATE else ()
     return Evidence(signals.span, words, numbers=weak)
 
 
