@@ -195,12 +195,11 @@ class Signals:
         curve = self.curve
         if curve is None:
             return False
-        longest = run = 0
-        for before, after in pairwise(curve.levels[1:]):
-            run = run + 1 if abs(after - before) <= max(curve.error, 0.01 * abs(before)) else 0
-            longest = max(longest, run)
+        wide, needed = max(3 * curve.error, 0.03 * abs(curve.start)), round(0.3 * len(curve.levels))
+        windows = [curve.levels[k : k + needed] for k in range(1, len(curve.levels) - needed + 1)]
+        still = any(window and max(window) - min(window) <= wide for window in windows)
         middle = statistics.median(curve.levels[: len(curve.levels) // 2])
-        return longest >= 0.3 * len(curve.levels) and curve.fallen(middle) < 0.5
+        return still and curve.fallen(middle) < 0.5
 
     # --- norms --------------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ def bad_batches(signals: Signals) -> Cause | None:
     at_once = [place for place in places if _comes_at_once(signals, place)]
     if not _broken_by(signals, places):
         few = len(places) < FEWEST_OUTBURSTS or len(places) > CALM_SHARE * signals.count
-        if few or len(at_once) < max(FEWEST_OUTBURSTS, 0.5 * len(places)):
+        if few or len(at_once) < max(FEWEST_OUTBURSTS, 0.5 * len(places)) or not _losses_leap(signals, places):
             return None
     numbers = [signals.named(place) for place in places]
     times = statistics.median(_times(signals, place) for place in places)
@@ -60,6 +60,20 @@ def bad_batches(signals: Signals) -> Cause | None:
     )  # fmt: skip
 
 
+def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:
+    """Whether the losses of most of these steps stand out too, where losses are known: those of a bad batch do."""
+    if signals.curve is None:
+        return True
+    leaps = 0
+    for place in places:
+        recent = [loss for loss in signals.losses[max(0, place - 24) : place] if loss is not None]
+        loss = signals.losses[place]
+        if loss is not None and len(recent) >= 5:
+            middle = statistics.median(recent)
+            leaps += loss - middle > 4 * statistics.median(abs(one - middle) for one in recent)
+    return leaps >= 0.6 * len(places)
+
+
 def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
     """Whether the first leap, out of calm and too far for any rate, threw the run to where it never came back from."""
     if not places or not _comes_at_once(signals, places[0]) or _times(signals, places[0]) < FAR:
@@ -68,8 +82,8 @@ def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
     here = signals.losses[place]
     if curve is None or before is None or here is None or not curve.final > 1.1 * before > 0:
         return False
-    after = [loss for loss in signals.losses[place + 1 : place + 6] if loss is not None]
-    return not all(0.1 * here < loss < 2 * here for loss in after)  # else it is the level of other data
+    after = [loss for loss in signals.losses[place : place + 6] if loss is not None]
+    return max(after) > 2 * here or any(loss < 0.3 * before for before, loss in pairwise(after))  # else other data
 
 
 def _times(signals: Signals, place: int) -> float:

@@ -124,7 +124,7 @@ def _explodes(signals: Signals, layers: list[Layer], times: float) -> Cause:
     fix = lower_rate(signals)
     return Cause(
         "exploding_depth",
-        "likely",
+        "certain" if times > 10 * EXPLODED else "likely",
         f"Gradients grow {number(times)} times on their way down the layers: the weights of each layer are too large.",
         "Initialise with a smaller gain (torch.nn.init.kaiming_normal_ for ReLU, xavier_normal_ for tanh), or put a "
         "normalisation between layers.",

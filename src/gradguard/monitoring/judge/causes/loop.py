@@ -77,6 +77,9 @@ def no_gradient(signals: Signals) -> Cause | None:
     if signals.count and signals.norms and not any(signals.norms) and not any(signals.lost):
         return _all_zero(signals)
     detached = signals.finding("detached_layer")
+    frozen = _frozen(signals)
+    if frozen is not None:
+        return frozen
     missing, share = _missing(signals)
     if missing:
         names = tuple(str(signals.params[place].get("name", "?")) for place in missing)
@@ -122,6 +125,33 @@ def no_gradient(signals: Signals) -> Cause | None:
             frozenset({detached.kind, "not_learning"}),
         )
     return None
+
+
+def _frozen(signals: Signals) -> Cause | None:
+    """Whether most of what the optimizer has was frozen, and hardly anything is learned by the rest."""
+    own = [signals.params[place] for place in signals.own]
+    frozen = [one for one in own if one.get("frozen")]
+    sizes = sum(one.get("numel") or 0 for one in own)
+    share = sum(one.get("numel") or 0 for one in frozen) / max(1, sizes)
+    curve = signals.curve
+    if share < MISSING_SHARE or curve is None:
+        return None
+    trained = [one for one in own if not one.get("frozen")]
+    only_vectors = all(len(one.get("shape") or []) < 2 for one in trained)
+    if not only_vectors and curve.fallen() > 0.3:
+        return None
+    names = tuple(str(one.get("name", "?")) for one in frozen)
+    words = f"{len(frozen)} of {len(own)} parameters of the optimizer have requires_grad=False: {named(names)}."
+    return Cause(
+        "no_gradient",
+        "likely" if only_vectors or share > 0.5 else "possible",
+        f"{len(frozen)} of {len(own)} parameters are frozen, and what is left hardly learns.",
+        "If they are to be trained, set requires_grad_(True) on them before the first forward; if not, give the optimizer "
+        "the others only.",
+        (Evidence(signals.span, words, names, (("share", share),)),),
+        ("No learning rate and no clip changes what has no gradient.",),
+        frozenset({"unused_parameter", "not_learning", "rate_too_low", "not_started"}),
+    )
 
 
 def _are_deepest(signals: Signals, missing: list[int]) -> bool:

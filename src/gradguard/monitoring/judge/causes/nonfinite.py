@@ -144,7 +144,7 @@ def _by_growth(signals: Signals, place: int, seen: Evidence, growth: Evidence | 
         fix.advice,
         (seen, *([growth] if growth is not None else [])),
         ("It is no bad sample and no bad operation: numbers grew step by step before.",),
-        _EXPLAINS | {"rate_too_high", "drift", "spike", "recurring_spikes", "update_ratio", "exploding_depth"},
+        _EXPLAINS | {"rate_too_high", "drift", "spike", "recurring_spikes", "update_ratio"},
         fix.factor,
         fix.threshold,
     )
