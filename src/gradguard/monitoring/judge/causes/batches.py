@@ -27,6 +27,8 @@ def bad_batches(signals: Signals) -> Cause | None:
         places = [place for place in places if place % period == phase]
     at_once = [place for place in places if _comes_at_once(signals, place)]
     if not _broken_by(signals, places):
+        if places and _was_lost_before(signals, places[0]):
+            return None
         few = len(places) < FEWEST_OUTBURSTS or len(places) > CALM_SHARE * signals.count
         if few or len(at_once) < max(FEWEST_OUTBURSTS, 0.5 * len(places)) or not _losses_leap(signals, places):
             return None
@@ -58,6 +60,15 @@ def bad_batches(signals: Signals) -> Cause | None:
                    "oscillation", "norm_drift", "vanishing", "dead_layer", "exploding_depth"}),
         threshold=threshold,
     )  # fmt: skip
+
+
+def _was_lost_before(signals: Signals, place: int) -> bool:
+    """Whether the loss was thrown up before the first leap and has never come below its start: it is the leap's cause."""
+    curve = signals.curve
+    before = [loss for loss in signals.losses[1:place] if loss is not None]
+    if curve is None or not before:
+        return False
+    return max(before) > 1.5 * curve.start + 6 * curve.noise and curve.best > 0.85 * curve.start > 0
 
 
 def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:
@@ -97,12 +108,13 @@ def _times(signals: Signals, place: int) -> float:
 
 
 def _comes_at_once(signals: Signals, place: int) -> bool:
-    """Whether the step before was an ordinary one: what a rate does begins with the step before."""
+    """Whether the steps before were far below: what a rate does grows from step to step."""
+    found = False
     for values in (signals.norms, signals.losses):
-        before, usual = values[place - 1], signals.usual(place - 1, values)
-        if before is not None and usual and before > 2.5 * usual:
-            return False
-    return True
+        value, before = values[place], [one for one in values[max(0, place - 3) : place] if one]
+        if value is not None and before and value > 3 * max(before):
+            found = True
+    return found
 
 
 def _calm(signals: Signals, places: Sequence[int]) -> float | None:

@@ -25,6 +25,9 @@ OF_EPS = 3.0
 EXPLODED = 1e3
 """Of the gradients of the first layers over those of the last."""
 
+AMPLIFIES, DAMPS = 1.2, 0.3
+"""What a recurrent weight multiplies by at each step: 50 steps make 10^4 of the first and nothing of the second."""
+
 RECURRENT_USES = 5
 """Operations that take one weight in one forward: fewer may be a shared layer."""
 
@@ -33,7 +36,7 @@ def vanishing(signals: Signals) -> Cause | None:
     """Return whether gradients die out on the way down, judged absolutely and along depth."""
     layers = signals.layers
     if len(layers) < FEWEST_LAYERS:
-        return None
+        return _vanishes_in_time(signals)
     usual = [layer.gradient for layer in layers]
     top = max(usual[-max(2, len(layers) // 4) :])
     last = next((k for k, layer in enumerate(layers) if not _is_vanished(signals, layer, top)), len(layers))
@@ -42,7 +45,7 @@ def vanishing(signals: Signals) -> Cause | None:
         gradients = [_early(layer) for layer in layers]
         last = _end_of_slope(gradients) if signals.is_stuck else 0
     if last < 2 or not top:
-        return None
+        return _vanishes_in_time(signals)
     below, edge = layers[:last], layers[min(last, len(layers) - 1)].name
     top = max(gradients)
     share = statistics.median(gradients[:last]) / top
@@ -137,41 +140,75 @@ def _explodes(signals: Signals, layers: list[Layer], times: float) -> Cause:
 
 
 def exploding_time(signals: Signals) -> Cause | None:
-    """Return whether a recurrence multiplies gradients: norms leap, and a recurrent weight makes most of them."""
-    recurrent = [layer for layer in signals.layers if layer.uses >= RECURRENT_USES or "weight_hh" in layer.name]
-    if not recurrent:
-        return None
+    """Return whether a recurrence multiplies gradients, and the loss does not fall with them."""
+    recurrent, curve = _recurrent(signals), signals.curve
     known = [norm for norm in signals.norms if norm]
-    if len(known) < 20:
+    if not recurrent or len(known) < 20 or (curve is not None and curve.fallen() > 0.5 and not signals.ends_lost):
         return None
-    usual, largest = statistics.median(known), max(known)
-    low = sorted(known)[len(known) // 10]
-    if largest < 30 * low and not (signals.ends_lost or "exploding" in signals.kinds):
-        return None
-    tops = [
-        top
-        for norm, top in zip(signals.norms, signals.record.steps.column("top"), strict=True)
-        if norm and top and norm > 3 * low
-    ]
-    places = {layer.place for layer in recurrent}
-    share = sum(top[0] in places for top in tops) / len(tops) if tops else 0.0
-    if share < 0.5:
+    low, largest = sorted(known)[len(known) // 10], max(known)
+    radius = max((one for layer in recurrent if (one := _radius(signals, layer))), default=None)
+    leaps = largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
+    if not leaps and not (radius is not None and radius > AMPLIFIES and largest > 10 * statistics.median(known)):
         return None
     names = tuple(layer.name for layer in recurrent)
-    words = (
-        f"Gradient norms run from {number(low)} to {number(largest)}, and on {100 * share:.0f} % of the large ones "
-        f"{named(names)} has the largest share."
-    )
-    threshold = float(f"{low:.1e}")
+    words = f"Gradient norms run from {number(low)} to {number(largest)}."
+    evidence = [Evidence(signals.span, words, names, (("low", low), ("largest", largest)))]
+    if radius is not None and radius > 1:
+        words = f"{names[0]} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
+        evidence.append(Evidence(signals.span, words, names, (("radius", radius),)))
+    threshold = float(f"{statistics.median(known):.1e}")
     return Cause(
         "exploding_time",
         "likely",
         f"Gradients explode through time: {named(names)} multiplies them at each step of the sequence.",
-        f"Clip at {threshold:g}, shorten the sequences that gradients run through, or use an LSTM or GRU with an orthogonal "
-        "recurrent weight.",
-        (Evidence(signals.span, words, names, (("usual", usual), ("largest", largest))),),
+        f"Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, and clip at {threshold:g}; "
+        "shorter sequences help as well.",
+        tuple(evidence),
         ("It is no bad batch: large norms come from the recurrent weight and not from all layers alike.",),
         frozenset({"rate_too_high", "exploding", "diverging_loss", "not_learning", "spike", "recurring_spikes", "bad_batches",
                    "corrupt_gradient", "nonfinite_growth", "dominating_layer", "exploding_depth", "drift"}),
         threshold=threshold,
     )  # fmt: skip
+
+
+def _recurrent(signals: Signals) -> list[Layer]:
+    """The square weights that a sequence runs through again and again, and those of gates."""
+    return [layer for layer in signals.layers if layer.uses >= RECURRENT_USES or "weight_hh" in layer.name]
+
+
+def _radius(signals: Signals, layer: Layer) -> float | None:
+    """By how much a random square matrix of this norm multiplies a vector; None for a weight that is not square."""
+    shape = signals.params[layer.place].get("shape") or []
+    if len(shape) != 2 or shape[0] != shape[1] or not layer.weights:
+        return None
+    return layer.weights[0] / math.sqrt(shape[0])
+
+
+def _share_of_large(signals: Signals, layers: list[Layer], low: float) -> float:
+    """On which share of the steps with large norms one of these layers has the largest share."""
+    places = {layer.place for layer in layers}
+    pairs = zip(signals.norms, signals.record.steps.column("top"), strict=True)
+    tops = [top for norm, top in pairs if norm and top and norm > 3 * low]
+    return sum(top[0] in places for top in tops) / len(tops) if tops else 0.0
+
+
+def _vanishes_in_time(signals: Signals) -> Cause | None:
+    """Whether a recurrence multiplies by so little that nothing comes through, while the loss does not fall."""
+    curve = signals.curve
+    weak = [
+        layer for layer in _recurrent(signals) if (radius := _radius(signals, layer)) is not None and radius < DAMPS
+    ]
+    if not weak or curve is None or curve.fallen() > 0.3:
+        return None
+    names, radius = tuple(layer.name for layer in weak), _radius(signals, weak[0]) or 0.0
+    words = f"{named(names)} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
+    return Cause(
+        "vanishing",
+        "likely",
+        f"Nothing is learnt over time: {named(names)} lets hardly anything through from one step of a sequence to the next.",
+        "Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, whose gates let gradients "
+        "through.",
+        (Evidence(signals.span, words, names, (("radius", radius),)),),
+        ("A higher learning rate does not help: gradients are lost on their way through the sequence.",),
+        frozenset({"vanishing", "not_learning", "rate_too_low", "not_started", "rate_too_high", "dominating_layer"}),
+    )

@@ -11,7 +11,7 @@ from gradguard.monitoring.judge.signals import Curve, Signals
 LARGE_UPDATE = 0.1
 """Of its own norm: a weight that each step changes by so much is another one after ten steps."""
 
-WANDERING_UPDATE = 0.015
+WANDERING_UPDATE = 0.01
 """The same where the loss stands still for a good part of the run."""
 
 TINY_MOVE = 0.05
@@ -77,10 +77,12 @@ def _jumped(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether the first steps threw the loss far above its start, and it ended no better than a run that began there."""
     if not curve.is_positive:
         return None
-    early = [(loss, place) for place, loss in enumerate(signals.losses[:30]) if loss is not None]
+    early = [(loss, place) for place, loss in enumerate(signals.losses[:30]) if loss is not None and place]
     if not early:
         return None
     loss, place = max(early)
+    if loss < 1.2 * (signals.losses[0] or 0.0) or loss - curve.start < 6 * min(curve.noise, curve.start):
+        return None
     if (
         loss < _OVERSHOT * curve.start
         or (curve.final < 0.5 * curve.start and loss < 5 * curve.start)
