@@ -68,7 +68,7 @@ def _was_lost_before(signals: Signals, place: int) -> bool:
     before = [loss for loss in signals.losses[1:place] if loss is not None]
     if curve is None or not before:
         return False
-    return max(before) > 1.5 * curve.start + 6 * curve.noise and curve.best > 0.85 * curve.start > 0
+    return max(before) > 1.5 * curve.start + 6 * min(curve.noise, curve.start) and curve.best > 0.85 * curve.start > 0
 
 
 def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:

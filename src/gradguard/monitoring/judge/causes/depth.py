@@ -143,12 +143,14 @@ def exploding_time(signals: Signals) -> Cause | None:
     """Return whether a recurrence multiplies gradients, and the loss does not fall with them."""
     recurrent, curve = _recurrent(signals), signals.curve
     known = [norm for norm in signals.norms if norm]
-    if not recurrent or len(known) < 20 or (curve is not None and curve.fallen() > 0.5 and not signals.ends_lost):
+    if not recurrent or len(known) < 20:
         return None
     low, largest = sorted(known)[len(known) // 10], max(known)
     radius = max((one for layer in recurrent if (one := _radius(signals, layer))), default=None)
     leaps = largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
-    if not leaps and not (radius is not None and radius > AMPLIFIES and largest > 10 * statistics.median(known)):
+    amplifies = radius is not None and radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
+    learns = curve is not None and curve.fallen() > 0.5 and not signals.ends_lost
+    if not amplifies and (learns or not leaps):
         return None
     names = tuple(layer.name for layer in recurrent)
     words = f"Gradient norms run from {number(low)} to {number(largest)}."

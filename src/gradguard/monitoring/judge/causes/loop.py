@@ -4,6 +4,7 @@ import statistics
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.findings import Finding, named
+from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import Signals
 
 MISSING_SHARE = 0.2
@@ -56,17 +57,38 @@ _SYMPTOMS = (
 def clip_before_unscale(signals: Signals) -> Cause | None:
     """Return whether clips saw gradients that were still multiplied by a loss scale."""
     found = signals.finding("clip_before_unscale")
-    if found is None:
+    evidence = _of(found) if found is not None else _norms_follow_scale(signals)
+    if evidence is None:
         return None
     return Cause(
         "clip_before_unscale",
         "certain",
         "Gradients are clipped while they are still multiplied by the loss scale, so that the threshold means nothing.",
         "Call scaler.unscale_(optimizer) before the clip.",
-        (_of(found),),
-        (),
-        frozenset({found.kind, "clip_starves", "clipping_always_on", "clip_below_eps", "rate_too_low", "not_learning"}),
-    )
+        (evidence,),
+        ("The threshold itself may be right: it is compared with norms that are thousands of times too large.",),
+        frozenset({"clip_before_unscale", "clip_starves", "clipping_always_on", "clip_below_eps", "rate_too_low", "not_learning",
+                   "clip_twice", "norm_drift", "not_started", "rate_too_high"}),
+    )  # fmt: skip
+
+
+def _norms_follow_scale(signals: Signals) -> Evidence | None:
+    """Whether a clip binds nearly always on norms that are as large as the loss scale, and change with it."""
+    if signals.bound_share < 0.9 or not signals.record.steps.has_any("amp_scale"):
+        return None
+    of_scale: dict[float, list[float]] = {}
+    for scale, norm in zip(signals.record.steps.column("amp_scale"), signals.norms, strict=True):
+        if scale and norm:
+            of_scale.setdefault(scale, []).append(norm)
+    levels = {scale: statistics.median(norms) for scale, norms in of_scale.items() if len(norms) >= 10}
+    if not levels or min(levels) < 64:
+        return None
+    low, high = min(levels), max(levels)
+    follows = high > low and 0.6 < (levels[high] / levels[low]) / (high / low) < 1.7
+    if not follows and (high > low or statistics.median(signals.bound) > 10 / high or levels[high] < 0.01 * high):
+        return None
+    rises = f": {number(levels[low])} at a scale of {low:,g}, {number(levels[high])} at {high:,g}" if high > low else ""
+    return Evidence(signals.span, f"The norms that the clip sees grow with the loss scale{rises}.")
 
 
 def no_gradient(signals: Signals) -> Cause | None:
@@ -291,7 +313,7 @@ def _zero_from_start(signals: Signals) -> list[str]:
         if len(parameter.get("shape") or []) < 2:
             continue
         zero = sum(line["norm"][place] == 0 and place not in (line.get("absent") or ()) for line in lines)
-        if zero >= 0.95 * len(lines):
+        if zero >= 0.95 * len(lines) and not any(line["norm"][place] for line in lines[:2]):
             found.append(str(parameter.get("name", "?")))
     return found
 

@@ -11,6 +11,9 @@ from gradguard.monitoring.judge.signals import Curve, Signals
 LARGE_UPDATE = 0.1
 """Of its own norm: a weight that each step changes by so much is another one after ten steps."""
 
+GROWN = 2.5
+"""Times its first norm: a weight that is mostly noise by now."""
+
 WANDERING_UPDATE = 0.01
 """The same where the loss stands still for a good part of the run."""
 
@@ -119,6 +122,15 @@ def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
     words = f"A step changes the usual weight by {100 * max(first, later):.2g} % of itself{grew}; 0.1 % is the rule of thumb."
     weak = (("weak", 1.0),) if wanders and max(later, first / 10) < LARGE_UPDATE else ()
     return Evidence(signals.span, words, numbers=weak)
+
+
+def _moved_for_nothing(signals: Signals, curve: Curve) -> Evidence | None:
+    """Whether weights have become others, and the loss has not fallen for it."""
+    grown = [layer.weights[-1] / layer.weights[0] for layer in signals.layers if len(layer.weights) > 1]
+    if not grown or curve.fallen() > 0.1 or statistics.median(grown) < GROWN:
+        return None
+    words = f"Weights grew {number(statistics.median(grown))} times, and the loss has not fallen for it."
+    return Evidence(signals.span, words)
 
 
 def _risen(signals: Signals, curve: Curve) -> Evidence | None:
