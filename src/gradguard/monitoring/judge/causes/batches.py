@@ -1,12 +1,13 @@
 """What the data do to a run: batches that are far out, data that change, and numbers that drift."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.numbers import number, plain_threshold
-from gradguard.monitoring.judge.signals import Signals, period_of
+from gradguard.monitoring.judge.signals import BLOCKS, Signals, period_of
 
 FEWEST_OUTBURSTS = 3
 CALM_SHARE = 0.2
@@ -26,9 +27,9 @@ def bad_batches(signals: Signals) -> Cause | None:
         phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
         places = [place for place in places if place % period == phase]
     at_once = [place for place in places if _comes_at_once(signals, place)]
+    if places and _was_lost_before(signals, places[0]):
+        return None
     if not _broken_by(signals, places):
-        if places and _was_lost_before(signals, places[0]):
-            return None
         few = len(places) < FEWEST_OUTBURSTS or len(places) > CALM_SHARE * signals.count
         if few or len(at_once) < max(FEWEST_OUTBURSTS, 0.5 * len(places)) or not _losses_leap(signals, places):
             return None
@@ -173,64 +174,76 @@ def _rate_jumped(signals: Signals, place: int) -> bool:
 
 
 def drift(signals: Signals) -> Cause | None:
-    """Return whether norms or weights grow step by step over the whole run, without a jump, and cost the loss."""
-    curve = signals.curve
-    if signals.count < 100:
+    """Return whether weights and norms grow step by step, without a jump, where they should settle."""
+    curve = signals.curve_until(signals.first_lost or signals.count)
+    if signals.count < 100 or curve is None:
         return None
-    if curve is not None and curve.final <= curve.best + max(curve.error, 0.1 * abs(curve.best)):
-        return None
-    grown = _growing_weights(signals)
-    norms = [norm for norm in signals.norms if norm]
-    size = max(1, len(norms) // 10)
-    levels = [statistics.median(norms[k : k + size]) for k in range(0, len(norms) - size + 1, size)]
-    rising = (
-        len(levels) > 4
-        and sum(b > a for a, b in pairwise(levels[1:])) >= 0.75 * (len(levels) - 2)
-        and levels[-1] > 3 * min(levels)
-    )
-    if not rising and grown is None:
+    grown, runs_away = _growing_weight(signals), _runs_away(signals)
+    rising = _rising_norms(signals)
+    lost = curve.final > curve.best + max(3 * curve.error, 0.25 * abs(curve.best))
+    if not (grown and (lost or grown[1] > 8) or runs_away or (rising and lost)):
         return None
     evidence = []
-    if rising:
-        words = f"The median gradient norm rose from {number(min(levels))} to {number(levels[-1])}, step by step."
-        evidence.append(Evidence(signals.span, words))
-    if grown is not None:
+    if runs_away:
+        evidence.append(Evidence(signals.span, runs_away))
+    if grown:
         name, times = grown
-        evidence.append(Evidence(signals.span, f"The norm of {name} grew {number(times)} times.", (name,)))
+        words = f"The norm of {name} grew {number(times)} times, step by step."
+        evidence.append(Evidence(signals.span, words, (name,), (("times", times),)))
+    if rising:
+        evidence.append(Evidence(signals.span, f"The median gradient norm rose {number(rising)} times, step by step."))
+    end = "the loss falls without end" if runs_away else "the loss ends above its best" if lost else "do not settle"
     return Cause(
         "drift",
-        "likely" if curve is not None and rising else "possible",
-        "Weights and gradients grow all through the run, step by step, and the loss ends above its best.",
+        "likely",
+        f"Weights and gradients grow all through the run, step by step, and {end}.",
         "Look for what rewards large weights: the sign of a penalty or of weight_decay, a target made by the model itself, "
         "or a loss without a lower bound. Normalisation layers or weight decay bound their growth.",
         tuple(evidence),
-        ("It is no single batch and no single step: nothing leapt.",),
-        frozenset(
-            {
-                "norm_drift",
-                "exploding",
-                "diverging_loss",
-                "rate_too_high",
-                "lock_in",
-                "clipping_always_on",
-                "update_ratio",
-            }
-        ),
-    )
+        ("It is no single batch and no single step: nothing leapt before.",),
+        frozenset({"norm_drift", "exploding", "diverging_loss", "lock_in", "clipping_always_on", "update_ratio", "not_learning",
+                   "nonfinite_growth", "nonfinite", "rate_too_high", "data_shift"}),
+    )  # fmt: skip
 
 
-def _growing_weights(signals: Signals) -> tuple[str, float] | None:
-    """The weight that grows most, where weights grow all through the run."""
+def _growing_weight(signals: Signals) -> tuple[str, float] | None:
+    """The weight that grows most, step by step; one that began at nearly 0 has to grow."""
     found = []
     for layer in signals.layers:
-        weights = layer.weights
-        if (
-            len(weights) >= 4
-            and weights[0]
-            and weights[-1] > 2 * weights[len(weights) // 2] * 0.75
-            and weights[-1] > 3 * weights[0]
-        ):
-            rises = sum(b > a for a, b in pairwise(weights)) / (len(weights) - 1)
-            if rises > 0.8:
-                found.append((layer.name, weights[-1] / weights[0]))
+        weights, size = layer.weights, signals.params[layer.place].get("numel") or 1
+        if len(weights) < 4 or weights[0] < 1e-3 * size**0.5 or weights[-1] < 3 * weights[0]:
+            continue
+        logs = [math.log(weight) for weight in weights]
+        steps = [after - before for before, after in pairwise(logs)]
+        if max(steps) < 0.6 * (logs[-1] - logs[0]) and sum(step > 0 for step in steps) > 0.8 * len(steps):
+            found.append((layer.name, weights[-1] / weights[0]))
     return max(found, key=lambda one: one[1]) if found else None
+
+
+def _rising_norms(signals: Signals) -> float | None:
+    """How many times the median norm rose, where it rises all through the run."""
+    norms = [norm for norm in signals.norms[: signals.first_lost] if norm]
+    size = max(1, len(norms) // 10)
+    levels = [statistics.median(norms[k : k + size]) for k in range(0, len(norms) - size + 1, size)][1:]
+    rises = sum(after > before for before, after in pairwise(levels))
+    if len(levels) < 5 or rises < 0.75 * (len(levels) - 1) or levels[-1] < 3 * levels[0]:
+        return None
+    return levels[-1] / levels[0]
+
+
+def _runs_away(signals: Signals) -> str:
+    """Whether the loss falls below 0, faster and faster, while norms rise: nothing bounds it."""
+    curve = signals.curve_until(signals.first_lost or signals.count)
+    if curve is None or curve.best >= 0 or len(curve.levels) < BLOCKS:
+        return ""
+    levels = curve.levels[: curve.levels.index(curve.best) + 1]
+    quarter = len(levels) // 4
+    if quarter < 3:
+        return ""
+    last, before = levels[-quarter] - levels[-1], levels[-2 * quarter] - levels[-quarter]
+    norms = [norm for norm in signals.norms[: signals.first_lost] if norm]
+    size = max(1, len(norms) // 4)
+    rose = statistics.median(norms[2 * size : 3 * size]) * 1.2 < statistics.median(norms[-size:])
+    if before <= curve.error or last < 1.3 * before or not rose:
+        return ""
+    return f"The loss falls below 0 and faster and faster, to {number(curve.best)}, while the norms of gradients rise."

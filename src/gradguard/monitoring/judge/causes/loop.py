@@ -97,7 +97,7 @@ def no_gradient(signals: Signals) -> Cause | None:
     if idle is not None and not signals.count:
         return _idle(signals, idle)
     if signals.count and signals.norms and not any(signals.norms) and not any(signals.lost):
-        return _all_zero(signals)
+        return None if _starts_at_zero(signals) else _all_zero(signals)
     detached = signals.finding("detached_layer")
     frozen = _frozen(signals)
     if frozen is not None:
@@ -191,6 +191,11 @@ def _missing(signals: Signals) -> tuple[list[int], float]:
     mine = [place for place in signals.own if place in gone and not signals.params[place].get("frozen")]
     sizes = [parameter.get("numel") or 0 for parameter in signals.params]
     return mine, sum(sizes[place] for place in mine) / max(1, sum(sizes))
+
+
+def _starts_at_zero(signals: Signals) -> bool:
+    """Whether all weights are 0: then no gradient comes through, though nothing is cut."""
+    return bool(signals.measured) and not any(any(line["weight"]) for line in signals.measured)
 
 
 def _idle(signals: Signals, idle: Finding) -> Cause:

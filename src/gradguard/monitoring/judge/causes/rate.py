@@ -11,7 +11,7 @@ from gradguard.monitoring.judge.signals import Curve, Signals
 LARGE_UPDATE = 0.1
 """Of its own norm: a weight that each step changes by so much is another one after ten steps."""
 
-GROWN = 2.5
+GROWN = 2.0
 """Times its first norm: a weight that is mostly noise by now."""
 
 WANDERING_UPDATE = 0.01
@@ -42,6 +42,7 @@ def rate_too_high(signals: Signals) -> Cause | None:
             _jumped(signals, curve),
             _to_and_fro(signals, curve),
             _large_updates(signals, curve),
+            _moved_for_nothing(signals, curve),
             _risen(signals, curve),
         )
         if found
@@ -126,11 +127,16 @@ def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
 
 def _moved_for_nothing(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether weights have become others, and the loss has not fallen for it."""
-    grown = [layer.weights[-1] / layer.weights[0] for layer in signals.layers if len(layer.weights) > 1]
-    if not grown or curve.fallen() > 0.1 or statistics.median(grown) < GROWN:
+    grown = _growth(signals)
+    if curve.fallen() > 0.1 or grown < GROWN:
         return None
-    words = f"Weights grew {number(statistics.median(grown))} times, and the loss has not fallen for it."
-    return Evidence(signals.span, words)
+    return Evidence(signals.span, f"Weights grew {number(grown)} times, and the loss has not fallen for it.")
+
+
+def _growth(signals: Signals) -> float:
+    """How many times its first norm the usual weight has at the end; 1 where that was not measured."""
+    grown = [layer.weights[-1] / layer.weights[0] for layer in signals.layers if len(layer.weights) > 1]
+    return statistics.median(grown) if grown else 1.0
 
 
 def _risen(signals: Signals, curve: Curve) -> Evidence | None:
