@@ -88,7 +88,7 @@ def _ranked(record: Record) -> tuple[Cause, ...]:
     found = signals.found
     causes = [cause for look in CAUSES if (cause := look(signals)) is not None]
     kinds = {one.kind for one in found if one.severity != "info"} | {cause.key for cause in causes}
-    causes.sort(key=lambda cause: _rank(cause, causes, kinds))
+    causes = sorted(causes, key=lambda cause: _rank(cause, causes, kinds))
     if not causes or causes[0].certainty == "possible":
         causes.insert(0, _without_cause(signals))
     return tuple(causes)

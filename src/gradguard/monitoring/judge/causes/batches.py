@@ -181,7 +181,7 @@ def drift(signals: Signals) -> Cause | None:
     grown, runs_away = _growing_weight(signals), _runs_away(signals)
     rising = _rising_norms(signals)
     lost = curve.final > curve.best + max(3 * curve.error, 0.25 * abs(curve.best))
-    if not (grown and (lost or grown[1] > 8) or runs_away or (rising and lost)):
+    if not ((grown and (lost or rising)) or runs_away or (rising and lost)):
         return None
     evidence = []
     if runs_away:
@@ -226,7 +226,7 @@ def _rising_norms(signals: Signals) -> float | None:
     size = max(1, len(norms) // 10)
     levels = [statistics.median(norms[k : k + size]) for k in range(0, len(norms) - size + 1, size)][1:]
     rises = sum(after > before for before, after in pairwise(levels))
-    if len(levels) < 5 or rises < 0.75 * (len(levels) - 1) or levels[-1] < 3 * levels[0]:
+    if len(levels) < 5 or rises < 0.75 * (len(levels) - 1) or levels[-1] < 1.5 * levels[0]:
         return None
     return levels[-1] / levels[0]
 

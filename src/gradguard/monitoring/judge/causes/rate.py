@@ -113,13 +113,11 @@ def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
     if not ratios:
         return None
     first, later = statistics.median(one[0] for one in ratios), signals.ratio or 0.0
+    grown = _growth(signals)
     wanders = not curve.is_falling and curve.fallen() < 0.9 and max(later, first / 3) > LARGE_UPDATE
-    if not wanders and not (signals.is_stuck and curve.fallen() < 0.5 and later > WANDERING_UPDATE):
+    if not wanders and not (signals.is_stuck and curve.fallen() < 0.5 and later > WANDERING_UPDATE and grown > GROWN):
         return None
-    grown = [layer.weights[-1] / layer.weights[0] for layer in signals.layers if len(layer.weights) > 1]
-    grew = (
-        f", and weights grew {number(statistics.median(grown))} times" if grown and statistics.median(grown) > 2 else ""
-    )
+    grew = f", and weights grew {number(grown)} times" if grown > GROWN else ""
     words = f"A step changes the usual weight by {100 * max(first, later):.2g} % of itself{grew}; 0.1 % is the rule of thumb."
     weak = (("weak", 1.0),) if wanders and max(later, first / 10) < LARGE_UPDATE else ()
     return Evidence(signals.span, words, numbers=weak)
@@ -141,9 +139,8 @@ def _growth(signals: Signals) -> float:
 
 def _risen(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether the loss ends far above the best it was, or has risen from the start."""
-    if curve.final - curve.best <= max(3 * curve.error, 0.25 * abs(curve.best), 0.02 * abs(curve.start)):
-        return None
-    if curve.fallen() > 0.7:
+    rise = curve.final - curve.best
+    if rise <= max(4 * curve.error, 0.5 * abs(curve.best), 0.02 * abs(curve.start)) or curve.fallen() > 0.5:
         return None
     at = curve.levels.index(curve.best) * max(1, curve.count // len(curve.levels))
     words = f"The loss was {number(curve.best)} at its best, near step {signals.named(at)}, and ends at {number(curve.final)}."
