@@ -21,10 +21,10 @@ KEYS = (
     "vanishing",
     "not_started",
     "rate_decayed",
+    "drift",
     "rate_too_high",
     "rate_too_low",
     "data_shift",
-    "drift",
     "healthy",
     "unknown",
 )

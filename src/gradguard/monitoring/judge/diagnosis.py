@@ -132,12 +132,14 @@ def _well(signals: Signals) -> Cause:
         )
     fell = f"The loss went from {number(curve.start)} to {number(curve.final)} in {signals.count:,} steps."
     if not curve.has_fallen:
-        sentence = f"Nothing is found to be wrong, but the loss has not fallen: {number(curve.start)} to {number(curve.final)}."
-        advice = (
-            "Check that labels belong to their inputs, and try a learning rate three times higher and three times lower. A "
-            "loss that measures no progress, as in reinforcement learning, may do so."
+        moves = f"its loss goes to and fro, from {number(curve.start)} to {number(curve.final)}"
+        return Cause(
+            "healthy",
+            "possible",
+            f"Your run is well as far as its gradients show; {moves}, which need not measure what it learns.",
+            "Judge it by what it is for, such as a held-out loss or a return.",
+            (Evidence(signals.span, fell),),
         )
-        return Cause("unknown", "possible", sentence, advice, (Evidence(signals.span, fell),))
     ruled = ("No layer lacks a gradient, none vanishes or explodes, and no batch stands out.",)
     return Cause(
         "healthy", "likely", "Your run is well.", "Nothing is to be done.", (Evidence(signals.span, fell),), ruled

@@ -71,6 +71,11 @@ class Curve:
         return self.start - self.final > max(self.error + 0.6 * self.noise, 0.02 * abs(self.start))
 
     @property
+    def is_flat(self) -> bool:
+        """Whether all its levels are one, but for chance."""
+        return max(self.levels) - min(self.levels) <= max(3 * self.error, 0.03 * abs(self.start))
+
+    @property
     def is_falling(self) -> bool:
         """Whether it still falls in the last third, by more than chance."""
         third = len(self.levels) // 3

@@ -102,13 +102,17 @@ def _name(node: Node, saved_as: str, saved: Tensor) -> tuple[str, str]:
     leaves = [variable for one in before if (variable := _variable(one)) is not None]
     made = [one for one in before if _variable(one) is None]
     dtype = saved.dtype
-    if saved_as == "result":
+    if saved_as == "result" and not (made and _dtype(made[0]) != dtype):  # else what it was given was so already
         made = [node]
     elif any(_is_bad(leaf) for leaf in leaves):
         return WEIGHTS, _plain(dtype)
     elif made:
-        dtype = next((one.dtype for one in input_metadata_of(made[0])), dtype)
+        dtype = _dtype(made[0]) or dtype
     return (made[0].name().rstrip("0").removesuffix("Backward") if made else DATA), _plain(dtype)
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    return next((one.dtype for one in input_metadata_of(node)), None)
 
 
 def _beyond_views(node: Node) -> Node:

@@ -73,14 +73,14 @@ def _was_lost_before(signals: Signals, place: int) -> bool:
 
 
 def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:
-    """Whether the losses of most of these steps stand out too, where losses are known: those of a bad batch do."""
+    """Whether loss and norm of most of these steps stand out, where losses are known: those of a bad batch do."""
     if signals.curve is None:
         return True
     leaps = 0
     for place in places:
         recent = [loss for loss in signals.losses[max(0, place - 24) : place] if loss is not None]
-        loss = signals.losses[place]
-        if loss is not None and len(recent) >= 5:
+        loss, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place)
+        if loss is not None and len(recent) >= 5 and (norm is None or usual is None or norm > 1.5 * usual):
             middle = statistics.median(recent)
             leaps += loss - middle > 4 * statistics.median(abs(one - middle) for one in recent)
     return leaps >= 0.6 * len(places)
@@ -180,8 +180,9 @@ def drift(signals: Signals) -> Cause | None:
         return None
     grown, runs_away = _growing_weight(signals), _runs_away(signals)
     rising = _rising_norms(signals)
-    lost = curve.final > curve.best + max(3 * curve.error, 0.25 * abs(curve.best))
-    if not ((grown and (lost or rising)) or runs_away or (rising and lost)):
+    late = statistics.median(curve.levels[curve.levels.index(curve.best) :])
+    lost = max(late, curve.final) > curve.best + max(3 * curve.error, 0.25 * abs(curve.best))
+    if not ((grown and (lost or (rising and curve.fallen() < 0.6))) or runs_away or (rising and lost)):
         return None
     evidence = []
     if runs_away:

@@ -305,6 +305,18 @@ def not_started(signals: Signals) -> Cause | None:
             ("The model is not the cause: its gradients are there.",),
             explains,
         )
+    if curve.is_flat and signals.count >= 100:
+        words = f"The loss was {number(curve.start)} at first and is {number(curve.final)} at the end, and gradients are there."
+        return Cause(
+            "not_started",
+            "likely",
+            f"Nothing has been learned in {signals.count:,} steps, though gradients and learning rate are ordinary.",
+            "Check that labels belong to their inputs (a shuffle of one and not of the other), and that inputs are normalised "
+            "and reach the model. If they are right, train longer, with a learning rate three times higher.",
+            (Evidence(signals.span, words),),
+            ("No layer lacks a gradient, and none vanishes or explodes.",),
+            frozenset({"not_learning"}),
+        )
     return None
 
 

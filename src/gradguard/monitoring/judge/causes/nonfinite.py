@@ -13,7 +13,7 @@ GROWN = 3.0
 
 _BEFORE = 10  # steps in which growth must end
 _PAST = 60  # steps before these that say what was usual
-_OVERFLOWING = ("Exp", "Pow", "Mul", "Square", "Sum", "Addmm", "Bmm", "Mm", "Convolution", "ToCopy")
+_NEVER_OVERFLOW = ("LogSoftmax", "Softmax")  # what is not finite in their result was so before them
 _SEARCHED_IN_A_ROW = 12  # skips after which a loss scale is no longer searched for
 
 _EXPLAINS = frozenset({"nonfinite", "amp_scale_collapse", "exploding", "diverging_loss", "not_learning", "vanishing"})
@@ -83,10 +83,10 @@ def _origin(signals: Signals, place: int) -> tuple[str, str] | None:
 
 def _small_type(signals: Signals, origin: tuple[str, str] | None) -> str:
     """The type of 16 bits whose range numbers may have left."""
-    if origin is not None:
-        return origin[1] if origin[1] in _SMALL_TYPES else ""
     computed = {str(one) for one in signals.record.meta.get("compute") or ()}
     stored = {str(parameter.get("dtype")) for parameter in signals.params}
+    if origin is not None and origin[0] not in _NEVER_OVERFLOW:
+        return origin[1] if origin[1] in _SMALL_TYPES else ""
     if signals.record.steps.has_any("amp_scale"):
         return "float16"
     return next(iter(sorted((computed | stored) & _SMALL_TYPES)), "")

@@ -164,7 +164,7 @@ def rate_too_low(signals: Signals) -> Cause | None:
         f"Multiply the learning rate by {factor:g}, to {float(f'{factor * rate:.2g}'):g}, and look again.",
         (Evidence(signals.span, words, numbers=(("travel", travel),)),),
         ("Gradients are there and steady: they do not vanish.",),
-        frozenset({"not_learning", "update_ratio"}),
+        frozenset({"not_learning", "update_ratio", "not_started", "drift"}),
         factor,
     )
 
