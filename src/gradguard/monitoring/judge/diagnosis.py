@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from gradguard.monitoring.judge.cause import CERTAINTIES, KEYS, Cause, Evidence
 from gradguard.monitoring.judge.causes import CAUSES
+from gradguard.monitoring.judge.findings import steps
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import FEWEST_STEPS, Signals
@@ -113,7 +114,7 @@ def _without_cause(signals: Signals) -> Cause:
         sentence = f"Something is wrong, and the record does not show why: {error.message}."
         return Cause("unknown", "likely", sentence, f"{error.advice[:1].upper()}{error.advice[1:]}.", evidence)
     if signals.count < FEWEST_STEPS:
-        sentence = f"The record has {signals.count} steps, too few to say whether the run is well."
+        sentence = f"The record has {steps(signals.count)}, too few to say whether the run is well."
         return Cause("unknown", "certain", sentence, f"Record at least {FEWEST_STEPS} steps, better 200.")
     if not any(norm is not None for norm in signals.norms):
         return Cause(
