@@ -370,7 +370,7 @@ def _severity(value: Any) -> Any:
 
 _PARAMETER: Mapping[str, Rule] = {
     "name": _text, "shape": _each(_count), "numel": _count, "dtype": _text, "group": _count, "optimizer": _count,
-    "frozen": _truth,
+    "frozen": _truth, "order": _count, "uses": _count,
 }  # fmt: skip
 
 _TABLES: Mapping[str, Mapping[str, Rule]] = {
@@ -378,14 +378,14 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
         "version": _text, "schema": _count, "argv": _each(_text), "clip": _text, "torch": _text, "python": _text,
         "host_platform": _text, "git": _text, "device": _text, "world": _count, "rank": _count, "mesh": _mesh,
         "optimizers": _each(_text), "eps": _each(_amount), "params": _list, "pid": _count, "parent": _count,
-        "root": _count,
+        "root": _count, "compute": _each(_text), "leaves": _count, "loss_factor": _number,
     },
     "step": {
         "i": _count, "wall": _seconds, "loss": _number, "lr": _number, "norm": _amount, "post_norm": _amount,
         "coefficient": _amount, "threshold": _number, "rule": _text, "clips": _each(_clip), "user_max_norm": _number,
         "amp_scale": _amount, "skipped": _truth, "spike": _truth, "nonfinite": _count, "top": _top, "optimizer": _count,
         "noise_scale": _number, "noise_scale_low": _number, "noise_scale_high": _number, "batch_size": _number,
-        "scaled_clip": _truth, "kept_gradients": _truth,
+        "scaled_clip": _truth, "kept_gradients": _truth, "backwards": _count, "origin": _each(_text),
     },
     "tensors": {
         "i": _count, "norm": _amounts, "max": _amounts, "zeros": _amounts, "weight": _amounts, "update": _amounts,
@@ -397,7 +397,7 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
     },
     "end": {
         "steps": _count, "wall": _seconds, "overhead_ms": _seconds, "exit": _whole, "interrupted": _truth,
-        "clips": _count,
+        "clips": _count, "idle_steps": _count,
     },
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gradguard.monitoring.judge.acting_clips import ActingClip
+from gradguard.monitoring.judge.diagnosis import Cause, Diagnosis, diagnose
 from gradguard.monitoring.judge.health import Finding, findings
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.verdict import verdict
@@ -67,6 +68,7 @@ def _judged(record: Record) -> dict[str, Any]:
     judged = verdict(record)
     return {
         "verdict": judged.sentence,
+        "diagnosis": _diagnosis(diagnose(record)),
         "decision": _decision(recommend(record)),
         "regime": judged.regime,
         **counts_of(judged),
@@ -74,6 +76,28 @@ def _judged(record: Record) -> dict[str, Any]:
         **numbers_of(record, judged),
         "diverged": judged.diverged,
         "clips": [_clip(clip) for clip in judged.clips],
+    }
+
+
+def _diagnosis(found: Diagnosis) -> dict[str, Any]:
+    evidence = [
+        {"steps": list(one.steps), "params": list(one.params), "words": one.words} for one in found.cause.evidence
+    ]
+    return {
+        **_cause(found.cause),
+        "sentence": found.sentence,
+        "evidence": evidence,
+        "rules_out": list(found.cause.rules_out),
+        "others": [_cause(cause) for cause in found.causes[1:]],
+    }
+
+
+def _cause(cause: Cause) -> dict[str, Any]:
+    return {
+        "cause": cause.key,
+        "certainty": cause.certainty,
+        "sentence": cause.sentence,
+        "advice": cause.advice,
     }
 
 
