@@ -117,6 +117,7 @@ def test_one_run_has_every_figure(tmp_path):
         "Norms over time",
         "How often clipping binds",
         "How hard clipping binds",
+        "Along depth",
         "Layers",
         "Who dominates",
         "Distribution of norms",

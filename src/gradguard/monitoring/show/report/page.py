@@ -17,6 +17,7 @@ from gradguard.monitoring.record.steps import Part, by_optimizer, usable_steps
 from gradguard.monitoring.show.report import (
     advice,
     clip_figures,
+    depth_figure,
     element_figure,
     figures,
     layer_figures,
@@ -212,6 +213,7 @@ def _charts(
         figures.norms_over_time(record, judged, recommendation, _points(among)),
         clip_figures.clip_share(record, judged, recommendation),
         clip_figures.coefficients(record),
+        depth_figure.along_depth(record),
         layer_figures.layer_heat_map(record, whole, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
         layer_figures.dominance(record, whole, spikes),
         element_figure.element_magnitudes(record, max(_FEWEST_POINTS // 2, _COLUMNS_OF_ELEMENTS // among)),
