@@ -41,8 +41,8 @@ def along_depth(record: Record) -> Chart | None:
         ("last tenth", last, BLUE, "solid"),
     ):
         figure.add_trace(
-            "scatter", x=depths, y=levels, name=label, mode="lines+markers", line={"color": colour, "width": 1.8, "dash": dash},
-            marker={"size": 6}, customdata=names, hovertemplate="%{customdata}: %{y:,.3g}<extra></extra>",
+            "scatter", x=depths, y=levels, name=label, mode="lines+markers", marker={"size": 6},
+            line={"color": colour, "width": 1.8, "dash": dash}, customdata=names, hovertemplate="%{customdata}: %{y:,.3g}<extra></extra>",
             meta=[[name, label, level] for name, level in zip(names, levels, strict=True)],
         )  # fmt: skip
     known = [level for level in (*first, *last) if level]
@@ -85,6 +85,6 @@ def _summary(layers: Sequence[Layer], levels: Levels) -> str:
 
 
 _CAPTION = (
-    "The root mean square of an element of each weight's gradient, in the order in which the forward uses them. A line that "
-    "falls steeply towards the input is a gradient that vanishes on its way down; one that rises towards it explodes."
+    "The root mean square of an element of each weight's gradient, in the order in which the forward uses them. A line "
+    "that falls steeply towards the input is a gradient that vanishes on its way down; one that rises towards it explodes."
 )
