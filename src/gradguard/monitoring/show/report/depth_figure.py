@@ -42,7 +42,8 @@ def along_depth(record: Record) -> Chart | None:
     ):
         figure.add_trace(
             "scatter", x=depths, y=levels, name=label, mode="lines+markers", marker={"size": 6},
-            line={"color": colour, "width": 1.8, "dash": dash}, customdata=names, hovertemplate="%{customdata}: %{y:,.3g}<extra></extra>",
+            line={"color": colour, "width": 1.8, "dash": dash},
+            customdata=names, hovertemplate="%{customdata}: %{y:,.3g}<extra></extra>",
             meta=[[name, label, level] for name, level in zip(names, levels, strict=True)],
         )  # fmt: skip
     known = [level for level in (*first, *last) if level]
@@ -86,5 +87,6 @@ def _summary(layers: Sequence[Layer], levels: Levels) -> str:
 
 _CAPTION = (
     "The root mean square of an element of each weight's gradient, in the order in which the forward uses them. A line "
-    "that falls steeply towards the input is a gradient that vanishes on its way down; one that rises towards it explodes."
+    "that falls steeply towards the input is a gradient that vanishes on its way down; one that rises towards it "
+    "explodes."
 )
