@@ -113,14 +113,11 @@ def _without_cause(signals: Signals) -> Cause:
         evidence = (Evidence((error.first_step, error.last_step), message, error.params),)
         sentence = f"Something is wrong, and the record does not show why: {error.message}."
         return Cause("unknown", "likely", sentence, f"{error.advice[:1].upper()}{error.advice[1:]}.", evidence)
+    if not any(norm is not None for norm in signals.norms):
+        return Cause("unknown", "certain", "The record has no norms to judge by.", _no_norms(signals.record))
     if signals.count < FEWEST_STEPS:
         sentence = f"The record has {steps(signals.count)}, too few to say whether the run is well."
         return Cause("unknown", "certain", sentence, f"Record at least {FEWEST_STEPS} steps, better 200.")
-    if not any(norm is not None for norm in signals.norms):
-        return Cause(
-            "unknown", "certain", "The record has no gradient norms to judge by.",
-            "Record the run again with gradguard run, which sees the norms before clipping.",
-        )  # fmt: skip
     return _well(signals)
 
 
@@ -145,3 +142,19 @@ def _well(signals: Signals) -> Cause:
     return Cause(
         "healthy", "likely", "Your run is well.", "Nothing is to be done.", (Evidence(signals.span, fell),), ruled
     )
+
+
+def _no_norms(record: Record) -> str:
+    if not record.steps and record.end is not None:
+        clips = record.end.get("clips")
+        seen = f"Clip calls were seen ({clips:,}), but no step" if clips else "No step"
+        return (
+            f"{seen} of a torch.optim optimizer{'' if clips else ' was seen'}, so no norm was recorded: gradguard "
+            "measures at optimizer.step(), which a script that changes its weights by hand does not call."
+        )
+    if record.steps.has_any("post_norm"):
+        return (
+            "Only norms after clipping were recorded; a threshold read from those would repeat the old one; record the "
+            "run again with gradguard run, which sees the norms before clipping."
+        )
+    return "The record holds no gradient norms; record the run again with gradguard run."
