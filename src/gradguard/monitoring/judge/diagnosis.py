@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from gradguard.monitoring.judge.cause import CERTAINTIES, KEYS, Cause, Evidence
 from gradguard.monitoring.judge.causes import CAUSES
 from gradguard.monitoring.judge.findings import steps
+from gradguard.monitoring.judge.followed import helped
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import FEWEST_STEPS, Signals
@@ -73,7 +74,8 @@ def diagnose(record: Record) -> Diagnosis:
     """
     parts = by_optimizer(record)
     if len(parts) == 1:
-        return Diagnosis(_ranked(parts[0].record))
+        signals = Signals(parts[0].record, findings(parts[0].record))
+        return Diagnosis(_ranked(signals), helped(signals))
     each = [(part.label, diagnose(part.record)) for part in parts]
     sick = [cause.of(label) for label, one in each for cause in one.causes if cause.key not in ("healthy", "unknown")]
     sick.sort(key=lambda cause: CERTAINTIES.index(cause.certainty))
@@ -84,8 +86,7 @@ def diagnose(record: Record) -> Diagnosis:
     return Diagnosis((whole, *sick), parts=tuple(each))
 
 
-def _ranked(record: Record) -> tuple[Cause, ...]:
-    signals = Signals(record, findings(record))
+def _ranked(signals: Signals) -> tuple[Cause, ...]:
     found = signals.found
     causes = [cause for look in CAUSES if (cause := look(signals)) is not None]
     kinds = {one.kind for one in found if one.severity != "info"} | {cause.key for cause in causes}

@@ -4,6 +4,7 @@ import statistics
 
 from gradguard.monitoring.judge.acting_clips import acting_clips, shares_in_words
 from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.followed import follows_clip
 from gradguard.monitoring.judge.numbers import percent, plain_threshold
 from gradguard.monitoring.judge.signals import Signals
 
@@ -22,7 +23,7 @@ _SYMPTOMS = frozenset({"clipping_always_on", "clip_below_eps", "rate_too_low", "
 
 def clip_starves(signals: Signals) -> Cause | None:
     """Return whether a clip leaves the optimizer too little: below its eps, or as a learning rate that is too low."""
-    if signals.bound_share <= ALWAYS or _several(signals):
+    if signals.bound_share <= ALWAYS or _several(signals) or follows_clip(signals):
         return None
     coefficient = statistics.median(signals.bound)
     threshold = next((one for one in reversed(signals.record.steps.column("threshold")) if one is not None), None)
