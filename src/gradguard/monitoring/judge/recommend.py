@@ -107,7 +107,7 @@ def _decide(record: Record, diagnosis: Diagnosis) -> Recommendation:
     kind = "unknown" if cause.key == "unknown" else "fix"
     if cause.key in CLIPPED_FIRST and threshold is not None:
         kind = "constant"
-    headline, reason = _split(cause)
+    headline, reason = _split(cause) if kind != "unknown" else (cause.sentence, cause.advice)
     share = None
     if kind == "constant" and threshold is not None and norms:
         share = sum(norm > threshold for norm in norms) / len(norms)

@@ -51,7 +51,7 @@ def bad_batches(signals: Signals) -> Cause | None:
     words = f"The loss or the gradient norm leapt {len(numbers)} times out of calm, to {number(times)} times what it was just before: {when}."
     return Cause(
         "bad_batches",
-        "certain" if period and len(places) >= 5 else "likely",
+        "possible" if _are_bounded(signals, places) else "certain" if period and len(places) >= 5 else "likely",
         f"Some batches are far out, {when}.",
         f"{where}{clip}",
         (Evidence((numbers[0], numbers[-1]), words, numbers=(("times", times), *((("period", float(period)),) if period else ()))),),
@@ -70,6 +70,14 @@ def _was_lost_before(signals: Signals, place: int) -> bool:
     if curve is None or not before:
         return False
     return max(before) > 1.5 * curve.start + 6 * min(curve.noise, curve.start) and curve.best > 0.85 * curve.start > 0
+
+
+def _are_bounded(signals: Signals, places: Sequence[int]) -> bool:
+    """Whether a clip bound on nearly all of them, and the run learns for all that: then it has done what it is for."""
+    curve = signals.curve
+    bound = sum((signals.coefficients[place] or 1.0) < 1 for place in places)
+    harmed = curve is not None and curve.final > curve.best + max(3 * curve.error, 0.25 * abs(curve.best))
+    return bound >= 0.9 * len(places) and not harmed
 
 
 def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:

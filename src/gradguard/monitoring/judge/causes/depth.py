@@ -156,7 +156,9 @@ def exploding_time(signals: Signals) -> Cause | None:
     words = f"Gradient norms run from {number(low)} to {number(largest)}."
     evidence = [Evidence(signals.span, words, names, (("low", low), ("largest", largest)))]
     if radius is not None and radius > 1:
-        words = f"{names[0]} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
+        words = (
+            f"The weight {names[0]} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
+        )
         evidence.append(Evidence(signals.span, words, names, (("radius", radius),)))
     threshold = float(f"{statistics.median(known):.1e}")
     return Cause(
@@ -203,7 +205,9 @@ def _vanishes_in_time(signals: Signals) -> Cause | None:
     if not weak or curve is None or curve.fallen() > 0.3:
         return None
     names, radius = tuple(layer.name for layer in weak), _radius(signals, weak[0]) or 0.0
-    words = f"{named(names)} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
+    words = (
+        f"The weight {named(names)} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
+    )
     return Cause(
         "vanishing",
         "likely",

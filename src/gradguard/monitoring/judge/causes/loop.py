@@ -35,7 +35,7 @@ def accumulation(signals: Signals) -> Cause | None:
     if factor is not None and factor <= 1.5 / usual:
         return None
     sick = signals.ends_lost or curve.peak > 2 * curve.start or curve.fallen() < 0.1
-    words = f"backward() was called {usual} times for each step, and the loss was not divided by {usual}."
+    words = f"For each step backward() was called {usual} times, and the loss was not divided by {usual}."
     return Cause(
         "accumulation",
         "likely" if sick else "possible",
@@ -96,7 +96,7 @@ def no_gradient(signals: Signals) -> Cause | None:
     idle = signals.finding("optimizer_without_gradient")
     if idle is not None and not signals.count:
         return _idle(signals, idle)
-    if signals.count and signals.norms and not any(signals.norms) and not any(signals.lost):
+    if 0.0 in signals.norms and not any(signals.norms) and not any(signals.lost):
         return None if _starts_at_zero(signals) else _all_zero(signals)
     detached = signals.finding("detached_layer")
     frozen = _frozen(signals)
@@ -126,7 +126,7 @@ def no_gradient(signals: Signals) -> Cause | None:
         return Cause(
             "no_gradient",
             "likely" if forgotten.severity == "warning" else "possible",
-            f"{named(forgotten.params)} get gradients and are in no optimizer, so that they never change."
+            f"The parameters {named(forgotten.params)} get gradients and are in no optimizer, so that they never change."
             if forgotten.params
             else "Parameters that get gradients are in no optimizer, so that they never change.",
             f"Give {named(forgotten.params)} to the optimizer; it was perhaps made before they were. If they are meant "
@@ -139,7 +139,7 @@ def no_gradient(signals: Signals) -> Cause | None:
         return Cause(
             "no_gradient",
             "likely",
-            f"{named(detached.params)} get no gradient any more since step {detached.first_step}.",
+            f"The parameters {named(detached.params)} get no gradient any more since step {detached.first_step}.",
             f"Look at what changed at step {detached.first_step}: detach(), torch.no_grad(), requires_grad set to False, "
             "or a branch of the forward that leaves them out. If they were frozen on purpose, nothing is to be done.",
             (_of(detached),),
@@ -207,13 +207,13 @@ def _idle(signals: Signals, idle: Finding) -> Cause:
         why = "Gradients are there after backward() and gone at step(): zero_grad() is called between the two."
         advice = "Call optimizer.zero_grad() before backward(), or after optimizer.step(), and not between the two."
     elif leaves:
-        why = f"backward() reaches {leaves} tensors, and none of them is one of the optimizer's."
+        why = f"The backward pass reaches {leaves} tensors, and none of them is one of the optimizer's."
         advice = (
             "Make the optimizer from the parameters of the very model that computes the loss: not of a copy, and not "
             "before the model was made anew, moved or wrapped."
         )
     elif leaves == 0:
-        why = "backward() reaches no parameter: the loss is cut off from the model."
+        why = "The backward pass reaches no parameter: the loss is cut off from the model."
         advice = (
             "Look between the model's output and the loss for detach(), .data, .item(), torch.no_grad(), or a tensor "
             "that was made anew from numbers, and take it away."
