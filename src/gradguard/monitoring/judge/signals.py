@@ -173,7 +173,10 @@ class Signals:
     @cached_property
     def curve(self) -> Curve | None:
         """How the loss went; None where it is not known or means no progress."""
-        return None if self.takes_turns else self.curve_until(self.count)
+        found = None if self.takes_turns else self.curve_until(self.count)
+        if found is not None and max(map(abs, found.levels)) < 2 * found.noise:
+            return None  # nothing but noise around 0, as where returns are compared with their mean
+        return found
 
     def curve_until(self, place: int) -> Curve | None:
         """Return how the loss went before a step.

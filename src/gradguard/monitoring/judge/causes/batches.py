@@ -13,6 +13,9 @@ FEWEST_OUTBURSTS = 3
 CALM_SHARE = 0.2
 """Of the steps: where more of them are out of the ordinary, no batch is the exception."""
 
+MOST_SHIFTS = 2
+"""A loss that leaps to another level more often does so by its making: a target that is set anew now and then."""
+
 FAR = 20.0
 """Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
 
@@ -158,9 +161,9 @@ def data_shift(signals: Signals) -> Cause | None:
 
 
 def _level_shift(signals: Signals) -> int | None:
-    """The place at which the loss leaps to another level within one step, and does not leap back."""
-    values = [loss for loss in signals.losses]
-    best, at = 0.0, None
+    """The place at which the loss leaps to another level within one step; None where it does so again and again."""
+    values = signals.losses
+    found: list[tuple[float, int]] = []
     for place in range(30, signals.count - 15):
         here, previous = values[place], values[place - 1]
         if here is None or previous is None or here < 1.3 * previous:
@@ -171,9 +174,10 @@ def _level_shift(signals: Signals) -> int | None:
             continue
         low, high = statistics.median(before), statistics.median(after)
         spread = statistics.median(abs(one - low) for one in before) or 1e-12
-        if min(after) > max(before[-10:]) and high > 1.5 * low and (high - low) / spread > max(best, 6):
-            best, at = (high - low) / spread, place
-    return at
+        if min(after) > max(before[-10:]) and high > 1.5 * low and (high - low) / spread > 6:
+            found.append(((high - low) / spread, place))
+    apart = [place for k, (_, place) in enumerate(found) if not k or place - found[k - 1][1] > 10]
+    return max(found)[1] if found and len(apart) <= MOST_SHIFTS else None
 
 
 def _rate_jumped(signals: Signals, place: int) -> bool:

@@ -34,7 +34,7 @@ _SYMPTOMS = frozenset(
 def rate_too_high(signals: Signals) -> Cause | None:
     """Return whether steps are too long: the loss jumped, stays above its best, goes to and fro, or is stuck."""
     curve = signals.curve
-    if curve is None or signals.ends_lost or not signals.rate:
+    if curve is None or signals.ends_lost or signals.rate == 0:
         return None
     signs = [
         found
