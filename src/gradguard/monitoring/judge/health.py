@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from gradguard.monitoring.judge.detectors import KINDS
 from gradguard.monitoring.judge.detectors.clipping import ALWAYS_ON, LOCK_IN, clipping_of_whole
 from gradguard.monitoring.judge.detectors.level import EXPLODING, JUMP, NONFINITE
-from gradguard.monitoring.judge.detectors.loss import loss_of_whole
+from gradguard.monitoring.judge.detectors.loss import DIVERGING, came_back, loss_of_whole
 from gradguard.monitoring.judge.detectors.outliers import RECURRING_SPIKES, SPIKE
 from gradguard.monitoring.judge.detectors.rhythm import OSCILLATION, REPEATED, rhythm_of_whole
 from gradguard.monitoring.judge.detectors.tensors import CORRUPT
@@ -31,7 +31,8 @@ def findings(record: Record) -> list[Finding]:
     exploding           error     10 norms in a row above 10 times the usual (100 times in the first 200 steps), unless
                                   the loss has not risen with them; early, 10 times the first ones with 3 times the loss
     exploding           warning   a single norm above 1,000 times the usual (1,000,000 times where a clip bound on it)
-    diverging_loss      warning   60 losses 2.5 times the best, not falling, half of what was learned lost (error: 80 %)
+    diverging_loss      warning   60 losses 2.5 times the best, not falling, half of what was learned lost (error: 80 %;
+                                  info: the loss was back by the end)
     not_learning        info      no 100 losses of at least 500 are 2 % below the first
     spike               info      a norm 5 times its neighbourhood's, and 6 robust deviations above, where no clip bound
     recurring_spikes    warning   8 spikes within 1,000 steps; tells their period (info: a clip bound on all)
@@ -87,6 +88,10 @@ def findings(record: Record) -> list[Finding]:
     if len(parts) == 1:  # however many the script has: one stepped
         for episode in monitor.episodes:
             episode.optimizer = parts[0].index
+    by_index = {part.index: part for part in parts}
+    for episode in monitor.episodes:
+        if episode.kind is DIVERGING and episode.optimizer in by_index:
+            episode.harmless = came_back(episode, by_index[episode.optimizer])
     oscillating = {episode.optimizer for episode in monitor.episodes if episode.kind is OSCILLATION}
     judged = [episode for part in parts for of_whole in _OF_WHOLE for episode in of_whole(part)]
     judged = [episode for episode in judged if episode.kind is not REPEATED or episode.optimizer not in oscillating]

@@ -174,7 +174,10 @@ def _level_shift(signals: Signals) -> int | None:
             continue
         low, high = statistics.median(before), statistics.median(after)
         spread = statistics.median(abs(one - low) for one in before) or 1e-12
-        if min(after) > max(before[-10:]) and high > 1.5 * low and (high - low) / spread > 6:
+        later = [loss for loss in values[place + 20 : place + 40] if loss is not None]
+        if later and statistics.median(later) < 1.5 * low:
+            continue  # a model that is back so soon has met nothing new
+        if min(after) > max(before[-10:]) and high > 2 * low and (high - low) / spread > 6:
             found.append(((high - low) / spread, place))
     apart = [place for k, (_, place) in enumerate(found) if not k or place - found[k - 1][1] > 10]
     return max(found)[1] if found and len(apart) <= MOST_SHIFTS else None

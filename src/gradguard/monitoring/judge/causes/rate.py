@@ -126,7 +126,7 @@ def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
 def _moved_for_nothing(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether weights have become others, and the loss has not fallen for it."""
     grown = _growth(signals)
-    if curve.fallen() > 0.1 or grown < GROWN:
+    if not curve.is_positive or curve.fallen() > 0.1 or grown < GROWN:
         return None
     return Evidence(signals.span, f"Weights grew {number(grown)} times, and the loss has not fallen for it.")
 
@@ -140,6 +140,8 @@ def _growth(signals: Signals) -> float:
 def _risen(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether the loss ends far above the best it was, or has risen from the start."""
     rise = curve.final - curve.best
+    if not curve.is_positive:
+        return None
     if rise <= max(4 * curve.error, 0.5 * abs(curve.best), 0.02 * abs(curve.start)) or curve.fallen() > 0.5:
         return None
     at = curve.levels.index(curve.best) * max(1, curve.count // len(curve.levels))
