@@ -13,8 +13,8 @@ FEWEST_OUTBURSTS = 3
 CALM_SHARE = 0.2
 """Of the steps: where more of them are out of the ordinary, no batch is the exception."""
 
-MOST_SHIFTS = 2
-"""A loss that leaps to another level more often does so by its making: a target that is set anew now and then."""
+MOST_SHIFTS, MOST_TIMES = 2, 8
+"""A loss that leaps more often, and not so far, does so by its making: a target that is set anew now and then."""
 
 FAR = 20.0
 """Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
@@ -163,7 +163,7 @@ def data_shift(signals: Signals) -> Cause | None:
 def _level_shift(signals: Signals) -> int | None:
     """The place at which the loss leaps to another level within one step; None where it does so again and again."""
     values = signals.losses
-    found: list[tuple[float, int]] = []
+    leaps, found = list[int](), list[tuple[float, int]]()
     for place in range(30, signals.count - 15):
         here, previous = values[place], values[place - 1]
         if here is None or previous is None or here < 1.3 * previous:
@@ -173,14 +173,15 @@ def _level_shift(signals: Signals) -> int | None:
         if len(before) < 15 or len(after) < 8:
             continue
         low, high = statistics.median(before), statistics.median(after)
+        if high < 1.5 * low or low <= 0:
+            continue
+        if not leaps or place - leaps[-1] > 10:
+            leaps.append(place)
         spread = statistics.median(abs(one - low) for one in before) or 1e-12
-        later = [loss for loss in values[place + 20 : place + 40] if loss is not None]
-        if later and statistics.median(later) < 1.5 * low:
-            continue  # a model that is back so soon has met nothing new
-        if min(after) > max(before[-10:]) and high > 2 * low and (high - low) / spread > 6:
-            found.append(((high - low) / spread, place))
-    apart = [place for k, (_, place) in enumerate(found) if not k or place - found[k - 1][1] > 10]
-    return max(found)[1] if found and len(apart) <= MOST_SHIFTS else None
+        if min(after) > max(before[-10:]) and (high - low) / spread > 6:
+            found.append((high / low, place))
+    times, place = max(found, default=(0.0, None))
+    return place if times > (MOST_TIMES if len(leaps) > MOST_SHIFTS else 2) else None
 
 
 def _rate_jumped(signals: Signals, place: int) -> bool:
