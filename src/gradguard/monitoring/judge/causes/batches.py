@@ -13,7 +13,7 @@ FEWEST_OUTBURSTS = 3
 CALM_SHARE = 0.2
 """Of the steps: where more of them are out of the ordinary, no batch is the exception."""
 
-MOST_SHIFTS, MOST_TIMES = 2, 8
+MOST_SHIFTS, FEW_TIMES, MOST_TIMES = 2, 4, 12
 """A loss that leaps more often, and not so far, does so by its making: a target that is set anew now and then."""
 
 FAR = 20.0
@@ -181,7 +181,7 @@ def _level_shift(signals: Signals) -> int | None:
         if min(after) > max(before[-10:]) and (high - low) / spread > 6:
             found.append((high / low, place))
     times, place = max(found, default=(0.0, None))
-    return place if times > (MOST_TIMES if len(leaps) > MOST_SHIFTS else 2) else None
+    return place if times > (MOST_TIMES if len(leaps) > MOST_SHIFTS else FEW_TIMES) else None
 
 
 def _rate_jumped(signals: Signals, place: int) -> bool:
