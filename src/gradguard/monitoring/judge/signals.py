@@ -229,6 +229,11 @@ class Signals:
         return [place for place, before in zip(found, [-99, *found], strict=False) if place - before > 3]
 
     @cached_property
+    def bumps(self) -> list[int]:
+        """The places of steps whose loss stands out by little, but clearly."""
+        return _outbursts(self.losses, BUMP_TIMES)
+
+    @cached_property
     def first_lost(self) -> int | None:
         """The place of the first step whose loss or gradients were not finite; None without one."""
         return next((place for place, lost in enumerate(self.lost) if lost), None)
@@ -321,6 +326,17 @@ class Signals:
         numbers = {one for one in known if one is not None}
         return numbers.pop() if len(known) == 1 and len(numbers) == 1 else None
 
+    def floor(self, layer: Layer) -> float:
+        """Return the root mean square of an element's gradient below which ``eps`` decides the step of a layer.
+
+        Args:
+            layer: The layer.
+        """
+        if self.eps is None:
+            return 0.0
+        by_norm = "muon" in str(self.record.meta.get("optimizers")).lower()  # which divides by that of the matrix
+        return self.eps / math.sqrt(self.params[layer.place].get("numel") or 1) if by_norm else self.eps
+
     @cached_property
     def ratio(self) -> float | None:
         """By which share of itself a step usually changes the usual weight; None where that was not measured."""
@@ -397,10 +413,12 @@ def _on_grid(places: Sequence[int], first: int, gap: int) -> int:
 OUTBURST_TIMES = 4.0
 """Of the recent median: norms of small batches reach twice it every day."""
 
+BUMP_TIMES = 1.4
+
 OUTBURST_DEVIATIONS = 6.0
 
 
-def _outbursts(values: Sequence[float | None]) -> list[int]:
+def _outbursts(values: Sequence[float | None], times: float = OUTBURST_TIMES) -> list[int]:
     """Places where a value leaps away from the recent ones, which leave earlier leaps out."""
     found, recent = [], list[float]()
     for place, value in enumerate(values):
@@ -410,7 +428,7 @@ def _outbursts(values: Sequence[float | None]) -> list[int]:
             logs = [math.log(one) for one in recent]
             middle = statistics.median(logs)
             spread = _MAD_TO_SIGMA * statistics.median(abs(one - middle) for one in logs)
-            if math.log(value) - middle > max(math.log(OUTBURST_TIMES), OUTBURST_DEVIATIONS * spread):
+            if math.log(value) - middle > max(math.log(times), OUTBURST_DEVIATIONS * spread):
                 found.append(place)
                 if len(found) > 3 and found[-1] - found[-4] == 3:  # this is a new level, and no leap
                     recent = [value]

@@ -19,6 +19,9 @@ MOST_SHIFTS, FEW_TIMES, MOST_TIMES = 2, 4, 12
 FAR = 20.0
 """Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
 
+MANY_BUMPS = 6
+"""Losses that stand out by little, as those of wrong labels do, in one rhythm."""
+
 _SHOWN = 4
 
 
@@ -26,6 +29,11 @@ def bad_batches(signals: Signals) -> Cause | None:
     """Return whether single batches are far out: losses and norms leap out of calm, at once."""
     places = [place for place in signals.outbursts if place >= 3]
     period = period_of(places)
+    if not places:
+        places = [place for place in signals.bumps if place >= 3]
+        period = period_of(places)
+        if period is None or len(places) < MANY_BUMPS or signals.curve is None or signals.curve.fallen() > 0.5:
+            return None
     if period is not None:  # what lies beside the grid is what such a batch left behind
         phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
         places = [place for place in places if place % period == phase]

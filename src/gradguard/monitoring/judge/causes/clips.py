@@ -68,7 +68,8 @@ def _below_eps(signals: Signals, coefficient: float, at: str, bound: Evidence) -
     """Whether most elements' gradients are below the eps of the optimizer after the clip, and were not before."""
     eps = signals.eps or 0.0
     before = {layer.name: layer.gradient for layer in signals.layers}
-    starved = [name for name, gradient in before.items() if gradient * coefficient < OF_EPS * eps < gradient]
+    floors = {layer.name: OF_EPS * signals.floor(layer) for layer in signals.layers}
+    starved = [name for name, gradient in before.items() if gradient * coefficient < floors[name] < gradient]
     if not starved or 2 * len(starved) < len(before):
         return None
     words = f"After the clip an element's gradient is {coefficient * statistics.median(before.values()):.1g} in the usual weight; eps is {eps:g}."

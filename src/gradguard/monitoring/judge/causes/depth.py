@@ -90,7 +90,7 @@ def _end_of_slope(gradients: list[float]) -> int:
 
 def _is_vanished(signals: Signals, layer: Layer, top: float) -> bool:
     if signals.eps is not None:
-        return layer.gradient < OF_EPS * signals.eps
+        return layer.gradient < OF_EPS * signals.floor(layer)
     return layer.gradient < VANISHED * top
 
 

@@ -8,10 +8,10 @@ from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import Signals
 
 MISSING_SHARE = 0.2
-"""Of all elements: with more of them without a gradient the model is cut; less may be a part that is not used."""
+"""Of all elements: frozen parts below it are no reason why a run does not learn."""
 
-SMALL_STEPS = 0.02
-"""By which share of themselves weights can have moved in the whole run, where nothing has begun."""
+UNUSED_SHARE = 0.05
+"""Of all elements: less than that without a gradient may be a head that is not used."""
 
 
 def accumulation(signals: Signals) -> Cause | None:
@@ -106,7 +106,7 @@ def no_gradient(signals: Signals) -> Cause | None:
     if missing:
         names = tuple(str(signals.params[place].get("name", "?")) for place in missing)
         first = min(missing) == 0 or _are_deepest(signals, missing)
-        cut = share >= MISSING_SHARE or (first and len(missing) > 1)
+        cut = share >= UNUSED_SHARE or (first and len(missing) > 1)
         words = f"{len(names)} of {len(signals.params)} parameters never had a gradient: {named(names)}."
         where = f" up to {names[-1]}" if first and len(names) > 1 else ""
         return Cause(

@@ -20,6 +20,9 @@ WANDERING_UPDATE = 0.01
 TINY_MOVE = 0.05
 """By which share of themselves weights can have moved in all steps together: with less a run has hardly begun."""
 
+SMALL_MOVE = 0.2
+"""The same where the loss falls at the end as fast as in the beginning."""
+
 GONE = 0.02
 """Of its largest value: a learning rate below that moves little any more."""
 
@@ -85,7 +88,10 @@ def _jumped(signals: Signals, curve: Curve) -> Evidence | None:
     if not early:
         return None
     loss, place = max(early)
-    if loss < 1.2 * (signals.losses[0] or 0.0) or loss - curve.start < 6 * min(curve.noise, curve.start):
+    usual_peak = max((one for one in signals.losses[30:] if one is not None), default=0.0)
+    if loss < max(1.2 * (signals.losses[0] or 0.0), usual_peak) or loss - curve.start < 6 * min(
+        curve.noise, curve.start
+    ):
         return None
     if (
         loss < _OVERSHOT * curve.start
@@ -155,7 +161,7 @@ def rate_too_low(signals: Signals) -> Cause | None:
     if curve is None or not rate or signals.ends_lost or curve.fallen() > 0.3 or signals.ratio is None:
         return None
     travel = _travel(signals)
-    if travel is None or travel > TINY_MOVE:
+    if travel is None or travel > (SMALL_MOVE if _creeps(curve) else TINY_MOVE):
         return None
     words = f"A step changes the usual weight by {signals.ratio:.1g} of itself, so that all {signals.count:,} steps can have moved it by {100 * travel:.2g} % at most."
     factor = 10.0 if travel > 0.005 else 100.0
@@ -169,6 +175,15 @@ def rate_too_low(signals: Signals) -> Cause | None:
         frozenset({"not_learning", "update_ratio", "not_started", "drift"}),
         factor,
     )
+
+
+def _creeps(curve: Curve) -> bool:
+    """Whether the loss falls all through the run, at the end about as fast as in the beginning."""
+    third = len(curve.levels) // 3
+    if third < 3:
+        return False
+    first, last = curve.levels[0] - curve.levels[third], curve.levels[-third - 1] - curve.levels[-1]
+    return last > max(curve.error, 0.4 * first)
 
 
 def _travel(signals: Signals) -> float | None:
@@ -196,8 +211,10 @@ def rate_decayed(signals: Signals) -> Cause | None:
         return None
     step, left = signals.named(gone), signals.count - gone
     words = f"The learning rate fell from {largest:g} to {rates[gone]:.2g} by step {step}, and {left:,} of {signals.count:,} steps came after."
-    still = before.is_falling or gone < 0.25 * signals.count
-    if not still:
+    third = max(1, len(before.levels) // 3)
+    lately = before.levels[-third] - before.levels[-1]
+    still = before.is_falling and lately > 0.05 * (before.start - before.best)
+    if not still and gone > 0.25 * signals.count:
         return None
     return Cause(
         "rate_decayed",
@@ -218,7 +235,8 @@ def _rate_leapt(signals: Signals, curve: Curve, rates: list[float]) -> Cause | N
     for place in leaps:
         before = [loss for loss in signals.losses[max(0, place - 20) : place] if loss is not None]
         after = [loss for loss in signals.losses[place + 1 : place + 40] if loss is not None]
-        if before and after and statistics.median(after) > 1.3 * statistics.median(before):
+        broke = before and after and statistics.median(after) > 1.3 * statistics.median(before)
+        if broke and curve.final > 1.1 * statistics.median(before):  # else a warm restart
             step = signals.named(place)
             words = f"The learning rate leapt from {rates[place - 1]:g} to {rates[place]:g} at step {step}, and the loss with it."
             return Cause(
