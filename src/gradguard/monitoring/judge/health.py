@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from gradguard.monitoring.judge.detectors import KINDS
 from gradguard.monitoring.judge.detectors.clipping import ALWAYS_ON, LOCK_IN, clipping_of_whole
 from gradguard.monitoring.judge.detectors.level import EXPLODING, JUMP, NONFINITE
+from gradguard.monitoring.judge.detectors.loop_setup import NO_GRADIENT
 from gradguard.monitoring.judge.detectors.loss import DIVERGING, came_back, loss_of_whole
 from gradguard.monitoring.judge.detectors.outliers import RECURRING_SPIKES, SPIKE
 from gradguard.monitoring.judge.detectors.rhythm import OSCILLATION, REPEATED, rhythm_of_whole
@@ -55,7 +56,7 @@ def findings(record: Record) -> list[Finding]:
     clipping_always_on  warning   bound on more than half of the steps (info with an optimizer that cancels a scale)
     clipping_inactive   info      a fixed threshold never bound in at least 200 steps
     norm_drift          info      the windowed median moved by more than 2x under one fixed threshold
-    clipped_twice       warning   two clips acted on the same steps
+    clipped_twice       warning   two clips acted on the same steps (info: none of them ever bound)
     ==================  ========  ======================================================================================
 
     And how the loop is set up (`detectors.loop_setup`): ``gradient_without_optimizer``, ``optimizer_without_gradient``,
@@ -88,6 +89,10 @@ def findings(record: Record) -> list[Finding]:
     if len(parts) == 1:  # however many the script has: one stepped
         for episode in monitor.episodes:
             episode.optimizer = parts[0].index
+    idle = (record.end or {}).get("idle_steps")
+    for episode in monitor.episodes:
+        if episode.kind is NO_GRADIENT and idle and episode.count < idle:  # it was told when it was sure, and went on
+            episode.count = idle
     by_index = {part.index: part for part in parts}
     for episode in monitor.episodes:
         if episode.kind is DIVERGING and episode.optimizer in by_index:

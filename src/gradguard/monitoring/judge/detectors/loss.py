@@ -27,6 +27,9 @@ NOTHING_LEFT = 0.8
 NOT_LEARNING_STEPS = 500
 """Fewer steps may be a warm-up."""
 
+FALLEN_AT_ONCE = 0.8
+"""Of the very first losses: a run that fell so far within its first steps has learned something."""
+
 NOT_FALLEN = 0.98
 """A loss whose best 100 steps are within 2 % of its first has not fallen."""
 
@@ -136,7 +139,7 @@ def loss_of_whole(part: Part) -> list[Episode]:
     losses = taken.column("loss")
     first = statistics.median(losses[BLOCK : BLOCK + _LONG])  # the first few fall, whatever the labels are
     best = min(statistics.median(losses[k : k + _LONG]) for k in range(BLOCK, len(losses) - _LONG, _LONG))
-    if min(losses) <= 0 or best < NOT_FALLEN * first or first < statistics.median(losses[:_START]) / 2:
+    if min(losses) <= 0 or best < NOT_FALLEN * first or best < FALLEN_AT_ONCE * statistics.median(losses[:_START]):
         return []
     numbers = {"first": first, "best": best}
     return [Episode(NOT_LEARNING, part.index, taken[0]["i"], taken[-1]["i"], len(taken), numbers=numbers)]
