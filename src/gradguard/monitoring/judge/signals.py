@@ -6,7 +6,7 @@ not. Losses and norms are followed by medians, which single steps do not move.
 
 import math
 import statistics
-from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +25,8 @@ FEWEST_STEPS = 60
 BLOCKS = 20
 """Medians that a curve is followed by."""
 
+_FEWEST_RECENT, _REFRESH = 8, 4  # values before one may leap, and after which it is known anew what is usual
+_LARGEST_LOGARITHM = 700.0
 _RECENT = 24  # values before a step that say what is usual at that step
 _MAD_TO_SIGMA = 1.4826
 
@@ -365,10 +367,6 @@ class Signals:
         taken = sum(not (out or lost) for out, lost in zip(self.skipped, self.lost, strict=True))
         return len(self.bound) / taken if taken else 0.0
 
-    def place_of(self, number: int) -> int:
-        """Return the place of a step by its number."""
-        return min(bisect_left(self.numbers, number), max(self.count - 1, 0))
-
     def named(self, place: int) -> int:
         """Return the number of the step at a place."""
         return self.numbers[min(max(place, 0), self.count - 1)] if self.numbers else 0
@@ -420,21 +418,28 @@ OUTBURST_DEVIATIONS = 6.0
 
 def _outbursts(values: Sequence[float | None], times: float = OUTBURST_TIMES) -> list[int]:
     """Places where a value leaps away from the recent ones, which leave earlier leaps out."""
-    found, recent = [], list[float]()
+    found, recent, limit, fresh = [], deque[float](maxlen=_RECENT), math.inf, 0
     for place, value in enumerate(values):
         if value is None or value <= 0:
             continue
-        if len(recent) >= 8:
-            logs = [math.log(one) for one in recent]
-            middle = statistics.median(logs)
-            spread = _MAD_TO_SIGMA * statistics.median(abs(one - middle) for one in logs)
-            if math.log(value) - middle > max(math.log(times), OUTBURST_DEVIATIONS * spread):
-                found.append(place)
-                if len(found) > 3 and found[-1] - found[-4] == 3:  # this is a new level, and no leap
-                    recent = [value]
-                continue
-        recent = [*recent[1 - _RECENT :], value]
+        if value > limit:
+            found.append(place)
+            if len(found) > 3 and found[-1] - found[-4] == 3:  # this is a new level, and no leap
+                recent, limit = deque([value], maxlen=_RECENT), math.inf
+            continue
+        recent.append(value)
+        fresh += 1
+        if len(recent) >= _FEWEST_RECENT and fresh >= _REFRESH:
+            limit, fresh = _limit(recent, times), 0
     return found
+
+
+def _limit(recent: Sequence[float], times: float) -> float:
+    """The value above which the next one leaps away from the recent ones."""
+    logs = sorted(map(math.log, recent))
+    middle = logs[len(logs) // 2]
+    spread = _MAD_TO_SIGMA * sorted([abs(one - middle) for one in logs])[len(logs) // 2]
+    return math.exp(min(middle + max(math.log(times), OUTBURST_DEVIATIONS * spread), _LARGEST_LOGARITHM))
 
 
 def _finite(value: float | None) -> float | None:
