@@ -99,7 +99,7 @@ def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:
     for place in places:
         recent = [loss for loss in signals.losses[max(0, place - 24) : place] if loss is not None]
         loss, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place)
-        if loss is not None and len(recent) >= 5 and (norm is None or usual is None or norm > 1.5 * usual):
+        if loss is not None and len(recent) >= 5 and (norm is None or usual is None or norm > 2.5 * usual):
             middle = statistics.median(recent)
             leaps += loss - middle > 4 * statistics.median(abs(one - middle) for one in recent)
     return leaps >= 0.6 * len(places)

@@ -28,6 +28,9 @@ EXPLODED = 1e3
 AMPLIFIES, DAMPS = 1.2, 0.3
 """What a recurrent weight multiplies by at each step: 50 steps make 10^4 of the first and nothing of the second."""
 
+HUGE = 30.0
+"""Times the norm of the weights: a first gradient that no learning rate in use fits."""
+
 RECURRENT_USES = 5
 """Operations that take one weight in one forward: fewer may be a shared layer."""
 
@@ -108,7 +111,8 @@ def exploding_depth(signals: Signals) -> Cause | None:
         times = statistics.median(first[: max(1, len(first) // 4)]) / statistics.median(
             first[-max(1, len(first) // 4) :]
         )
-        if times > EXPLODED and grows >= 0.7:
+        huge = (signals.norms[0] or 0.0) > HUGE * math.hypot(*(layer.weights[0] for layer in layers if layer.weights))
+        if (times > EXPLODED and grows >= 0.7) or (times > EXPLODED / 20 and grows >= 0.8 and huge):
             return _explodes(signals, layers, times)
     return None
 
@@ -143,14 +147,15 @@ def exploding_time(signals: Signals) -> Cause | None:
     """Return whether a recurrence multiplies gradients, and the loss does not fall with them."""
     recurrent, curve = _recurrent(signals), signals.curve
     known = [norm for norm in signals.norms if norm]
-    if not recurrent or len(known) < 20:
+    radius = max((one for layer in recurrent if (one := _radius(signals, layer))), default=None)
+    broke = signals.ends_lost and radius is not None and radius > AMPLIFIES
+    if not recurrent or not known or (len(known) < 20 and not broke):
         return None
     low, largest = sorted(known)[len(known) // 10], max(known)
-    radius = max((one for layer in recurrent if (one := _radius(signals, layer))), default=None)
     leaps = largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
     amplifies = radius is not None and radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
     learns = curve is not None and curve.fallen() > 0.5 and not signals.ends_lost
-    if not amplifies and (learns or not leaps):
+    if not amplifies and not broke and (learns or not leaps):
         return None
     names = tuple(layer.name for layer in recurrent)
     words = f"Gradient norms run from {number(low)} to {number(largest)}."
@@ -202,7 +207,12 @@ def _vanishes_in_time(signals: Signals) -> Cause | None:
     weak = [
         layer for layer in _recurrent(signals) if (radius := _radius(signals, layer)) is not None and radius < DAMPS
     ]
-    if not weak or curve is None or curve.fallen() > 0.3:
+    if not weak or curve is None:
+        return None
+    after_start = curve.levels[
+        min(2, len(curve.levels) - 1)
+    ]  # an output's bias is learned without any gradient in time
+    if curve.final < 0.7 * after_start:
         return None
     names, radius = tuple(layer.name for layer in weak), _radius(signals, weak[0]) or 0.0
     words = (
