@@ -110,8 +110,10 @@ def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
     if not places or not _comes_at_once(signals, places[0]) or _times(signals, places[0]) < FAR:
         return False
     place, curve, before = places[0], signals.curve, signals.usual(places[0], signals.losses)
-    here = signals.losses[place]
+    here, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place)
     if curve is None or before is None or here is None or not curve.final > 1.1 * before > 0:
+        return False
+    if norm is not None and usual is not None and norm < 2.5 * usual:  # heavy noise in the targets of a robust loss
         return False
     after = [loss for loss in signals.losses[place : place + 6] if loss is not None]
     return max(after) > 2 * here or any(loss < 0.3 * before for before, loss in pairwise(after))  # else other data
