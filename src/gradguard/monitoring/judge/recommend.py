@@ -137,7 +137,8 @@ def _for_healthy(record: Record, norms: Sequence[float]) -> Recommendation:
         return Recommendation("nothing", "There is nothing to clip.", why, usable_steps=len(norms), drift=drift)
     text, share = plain_threshold(threshold), sum(norm > threshold for norm in norms) / len(norms)
     why = (
-        f"The run needs no clip. This one would have bound on {percent(share)} of {len(norms):,} usable steps, and bounds "
+        f"The run needs no clip. This one would have bound on {percent(share)} of {len(norms):,} usable steps, "
+        "and bounds "
         "the next spike."
     )
     headline = f"As insurance, clip at {text}."

@@ -63,22 +63,12 @@ def vanishing(signals: Signals) -> Cause | None:
         "vanishing",
         "likely",
         f"Nothing is learnt below {edge}: gradients there are {size} of those above.",
-        "Keep gradients alive along depth: residual connections or normalisation between layers, ReLU or GELU in place of "
+        "Keep gradients alive along depth: residual connections or normalisation between layers, ReLU or GELU in "
+        "place of "
         "sigmoid or tanh, and an initialisation that keeps variances (torch.nn.init.kaiming_normal_, or xavier_normal_ "
         "for tanh).",
         tuple(evidence),
         ("A higher learning rate does not help: the last layers would diverge before the first ones move.",),
-        frozenset(
-            {
-                "vanishing",
-                "not_learning",
-                "dominating_layer",
-                "rate_too_low",
-                "not_started",
-                "update_ratio",
-                "dead_layer",
-            }
-        ),
     )
 
 
@@ -137,10 +127,8 @@ def _explodes(signals: Signals, layers: list[Layer], times: float) -> Cause:
         "normalisation between layers.",
         (Evidence(signals.span, words, tuple(layer.name for layer in layers), (("times", times),)),),
         ("No learning rate fits all layers as long as their gradients differ so.",),
-        frozenset({"rate_too_high", "exploding", "diverging_loss", "not_learning", "dominating_layer", "spike", "recurring_spikes",
-                   "nonfinite_growth", "bad_batches", "drift"}),
         threshold=fix.threshold,
-    )  # fmt: skip
+    )
 
 
 def exploding_time(signals: Signals) -> Cause | None:
@@ -170,14 +158,13 @@ def exploding_time(signals: Signals) -> Cause | None:
         "exploding_time",
         "likely",
         f"Gradients explode through time: {named(names)} multiplies them at each step of the sequence.",
-        f"Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, and clip at {threshold:g}; "
+        "Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, and clip at "
+        f"{threshold:g}; "
         "shorter sequences help as well.",
         tuple(evidence),
         ("It is no bad batch: large norms come from the recurrent weight and not from all layers alike.",),
-        frozenset({"rate_too_high", "exploding", "diverging_loss", "not_learning", "spike", "recurring_spikes", "bad_batches",
-                   "corrupt_gradient", "nonfinite_growth", "dominating_layer", "exploding_depth", "drift"}),
         threshold=threshold,
-    )  # fmt: skip
+    )
 
 
 def _recurrent(signals: Signals) -> list[Layer]:
@@ -221,10 +208,11 @@ def _vanishes_in_time(signals: Signals) -> Cause | None:
     return Cause(
         "vanishing",
         "likely",
-        f"Nothing is learnt over time: {named(names)} lets hardly anything through from one step of a sequence to the next.",
-        "Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, whose gates let gradients "
+        f"Nothing is learnt over time: {named(names)} lets hardly anything through from one step of a sequence "
+        "to the next.",
+        "Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, whose gates let "
+        "gradients "
         "through.",
         (Evidence(signals.span, words, names, (("radius", radius),)),),
         ("A higher learning rate does not help: gradients are lost on their way through the sequence.",),
-        frozenset({"vanishing", "not_learning", "rate_too_low", "not_started", "rate_too_high", "dominating_layer"}),
     )

@@ -27,11 +27,6 @@ GONE = 0.02
 """Of its largest value: a learning rate below that moves little any more."""
 
 _OVERSHOT = 1.5  # times its start: a loss that the first steps raised so far
-_SYMPTOMS = frozenset(
-    {"exploding", "diverging_loss", "not_learning", "oscillation", "update_ratio", "spike", "recurring_spikes", "dead_layer",
-     "half_dead_layer", "vanishing", "dominating_layer", "drift", "norm_drift", "clipping_always_on", "not_started", "corrupt_gradient",
-     "lock_in"}
-)  # fmt: skip
 
 
 def rate_too_high(signals: Signals) -> Cause | None:
@@ -63,9 +58,8 @@ def rate_too_high(signals: Signals) -> Cause | None:
         fix.advice,
         tuple(signs),
         ("It is no bad batch: the loss does not come back by itself to where it was.",),
-        _SYMPTOMS,
-        fix.factor,
-        fix.threshold,
+        rate_factor=fix.factor,
+        threshold=fix.threshold,
     )
 
 
@@ -124,7 +118,10 @@ def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
     if not wanders and not (signals.is_stuck and curve.fallen() < 0.5 and later > WANDERING_UPDATE and grown > GROWN):
         return None
     grew = f", and weights grew {number(grown)} times" if grown > GROWN else ""
-    words = f"A step changes the usual weight by {100 * max(first, later):.2g} % of itself{grew}; 0.1 % is the rule of thumb."
+    words = (
+        f"A step changes the usual weight by {100 * max(first, later):.2g} % of itself{grew}; 0.1 % is the rule "
+        "of thumb."
+    )
     weak = (("weak", 1.0),) if wanders and max(later, first / 10) < LARGE_UPDATE else ()
     return Evidence(signals.span, words, numbers=weak)
 
@@ -151,7 +148,10 @@ def _risen(signals: Signals, curve: Curve) -> Evidence | None:
     if rise <= max(4 * curve.error, 0.5 * abs(curve.best), 0.02 * abs(curve.start)) or curve.fallen() > 0.5:
         return None
     at = curve.levels.index(curve.best) * max(1, curve.count // len(curve.levels))
-    words = f"The loss was {number(curve.best)} at its best, near step {signals.named(at)}, and ends at {number(curve.final)}."
+    words = (
+        f"The loss was {number(curve.best)} at its best, near step {signals.named(at)}, and ends at "
+        f"{number(curve.final)}."
+    )
     return Evidence((signals.named(at), signals.span[1]), words)
 
 
@@ -163,17 +163,20 @@ def rate_too_low(signals: Signals) -> Cause | None:
     travel = _travel(signals)
     if travel is None or travel > (SMALL_MOVE if _creeps(curve) else TINY_MOVE):
         return None
-    words = f"A step changes the usual weight by {signals.ratio:.1g} of itself, so that all {signals.count:,} steps can have moved it by {100 * travel:.2g} % at most."
+    words = (
+        f"A step changes the usual weight by {signals.ratio:.1g} of itself, so that all {signals.count:,} steps "
+        f"can have moved it by {100 * travel:.2g} % at most."
+    )
     factor = 10.0 if travel > 0.005 else 100.0
     return Cause(
         "rate_too_low",
         "likely",
-        f"The learning rate, {rate:g}, is too low: the loss creeps from {number(curve.start)} to {number(curve.final)}.",
+        f"The learning rate, {rate:g}, is too low: the loss creeps from {number(curve.start)} to "
+        f"{number(curve.final)}.",
         f"Multiply the learning rate by {factor:g}, to {float(f'{factor * rate:.2g}'):g}, and look again.",
         (Evidence(signals.span, words, numbers=(("travel", travel),)),),
         ("Gradients are there and steady: they do not vanish.",),
-        frozenset({"not_learning", "update_ratio", "not_started", "drift"}),
-        factor,
+        rate_factor=factor,
     )
 
 
@@ -210,7 +213,10 @@ def rate_decayed(signals: Signals) -> Cause | None:
     if before is None:
         return None
     step, left = signals.named(gone), signals.count - gone
-    words = f"The learning rate fell from {largest:g} to {rates[gone]:.2g} by step {step}, and {left:,} of {signals.count:,} steps came after."
+    words = (
+        f"The learning rate fell from {largest:g} to {rates[gone]:.2g} by step {step}, and {left:,} of "
+        f"{signals.count:,} steps came after."
+    )
     third = max(1, len(before.levels) // 3)
     lately = before.levels[-third] - before.levels[-1]
     still = before.is_falling and lately > 0.05 * (before.start - before.best)
@@ -219,13 +225,15 @@ def rate_decayed(signals: Signals) -> Cause | None:
     return Cause(
         "rate_decayed",
         "likely",
-        f"The learning rate was gone by step {step}, while the loss was still falling: it stays at {number(curve.final)}.",
-        f"Let the schedule end with the run: make its length {signals.count:,} steps, so that the rate falls to a tenth at "
-        "about two thirds of them. Check whether scheduler.step() is called once for each step where once for each epoch is "
+        f"The learning rate was gone by step {step}, while the loss was still falling: it stays at "
+        f"{number(curve.final)}.",
+        f"Let the schedule end with the run: make its length {signals.count:,} steps, so that the rate falls to "
+        "a tenth at "
+        "about two thirds of them. Check whether scheduler.step() is called once for each step where once for "
+        "each epoch is "
         "meant.",
         (Evidence((step, signals.span[1]), words),),
         ("The model and the data are not the cause: the loss fell as long as there was a rate.",),
-        frozenset({"not_learning", "norm_drift", "rate_too_low", "repeated_batches"}),
     )
 
 
@@ -238,14 +246,17 @@ def _rate_leapt(signals: Signals, curve: Curve, rates: list[float]) -> Cause | N
         broke = before and after and statistics.median(after) > 1.3 * statistics.median(before)
         if broke and curve.final > 1.1 * statistics.median(before):  # else a warm restart
             step = signals.named(place)
-            words = f"The learning rate leapt from {rates[place - 1]:g} to {rates[place]:g} at step {step}, and the loss with it."
+            words = (
+                f"The learning rate leapt from {rates[place - 1]:g} to {rates[place]:g} at step {step}, and the "
+                "loss with it."
+            )
             return Cause(
                 "rate_decayed",
                 "likely",
                 f"The loss broke where the learning rate leapt up, at step {step}.",
-                f"Look at the schedule at step {step}: a restart, a warm-up that ends too high, or a resumed scheduler.",
+                f"Look at the schedule at step {step}: a restart, a warm-up that ends too high, or a resumed "
+                "scheduler.",
                 (Evidence((step, signals.span[1]), words),),
                 ("The data are not the cause: the loss follows the learning rate.",),
-                _SYMPTOMS | {"rate_too_high", "data_shift", "bad_batches"},
             )
     return None
