@@ -75,7 +75,10 @@ class Curve:
     @property
     def is_flat(self) -> bool:
         """Whether all its levels are one, but for chance."""
-        return max(self.levels) - min(self.levels) <= max(3 * self.error, 0.03 * abs(self.start))
+        first, last = self.levels[: max(1, len(self.levels) // 4)], self.levels[len(self.levels) // 2 :]
+        fell = statistics.median(first) - statistics.median(last)
+        wide = max(self.levels) - min(self.levels)
+        return wide <= max(3 * self.error, 0.03 * abs(self.start)) and fell <= max(self.error, 0.02 * abs(self.start))
 
     @property
     def is_falling(self) -> bool:
@@ -208,8 +211,12 @@ class Signals:
         wide, needed = max(3 * curve.error, 0.03 * abs(curve.start)), round(0.3 * len(curve.levels))
         windows = [curve.levels[k : k + needed] for k in range(1, len(curve.levels) - needed + 1)]
         still = any(window and max(window) - min(window) <= wide for window in windows)
-        middle = statistics.median(curve.levels[: len(curve.levels) // 2])
-        return still and curve.fallen(middle) < 0.5
+        after_start = max(curve.levels[1:3], default=curve.start)
+        return (
+            still
+            and curve.fallen(statistics.median(curve.levels[: len(curve.levels) // 2])) < 0.5
+            or (still and curve.final > 0.7 * after_start)
+        )
 
     # --- norms --------------------------------------------------------------------------------------------------------
 
@@ -253,6 +260,12 @@ class Signals:
         """The largest learning rate; None where none is known."""
         known = [rate for rate in self.rates if rate is not None]
         return max(known) if known else None
+
+    @cached_property
+    def is_warming_up(self) -> bool:
+        """Whether the learning rate still rises at the end of the run."""
+        known = [rate for rate in self.rates if rate is not None]
+        return len(known) > 10 and known[-1] == max(known) > 3 * statistics.median(known[: len(known) // 4])
 
     # --- layers -------------------------------------------------------------------------------------------------------
 

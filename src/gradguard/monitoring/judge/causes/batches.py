@@ -65,7 +65,7 @@ def bad_batches(signals: Signals) -> Cause | None:
     )
     return Cause(
         "bad_batches",
-        "possible" if _are_bounded(signals, places) else "certain" if period and len(places) >= 5 else "likely",
+        "possible" if _are_harmless(signals, places) else "certain" if period and len(places) >= 5 else "likely",
         f"Some batches are far out, {when}.",
         f"{where}{clip}",
         (
@@ -78,6 +78,32 @@ def bad_batches(signals: Signals) -> Cause | None:
         ("The learning rate is not the cause: the steps before each of these were calm.",),
         threshold=threshold,
     )
+
+
+def _was_lost_before(signals: Signals, place: int) -> bool:
+    """Whether the loss was thrown up before the first leap and has never come below its start: it is the leap's cause."""
+    curve = signals.curve
+    before = [loss for loss in signals.losses[1:place] if loss is not None]
+    if curve is None or not before:
+        return False
+    return max(before) > 1.5 * curve.start + 6 * min(curve.noise, curve.start) and curve.best > 0.85 * curve.start > 0
+
+
+def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
+    """Whether a clip bound on nearly all of them, and the loss is back at once: then they are hard cases, and not bad."""
+    curve = signals.curve
+    if sum((signals.coefficients[place] or 1.0) < 1 for place in places) < 0.7 * len(places):
+        return False
+    if curve is None:
+        return True
+    if curve.final > curve.best + max(3 * curve.error, 0.25 * abs(curve.best)):
+        return False
+    harmed = 0
+    for place in places:
+        before = signals.usual(place, signals.losses)
+        after = [loss for loss in signals.losses[place + 1 : place + 6] if loss is not None]
+        harmed += before is not None and bool(after) and statistics.median(after) > 1.25 * before
+    return harmed < 0.4 * len(places)
 
 
 def _was_lost_before(signals: Signals, place: int) -> bool:
@@ -216,7 +242,11 @@ def drift(signals: Signals) -> Cause | None:
     rising = _rising_norms(signals)
     late = statistics.median(curve.levels[curve.levels.index(curve.best) :])
     lost = max(late, curve.final) > curve.best + max(3 * curve.error, 0.25 * abs(curve.best))
-    if not ((grown and (lost or (rising and curve.fallen() < 0.6))) or runs_away or (rising and lost)):
+    if not (
+        (grown and (lost or (rising and curve.fallen() < 0.6)))
+        or runs_away
+        or (rising and lost and curve.fallen() < 0.5)
+    ):
         return None
     evidence = []
     if runs_away:
@@ -245,11 +275,11 @@ def _growing_weight(signals: Signals) -> tuple[str, float] | None:
     found = []
     for layer in signals.layers:
         weights, size = layer.weights, signals.params[layer.place].get("numel") or 1
-        if len(weights) < 4 or weights[0] < 1e-3 * size**0.5 or weights[-1] < 3 * weights[0]:
+        if len(weights) < 3 or weights[0] < 1e-3 * size**0.5 or weights[-1] < 3 * weights[0]:
             continue
         logs = [math.log(weight) for weight in weights]
         steps = [after - before for before, after in pairwise(logs)]
-        if max(steps) < 0.6 * (logs[-1] - logs[0]) and sum(step > 0 for step in steps) > 0.8 * len(steps):
+        if max(steps) < 0.7 * (logs[-1] - logs[0]) and sum(step > 0 for step in steps) > 0.8 * len(steps):
             found.append((layer.name, weights[-1] / weights[0]))
     return max(found, key=lambda one: one[1]) if found else None
 

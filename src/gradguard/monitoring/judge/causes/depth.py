@@ -28,6 +28,9 @@ EXPLODED = 1e3
 AMPLIFIES, DAMPS = 1.2, 0.3
 """What a recurrent weight multiplies by at each step: 50 steps make 10^4 of the first and nothing of the second."""
 
+FAR_ABOVE = 100.0
+"""Times its weight: a first gradient as no layer has whose values keep their size."""
+
 HUGE = 30.0
 """Times the norm of the weights: a first gradient that no learning rate in use fits."""
 
@@ -45,7 +48,7 @@ def vanishing(signals: Signals) -> Cause | None:
     last = next((k for k, layer in enumerate(layers) if not _is_vanished(signals, layer, top)), len(layers))
     gradients = usual
     if last < 2:
-        gradients = [_early(layer) for layer in layers]
+        gradients = [statistics.median(layer.gradients[:3]) for layer in layers]
         last = _end_of_slope(gradients) if signals.is_stuck else 0
     if last < 2 or not top:
         return _vanishes_in_time(signals)
@@ -74,6 +77,8 @@ def vanishing(signals: Signals) -> Cause | None:
 
 def _end_of_slope(gradients: list[float]) -> int:
     """How many layers from the input lie below a thousandth of the top, where gradients fall from layer to layer."""
+    if not all(gradients):  # a layer that begins at 0 lets nothing through, and soon does
+        return 0
     falls = sum(low < high for low, high in pairwise(gradients)) / (len(gradients) - 1)
     top = max(gradients)
     if falls < 0.75 or not top:
@@ -104,7 +109,22 @@ def exploding_depth(signals: Signals) -> Cause | None:
         huge = (signals.norms[0] or 0.0) > HUGE * math.hypot(*(layer.weights[0] for layer in layers if layer.weights))
         if (times > EXPLODED and grows >= 0.7) or (times > EXPLODED / 20 and grows >= 0.8 and huge):
             return _explodes(signals, layers, times)
-    return None
+    return _explodes_both_ways(signals)
+
+
+def _explodes_both_ways(signals: Signals) -> Cause | None:
+    """Whether the first gradient of every layer is far larger than its weight: values grow upwards as gradients do down."""
+    layers = [layer for layer in signals.layers if layer.weights]
+    if len(layers) < FEWEST_LAYERS:
+        return None
+    roots = {layer.place: math.sqrt(signals.params[layer.place].get("numel") or 1) for layer in layers}
+    times = [layer.gradients[0] * roots[layer.place] / layer.weights[0] for layer in layers]
+    if min(times) < FAR_ABOVE:
+        return None
+    words = (
+        f"In the first step the gradient of every weight is at least {number(min(times))} times as large as the weight."
+    )
+    return _exploding(signals, layers, words, min(times))
 
 
 def _early(layer: Layer) -> float:
@@ -118,11 +138,15 @@ def _explodes(signals: Signals, layers: list[Layer], times: float) -> Cause:
         f"In the first steps an element's gradient is {number(_early(layers[0]))} in {layers[0].name} and "
         f"{number(_early(layers[-1]))} in {layers[-1].name}: {each:.2g} times more with each layer down."
     )
+    return _exploding(signals, layers, words, times)
+
+
+def _exploding(signals: Signals, layers: list[Layer], words: str, times: float) -> Cause:
     fix = lower_rate(signals)
     return Cause(
         "exploding_depth",
         "certain" if times > 10 * EXPLODED else "likely",
-        f"Gradients grow {number(times)} times on their way down the layers: the weights of each layer are too large.",
+        "Gradients explode along the depth of the model: the weights of each layer are too large from the start.",
         "Initialise with a smaller gain (torch.nn.init.kaiming_normal_ for ReLU, xavier_normal_ for tanh), or put a "
         "normalisation between layers.",
         (Evidence(signals.span, words, tuple(layer.name for layer in layers), (("times", times),)),),

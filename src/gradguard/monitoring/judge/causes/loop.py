@@ -277,7 +277,7 @@ def not_started(signals: Signals) -> Cause | None:
             ruled,
         )
     rates = [rate for rate in signals.rates if rate is not None]
-    if len(rates) > 10 and rates[-1] == max(rates) > 3 * statistics.median(rates[: len(rates) // 4]):
+    if signals.is_warming_up:
         words = f"The learning rate rises all through the run, from {rates[0]:.2g} to {rates[-1]:.2g}."
         return Cause(
             "not_started",

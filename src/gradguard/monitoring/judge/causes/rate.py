@@ -160,6 +160,8 @@ def rate_too_low(signals: Signals) -> Cause | None:
     curve, rate = signals.curve, signals.rate
     if curve is None or not rate or signals.ends_lost or curve.fallen() > 0.3 or signals.ratio is None:
         return None
+    if signals.is_warming_up:
+        return None
     travel = _travel(signals)
     if travel is None or travel > (SMALL_MOVE if _creeps(curve) else TINY_MOVE):
         return None
