@@ -92,7 +92,7 @@ def _was_lost_before(signals: Signals, place: int) -> bool:
 def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
     """Whether a clip bound on nearly all of them, and the loss is back at once: then they are hard cases, and not bad."""
     curve = signals.curve
-    if sum((signals.coefficients[place] or 1.0) < 1 for place in places) < 0.7 * len(places):
+    if sum((signals.coefficients[place] or 1.0) < 1 for place in places) < 0.6 * len(places):
         return False
     if curve is None:
         return True
