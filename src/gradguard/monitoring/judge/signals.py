@@ -377,8 +377,12 @@ class Signals:
     @cached_property
     def bound_share(self) -> float:
         """On which share of the steps a clip bound."""
-        taken = sum(not (out or lost) for out, lost in zip(self.skipped, self.lost, strict=True))
-        return len(self.bound) / taken if taken else 0.0
+        return len(self.bound) / self.taken if self.taken else 0.0
+
+    @cached_property
+    def taken(self) -> int:
+        """How many steps the optimizer took with finite gradients."""
+        return sum(not (out or lost) for out, lost in zip(self.skipped, self.lost, strict=True))
 
     def named(self, place: int) -> int:
         """Return the number of the step at a place."""

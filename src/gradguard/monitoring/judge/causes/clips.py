@@ -101,7 +101,7 @@ def clip_twice(signals: Signals) -> Cause | None:
     coefficient = statistics.median(signals.bound) if signals.bound else 1.0
     harmed = coefficient < STARVING or (curve is not None and curve.fallen() < 0.3)
     words = (
-        f"{len(clips)} clips act on the same steps: {shares_in_words(clips, max(1, signals.count))}; together "
+        f"{len(clips)} clips act on the same steps: {shares_in_words(clips, max(1, signals.taken))}; together "
         f"they multiply gradients by {coefficient:.2g}."
     )
     return Cause(
