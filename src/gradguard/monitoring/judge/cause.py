@@ -65,7 +65,7 @@ EXPLAINS: Mapping[str, frozenset[str]] = {
     ),
     "vanishing": frozenset((*_STANDS_STILL, *_FALLS_BEHIND, "update_ratio", "rate_too_high")),
     "not_started": frozenset((*_STANDS_STILL, "no_gradient")),
-    "rate_decayed": frozenset((*_DIVERGES, "rate_too_low", "repeated_batches", "data_shift", "bad_batches")),
+    "rate_decayed": frozenset((*_DIVERGES, "rate_too_high", "rate_too_low", "not_started", "repeated_batches", "data_shift", "bad_batches")),
     "drift": frozenset(
         (*_DIVERGES, *_CLIPS, "nonfinite_growth", "nonfinite", "rate_too_high", "data_shift")
     ),

@@ -27,6 +27,7 @@ BLOCKS = 20
 
 _FEWEST_RECENT, _REFRESH = 8, 4  # values before one may leap, and after which it is known anew what is usual
 _LARGEST_LOGARITHM = 700.0
+_NEARLY_ZERO = 1e-3
 _RECENT = 24  # values before a step that say what is usual at that step
 _MAD_TO_SIGMA = 1.4826
 
@@ -298,9 +299,9 @@ class Signals:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """The weights that had a gradient, in the order of the forward."""
+        """The weights that had a gradient, in the order of the forward; all parameters of a model without matrices."""
         mine = [place for place in self.own if len(self.params[place].get("shape") or []) > 1]
-        return self._layers(mine)
+        return self._layers(mine or self.own)
 
     @cached_property
     def biases(self) -> list[Layer]:
@@ -351,6 +352,14 @@ class Signals:
             return 0.0
         by_norm = "muon" in str(self.record.meta.get("optimizers")).lower()  # which divides by that of the matrix
         return self.eps / math.sqrt(self.params[layer.place].get("numel") or 1) if by_norm else self.eps
+
+    def begins_at_zero(self, layer: Layer) -> bool:
+        """Return whether a layer begins so near to 0 that it has to grow.
+
+        Args:
+            layer: The layer, measured at least once.
+        """
+        return layer.weights[0] < _NEARLY_ZERO * math.sqrt(self.params[layer.place].get("numel") or 1)
 
     @cached_property
     def ratio(self) -> float | None:

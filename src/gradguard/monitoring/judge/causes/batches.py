@@ -13,7 +13,7 @@ FEWEST_OUTBURSTS = 3
 CALM_SHARE = 0.2
 """Of the steps: where more of them are out of the ordinary, no batch is the exception."""
 
-MOST_SHIFTS, FEW_TIMES, MOST_TIMES = 2, 4, 12
+MOST_SHIFTS, ONE_TIMES, FEW_TIMES, MOST_TIMES = 2, 1.7, 4, 12
 """A loss that leaps more often, and not so far, does so by its making: a target that is set anew now and then."""
 
 FAR = 20.0
@@ -225,7 +225,8 @@ def _level_shift(signals: Signals) -> int | None:
         if min(after) > max(before[-10:]) and (high - low) / spread > 6:
             found.append((high / low, place))
     times, place = max(found, default=(0.0, None))
-    return place if times > (MOST_TIMES if len(leaps) > MOST_SHIFTS else FEW_TIMES) else None
+    needed = ONE_TIMES if len(leaps) == 1 else FEW_TIMES if len(leaps) <= MOST_SHIFTS else MOST_TIMES
+    return place if times > needed else None
 
 
 def _rate_jumped(signals: Signals, place: int) -> bool:
@@ -274,8 +275,8 @@ def _growing_weight(signals: Signals) -> tuple[str, float] | None:
     """The weight that grows most, step by step; one that began at nearly 0 has to grow."""
     found = []
     for layer in signals.layers:
-        weights, size = layer.weights, signals.params[layer.place].get("numel") or 1
-        if len(weights) < 3 or weights[0] < 1e-3 * size**0.5 or weights[-1] < 3 * weights[0]:
+        weights = layer.weights
+        if len(weights) < 3 or signals.begins_at_zero(layer) or weights[-1] < 3 * weights[0]:
             continue
         logs = [math.log(weight) for weight in weights]
         steps = [after - before for before, after in pairwise(logs)]

@@ -183,7 +183,10 @@ def _missing(signals: Signals) -> tuple[list[int], float]:
 
 
 def _starts_at_zero(signals: Signals) -> bool:
-    """Whether all weights are 0: then no gradient comes through, though nothing is cut."""
+    """Whether all weights are 0, or what comes out is always the same: no gradient comes through, though nothing is cut."""
+    curve = signals.curve
+    if curve is not None and curve.noise == 0 and max(curve.levels) - min(curve.levels) <= 1e-6 * abs(curve.start):
+        return True
     return bool(signals.measured) and not any(any(line["weight"]) for line in signals.measured)
 
 
@@ -258,9 +261,12 @@ def rate_zero(signals: Signals) -> Cause | None:
 def not_started(signals: Signals) -> Cause | None:
     """Return whether nothing moves from the first step on, though every layer is connected."""
     curve = signals.curve
-    if curve is None or curve.has_fallen or not signals.count:
+    if curve is None or not signals.count:
         return None
     zeros = _zero_from_start(signals)
+    matrices = sum(len(signals.params[place].get("shape") or []) > 1 for place in signals.own)
+    if curve.has_fallen and (2 * len(zeros) < matrices or curve.fallen() > 0.3):
+        return None
     ruled = ("The learning rate is an ordinary one.",)
     if zeros:
         names = tuple(layer for layer in zeros)

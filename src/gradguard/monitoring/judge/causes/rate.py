@@ -136,8 +136,8 @@ def _moved_for_nothing(signals: Signals, curve: Curve) -> Evidence | None:
 
 def _growth(signals: Signals) -> float:
     """How many times its first norm the usual weight has at the end; 1 where that was not measured."""
-    grown = [layer.weights[-1] / layer.weights[0] for layer in signals.layers if len(layer.weights) > 1]
-    return statistics.median(grown) if grown else 1.0
+    layers = [layer for layer in signals.layers if len(layer.weights) > 1 and not signals.begins_at_zero(layer)]
+    return statistics.median(layer.weights[-1] / layer.weights[0] for layer in layers) if layers else 1.0
 
 
 def _risen(signals: Signals, curve: Curve) -> Evidence | None:
