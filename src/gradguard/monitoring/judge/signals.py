@@ -27,7 +27,7 @@ BLOCKS = 20
 
 _FEWEST_RECENT, _REFRESH = 8, 4  # values before one may leap, and after which it is known anew what is usual
 _LARGEST_LOGARITHM = 700.0
-_NEARLY_ZERO = 1e-3
+_NEARLY_ZERO = 3e-3
 _RECENT = 24  # values before a step that say what is usual at that step
 _MAD_TO_SIGMA = 1.4826
 

@@ -99,7 +99,7 @@ def exploding_depth(signals: Signals) -> Cause | None:
     for layers in (signals.biases, signals.layers):
         if len(layers) < FEWEST_LAYERS:
             continue
-        first = [_early(layer) for layer in layers]
+        first = [layer.gradients[0] for layer in layers]
         if not all(first):
             continue
         grows = sum(low > high for low, high in pairwise(first)) / (len(first) - 1)
@@ -127,16 +127,11 @@ def _explodes_both_ways(signals: Signals) -> Cause | None:
     return _exploding(signals, layers, words, min(times))
 
 
-def _early(layer: Layer) -> float:
-    early = layer.gradients[: max(3, len(layer.gradients) // 10)]
-    return statistics.median(early) if early else 0.0
-
-
 def _explodes(signals: Signals, layers: list[Layer], times: float) -> Cause:
     each = math.exp(math.log(times) / max(1, len(layers) - 1))
     words = (
-        f"In the first steps an element's gradient is {number(_early(layers[0]))} in {layers[0].name} and "
-        f"{number(_early(layers[-1]))} in {layers[-1].name}: {each:.2g} times more with each layer down."
+        f"In the first step an element's gradient is {number(layers[0].gradients[0])} in {layers[0].name} and "
+        f"{number(layers[-1].gradients[0])} in {layers[-1].name}: {each:.2g} times more with each layer down."
     )
     return _exploding(signals, layers, words, times)
 

@@ -162,8 +162,8 @@ def rate_too_low(signals: Signals) -> Cause | None:
         return None
     if signals.is_warming_up:
         return None
-    travel = _travel(signals)
-    if travel is None or travel > (SMALL_MOVE if _creeps(curve) else TINY_MOVE):
+    travel, creeps = _travel(signals), _creeps(curve)
+    if travel is None or (travel > (SMALL_MOVE if creeps else TINY_MOVE) and not (creeps and _stays(signals, curve))):
         return None
     words = (
         f"A step changes the usual weight by {signals.ratio:.1g} of itself, so that all {signals.count:,} steps "
@@ -189,6 +189,14 @@ def _creeps(curve: Curve) -> bool:
         return False
     first, last = curve.levels[0] - curve.levels[third], curve.levels[-third - 1] - curve.levels[-1]
     return last > max(curve.error, 0.4 * first)
+
+
+def _stays(signals: Signals, curve: Curve) -> bool:
+    """Whether gradients at the end are what they were in the beginning, so that the run is still where it began."""
+    norms = [norm for norm in signals.norms if norm]
+    size = max(1, len(norms) // 5)
+    first, last = statistics.median(norms[:size]), statistics.median(norms[-size:])
+    return curve.fallen() < 0.2 and 0.9 * first < last < 1.1 * first
 
 
 def _travel(signals: Signals) -> float | None:
