@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from gradguard.monitoring.judge.cause import CERTAINTIES, KEYS, Cause, Evidence
 from gradguard.monitoring.judge.causes import CAUSES
 from gradguard.monitoring.judge.findings import steps
+from gradguard.monitoring.judge.followed import helped
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import FEWEST_STEPS, Signals
@@ -73,7 +74,8 @@ def diagnose(record: Record) -> Diagnosis:
     """
     parts = by_optimizer(record)
     if len(parts) == 1:
-        return Diagnosis(_ranked(parts[0].record))
+        signals = Signals(parts[0].record, findings(parts[0].record))
+        return Diagnosis(_ranked(signals), helped(signals))
     each = [(part.label, diagnose(part.record)) for part in parts]
     sick = [cause.of(label) for label, one in each for cause in one.causes if cause.key not in ("healthy", "unknown")]
     sick.sort(key=lambda cause: CERTAINTIES.index(cause.certainty))
@@ -84,8 +86,7 @@ def diagnose(record: Record) -> Diagnosis:
     return Diagnosis((whole, *sick), parts=tuple(each))
 
 
-def _ranked(record: Record) -> tuple[Cause, ...]:
-    signals = Signals(record, findings(record))
+def _ranked(signals: Signals) -> tuple[Cause, ...]:
     found = signals.found
     causes = [cause for look in CAUSES if (cause := look(signals)) is not None]
     kinds = {one.kind for one in found if one.severity != "info"} | {cause.key for cause in causes}
@@ -113,14 +114,11 @@ def _without_cause(signals: Signals) -> Cause:
         evidence = (Evidence((error.first_step, error.last_step), message, error.params),)
         sentence = f"Something is wrong, and the record does not show why: {error.message}."
         return Cause("unknown", "likely", sentence, f"{error.advice[:1].upper()}{error.advice[1:]}.", evidence)
+    if not any(norm is not None for norm in signals.norms):
+        return Cause("unknown", "certain", "The record has no norms to judge by.", _no_norms(signals.record))
     if signals.count < FEWEST_STEPS:
         sentence = f"The record has {steps(signals.count)}, too few to say whether the run is well."
         return Cause("unknown", "certain", sentence, f"Record at least {FEWEST_STEPS} steps, better 200.")
-    if not any(norm is not None for norm in signals.norms):
-        return Cause(
-            "unknown", "certain", "The record has no gradient norms to judge by.",
-            "Record the run again with gradguard run, which sees the norms before clipping.",
-        )  # fmt: skip
     return _well(signals)
 
 
@@ -145,3 +143,19 @@ def _well(signals: Signals) -> Cause:
     return Cause(
         "healthy", "likely", "Your run is well.", "Nothing is to be done.", (Evidence(signals.span, fell),), ruled
     )
+
+
+def _no_norms(record: Record) -> str:
+    if not record.steps and record.end is not None:
+        clips = record.end.get("clips")
+        seen = f"Clip calls were seen ({clips:,}), but no step" if clips else "No step"
+        return (
+            f"{seen} of a torch.optim optimizer{'' if clips else ' was seen'}, so no norm was recorded: gradguard "
+            "measures at optimizer.step(), which a script that changes its weights by hand does not call."
+        )
+    if record.steps.has_any("post_norm"):
+        return (
+            "Only norms after clipping were recorded; a threshold read from those would repeat the old one; record the "
+            "run again with gradguard run, which sees the norms before clipping."
+        )
+    return "The record holds no gradient norms; record the run again with gradguard run."

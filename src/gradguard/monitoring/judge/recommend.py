@@ -107,7 +107,7 @@ def _decide(record: Record, diagnosis: Diagnosis) -> Recommendation:
     kind = "unknown" if cause.key == "unknown" else "fix"
     if cause.key in CLIPPED_FIRST and threshold is not None:
         kind = "constant"
-    headline, reason = _split(cause)
+    headline, reason = _split(cause) if kind != "unknown" else (cause.sentence, cause.advice)
     share = None
     if kind == "constant" and threshold is not None and norms:
         share = sum(norm > threshold for norm in norms) / len(norms)
@@ -137,7 +137,8 @@ def _for_healthy(record: Record, norms: Sequence[float]) -> Recommendation:
         return Recommendation("nothing", "There is nothing to clip.", why, usable_steps=len(norms), drift=drift)
     text, share = plain_threshold(threshold), sum(norm > threshold for norm in norms) / len(norms)
     why = (
-        f"The run needs no clip. This one would have bound on {percent(share)} of {len(norms):,} usable steps, and bounds "
+        f"The run needs no clip. This one would have bound on {percent(share)} of {len(norms):,} usable steps, "
+        "and bounds "
         "the next spike."
     )
     headline = f"As insurance, clip at {text}."

@@ -6,7 +6,7 @@ not. Losses and norms are followed by medians, which single steps do not move.
 
 import math
 import statistics
-from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +25,9 @@ FEWEST_STEPS = 60
 BLOCKS = 20
 """Medians that a curve is followed by."""
 
+_FEWEST_RECENT, _REFRESH = 8, 4  # values before one may leap, and after which it is known anew what is usual
+_LARGEST_LOGARITHM = 700.0
+_NEARLY_ZERO = 3e-3
 _RECENT = 24  # values before a step that say what is usual at that step
 _MAD_TO_SIGMA = 1.4826
 
@@ -73,7 +76,10 @@ class Curve:
     @property
     def is_flat(self) -> bool:
         """Whether all its levels are one, but for chance."""
-        return max(self.levels) - min(self.levels) <= max(3 * self.error, 0.03 * abs(self.start))
+        first, last = self.levels[: max(1, len(self.levels) // 4)], self.levels[len(self.levels) // 2 :]
+        fell = statistics.median(first) - statistics.median(last)
+        wide = max(self.levels) - min(self.levels)
+        return wide <= max(3 * self.error, 0.03 * abs(self.start)) and fell <= max(self.error, 0.02 * abs(self.start))
 
     @property
     def is_falling(self) -> bool:
@@ -173,7 +179,10 @@ class Signals:
     @cached_property
     def curve(self) -> Curve | None:
         """How the loss went; None where it is not known or means no progress."""
-        return None if self.takes_turns else self.curve_until(self.count)
+        found = None if self.takes_turns else self.curve_until(self.count)
+        if found is not None and max(map(abs, found.levels)) < 2 * found.noise:
+            return None  # nothing but noise around 0, as where returns are compared with their mean
+        return found
 
     def curve_until(self, place: int) -> Curve | None:
         """Return how the loss went before a step.
@@ -203,8 +212,12 @@ class Signals:
         wide, needed = max(3 * curve.error, 0.03 * abs(curve.start)), round(0.3 * len(curve.levels))
         windows = [curve.levels[k : k + needed] for k in range(1, len(curve.levels) - needed + 1)]
         still = any(window and max(window) - min(window) <= wide for window in windows)
-        middle = statistics.median(curve.levels[: len(curve.levels) // 2])
-        return still and curve.fallen(middle) < 0.5
+        after_start = max(curve.levels[1:3], default=curve.start)
+        return (
+            still
+            and curve.fallen(statistics.median(curve.levels[: len(curve.levels) // 2])) < 0.5
+            or (still and curve.final > 0.7 * after_start)
+        )
 
     # --- norms --------------------------------------------------------------------------------------------------------
 
@@ -226,6 +239,11 @@ class Signals:
         return [place for place, before in zip(found, [-99, *found], strict=False) if place - before > 3]
 
     @cached_property
+    def bumps(self) -> list[int]:
+        """The places of steps whose loss stands out by little, but clearly."""
+        return _outbursts(self.losses, BUMP_TIMES)
+
+    @cached_property
     def first_lost(self) -> int | None:
         """The place of the first step whose loss or gradients were not finite; None without one."""
         return next((place for place, lost in enumerate(self.lost) if lost), None)
@@ -243,6 +261,12 @@ class Signals:
         """The largest learning rate; None where none is known."""
         known = [rate for rate in self.rates if rate is not None]
         return max(known) if known else None
+
+    @cached_property
+    def is_warming_up(self) -> bool:
+        """Whether the learning rate still rises at the end of the run."""
+        known = [rate for rate in self.rates if rate is not None]
+        return len(known) > 10 and known[-1] == max(known) > 3 * statistics.median(known[: len(known) // 4])
 
     # --- layers -------------------------------------------------------------------------------------------------------
 
@@ -275,9 +299,9 @@ class Signals:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """The weights that had a gradient, in the order of the forward."""
+        """The weights that had a gradient, in the order of the forward; all parameters of a model without matrices."""
         mine = [place for place in self.own if len(self.params[place].get("shape") or []) > 1]
-        return self._layers(mine)
+        return self._layers(mine or self.own)
 
     @cached_property
     def biases(self) -> list[Layer]:
@@ -318,6 +342,25 @@ class Signals:
         numbers = {one for one in known if one is not None}
         return numbers.pop() if len(known) == 1 and len(numbers) == 1 else None
 
+    def floor(self, layer: Layer) -> float:
+        """Return the root mean square of an element's gradient below which ``eps`` decides the step of a layer.
+
+        Args:
+            layer: The layer.
+        """
+        if self.eps is None:
+            return 0.0
+        by_norm = "muon" in str(self.record.meta.get("optimizers")).lower()  # which divides by that of the matrix
+        return self.eps / math.sqrt(self.params[layer.place].get("numel") or 1) if by_norm else self.eps
+
+    def begins_at_zero(self, layer: Layer) -> bool:
+        """Return whether a layer begins so near to 0 that it has to grow.
+
+        Args:
+            layer: The layer, measured at least once.
+        """
+        return layer.weights[0] < _NEARLY_ZERO * math.sqrt(self.params[layer.place].get("numel") or 1)
+
     @cached_property
     def ratio(self) -> float | None:
         """By which share of itself a step usually changes the usual weight; None where that was not measured."""
@@ -343,12 +386,12 @@ class Signals:
     @cached_property
     def bound_share(self) -> float:
         """On which share of the steps a clip bound."""
-        taken = sum(not (out or lost) for out, lost in zip(self.skipped, self.lost, strict=True))
-        return len(self.bound) / taken if taken else 0.0
+        return len(self.bound) / self.taken if self.taken else 0.0
 
-    def place_of(self, number: int) -> int:
-        """Return the place of a step by its number."""
-        return min(bisect_left(self.numbers, number), max(self.count - 1, 0))
+    @cached_property
+    def taken(self) -> int:
+        """How many steps the optimizer took with finite gradients."""
+        return sum(not (out or lost) for out, lost in zip(self.skipped, self.lost, strict=True))
 
     def named(self, place: int) -> int:
         """Return the number of the step at a place."""
@@ -394,26 +437,35 @@ def _on_grid(places: Sequence[int], first: int, gap: int) -> int:
 OUTBURST_TIMES = 4.0
 """Of the recent median: norms of small batches reach twice it every day."""
 
+BUMP_TIMES = 1.4
+
 OUTBURST_DEVIATIONS = 6.0
 
 
-def _outbursts(values: Sequence[float | None]) -> list[int]:
+def _outbursts(values: Sequence[float | None], times: float = OUTBURST_TIMES) -> list[int]:
     """Places where a value leaps away from the recent ones, which leave earlier leaps out."""
-    found, recent = [], list[float]()
+    found, recent, limit, fresh = [], deque[float](maxlen=_RECENT), math.inf, 0
     for place, value in enumerate(values):
         if value is None or value <= 0:
             continue
-        if len(recent) >= 8:
-            logs = [math.log(one) for one in recent]
-            middle = statistics.median(logs)
-            spread = _MAD_TO_SIGMA * statistics.median(abs(one - middle) for one in logs)
-            if math.log(value) - middle > max(math.log(OUTBURST_TIMES), OUTBURST_DEVIATIONS * spread):
-                found.append(place)
-                if len(found) > 3 and found[-1] - found[-4] == 3:  # this is a new level, and no leap
-                    recent = [value]
-                continue
-        recent = [*recent[1 - _RECENT :], value]
+        if value > limit:
+            found.append(place)
+            if len(found) > 3 and found[-1] - found[-4] == 3:  # this is a new level, and no leap
+                recent, limit = deque([value], maxlen=_RECENT), math.inf
+            continue
+        recent.append(value)
+        fresh += 1
+        if len(recent) >= _FEWEST_RECENT and fresh >= _REFRESH:
+            limit, fresh = _limit(recent, times), 0
     return found
+
+
+def _limit(recent: Sequence[float], times: float) -> float:
+    """The value above which the next one leaps away from the recent ones."""
+    logs = sorted(map(math.log, recent))
+    middle = logs[len(logs) // 2]
+    spread = _MAD_TO_SIGMA * sorted([abs(one - middle) for one in logs])[len(logs) // 2]
+    return math.exp(min(middle + max(math.log(times), OUTBURST_DEVIATIONS * spread), _LARGEST_LOGARITHM))
 
 
 def _finite(value: float | None) -> float | None:

@@ -364,6 +364,20 @@ def _mesh(value: Any) -> Any:
     return {printable(name): size for name, size in value.items()}
 
 
+def _facts(value: Any) -> Any:
+    """Some texts, numbers and truths by name."""
+    if type(value) is not dict or len(value) > _MOST_FACTS:
+        return _BAD
+    kept = {
+        name: _text(one) if type(one) is str else one if type(one) is bool else _number(one)
+        for name, one in value.items()
+    }
+    return _BAD if any(one is _BAD for one in kept.values()) else {printable(name): one for name, one in kept.items()}
+
+
+_MOST_FACTS = 20
+
+
 def _severity(value: Any) -> Any:
     return value if value in ("info", "warning", "error") else _BAD
 
@@ -378,7 +392,7 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
         "version": _text, "schema": _count, "argv": _each(_text), "clip": _text, "torch": _text, "python": _text,
         "host_platform": _text, "git": _text, "device": _text, "world": _count, "rank": _count, "mesh": _mesh,
         "optimizers": _each(_text), "eps": _each(_amount), "params": _list, "pid": _count, "parent": _count,
-        "root": _count, "compute": _each(_text), "leaves": _count, "loss_factor": _number,
+        "root": _count, "compute": _each(_text), "leaves": _count, "loss_factor": _number, "followed": _facts,
     },
     "step": {
         "i": _count, "wall": _seconds, "loss": _number, "lr": _number, "norm": _amount, "post_norm": _amount,

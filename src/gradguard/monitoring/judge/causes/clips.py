@@ -4,6 +4,7 @@ import statistics
 
 from gradguard.monitoring.judge.acting_clips import acting_clips, shares_in_words
 from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.followed import follows_clip
 from gradguard.monitoring.judge.numbers import percent, plain_threshold
 from gradguard.monitoring.judge.signals import Signals
 
@@ -16,20 +17,18 @@ STARVING = 0.1
 OF_EPS = 3.0
 """Below so many eps an optimizer that divides by the size of the gradient hardly moves."""
 
-_SYMPTOMS = frozenset({"clipping_always_on", "clip_below_eps", "rate_too_low", "not_learning", "not_started", "update_ratio", "lock_in",
-                       "norm_drift"})  # fmt: skip
-
 
 def clip_starves(signals: Signals) -> Cause | None:
     """Return whether a clip leaves the optimizer too little: below its eps, or as a learning rate that is too low."""
-    if signals.bound_share <= ALWAYS or _several(signals):
+    if signals.bound_share <= ALWAYS or _several(signals) or follows_clip(signals):
         return None
     coefficient = statistics.median(signals.bound)
     threshold = next((one for one in reversed(signals.record.steps.column("threshold")) if one is not None), None)
     at = "" if threshold is None else f" at {plain_threshold(threshold)}"
     bound = Evidence(
         signals.span,
-        f"The clip{at} bound on {percent(signals.bound_share)} of the steps, and multiplied gradients by {coefficient:.2g}.",
+        f"The clip{at} bound on {percent(signals.bound_share)} of the steps, and multiplied gradients by "
+        f"{coefficient:.2g}.",
     )
     if signals.eps is not None:
         return _below_eps(signals, coefficient, at, bound)
@@ -44,7 +43,6 @@ def clip_starves(signals: Signals) -> Cause | None:
         _raise_it(signals),
         (bound,),
         ("The learning rate that the script sets is not the one that acts: the clip sets it.",),
-        _SYMPTOMS,
         threshold=_usual(signals),
     )
 
@@ -67,10 +65,14 @@ def _below_eps(signals: Signals, coefficient: float, at: str, bound: Evidence) -
     """Whether most elements' gradients are below the eps of the optimizer after the clip, and were not before."""
     eps = signals.eps or 0.0
     before = {layer.name: layer.gradient for layer in signals.layers}
-    starved = [name for name, gradient in before.items() if gradient * coefficient < OF_EPS * eps < gradient]
+    floors = {layer.name: OF_EPS * signals.floor(layer) for layer in signals.layers}
+    starved = [name for name, gradient in before.items() if gradient * coefficient < floors[name] < gradient]
     if not starved or 2 * len(starved) < len(before):
         return None
-    words = f"After the clip an element's gradient is {coefficient * statistics.median(before.values()):.1g} in the usual weight; eps is {eps:g}."
+    words = (
+        f"After the clip an element's gradient is {coefficient * statistics.median(before.values()):.1g} in the "
+        f"usual weight; eps is {eps:g}."
+    )
     return Cause(
         "clip_starves",
         "certain",
@@ -78,7 +80,6 @@ def _below_eps(signals: Signals, coefficient: float, at: str, bound: Evidence) -
         _raise_it(signals),
         (Evidence(signals.span, words, tuple(starved)), bound),
         ("An optimizer that divides by the size of the gradients cancels a clip only above its eps.",),
-        _SYMPTOMS,
         threshold=_usual(signals),
     )
 
@@ -99,7 +100,10 @@ def clip_twice(signals: Signals) -> Cause | None:
     curve = signals.curve
     coefficient = statistics.median(signals.bound) if signals.bound else 1.0
     harmed = coefficient < STARVING or (curve is not None and curve.fallen() < 0.3)
-    words = f"{len(clips)} clips act on the same steps: {shares_in_words(clips, max(1, signals.count))}; together they multiply gradients by {coefficient:.2g}."
+    words = (
+        f"{len(clips)} clips act on the same steps: {shares_in_words(clips, max(1, signals.taken))}; together "
+        f"they multiply gradients by {coefficient:.2g}."
+    )
     return Cause(
         "clip_twice",
         "likely" if len(binding) > 1 or harmed else "possible",
@@ -107,5 +111,4 @@ def clip_twice(signals: Signals) -> Cause | None:
         f"Keep {binding[0].name} or the other, and take away the one that binds on most steps.",
         (Evidence(signals.span, f"{words[:1].upper()}{words[1:]}"),),
         (),
-        _SYMPTOMS | {"clipped_twice", "clip_starves"},
     )

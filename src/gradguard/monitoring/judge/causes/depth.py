@@ -28,6 +28,12 @@ EXPLODED = 1e3
 AMPLIFIES, DAMPS = 1.2, 0.3
 """What a recurrent weight multiplies by at each step: 50 steps make 10^4 of the first and nothing of the second."""
 
+FAR_ABOVE = 100.0
+"""Times its weight: a first gradient as no layer has whose values keep their size."""
+
+HUGE = 30.0
+"""Times the norm of the weights: a first gradient that no learning rate in use fits."""
+
 RECURRENT_USES = 5
 """Operations that take one weight in one forward: fewer may be a shared layer."""
 
@@ -42,7 +48,7 @@ def vanishing(signals: Signals) -> Cause | None:
     last = next((k for k, layer in enumerate(layers) if not _is_vanished(signals, layer, top)), len(layers))
     gradients = usual
     if last < 2:
-        gradients = [_early(layer) for layer in layers]
+        gradients = [statistics.median(layer.gradients[:3]) for layer in layers]
         last = _end_of_slope(gradients) if signals.is_stuck else 0
     if last < 2 or not top:
         return _vanishes_in_time(signals)
@@ -60,27 +66,19 @@ def vanishing(signals: Signals) -> Cause | None:
         "vanishing",
         "likely",
         f"Nothing is learnt below {edge}: gradients there are {size} of those above.",
-        "Keep gradients alive along depth: residual connections or normalisation between layers, ReLU or GELU in place of "
+        "Keep gradients alive along depth: residual connections or normalisation between layers, ReLU or GELU in "
+        "place of "
         "sigmoid or tanh, and an initialisation that keeps variances (torch.nn.init.kaiming_normal_, or xavier_normal_ "
         "for tanh).",
         tuple(evidence),
         ("A higher learning rate does not help: the last layers would diverge before the first ones move.",),
-        frozenset(
-            {
-                "vanishing",
-                "not_learning",
-                "dominating_layer",
-                "rate_too_low",
-                "not_started",
-                "update_ratio",
-                "dead_layer",
-            }
-        ),
     )
 
 
 def _end_of_slope(gradients: list[float]) -> int:
     """How many layers from the input lie below a thousandth of the top, where gradients fall from layer to layer."""
+    if not all(gradients):  # a layer that begins at 0 lets nothing through, and soon does
+        return 0
     falls = sum(low < high for low, high in pairwise(gradients)) / (len(gradients) - 1)
     top = max(gradients)
     if falls < 0.75 or not top:
@@ -90,7 +88,7 @@ def _end_of_slope(gradients: list[float]) -> int:
 
 def _is_vanished(signals: Signals, layer: Layer, top: float) -> bool:
     if signals.eps is not None:
-        return layer.gradient < OF_EPS * signals.eps
+        return layer.gradient < OF_EPS * signals.floor(layer)
     return layer.gradient < VANISHED * top
 
 
@@ -101,76 +99,91 @@ def exploding_depth(signals: Signals) -> Cause | None:
     for layers in (signals.biases, signals.layers):
         if len(layers) < FEWEST_LAYERS:
             continue
-        first = [_early(layer) for layer in layers]
+        first = [layer.gradients[0] for layer in layers]
         if not all(first):
             continue
         grows = sum(low > high for low, high in pairwise(first)) / (len(first) - 1)
         times = statistics.median(first[: max(1, len(first) // 4)]) / statistics.median(
             first[-max(1, len(first) // 4) :]
         )
-        if times > EXPLODED and grows >= 0.7:
+        huge = (signals.norms[0] or 0.0) > HUGE * math.hypot(*(layer.weights[0] for layer in layers if layer.weights))
+        if (times > EXPLODED and grows >= 0.7) or (times > EXPLODED / 20 and grows >= 0.8 and huge):
             return _explodes(signals, layers, times)
-    return None
+    return _explodes_both_ways(signals)
 
 
-def _early(layer: Layer) -> float:
-    early = layer.gradients[: max(3, len(layer.gradients) // 10)]
-    return statistics.median(early) if early else 0.0
+def _explodes_both_ways(signals: Signals) -> Cause | None:
+    """Whether the first gradient of every layer is far larger than its weight: values grow upwards as gradients do down."""
+    layers = [layer for layer in signals.layers if layer.weights]
+    if len(layers) < FEWEST_LAYERS:
+        return None
+    roots = {layer.place: math.sqrt(signals.params[layer.place].get("numel") or 1) for layer in layers}
+    times = [layer.gradients[0] * roots[layer.place] / layer.weights[0] for layer in layers]
+    if min(times) < FAR_ABOVE:
+        return None
+    words = (
+        f"In the first step the gradient of every weight is at least {number(min(times))} times as large as the weight."
+    )
+    return _exploding(signals, layers, words, min(times))
 
 
 def _explodes(signals: Signals, layers: list[Layer], times: float) -> Cause:
     each = math.exp(math.log(times) / max(1, len(layers) - 1))
     words = (
-        f"In the first steps an element's gradient is {number(_early(layers[0]))} in {layers[0].name} and "
-        f"{number(_early(layers[-1]))} in {layers[-1].name}: {each:.2g} times more with each layer down."
+        f"In the first step an element's gradient is {number(layers[0].gradients[0])} in {layers[0].name} and "
+        f"{number(layers[-1].gradients[0])} in {layers[-1].name}: {each:.2g} times more with each layer down."
     )
+    return _exploding(signals, layers, words, times)
+
+
+def _exploding(signals: Signals, layers: list[Layer], words: str, times: float) -> Cause:
     fix = lower_rate(signals)
     return Cause(
         "exploding_depth",
         "certain" if times > 10 * EXPLODED else "likely",
-        f"Gradients grow {number(times)} times on their way down the layers: the weights of each layer are too large.",
+        "Gradients explode along the depth of the model: the weights of each layer are too large from the start.",
         "Initialise with a smaller gain (torch.nn.init.kaiming_normal_ for ReLU, xavier_normal_ for tanh), or put a "
         "normalisation between layers.",
         (Evidence(signals.span, words, tuple(layer.name for layer in layers), (("times", times),)),),
         ("No learning rate fits all layers as long as their gradients differ so.",),
-        frozenset({"rate_too_high", "exploding", "diverging_loss", "not_learning", "dominating_layer", "spike", "recurring_spikes",
-                   "nonfinite_growth", "bad_batches", "drift"}),
         threshold=fix.threshold,
-    )  # fmt: skip
+    )
 
 
 def exploding_time(signals: Signals) -> Cause | None:
     """Return whether a recurrence multiplies gradients, and the loss does not fall with them."""
     recurrent, curve = _recurrent(signals), signals.curve
     known = [norm for norm in signals.norms if norm]
-    if not recurrent or len(known) < 20:
+    radius = max((one for layer in recurrent if (one := _radius(signals, layer))), default=None)
+    broke = signals.ends_lost and radius is not None and radius > AMPLIFIES
+    if not recurrent or not known or (len(known) < 20 and not broke):
         return None
     low, largest = sorted(known)[len(known) // 10], max(known)
-    radius = max((one for layer in recurrent if (one := _radius(signals, layer))), default=None)
     leaps = largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
     amplifies = radius is not None and radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
     learns = curve is not None and curve.fallen() > 0.5 and not signals.ends_lost
-    if not amplifies and (learns or not leaps):
+    if not amplifies and not broke and (learns or not leaps):
         return None
     names = tuple(layer.name for layer in recurrent)
     words = f"Gradient norms run from {number(low)} to {number(largest)}."
     evidence = [Evidence(signals.span, words, names, (("low", low), ("largest", largest)))]
     if radius is not None and radius > 1:
-        words = f"{names[0]} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
+        words = (
+            f"The weight {names[0]} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
+        )
         evidence.append(Evidence(signals.span, words, names, (("radius", radius),)))
     threshold = float(f"{statistics.median(known):.1e}")
     return Cause(
         "exploding_time",
         "likely",
         f"Gradients explode through time: {named(names)} multiplies them at each step of the sequence.",
-        f"Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, and clip at {threshold:g}; "
+        "Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, and clip at "
+        f"{threshold:g}; "
         "shorter sequences help as well.",
         tuple(evidence),
         ("It is no bad batch: large norms come from the recurrent weight and not from all layers alike.",),
-        frozenset({"rate_too_high", "exploding", "diverging_loss", "not_learning", "spike", "recurring_spikes", "bad_batches",
-                   "corrupt_gradient", "nonfinite_growth", "dominating_layer", "exploding_depth", "drift"}),
         threshold=threshold,
-    )  # fmt: skip
+    )
 
 
 def _recurrent(signals: Signals) -> list[Layer]:
@@ -200,17 +213,25 @@ def _vanishes_in_time(signals: Signals) -> Cause | None:
     weak = [
         layer for layer in _recurrent(signals) if (radius := _radius(signals, layer)) is not None and radius < DAMPS
     ]
-    if not weak or curve is None or curve.fallen() > 0.3:
+    if not weak or curve is None:
+        return None
+    after_start = curve.levels[
+        min(2, len(curve.levels) - 1)
+    ]  # an output's bias is learned without any gradient in time
+    if curve.final < 0.7 * after_start:
         return None
     names, radius = tuple(layer.name for layer in weak), _radius(signals, weak[0]) or 0.0
-    words = f"{named(names)} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
+    words = (
+        f"The weight {named(names)} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
+    )
     return Cause(
         "vanishing",
         "likely",
-        f"Nothing is learnt over time: {named(names)} lets hardly anything through from one step of a sequence to the next.",
-        "Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, whose gates let gradients "
+        f"Nothing is learnt over time: {named(names)} lets hardly anything through from one step of a sequence "
+        "to the next.",
+        "Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, whose gates let "
+        "gradients "
         "through.",
         (Evidence(signals.span, words, names, (("radius", radius),)),),
         ("A higher learning rate does not help: gradients are lost on their way through the sequence.",),
-        frozenset({"vanishing", "not_learning", "rate_too_low", "not_started", "rate_too_high", "dominating_layer"}),
     )

@@ -8,10 +8,10 @@ from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import Signals
 
 MISSING_SHARE = 0.2
-"""Of all elements: with more of them without a gradient the model is cut; less may be a part that is not used."""
+"""Of all elements: frozen parts below it are no reason why a run does not learn."""
 
-SMALL_STEPS = 0.02
-"""By which share of themselves weights can have moved in the whole run, where nothing has begun."""
+UNUSED_SHARE = 0.05
+"""Of all elements: less than that without a gradient may be a head that is not used."""
 
 
 def accumulation(signals: Signals) -> Cause | None:
@@ -25,7 +25,6 @@ def accumulation(signals: Signals) -> Cause | None:
             "Call optimizer.zero_grad() once for each step, before its first backward().",
             (_of(kept),),
             ("The learning rate may be right: no threshold and no rate can be read from such norms.",),
-            frozenset({"missing_zero_grad", *_SYMPTOMS}),
         )
     several = [count for count in signals.record.steps.column("backwards") if count]
     factor, curve = signals.record.meta.get("loss_factor"), signals.curve
@@ -35,23 +34,17 @@ def accumulation(signals: Signals) -> Cause | None:
     if factor is not None and factor <= 1.5 / usual:
         return None
     sick = signals.ends_lost or curve.peak > 2 * curve.start or curve.fallen() < 0.1
-    words = f"backward() was called {usual} times for each step, and the loss was not divided by {usual}."
+    words = f"For each step backward() was called {usual} times, and the loss was not divided by {usual}."
     return Cause(
         "accumulation",
         "likely" if sick else "possible",
-        f"Gradients of {usual} micro-batches are summed for each step, which makes the learning rate {usual} times what it says.",
+        f"Gradients of {usual} micro-batches are summed for each step, which makes the learning rate {usual} "
+        "times what it says.",
         f"Divide the loss by {usual} before backward(), as in (loss / {usual}).backward().",
         (Evidence(signals.span, words, numbers=(("backwards", float(usual)),)),),
         (),
-        frozenset(_SYMPTOMS),
-        1 / usual,
+        rate_factor=1 / usual,
     )
-
-
-_SYMPTOMS = (
-    "rate_too_high", "nonfinite_growth", "exploding", "diverging_loss", "not_learning", "spike", "recurring_spikes", "drift",
-    "oscillation", "norm_drift", "data_shift", "bad_batches", "nonfinite", "update_ratio", "clipping_always_on",
-)  # fmt: skip
 
 
 def clip_before_unscale(signals: Signals) -> Cause | None:
@@ -67,9 +60,7 @@ def clip_before_unscale(signals: Signals) -> Cause | None:
         "Call scaler.unscale_(optimizer) before the clip.",
         (evidence,),
         ("The threshold itself may be right: it is compared with norms that are thousands of times too large.",),
-        frozenset({"clip_before_unscale", "clip_starves", "clipping_always_on", "clip_below_eps", "rate_too_low", "not_learning",
-                   "clip_twice", "norm_drift", "not_started", "rate_too_high"}),
-    )  # fmt: skip
+    )
 
 
 def _norms_follow_scale(signals: Signals) -> Evidence | None:
@@ -96,7 +87,7 @@ def no_gradient(signals: Signals) -> Cause | None:
     idle = signals.finding("optimizer_without_gradient")
     if idle is not None and not signals.count:
         return _idle(signals, idle)
-    if signals.count and signals.norms and not any(signals.norms) and not any(signals.lost):
+    if 0.0 in signals.norms and not any(signals.norms) and not any(signals.lost):
         return None if _starts_at_zero(signals) else _all_zero(signals)
     detached = signals.finding("detached_layer")
     frozen = _frozen(signals)
@@ -106,7 +97,7 @@ def no_gradient(signals: Signals) -> Cause | None:
     if missing:
         names = tuple(str(signals.params[place].get("name", "?")) for place in missing)
         first = min(missing) == 0 or _are_deepest(signals, missing)
-        cut = share >= MISSING_SHARE or (first and len(missing) > 1)
+        cut = share >= UNUSED_SHARE or (first and len(missing) > 1)
         words = f"{len(names)} of {len(signals.params)} parameters never had a gradient: {named(names)}."
         where = f" up to {names[-1]}" if first and len(names) > 1 else ""
         return Cause(
@@ -114,37 +105,35 @@ def no_gradient(signals: Signals) -> Cause | None:
             "likely" if cut else "possible",
             f"{len(names)} of {len(signals.params)} parameters never get a gradient{where}, and stay as they began.",
             f"Look between {names[-1]} and the loss for detach(), torch.no_grad(), .data, .item(), or a part of the "
-            "model that the forward leaves out. If they are meant to stay as they are, give the optimizer the others only.",
+            "model that the forward leaves out. If they are meant to stay as they are, give the optimizer the "
+            "others only.",
             (Evidence(signals.span, words, names, (("share", share),)),),
             ("No learning rate and no clip changes what has no gradient.",) if cut else (),
-            frozenset(
-                {"unused_parameter", "dead_layer", "not_learning", "rate_too_low", "not_started", "detached_layer"}
-            ),
         )
     forgotten = signals.finding("gradient_without_optimizer")
     if forgotten is not None:
         return Cause(
             "no_gradient",
             "likely" if forgotten.severity == "warning" else "possible",
-            f"{named(forgotten.params)} get gradients and are in no optimizer, so that they never change."
+            f"The parameters {named(forgotten.params)} get gradients and are in no optimizer, so that they never "
+            "change."
             if forgotten.params
             else "Parameters that get gradients are in no optimizer, so that they never change.",
             f"Give {named(forgotten.params)} to the optimizer; it was perhaps made before they were. If they are meant "
             "to stay as they are, call requires_grad_(False) on them.",
             (_of(forgotten),),
             (),
-            frozenset({forgotten.kind, "not_learning"}),
         )
     if detached is not None:
         return Cause(
             "no_gradient",
             "likely",
-            f"{named(detached.params)} get no gradient any more since step {detached.first_step}.",
-            f"Look at what changed at step {detached.first_step}: detach(), torch.no_grad(), requires_grad set to False, "
+            f"The parameters {named(detached.params)} get no gradient any more since step {detached.first_step}.",
+            f"Look at what changed at step {detached.first_step}: detach(), torch.no_grad(), requires_grad set "
+            "to False, "
             "or a branch of the forward that leaves them out. If they were frozen on purpose, nothing is to be done.",
             (_of(detached),),
             (),
-            frozenset({detached.kind, "not_learning"}),
         )
     return None
 
@@ -168,11 +157,11 @@ def _frozen(signals: Signals) -> Cause | None:
         "no_gradient",
         "likely" if only_vectors or share > 0.5 else "possible",
         f"{len(frozen)} of {len(own)} parameters are frozen, and what is left hardly learns.",
-        "If they are to be trained, set requires_grad_(True) on them before the first forward; if not, give the optimizer "
+        "If they are to be trained, set requires_grad_(True) on them before the first forward; if not, give the "
+        "optimizer "
         "the others only.",
         (Evidence(signals.span, words, names, (("share", share),)),),
         ("No learning rate and no clip changes what has no gradient.",),
-        frozenset({"unused_parameter", "not_learning", "rate_too_low", "not_started"}),
     )
 
 
@@ -194,7 +183,10 @@ def _missing(signals: Signals) -> tuple[list[int], float]:
 
 
 def _starts_at_zero(signals: Signals) -> bool:
-    """Whether all weights are 0: then no gradient comes through, though nothing is cut."""
+    """Whether all weights are 0, or what comes out is always the same: no gradient comes through, though nothing is cut."""
+    curve = signals.curve
+    if curve is not None and curve.noise == 0 and max(curve.levels) - min(curve.levels) <= 1e-6 * abs(curve.start):
+        return True
     return bool(signals.measured) and not any(any(line["weight"]) for line in signals.measured)
 
 
@@ -207,13 +199,13 @@ def _idle(signals: Signals, idle: Finding) -> Cause:
         why = "Gradients are there after backward() and gone at step(): zero_grad() is called between the two."
         advice = "Call optimizer.zero_grad() before backward(), or after optimizer.step(), and not between the two."
     elif leaves:
-        why = f"backward() reaches {leaves} tensors, and none of them is one of the optimizer's."
+        why = f"The backward pass reaches {leaves} tensors, and none of them is one of the optimizer's."
         advice = (
             "Make the optimizer from the parameters of the very model that computes the loss: not of a copy, and not "
             "before the model was made anew, moved or wrapped."
         )
     elif leaves == 0:
-        why = "backward() reaches no parameter: the loss is cut off from the model."
+        why = "The backward pass reaches no parameter: the loss is cut off from the model."
         advice = (
             "Look between the model's output and the loss for detach(), .data, .item(), torch.no_grad(), or a tensor "
             "that was made anew from numbers, and take it away."
@@ -228,7 +220,6 @@ def _idle(signals: Signals, idle: Finding) -> Cause:
         advice,
         (Evidence((idle.first_step, max(idle.last_step, round(steps) - 1)), why, idle.params),),
         ("No learning rate and no clip changes anything here.",),
-        frozenset({idle.kind, "not_learning", "not_started", "vanishing"}),
     )
 
 
@@ -242,7 +233,6 @@ def _all_zero(signals: Signals) -> Cause:
         "model's output without detach(), round(), argmax() or a comparison on the way.",
         (Evidence(signals.span, words),),
         ("No learning rate and no clip changes anything here.",),
-        frozenset({"vanishing", "not_learning", "not_started", "dead_layer", "rate_too_low"}),
     )
 
 
@@ -265,20 +255,19 @@ def rate_zero(signals: Signals) -> Cause | None:
         "and that scheduler.step() is called.",
         (Evidence(signals.span, words),),
         ("The gradients are not the cause: they are there and finite.",),
-        frozenset({"not_learning", "rate_too_low", "not_started", "rate_decayed", "repeated_batches"}),
     )
 
 
 def not_started(signals: Signals) -> Cause | None:
     """Return whether nothing moves from the first step on, though every layer is connected."""
     curve = signals.curve
-    if curve is None or curve.has_fallen or not signals.count:
+    if curve is None or not signals.count:
         return None
     zeros = _zero_from_start(signals)
+    matrices = sum(len(signals.params[place].get("shape") or []) > 1 for place in signals.own)
+    if curve.has_fallen and (2 * len(zeros) < matrices or curve.fallen() > 0.3):
+        return None
     ruled = ("The learning rate is an ordinary one.",)
-    explains = frozenset(
-        {"not_learning", "dead_layer", "half_dead_layer", "rate_too_low", "vanishing", "dominating_layer"}
-    )
     if zeros:
         names = tuple(layer for layer in zeros)
         words = f"The gradient of {named(names)} was exactly 0 on every recorded step, from the first one on."
@@ -286,36 +275,39 @@ def not_started(signals: Signals) -> Cause | None:
             "not_started",
             "likely",
             f"Nothing has begun to learn: the gradient of {named(names)} is exactly 0 from the first step on.",
-            "Initialise the weights at random (the default of torch.nn layers does), not with zeros or one constant; if "
+            "Initialise the weights at random (the default of torch.nn layers does), not with zeros or one "
+            "constant; if "
             "they are, look for ReLUs that are dead from the start: biases far below 0, or inputs that are not "
             "normalised.",
             (Evidence(signals.span, words, names),),
             ruled,
-            explains | {"no_gradient"},
         )
     rates = [rate for rate in signals.rates if rate is not None]
-    if len(rates) > 10 and rates[-1] == max(rates) > 3 * statistics.median(rates[: len(rates) // 4]):
+    if signals.is_warming_up:
         words = f"The learning rate rises all through the run, from {rates[0]:.2g} to {rates[-1]:.2g}."
         return Cause(
             "not_started",
             "likely",
-            f"The warm-up is longer than the run: after {signals.count:,} steps the learning rate still rises, at {rates[-1]:.2g}.",
+            f"The warm-up is longer than the run: after {signals.count:,} steps the learning rate still rises, "
+            f"at {rates[-1]:.2g}.",
             f"Shorten the warm-up to a tenth of the run, some {max(1, signals.count // 10)} steps.",
             (Evidence(signals.span, words),),
             ("The model is not the cause: its gradients are there.",),
-            explains,
         )
     if curve.is_flat and signals.count >= 100:
-        words = f"The loss was {number(curve.start)} at first and is {number(curve.final)} at the end, and gradients are there."
+        words = (
+            f"The loss was {number(curve.start)} at first and is {number(curve.final)} at the end, and gradients "
+            "are there."
+        )
         return Cause(
             "not_started",
             "likely",
             f"Nothing has been learned in {signals.count:,} steps, though gradients and learning rate are ordinary.",
-            "Check that labels belong to their inputs (a shuffle of one and not of the other), and that inputs are normalised "
+            "Check that labels belong to their inputs (a shuffle of one and not of the other), and that inputs "
+            "are normalised "
             "and reach the model. If they are right, train longer, with a learning rate three times higher.",
             (Evidence(signals.span, words),),
             ("No layer lacks a gradient, and none vanishes or explodes.",),
-            frozenset({"not_learning"}),
         )
     return None
 

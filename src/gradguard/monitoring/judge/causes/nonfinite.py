@@ -16,7 +16,6 @@ _PAST = 60  # steps before these that say what was usual
 _NEVER_OVERFLOW = ("LogSoftmax", "Softmax")  # what is not finite in their result was so before them
 _SEARCHED_IN_A_ROW = 12  # skips after which a loss scale is no longer searched for
 
-_EXPLAINS = frozenset({"nonfinite", "amp_scale_collapse", "exploding", "diverging_loss", "not_learning", "vanishing"})
 _SMALL_TYPES = frozenset({"float16"})
 
 
@@ -109,7 +108,6 @@ def _by_data(signals: Signals, step: int, seen: Evidence, certainty: str, why: s
         'use gg.Guard(optimizer, nonfinite="skip").',
         (seen, calm),
         ("Neither a lower learning rate nor a clip keeps this away: nothing had grown before.",),
-        _EXPLAINS | {"nonfinite_range", "rate_too_high"},
     )
 
 
@@ -132,7 +130,14 @@ def _by_range(signals: Signals, step: int, seen: Evidence, small: str, origin: t
         )
     ruled = ("The learning rate is not the cause: losses and norms were at their usual level before.",)
     certainty = "certain" if origin is not None else "likely"
-    return Cause("nonfinite_range", certainty, sentence, advice, (seen, *made), ruled, _EXPLAINS | {"rate_too_high"})
+    return Cause(
+        "nonfinite_range",
+        certainty,
+        sentence,
+        advice,
+        (seen, *made),
+        ruled,
+    )
 
 
 def _by_growth(signals: Signals, place: int, seen: Evidence, growth: Evidence | None) -> Cause:
@@ -144,9 +149,8 @@ def _by_growth(signals: Signals, place: int, seen: Evidence, growth: Evidence | 
         fix.advice,
         (seen, *([growth] if growth is not None else [])),
         ("It is no bad sample and no bad operation: numbers grew step by step before.",),
-        _EXPLAINS | {"rate_too_high", "drift", "spike", "recurring_spikes", "update_ratio"},
-        fix.factor,
-        fix.threshold,
+        rate_factor=fix.factor,
+        threshold=fix.threshold,
     )
 
 
@@ -168,7 +172,6 @@ def _scale_collapse(signals: Signals) -> Cause | None:
         "the operation.",
         (Evidence(end, words),),
         (),
-        _EXPLAINS,
     )
 
 

@@ -20,21 +20,19 @@ WANDERING_UPDATE = 0.01
 TINY_MOVE = 0.05
 """By which share of themselves weights can have moved in all steps together: with less a run has hardly begun."""
 
+SMALL_MOVE = 0.2
+"""The same where the loss falls at the end as fast as in the beginning."""
+
 GONE = 0.02
 """Of its largest value: a learning rate below that moves little any more."""
 
 _OVERSHOT = 1.5  # times its start: a loss that the first steps raised so far
-_SYMPTOMS = frozenset(
-    {"exploding", "diverging_loss", "not_learning", "oscillation", "update_ratio", "spike", "recurring_spikes", "dead_layer",
-     "half_dead_layer", "vanishing", "dominating_layer", "drift", "norm_drift", "clipping_always_on", "not_started", "corrupt_gradient",
-     "lock_in"}
-)  # fmt: skip
 
 
 def rate_too_high(signals: Signals) -> Cause | None:
     """Return whether steps are too long: the loss jumped, stays above its best, goes to and fro, or is stuck."""
     curve = signals.curve
-    if curve is None or signals.ends_lost or not signals.rate:
+    if curve is None or signals.ends_lost or signals.rate == 0:
         return None
     signs = [
         found
@@ -60,9 +58,8 @@ def rate_too_high(signals: Signals) -> Cause | None:
         fix.advice,
         tuple(signs),
         ("It is no bad batch: the loss does not come back by itself to where it was.",),
-        _SYMPTOMS,
-        fix.factor,
-        fix.threshold,
+        rate_factor=fix.factor,
+        threshold=fix.threshold,
     )
 
 
@@ -85,7 +82,10 @@ def _jumped(signals: Signals, curve: Curve) -> Evidence | None:
     if not early:
         return None
     loss, place = max(early)
-    if loss < 1.2 * (signals.losses[0] or 0.0) or loss - curve.start < 6 * min(curve.noise, curve.start):
+    usual_peak = max((one for one in signals.losses[30:] if one is not None), default=0.0)
+    if loss < max(1.2 * (signals.losses[0] or 0.0), usual_peak) or loss - curve.start < 6 * min(
+        curve.noise, curve.start
+    ):
         return None
     if (
         loss < _OVERSHOT * curve.start
@@ -118,7 +118,10 @@ def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
     if not wanders and not (signals.is_stuck and curve.fallen() < 0.5 and later > WANDERING_UPDATE and grown > GROWN):
         return None
     grew = f", and weights grew {number(grown)} times" if grown > GROWN else ""
-    words = f"A step changes the usual weight by {100 * max(first, later):.2g} % of itself{grew}; 0.1 % is the rule of thumb."
+    words = (
+        f"A step changes the usual weight by {100 * max(first, later):.2g} % of itself{grew}; 0.1 % is the rule "
+        "of thumb."
+    )
     weak = (("weak", 1.0),) if wanders and max(later, first / 10) < LARGE_UPDATE else ()
     return Evidence(signals.span, words, numbers=weak)
 
@@ -126,24 +129,29 @@ def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
 def _moved_for_nothing(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether weights have become others, and the loss has not fallen for it."""
     grown = _growth(signals)
-    if curve.fallen() > 0.1 or grown < GROWN:
+    if not curve.is_positive or curve.fallen() > 0.1 or grown < GROWN:
         return None
     return Evidence(signals.span, f"Weights grew {number(grown)} times, and the loss has not fallen for it.")
 
 
 def _growth(signals: Signals) -> float:
     """How many times its first norm the usual weight has at the end; 1 where that was not measured."""
-    grown = [layer.weights[-1] / layer.weights[0] for layer in signals.layers if len(layer.weights) > 1]
-    return statistics.median(grown) if grown else 1.0
+    layers = [layer for layer in signals.layers if len(layer.weights) > 1 and not signals.begins_at_zero(layer)]
+    return statistics.median(layer.weights[-1] / layer.weights[0] for layer in layers) if layers else 1.0
 
 
 def _risen(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether the loss ends far above the best it was, or has risen from the start."""
     rise = curve.final - curve.best
+    if not curve.is_positive:
+        return None
     if rise <= max(4 * curve.error, 0.5 * abs(curve.best), 0.02 * abs(curve.start)) or curve.fallen() > 0.5:
         return None
     at = curve.levels.index(curve.best) * max(1, curve.count // len(curve.levels))
-    words = f"The loss was {number(curve.best)} at its best, near step {signals.named(at)}, and ends at {number(curve.final)}."
+    words = (
+        f"The loss was {number(curve.best)} at its best, near step {signals.named(at)}, and ends at "
+        f"{number(curve.final)}."
+    )
     return Evidence((signals.named(at), signals.span[1]), words)
 
 
@@ -152,21 +160,43 @@ def rate_too_low(signals: Signals) -> Cause | None:
     curve, rate = signals.curve, signals.rate
     if curve is None or not rate or signals.ends_lost or curve.fallen() > 0.3 or signals.ratio is None:
         return None
-    travel = _travel(signals)
-    if travel is None or travel > TINY_MOVE:
+    if signals.is_warming_up:
         return None
-    words = f"A step changes the usual weight by {signals.ratio:.1g} of itself, so that all {signals.count:,} steps can have moved it by {100 * travel:.2g} % at most."
+    travel, creeps = _travel(signals), _creeps(curve)
+    if travel is None or (travel > (SMALL_MOVE if creeps else TINY_MOVE) and not (creeps and _stays(signals, curve))):
+        return None
+    words = (
+        f"A step changes the usual weight by {signals.ratio:.1g} of itself, so that all {signals.count:,} steps "
+        f"can have moved it by {100 * travel:.2g} % at most."
+    )
     factor = 10.0 if travel > 0.005 else 100.0
     return Cause(
         "rate_too_low",
         "likely",
-        f"The learning rate, {rate:g}, is too low: the loss creeps from {number(curve.start)} to {number(curve.final)}.",
+        f"The learning rate, {rate:g}, is too low: the loss creeps from {number(curve.start)} to "
+        f"{number(curve.final)}.",
         f"Multiply the learning rate by {factor:g}, to {float(f'{factor * rate:.2g}'):g}, and look again.",
         (Evidence(signals.span, words, numbers=(("travel", travel),)),),
         ("Gradients are there and steady: they do not vanish.",),
-        frozenset({"not_learning", "update_ratio", "not_started", "drift"}),
-        factor,
+        rate_factor=factor,
     )
+
+
+def _creeps(curve: Curve) -> bool:
+    """Whether the loss falls all through the run, at the end about as fast as in the beginning."""
+    third = len(curve.levels) // 3
+    if third < 3:
+        return False
+    first, last = curve.levels[0] - curve.levels[third], curve.levels[-third - 1] - curve.levels[-1]
+    return last > max(curve.error, 0.4 * first)
+
+
+def _stays(signals: Signals, curve: Curve) -> bool:
+    """Whether gradients at the end are what they were in the beginning, so that the run is still where it began."""
+    norms = [norm for norm in signals.norms if norm]
+    size = max(1, len(norms) // 5)
+    first, last = statistics.median(norms[:size]), statistics.median(norms[-size:])
+    return curve.fallen() < 0.2 and 0.9 * first < last < 1.1 * first
 
 
 def _travel(signals: Signals) -> float | None:
@@ -193,20 +223,27 @@ def rate_decayed(signals: Signals) -> Cause | None:
     if before is None:
         return None
     step, left = signals.named(gone), signals.count - gone
-    words = f"The learning rate fell from {largest:g} to {rates[gone]:.2g} by step {step}, and {left:,} of {signals.count:,} steps came after."
-    still = before.is_falling or gone < 0.25 * signals.count
-    if not still:
+    words = (
+        f"The learning rate fell from {largest:g} to {rates[gone]:.2g} by step {step}, and {left:,} of "
+        f"{signals.count:,} steps came after."
+    )
+    third = max(1, len(before.levels) // 3)
+    lately = before.levels[-third] - before.levels[-1]
+    still = before.is_falling and lately > 0.05 * (before.start - before.best)
+    if not still and gone > 0.25 * signals.count:
         return None
     return Cause(
         "rate_decayed",
         "likely",
-        f"The learning rate was gone by step {step}, while the loss was still falling: it stays at {number(curve.final)}.",
-        f"Let the schedule end with the run: make its length {signals.count:,} steps, so that the rate falls to a tenth at "
-        "about two thirds of them. Check whether scheduler.step() is called once for each step where once for each epoch is "
+        f"The learning rate was gone by step {step}, while the loss was still falling: it stays at "
+        f"{number(curve.final)}.",
+        f"Let the schedule end with the run: make its length {signals.count:,} steps, so that the rate falls to "
+        "a tenth at "
+        "about two thirds of them. Check whether scheduler.step() is called once for each step where once for "
+        "each epoch is "
         "meant.",
         (Evidence((step, signals.span[1]), words),),
         ("The model and the data are not the cause: the loss fell as long as there was a rate.",),
-        frozenset({"not_learning", "norm_drift", "rate_too_low", "repeated_batches"}),
     )
 
 
@@ -216,16 +253,20 @@ def _rate_leapt(signals: Signals, curve: Curve, rates: list[float]) -> Cause | N
     for place in leaps:
         before = [loss for loss in signals.losses[max(0, place - 20) : place] if loss is not None]
         after = [loss for loss in signals.losses[place + 1 : place + 40] if loss is not None]
-        if before and after and statistics.median(after) > 1.3 * statistics.median(before):
+        broke = before and after and statistics.median(after) > 1.3 * statistics.median(before)
+        if broke and curve.final > 1.1 * statistics.median(before):  # else a warm restart
             step = signals.named(place)
-            words = f"The learning rate leapt from {rates[place - 1]:g} to {rates[place]:g} at step {step}, and the loss with it."
+            words = (
+                f"The learning rate leapt from {rates[place - 1]:g} to {rates[place]:g} at step {step}, and the "
+                "loss with it."
+            )
             return Cause(
                 "rate_decayed",
                 "likely",
                 f"The loss broke where the learning rate leapt up, at step {step}.",
-                f"Look at the schedule at step {step}: a restart, a warm-up that ends too high, or a resumed scheduler.",
+                f"Look at the schedule at step {step}: a restart, a warm-up that ends too high, or a resumed "
+                "scheduler.",
                 (Evidence((step, signals.span[1]), words),),
                 ("The data are not the cause: the loss follows the learning rate.",),
-                _SYMPTOMS | {"rate_too_high", "data_shift", "bad_batches"},
             )
     return None
