@@ -454,7 +454,7 @@ def test_a_script_without_a_step_leaves_nothing_but_a_message(run, capfd, source
     assert Path("out/run.jsonl").read_text(encoding="utf-8") == "precious"
     captured = capfd.readouterr()
     assert words in captured.err
-    assert "report:" not in captured.out
+    assert "report:" not in captured.out + captured.err
     assert main(["run", "--out", "other", "train.py"]) == code
     assert not Path("other").exists()
 
@@ -471,7 +471,7 @@ def test_force_replaces_and_without_it_a_record_that_comes_in_between_is_kept(ru
     assert Path("new/run.jsonl").read_text(encoding="utf-8") == "precious"
     captured = capfd.readouterr()
     assert "new/run.jsonl exists and is kept: this run is recorded in run-2.jsonl" in captured.err
-    assert "report: new/run-2.html" in captured.out
+    assert "report: new/run-2.html" in captured.err
 
 
 def test_secrets_of_the_command_line_are_recorded_only_where_that_is_asked_for(run, capfd):
@@ -498,7 +498,7 @@ def test_sigterm_ends_a_script_as_ctrl_c_does_unless_it_has_a_handler(tmp_path, 
     tmp_path.joinpath("train.py").write_text(source)
     done = run_python("-m", "gradguard", "run", "--out", "out", "train.py", cwd=tmp_path, check=False)
     assert done.returncode == code, done.stderr
-    assert "report: out/run.html" in done.stdout
+    assert "report: out/run.html" in done.stderr
     assert "Traceback" not in done.stderr
     record = read_record(tmp_path / "out")
     assert len(record.steps) == (6 if code == 0 else 4)
@@ -560,13 +560,13 @@ def interrupted(folder: Path, numbers: list[int], meanwhile: str = "") -> subpro
 def test_a_signal_keeps_record_and_page_and_then_ends_the_process(tmp_path, numbers):
     done = interrupted(tmp_path, numbers)
     assert done.returncode == -numbers[0], done.stderr
-    assert "report: out/run.html" in done.stdout
+    assert "report: out/run.html" in done.stderr
     assert "the last word" in done.stdout  # Python ends in its own order
     assert tmp_path.joinpath("out/run.html").exists()
     shown = re.findall(r'File "(.*)", line', done.stderr)
     if numbers[0] == signal.SIGINT:  # where it hung
         assert shown == [str(tmp_path / "train.py")]
-        assert done.stderr.endswith("\nKeyboardInterrupt\n")
+        assert "\nKeyboardInterrupt\n" in done.stderr
     else:
         assert shown == []
 
@@ -815,7 +815,7 @@ def test_an_output_without_unicode_gets_question_marks(tmp_path, monkeypatch, ot
     Path("wrong_kernel.py").write_text(WRONG, encoding="utf-8")
     Path("train.py").write_text(STEP, encoding="utf-8")
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "stderr" if arguments[0] == "run" else "stdout", output)
     assert main(arguments) == code
     output.flush()
     assert re.search(words, output.buffer.getvalue().decode("ascii"))
@@ -1221,7 +1221,9 @@ def test_the_command_for_a_module_names_the_module(run, capfd):
 def test_paths_are_shown_from_where_the_user_stands(run, capfd):
     Path("train.py").write_text(f"import os; os.chdir('/')\n{STEP}")
     assert main(["run", "--out", "out", "train.py"]) == 0
-    assert "report: out/run.html" in capfd.readouterr().out
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "report: out/run.html" in captured.err
 
 
 def test_several_optimizers_get_no_common_threshold(run):

@@ -52,7 +52,7 @@ def test_a_clip_loads_clipping_alone():
         ["--version"],
         ["report", "-h"],
         ["report", "RECORD"],
-        ["report", "--text", "--fail-on", "nonfinite>1e9", "RECORD"],
+        ["report", "--text", "--fail-on", "nonfinite_steps>1e9", "RECORD"],
         ["replay", "RECORD"],
         ["tail", "--once", "RECORD"],
         ["serve", "-h"],

@@ -44,24 +44,24 @@ END = {"t": "end", "steps": 400, "wall": 10.0, "overhead_ms": 200.0}
 @pytest.mark.parametrize(
     ("text", "record", "said"),
     [
-        ("nonfinite>0", record_of(SICK), ["nonfinite>0: nonfinite is 1"]),
-        ("nonfinite>1", record_of(SICK), []),
-        ("nonfinite>0,nonfinite,errors>0,warnings>0", record_of(SCALED), []),
-        ("nonfinite>0,skipped==2", record_of(SCALED), ["skipped==2: skipped is 2"]),
-        ("nonfinite>0", record_of(GUARDED), ["nonfinite>0: nonfinite is 1"]),
-        ("skipped==1", record_of(SICK), ["skipped==1: skipped is 1"]),
-        ("clip_fraction > 40%, clip_fraction<=0.4", record_of(steps()), ["clip_fraction>0.4: clip_fraction is 0.485"]),
-        ("clip_fraction>0", record_of(steps_of(NORMS)), []),
+        ("faulty_steps>0", record_of(SICK), ["faulty_steps>0: faulty_steps is 1"]),
+        ("faulty_steps>1", record_of(SICK), []),
+        ("faulty_steps>0,nonfinite,errors>0,warnings>0", record_of(SCALED), []),
+        ("faulty_steps>0,skipped_steps==2", record_of(SCALED), ["skipped_steps==2: skipped_steps is 2"]),
+        ("faulty_steps>0", record_of(GUARDED), ["faulty_steps>0: faulty_steps is 1"]),
+        ("skipped_steps==1", record_of(SICK), ["skipped_steps==1: skipped_steps is 1"]),
+        ("clip_share > 40%, clip_share<=0.4", record_of(steps()), ["clip_share>0.4: clip_share is 0.485"]),
+        ("clip_share>0", record_of(steps_of(NORMS)), []),
         ("max_norm>=40", record_of(steps()), [f"max_norm>=40: max_norm is {max(NORMS):.4g}"]),
         ("max_norm>1e6", record_of(SICK), ["max_norm>1e+06: max_norm is inf"]),
         ("median_norm<2,median_norm!=1", record_of(steps()), MEDIAN),
-        ("spike_fraction>0.5%", record_of(steps()), ["spike_fraction>0.005: spike_fraction is 0.01111"]),
+        ("spike_share>0.5%", record_of(steps()), ["spike_share>0.005: spike_share is 0.01111"]),
         ("drift>2", record_of(steps()), []),
         ("drift>2", record_of(steps_of([1.0] * 200 + [3.0] * 200)), ["drift>2: drift is 3"]),
-        ("lock_in>0", record_of(LOCKED), ["lock_in>0: lock_in is 0.505"]),
+        ("lock_in_share>0", record_of(LOCKED), ["lock_in_share>0: lock_in_share is 0.505"]),
         ("final_loss>3", record_of(steps()), []),
         ("final_loss>3", record_of(steps(loss=None)), ["final_loss>3: final_loss is inf"]),
-        ("overhead>1%", record_of(steps(), end=END), ["overhead>0.01: overhead is 0.02"]),
+        ("overhead_share>1%", record_of(steps(), end=END), ["overhead_share>0.01: overhead_share is 0.02"]),
         ("errors>0", record_of(SICK), ["errors>0: errors is 1"]),
         ("warnings>0", record_of(steps()), []),
         ("errors, warnings", record_of(SICK), ["errors: gradients were not finite on 1 step, first on step 7"]),
@@ -70,9 +70,9 @@ END = {"t": "end", "steps": 400, "wall": 10.0, "overhead_ms": 200.0}
         ("exploding==0", record_of(SICK), ["exploding==0: exploding is 0"]),
         ("dead_layer", record_of(steps(), tensors=ZEROS), [f"dead_layer: {DEAD} (and 1 more)"]),
         ("dead_layer>1,dead_layer>2", record_of(steps(), tensors=ZEROS), ["dead_layer>1: dead_layer is 2"]),
-        ("lock_in", record_of(LOCKED), []),  # a fixed threshold: no finding so early, beside lock_in>0 above
+        ("lock_in", record_of(LOCKED), []),  # a fixed threshold: no finding so early, beside lock_in_share>0 above
         ("amp_scale_collapse", record_of(steps()), []),
-        ("errors>0,nonfinite>0", record_of(SICK), ["errors>0: errors is 1", "nonfinite>0: nonfinite is 1"]),
+        ("errors>0,faulty_steps>0", record_of(SICK), ["errors>0: errors is 1", "faulty_steps>0: faulty_steps is 1"]),
     ],
 )  # fmt: skip
 def test_conditions_that_hold_are_said_with_what_was_measured(text, record, said):
@@ -82,16 +82,16 @@ def test_conditions_that_hold_are_said_with_what_was_measured(text, record, said
 @pytest.mark.parametrize(
     ("quantity", "record"),
     [
-        ("nonfinite", make_record()),
-        ("clip_fraction", make_record()),
+        ("faulty_steps", make_record()),
+        ("clip_share", make_record()),
         ("errors", make_record()),
-        ("lock_in", make_record()),
+        ("lock_in_share", make_record()),
         ("max_norm", record_of([{"t": "step", "i": i, "loss": 1.0} for i in range(50)])),
         ("median_norm", record_of(steps_of([None] * 50))),
-        ("spike_fraction", record_of(steps(10))),
+        ("spike_share", record_of(steps(10))),
         ("drift", record_of(steps(50))),
         ("final_loss", record_of(steps_of(NORMS))),
-        ("overhead", record_of(steps())),
+        ("overhead_share", record_of(steps())),
         ("exploding", record_of([{"t": "step", "i": i, "loss": 1.0} for i in range(50)])),
         ("amp_scale_collapse", make_record()),
         ("dead_layer", record_of(steps())),
@@ -110,18 +110,21 @@ def test_what_was_not_measured_is_neither_true_nor_false(quantity, record, compa
         (
             "",
             "expected a finding, as in exploding, or a quantity, one of > >= < <= == !=, and a number, as in "
-            "nonfinite>0. Known quantities:",
+            "faulty_steps>0. Known quantities:",
         ),
-        ("nonfinite>0,", "'': expected a finding"),
-        ("skipped", "'skipped': expected a number to compare it with, as in skipped>0."),
-        ("nonfinite=0", "'nonfinite=0': expected a finding"),
-        ("nonfinite>0>1", "'nonfinite>0>1': expected a finding"),
+        ("faulty_steps>0,", "'': expected a finding"),
+        ("skipped_steps", "'skipped_steps': expected a number to compare it with, as in skipped_steps>0."),
+        ("faulty_steps=0", "'faulty_steps=0': expected a finding"),
+        ("faulty_steps>0>1", "'faulty_steps>0>1': expected a finding"),
         ("exploding>", "'exploding>': expected a finding"),
-        ("clip_share>0", "unknown quantity or finding 'clip_share'. Did you mean clip_fraction?"),
-        ("explodes", "unknown quantity or finding 'explodes'. Did you mean exploding? Known quantities: nonfinite, "),
+        ("clip_shares>0", "unknown quantity or finding 'clip_shares'. Did you mean clip_share?"),
+        (
+            "explodes",
+            "unknown quantity or finding 'explodes'. Did you mean exploding? Known quantities: faulty_steps, ",
+        ),
         ("fly>0", "unknown quantity or finding 'fly'. Known quantities"),
-        ("fly", "overhead, errors, warnings. Known findings: nonfinite, exploding,"),
-        ("nonfinite>x", "expected a finite number, came 'x'"),
+        ("fly", "overhead_share, errors, warnings. Known findings: nonfinite, exploding,"),
+        ("faulty_steps>x", "expected a finite number, came 'x'"),
         ("final_loss>inf", "expected a finite number, came 'inf'"),
         ("final_loss<nan", "expected a finite number, came 'nan'"),
     ],
@@ -131,7 +134,9 @@ def test_a_condition_that_cannot_be_read_lists_what_can(text, words):
         parse_conditions(text)
 
 
-@pytest.mark.parametrize("text", [" nonfinite >= 1e3 ", "drift!=2.5", "overhead<-1", "clip_fraction>.5", "errors==+0"])
+@pytest.mark.parametrize(
+    "text", [" faulty_steps >= 1e3 ", "drift!=2.5", "overhead_share<-1", "clip_share>.5", "errors==+0"]
+)
 def test_spellings(text):
     (condition,) = parse_conditions(text)
     assert str(condition).startswith(condition.quantity)
@@ -144,10 +149,10 @@ def test_one_optimizer_of_several_is_enough_to_fail():
         for i, line in enumerate(mixed)
     ]
     record = make_record(meta={"t": "meta", "optimizers": ["Adam", "SGD"]}, steps=mixed)
-    assert holding(parse_conditions("clip_fraction>0.9,nonfinite>0"), record) == [
-        "clip_fraction>0.9: clip_fraction of optimizer 0 (Adam) is 1"
+    assert holding(parse_conditions("clip_share>0.9,faulty_steps>0"), record) == [
+        "clip_share>0.9: clip_share of optimizer 0 (Adam) is 1"
     ]
-    assert holding(parse_conditions("clip_fraction>0.9,drift>2,max_norm>8"), record)[1:] == [
+    assert holding(parse_conditions("clip_share>0.9,drift>2,max_norm>8"), record)[1:] == [
         "max_norm>8: max_norm of optimizer 0 (Adam) is 9"
     ]
 
@@ -166,11 +171,11 @@ def records(tmp_path):
 @pytest.mark.parametrize(
     ("names", "condition", "code", "words"),
     [
-        (["well"], "nonfinite>0", 0, ""),
-        (["sick"], "nonfinite>0", 1, "gradguard: failed: {sick}: nonfinite>0: nonfinite is 1"),
-        (["well", "sick"], "nonfinite>0", 1, "{sick}: nonfinite>0"),
-        (["well"], "overhead>1", 2, "gradguard: error: --fail-on overhead>1: {well} has no overhead"),
-        (["well"], "fly>1", 2, "Known quantities: nonfinite, skipped,"),
+        (["well"], "faulty_steps>0", 0, ""),
+        (["sick"], "faulty_steps>0", 1, "gradguard: failed: {sick}: faulty_steps>0: faulty_steps is 1"),
+        (["well", "sick"], "faulty_steps>0", 1, "{sick}: faulty_steps>0"),
+        (["well"], "overhead_share>1", 2, "gradguard: error: --fail-on overhead_share>1: {well} has no overhead_share"),
+        (["well"], "fly>1", 2, "Known quantities: faulty_steps, nonfinite_steps,"),
     ],
 )
 def test_the_exit_code_is_for_a_build(records, capsys, names, condition, code, words):
@@ -183,7 +188,7 @@ def test_the_exit_code_is_for_a_build(records, capsys, names, condition, code, w
 
 
 def test_the_page_is_written_before_the_build_fails(records, capsys):
-    assert main(["report", str(records / "sick"), "--fail-on", "nonfinite>0"]) == 1
+    assert main(["report", str(records / "sick"), "--fail-on", "faulty_steps>0"]) == 1
     assert (records / "sick" / "run.html").exists()
     capsys.readouterr()
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from synthetic import write_char_rnn, write_gan, write_sick
 
 from gradguard.errors import CommandError, RecordError
-from gradguard.monitoring.judge.conditions import holding, parse_conditions
+from gradguard.monitoring.judge.conditions import QUANTITIES, holding, parse_conditions
 from gradguard.monitoring.judge.replay import what_if
 from gradguard.monitoring.record.file import RecordWriter, read_record
 from gradguard.monitoring.show.replay import print_replay
@@ -31,10 +31,7 @@ NASTY: tuple[Any, ...] = (
     ["norm", None, None], [["norm", 1.0, 0.5]], [1e308] * 9, [10**200] * 9, {}, {"t": "meta"}, {"name": {}}, {"a": [1]},
     "</script><script>",
 )  # fmt: skip
-CONDITIONS = parse_conditions(
-    "nonfinite>0,skipped>0,clip_fraction>0,max_norm>0,median_norm>0,spike_fraction>0,drift>0,lock_in>0,final_loss>0,"
-    "overhead>0,errors>0,warnings>0"
-)
+CONDITIONS = parse_conditions(",".join(f"{quantity}>0" for quantity in QUANTITIES))
 
 
 def write_everything(path: Path) -> None:

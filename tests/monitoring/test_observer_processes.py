@@ -168,7 +168,7 @@ def test_torchrun_writes_one_record(python, tmp_path):
     tmp_path.joinpath("train.py").write_text(DISTRIBUTED)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = python(*launch, "-m", "gradguard", "run", "--out", "out", "train.py")
-    assert done.stdout.count("report: ") == 1
+    assert done.stderr.count("report: ") == 1
     record = read_record(tmp_path / "out")
     assert (record.meta["world"], record.meta["rank"], len(record.steps)) == (2, 0, 3)
     python(*launch, "train.py", GRADGUARD="by_variable.jsonl")
@@ -310,7 +310,7 @@ def test_spawned_children_are_seen_by_the_command_too(command, tmp_path, main, o
     no_step = f"this process made no optimizer step, others did; draw one: gradguard report out/{first}"
     assert (no_step in done.stderr) is not bool(own)
     assert len({read_record(tmp_path / "out" / name).meta["root"] for name in names}) == 1
-    assert ("report: out/run.html" in done.stdout) is bool(own)
+    assert ("report: out/run.html" in done.stderr) is bool(own)
     assert "--clip acts in this process alone: the processes that it started were watched, not clipped" in done.stderr
 
 

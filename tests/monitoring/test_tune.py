@@ -346,7 +346,7 @@ def test_a_script_that_sets_its_seed_itself_may_be_given_it(tune):
 def test_a_run_that_has_diverged_is_ended(tune):
     code, _, err = tune("--steps", "40", "--seeds", "1", "--rule", "median", "hangs.py")
     assert code == 0
-    assert err.splitlines()[0] == "none, seed 1: diverged, ended after 40 losses"
+    assert err.splitlines()[0] == "none, seed 1: diverged, ended after 40 losses (1 of 2)"
 
 
 @pytest.mark.parametrize(

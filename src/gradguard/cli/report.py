@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from gradguard.monitoring.record.file import Record
 
 _FAIL_ON_HELP = (
-    'exit code 1 if one of these holds, as in "exploding,nonfinite>0,clip_fraction>0.5"; 2 if one is not measured. The '
-    "name of a finding holds if there is one. To compare with a number: nonfinite, skipped, clip_fraction, max_norm, "
-    "median_norm, spike_fraction, drift, lock_in, final_loss, overhead, errors, warnings, or findings of a kind"
+    'exit code 1 if one of these holds, as in "exploding,faulty_steps>0,clip_share>0.5"; 2 if one is not measured. The '
+    "name of a finding holds if there is one. To compare with a number, named as in --json: faulty_steps, "
+    "nonfinite_steps, skipped_steps, clip_share, max_norm, median_norm, spike_share, drift, lock_in_share, final_loss, "
+    "overhead_share, errors, warnings, or findings of a kind"
 )
 _TEXT_HELP = "print a few lines of key: value instead of drawing"
 _JSON_HELP = "print the same as JSON: an object, of several records a list of them"

@@ -1,4 +1,4 @@
-"""Conditions on a record, such as ``exploding`` or ``nonfinite>0``, that let a build fail on an unhealthy run."""
+"""Conditions on a record, such as ``exploding`` or ``faulty_steps>0``, that let a build fail on an unhealthy run."""
 
 import difflib
 import math
@@ -15,20 +15,22 @@ from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import Part, by_optimizer, nonfinite_on, skipped_on, usable_norms
 
 QUANTITIES = {
-    "nonfinite": "steps whose gradients held NaN or infinity, but for those that a GradScaler left out",
-    "skipped": "steps that a loss scaler or a guard left out",
-    "clip_fraction": "share of the steps on which clipping bound",
+    "faulty_steps": "steps whose gradients held NaN or infinity, without those that a GradScaler left out",
+    "nonfinite_steps": "steps whose gradients held NaN or infinity",
+    "skipped_steps": "steps that a loss scaler or a guard left out",
+    "clip_share": "share of the steps on which clipping bound",
     "max_norm": "largest norm before clipping, infinite where one was not finite",
     "median_norm": "median norm before clipping",
-    "spike_fraction": "share of the steps whose norm stands out from those around it",
+    "spike_share": "share of the steps whose norm stands out from those around it",
     "drift": "largest over smallest median norm of ten windows",
-    "lock_in": "share of the steps in lock-in: bound on more than half of 100 steps at one threshold",
+    "lock_in_share": "share of the steps in lock-in: bound on more than half of 100 steps at one threshold",
     "final_loss": "mean loss of the last steps, infinite where it was not finite",
-    "overhead": "share of the time that observing took",
+    "overhead_share": "share of the time that observing took",
     "errors": "health findings of severity error",
     "warnings": "health findings of severity warning",
 }
-"""What a condition can compare with a number, and what it is; beside them the number of findings of each kind."""
+"""Each quantity that a condition can compare with a number: the keys of ``--json``. The number of findings of each kind
+can be compared too."""
 
 _SEVERITIES = {"errors": "error", "warnings": "warning"}
 
@@ -40,7 +42,7 @@ _CONDITION = re.compile(r"\s*(\w+)\s*(?:(>=|<=|==|!=|>|<)\s*([^\s%<>=!]+)\s*(%?)
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One comparison, as in ``clip_fraction>0.5``; or the name of a finding, which holds if there is one.
+    """One comparison, as in ``clip_share>0.5``; or the name of a finding, which holds if there is one.
 
     Attributes:
         quantity: A key of `QUANTITIES`, or a kind of findings.
@@ -56,8 +58,8 @@ class Condition:
 
     @property
     def kind(self) -> str | None:
-        """The kind of findings that it counts, if it does; `QUANTITIES` of the same name are compared with a number."""
-        return self.quantity if self.quantity in KINDS and (self.alone or self.quantity not in QUANTITIES) else None
+        """The kind of findings that it counts, if it does."""
+        return self.quantity if self.quantity in KINDS else None
 
     @property
     def severity(self) -> str | None:
@@ -77,7 +79,7 @@ class Condition:
 
 
 def parse_conditions(text: str) -> list[Condition]:
-    """Return the conditions in a text such as ``"exploding, dead_layer>2, clip_fraction>50%"``.
+    """Return the conditions in a text such as ``"exploding, dead_layer>2, clip_share>50%"``.
 
     Args:
         text: Kinds of findings, or comparisons, with commas between them; a number may be a percentage.
@@ -89,8 +91,8 @@ def parse_conditions(text: str) -> list[Condition]:
         CommandError: If one is neither, or names what is not known.
 
     Example:
-        >>> [str(condition) for condition in parse_conditions("exploding, nonfinite>0, clip_fraction > 50%")]
-        ['exploding', 'nonfinite>0', 'clip_fraction>0.5']
+        >>> [str(condition) for condition in parse_conditions("exploding, faulty_steps>0, clip_share > 50%")]
+        ['exploding', 'faulty_steps>0', 'clip_share>0.5']
     """
     return [_parse(part) for part in text.split(",")]
 
@@ -105,7 +107,7 @@ def holding(conditions: list[Condition], record: Record) -> list[str]:
         record: The record of a run.
 
     Returns:
-        Words such as ``"nonfinite>0: nonfinite is 3"``; empty where none holds.
+        Words such as ``"faulty_steps>0: faulty_steps is 3"``; empty where none holds.
 
     Raises:
         CommandError: If a quantity was not measured: a condition on it would be false without a word.
@@ -133,7 +135,7 @@ def _parse(text: str) -> Condition:
     if found is None:
         raise CommandError(
             f"--fail-on {text.strip()!r}: expected a finding, as in exploding, or a quantity, one of "
-            f"{' '.join(_OPERATORS)}, and a number, as in nonfinite>0. {_KNOWN}"
+            f"{' '.join(_OPERATORS)}, and a number, as in faulty_steps>0. {_KNOWN}"
         )
     quantity, comparison, digits, percent = found.groups()
     if quantity not in QUANTITIES and quantity not in KINDS:
@@ -222,16 +224,17 @@ def _with_steps(value: Callable[[Record, Verdict], float | None]) -> Callable[[R
 
 _Measure = Callable[[Record, Verdict], float | None]
 _OF_WHOLE: dict[str, _Measure] = {
-    "nonfinite": _with_steps(lambda _, judged: judged.faulty_steps),
-    "skipped": _with_steps(lambda _, judged: judged.skipped_steps),
+    "faulty_steps": _with_steps(lambda _, judged: judged.faulty_steps),
+    "nonfinite_steps": _with_steps(lambda _, judged: judged.nonfinite_steps),
+    "skipped_steps": _with_steps(lambda _, judged: judged.skipped_steps),
     "final_loss": _final_loss,
-    "overhead": lambda _, judged: judged.overhead_share,
+    "overhead_share": lambda _, judged: judged.overhead_share,
 }
 _OF_PART: dict[str, _Measure] = {
-    "clip_fraction": lambda _, judged: judged.clip_share,
+    "clip_share": lambda _, judged: judged.clip_share,
     "max_norm": _largest_norm,
     "median_norm": lambda _, judged: judged.median_norm,
-    "spike_fraction": lambda _, judged: judged.spike_share,
+    "spike_share": lambda _, judged: judged.spike_share,
     "drift": lambda record, _: drift_ratio(usable_norms(record)),
-    "lock_in": lambda record, _: lock_in_share(record),
+    "lock_in_share": lambda record, _: lock_in_share(record),
 }

@@ -92,9 +92,10 @@ class Trials:
         for seed, rule in self._in_turn():
             done = self._one(rule, seed)
             self.runs.append(done)
-            self._tell(f"{rule}, seed {seed}: {_outcome(done)}")
             if rule == NONE and seed == 1:
-                self._look_at_first(done)
+                self._look_at_first(done)  # it chooses the rules, and so how many runs there are
+            place = f"{len(self.runs)} of {self.plan.seeds * len(self.rules)}"
+            self._tell(f"{rule}, seed {seed}: {_outcome(done)} ({place})")
             if rule == NONE and seed == 2 and same_start(self.runs[0].losses, done.losses):
                 self.seeds_itself = True
                 self.runs.pop()

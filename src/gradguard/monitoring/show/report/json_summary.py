@@ -5,17 +5,19 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from gradguard.monitoring.judge.acting_clips import ActingClip
+from gradguard.monitoring.judge.diagnosis import Cause, Diagnosis, diagnose
 from gradguard.monitoring.judge.health import Finding, findings
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
-from gradguard.monitoring.judge.verdict import Verdict, verdict
+from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import by_optimizer
-from gradguard.monitoring.show.report.summary import notes
+from gradguard.monitoring.show.report.summary import counts_of, notes, numbers_of
 
 SCHEMA = 1
 """The version of what the keys mean."""
@@ -45,12 +47,15 @@ def json_summary(records: Sequence[Record]) -> str:
 
 
 def _of_record(record: Record) -> dict[str, Any]:
-    parts = by_optimizer(record)
+    parts, found = by_optimizer(record), findings(record)
+    severities = Counter(one.severity for one in found)
     return {
         "schema": SCHEMA,
         "record": str(record.path),
         **_judged(record),
-        "findings": [_finding(found) for found in findings(record)],
+        "errors": severities["error"],
+        "warnings": severities["warning"],
+        "findings": [_finding(one) for one in found],
         "events": len(record.events),
         "notes": notes(record),
         "optimizers": [
@@ -63,31 +68,36 @@ def _judged(record: Record) -> dict[str, Any]:
     judged = verdict(record)
     return {
         "verdict": judged.sentence,
+        "diagnosis": _diagnosis(diagnose(record)),
         "decision": _decision(recommend(record)),
         "regime": judged.regime,
-        "steps": judged.steps,
-        "taken_steps": judged.taken_steps,
-        "skipped_steps": judged.skipped_steps,
-        "skipped_spikes": judged.skipped_spikes,
-        "nonfinite_steps": judged.nonfinite_steps,
+        **counts_of(judged),
         "recovery": None if judged.recovery is None else asdict(judged.recovery),
-        **_numbers(judged),
+        **numbers_of(record, judged),
+        "diverged": judged.diverged,
         "clips": [_clip(clip) for clip in judged.clips],
     }
 
 
-def _numbers(judged: Verdict) -> dict[str, Any]:
+def _diagnosis(found: Diagnosis) -> dict[str, Any]:
+    evidence = [
+        {"steps": list(one.steps), "params": list(one.params), "words": one.words} for one in found.cause.evidence
+    ]
     return {
-        "clip_share": judged.clip_share,
-        "threshold": judged.threshold,
-        "median_coefficient": judged.median_coefficient,
-        "median_norm": judged.median_norm,
-        "max_norm": judged.max_norm,
-        "spike_share": judged.spike_share,
-        "final_loss": judged.final_loss,
-        "best_loss": judged.best_loss,
-        "diverged": judged.diverged,
-        "overhead_share": judged.overhead_share,
+        **_cause(found.cause),
+        "sentence": found.sentence,
+        "evidence": evidence,
+        "rules_out": list(found.cause.rules_out),
+        "others": [_cause(cause) for cause in found.causes[1:]],
+    }
+
+
+def _cause(cause: Cause) -> dict[str, Any]:
+    return {
+        "cause": cause.key,
+        "certainty": cause.certainty,
+        "sentence": cause.sentence,
+        "advice": cause.advice,
     }
 
 

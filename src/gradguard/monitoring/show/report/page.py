@@ -7,6 +7,7 @@ from typing import Any
 
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.files.writing import write_whole
+from gradguard.monitoring.judge.diagnosis import Diagnosis, diagnose
 from gradguard.monitoring.judge.numbers import listed, number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.spikes import spikes_of
@@ -16,6 +17,7 @@ from gradguard.monitoring.record.steps import Part, by_optimizer, usable_steps
 from gradguard.monitoring.show.report import (
     advice,
     clip_figures,
+    depth_figure,
     element_figure,
     figures,
     layer_figures,
@@ -153,7 +155,7 @@ def _lead(records: Sequence[Record], subjects: Sequence[dict[str, Any]]) -> str:
     """The first sentence of a page about several runs or optimizers."""
     if len(records) > 1:
         return compared([(label, verdict(record)) for record, label in labelled(records)])
-    return recommend(records[0]).headline if len(subjects) > 1 else ""
+    return diagnose(records[0]).sentence if len(subjects) > 1 else ""
 
 
 def _label(part: Part, label: str, records: int) -> str:
@@ -162,7 +164,7 @@ def _label(part: Part, label: str, records: int) -> str:
 
 def _subject(part: Part, whole: Record, label: str, identity: str, among: int) -> dict[str, Any]:
     record = part.record
-    judged, recommendation = verdict(record), recommend(record)
+    judged, recommendation, diagnosis = verdict(record), recommend(record), diagnose(record)
     findings = advice.findings_of(whole, part.index)
     prefix = f"{identity}-" if among > 1 else ""
     return {
@@ -171,7 +173,8 @@ def _subject(part: Part, whole: Record, label: str, identity: str, among: int) -
         "label": label,
         "clip": clip_of(record),
         "verdict": judged,
-        "tone": _tone(judged, findings),
+        "tone": _tone(diagnosis),
+        "diagnosis": diagnosis,
         "recommendation": recommendation,
         "command": recommendation.rule and command(record, recommendation.rule, part.label),
         "figures": [
@@ -197,9 +200,8 @@ def _events(record: Record, whole: Record, index: int | None) -> list[dict[str, 
     return [*(lost if index == by_optimizer(whole)[0].index else ()), *record.events]
 
 
-def _tone(judged: Verdict, findings: Sequence[advice.Shown]) -> str:
-    bad = judged.faulty_steps or judged.diverged or any(finding.severity == "error" for finding in findings)
-    return "bad" if bad else judged.regime
+def _tone(diagnosis: Diagnosis) -> str:
+    return "guard" if diagnosis.is_well else "shaping" if diagnosis.cause.key == "unknown" else "bad"
 
 
 def _charts(
@@ -211,6 +213,7 @@ def _charts(
         figures.norms_over_time(record, judged, recommendation, _points(among)),
         clip_figures.clip_share(record, judged, recommendation),
         clip_figures.coefficients(record),
+        depth_figure.along_depth(record),
         layer_figures.layer_heat_map(record, whole, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
         layer_figures.dominance(record, whole, spikes),
         element_figure.element_magnitudes(record, max(_FEWEST_POINTS // 2, _COLUMNS_OF_ELEMENTS // among)),

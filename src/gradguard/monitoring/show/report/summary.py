@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradguard.monitoring.judge.acting_clips import acting_clips
+from gradguard.monitoring.judge.diagnosis import Diagnosis, diagnose
+from gradguard.monitoring.judge.health import lock_in_share
+from gradguard.monitoring.judge.norm_statistics import drift_ratio
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, Record
 from gradguard.monitoring.record.redaction import redacted
-from gradguard.monitoring.record.steps import by_optimizer
+from gradguard.monitoring.record.steps import by_optimizer, usable_norms
 from gradguard.monitoring.record.text import printable
 from gradguard.monitoring.show.report.advice import Shown, counted, findings_of
 from gradguard.monitoring.show.table import print_table
@@ -25,11 +28,10 @@ if TYPE_CHECKING:
 _MOST_FINDINGS = 4
 _COMPARED = ("run", "clip", "final loss", "best loss", "largest norm", "steps clipped")
 _MOST_COMPARED = 3
-_REGIME_STYLES = {"never": "blue", "guard": "green", "shaping": "yellow", "normalising": "red"}
 
 
 def print_summary(record: Record, console: "Console | None" = None) -> None:
-    """Print the verdict, what is wrong, the decision, the command that follows it, and what observing cost.
+    """Print the diagnosis, what to do, the decision on clipping with its command, findings, and what observing cost.
 
     Args:
         record: The record of a run.
@@ -39,10 +41,9 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
-    judged, recommendation = verdict(record), recommend(record)
-    faulty = judged.faulty_steps or judged.diverged
-    style = "red" if faulty else _REGIME_STYLES[judged.regime]
-    body = _body(judged, recommendation, findings_of(record))
+    judged, recommendation, diagnosis = verdict(record), recommend(record), diagnose(record)
+    style = "green" if diagnosis.is_well else "yellow" if diagnosis.cause.key == "unknown" else "red"
+    body = _body(judged, recommendation, diagnosis, findings_of(record))
     panel = Panel(body, title="gradguard", title_align="left", border_style=style, padding=(0, 1))
     console = console or Console()
     console.print(panel)
@@ -162,11 +163,12 @@ def text_summary(record: Record) -> str:
     Example:
         >>> steps = [{"t": "step", "i": i, "norm": 2.0} for i in range(9)]
         >>> record = Record(Path("run.jsonl"), {"t": "meta"}, steps, [], [], None, False)
-        >>> print(text_summary(record).splitlines()[1])
-        regime: never
+        >>> print(text_summary(record).splitlines()[0])
+        diagnosis: unknown
     """
     judged, recommendation = verdict(record), recommend(record)
-    facts = _facts(record, judged) | _found(findings_of(record)) | _advice(record, recommendation)
+    facts = _diagnosed(diagnose(record)) | _facts(record, judged)
+    facts |= _found(findings_of(record)) | _advice(record, recommendation)
     facts |= {f"warning_{place}": note for place, note in enumerate(notes(record), start=1)}
     for part in by_optimizer(record):
         if part.label:
@@ -205,43 +207,69 @@ def command(record: Record, rule: str, optimizer: str = "") -> str:
     return f"gradguard run --clip {f'norm={threshold}' if threshold else rule} {script}"
 
 
-def _body(judged: Verdict, recommendation: Recommendation, found: Sequence[Shown]) -> "Text":
+def _body(judged: Verdict, recommendation: Recommendation, diagnosis: Diagnosis, found: Sequence[Shown]) -> "Text":
+    """The diagnosis, then what to do, then the clip; below that what was measured, and the gravest findings."""
     from rich.text import Text
 
-    body = Text(judged.sentence)
+    body = Text(diagnosis.sentence, style="bold")
+    body.append("" if diagnosis.is_well else f"\n{diagnosis.cause.advice}", style="not bold")
+    if recommendation.kind != "fix":
+        body.append("\n\n").append(recommendation.headline, style="bold")
+        body.append(f" {recommendation.reason}" if recommendation.reason else "", style="not bold")
+    body.append(f"\n\n{judged.sentence}", style="not bold")
     grave = [item for item in found if item.severity != "info"]
     for item in grave[:_MOST_FINDINGS]:
         body.append("\n\n" if item is grave[0] else "\n")
-        body.append(f"{item.severity}: ", style="bold").append(f"{item.message} {item.advice}")
+        body.append(f"{item.severity}: ", style="bold").append(f"{item.message} {item.advice}", style="not bold")
     rest = [*grave[_MOST_FINDINGS:], *(item for item in found if item.severity == "info")]
     if grave and rest:
-        body.append(f"\nand {counted(rest)}, see the report", style="dim")
-    body.append("\n\n").append(recommendation.headline, style="bold")
-    return body.append(f"\n{recommendation.reason}" if recommendation.reason else "")
+        body.append(f"\nand {counted(rest)}, see the report", style="not bold dim")
+    return body
 
 
-def _facts(record: Record, judged: Verdict) -> dict[str, Any]:
-    numbers = {
+def numbers_of(record: Record, judged: Verdict) -> dict[str, float | None]:
+    """Return the numbers of a run under the names that ``--text``, ``--json`` and ``--fail-on`` share.
+
+    Args:
+        record: The record of a run.
+        judged: Its verdict.
+    """
+    return {
         "clip_share": judged.clip_share,
         "threshold": judged.threshold,
         "median_coefficient": judged.median_coefficient,
         "median_norm": judged.median_norm,
         "max_norm": judged.max_norm,
         "spike_share": judged.spike_share,
+        "drift": drift_ratio(usable_norms(record)),
+        "lock_in_share": lock_in_share(record),
         "final_loss": judged.final_loss,
         "best_loss": judged.best_loss,
         "overhead_share": judged.overhead_share,
     }
-    rounded = {key: None if value is None else f"{value:.4g}" for key, value in numbers.items()}
-    counts = {
+
+
+def counts_of(judged: Verdict) -> dict[str, int]:
+    """Return the numbers of steps of a run under the names that ``--text``, ``--json`` and ``--fail-on`` share.
+
+    Args:
+        judged: The verdict on the run.
+    """
+    return {
         "steps": judged.steps,
-        "nonfinite_steps": judged.nonfinite_steps,
+        "taken_steps": judged.taken_steps,
         "skipped_steps": judged.skipped_steps,
         "skipped_spikes": judged.skipped_spikes,
-        "events": len(record.events),
+        "nonfinite_steps": judged.nonfinite_steps,
+        "faulty_steps": judged.faulty_steps,
     }
-    counts |= {} if judged.recovery is None else asdict(judged.recovery)
-    return {"verdict": judged.sentence, "regime": judged.regime} | counts | rounded
+
+
+def _facts(record: Record, judged: Verdict) -> dict[str, Any]:
+    rounded = {key: None if value is None else f"{value:.4g}" for key, value in numbers_of(record, judged).items()}
+    recovery = {} if judged.recovery is None else asdict(judged.recovery)
+    said = {"verdict": judged.sentence, "regime": judged.regime}
+    return said | counts_of(judged) | {"events": len(record.events)} | recovery | rounded
 
 
 def _advice(record: Record, recommendation: Recommendation, optimizer: str = "") -> dict[str, Any]:
@@ -254,6 +282,15 @@ def _advice(record: Record, recommendation: Recommendation, optimizer: str = "")
         "headline": recommendation.headline,
         "reason": "several optimizers, see each" if recommendation.parts else recommendation.reason,
         "command": None if recommendation.rule is None else command(record, recommendation.rule, optimizer),
+    }
+
+
+def _diagnosed(diagnosis: Diagnosis) -> dict[str, Any]:
+    return {
+        "diagnosis": diagnosis.cause.key,
+        "certainty": diagnosis.cause.certainty,
+        "sentence": diagnosis.sentence,
+        "advice": diagnosis.cause.advice,
     }
 
 
@@ -271,7 +308,8 @@ def _found(findings: Sequence[Shown]) -> dict[str, str]:
 
 def _of_optimizer(index: int | None, label: str, record: Record) -> dict[str, Any]:
     judged, recommendation = verdict(record), recommend(record)
-    facts = {"name": label} | _facts(record, judged) | _advice(record, recommendation, label)
+    facts = {"name": label} | _diagnosed(diagnose(record)) | _facts(record, judged)
+    facts |= _advice(record, recommendation, label)
     prefix = "optimizer_other" if index is None else f"optimizer_{index}"
     return {f"{prefix}_{key}": value for key, value in facts.items() if key != "events"}
 
