@@ -330,8 +330,8 @@ def test_what_is_usual_is_the_recent_past():
 
 @pytest.mark.parametrize(
     ("places", "period"),
-    [([39, 79, 119, 159], 40), ([39, 79, 81, 119, 159, 199], 40), ([10, 20, 31, 40, 55], None), ([5, 9], None), ([], None),
-     ([50, 150, 250, 350, 352], 100)],
+    [([39, 79, 119, 159], 40), ([39, 79, 81, 119, 159, 199], 40), ([10, 20, 31, 40, 55], None), ([5, 9], None),
+     ([], None), ([50, 150, 250, 350, 352], 100)],
 )  # fmt: skip
 def test_periods(places, period):
     assert period_of(places) == period

@@ -178,7 +178,7 @@ def _recommended(path: Path) -> str:
 
 
 def _followed(clip: str, folder: Path, typed: list[str]) -> dict[str, Any] | None:
-    """What is known of the run that this one follows: the record that ``--clip from=`` names, or the last of the script.
+    """What is known of the run that this one follows: that of the record of ``--clip from=``, or the script's last one.
 
     The last one is looked for among the folders beside that of the new record, and is read while it is short.
     """

@@ -68,8 +68,8 @@ def recommend(record: Record) -> Recommendation:
     several optimizers                       unknown   a decision for each
     =======================================  ========  =================================================================
 
-    **Guarantees**: nothing is kept, and nothing left alone, beside a cause that is not ``"healthy"``; a run with an error
-    among its findings is not healthy (`diagnose`).
+    **Guarantees**: nothing is kept, and nothing left alone, beside a cause that is not ``"healthy"``; a run with an
+    error among its findings is not healthy (`diagnose`).
 
     Args:
         record: The record of a run, clipped or not.

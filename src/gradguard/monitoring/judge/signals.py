@@ -7,7 +7,7 @@ not. Losses and norms are followed by medians, which single steps do not move.
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -131,8 +131,8 @@ class Signals:
         found: What health finds of it.
 
     Attributes:
-        takes_turns: Whether other optimizers step between its steps, so that losses may be of networks that work against
-            each other, and are not judged.
+        takes_turns: Whether other optimizers step between its steps, so that losses may be of networks that work
+            against each other, and are not judged.
     """
 
     def __init__(self, record: Record, found: Sequence[Finding]) -> None:
@@ -327,7 +327,7 @@ class Signals:
 
     @cached_property
     def own(self) -> list[int]:
-        """The places of its parameters in the order of the forward; as the optimizer has them where that is not known."""
+        """The places of its parameters in the order of the forward; as the optimizer has them where none is known."""
         theirs = self._names_of_others()
         places = [place for place, one in enumerate(self.params) if str(one.get("name", "?")) not in theirs]
         known = {place: self.params[place].get("order") for place in places}
@@ -419,11 +419,10 @@ def period_of(places: Sequence[int]) -> int | None:
     if len(places) < 4:
         return None
     gaps = {after - before for k, before in enumerate(places) for after in places[k + 1 : k + 4]}
-    best: Callable[[int], int] = lambda gap: max(_on_grid(places, first, gap) for first in places[:6])
     for gap in sorted(gaps):
         if gap < 3:
             continue
-        on_grid = best(gap)
+        on_grid = max(_on_grid(places, first, gap) for first in places[:6])
         slots = (places[-1] - places[0]) // gap + 1
         if on_grid >= 4 and on_grid >= 0.7 * len(places) and on_grid >= 0.7 * slots:
             return gap
