@@ -50,9 +50,9 @@ class Diagnosis:
 def diagnose(record: Record) -> Diagnosis:
     """Find what is the matter with a run.
 
-    Each cause is looked for by itself (`causes.CAUSES`). They are ranked by one rule: a cause that another one explains,
-    which is at least as sure, stands behind it; then the surest first; then what explains most of what health finds;
-    then the order of `KEYS`. Where nothing is at least likely, the run is well, or too short to say.
+    Each cause is looked for by itself (`causes.CAUSES`). They are ranked by one rule: a cause that another one
+    explains, which is at least as sure, stands behind it; then the surest first; then what explains most of what
+    health finds; then the order of `KEYS`. Where nothing is at least likely, the run is well, or too short to say.
 
     **Guarantees**: a run with an error among its findings is never well; a record always gives the same diagnosis.
 

@@ -213,11 +213,8 @@ class Signals:
         windows = [curve.levels[k : k + needed] for k in range(1, len(curve.levels) - needed + 1)]
         still = any(window and max(window) - min(window) <= wide for window in windows)
         after_start = max(curve.levels[1:3], default=curve.start)
-        return (
-            still
-            and curve.fallen(statistics.median(curve.levels[: len(curve.levels) // 2])) < 0.5
-            or (still and curve.final > 0.7 * after_start)
-        )
+        half = curve.fallen(statistics.median(curve.levels[: len(curve.levels) // 2]))
+        return still and (half < 0.5 or curve.final > 0.7 * after_start)
 
     # --- norms --------------------------------------------------------------------------------------------------------
 

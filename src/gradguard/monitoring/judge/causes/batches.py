@@ -75,7 +75,7 @@ def bad_batches(signals: Signals) -> Cause | None:
 
 
 def _was_lost_before(signals: Signals, place: int) -> bool:
-    """Whether the loss was thrown up before the first leap, and never came below its start: that is the leap's cause."""
+    """Whether the loss was thrown up before the first leap, and never came below its start: not by a batch."""
     curve = signals.curve
     before = [loss for loss in signals.losses[1:place] if loss is not None]
     if curve is None or not before:
@@ -84,7 +84,7 @@ def _was_lost_before(signals: Signals, place: int) -> bool:
 
 
 def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
-    """Whether a clip bound on nearly all of them, and the loss is back at once: then they are hard cases, and not bad."""
+    """Whether a clip bound on nearly all of them, and the loss is back at once: hard cases, and not bad ones."""
     curve = signals.curve
     if sum((signals.coefficients[place] or 1.0) < 1 for place in places) < 0.6 * len(places):
         return False

@@ -165,13 +165,8 @@ def rate_too_low(signals: Signals) -> Cause | None:
     travel, creeps = _travel(signals), _creeps(curve)
     if travel is None or (travel > (SMALL_MOVE if creeps else TINY_MOVE) and not (creeps and _stays(signals, curve))):
         return None
-    words = (
-        f"A step changes the usual weight by {signals.ratio:.1g} of itself, so that all {signals.count:,} steps can have "
-        f"moved it by {100 * travel:.2g} % at most; the loss falls at the end as it did in the beginning."
-        if creeps
-        else f"A step changes the usual weight by {signals.ratio:.1g} of itself, so that all {signals.count:,} steps can "
-        f"have moved it by {100 * travel:.2g} % at most."
-    )
+    moved = f"all {signals.count:,} steps can have moved it by {100 * travel:.2g} % at most"
+    words = f"A step changes the usual weight by {signals.ratio:.1g} of itself, so that {moved}."
     factor = 10.0 if travel > 0.005 else 100.0
     return Cause(
         "rate_too_low",
