@@ -28,6 +28,7 @@ BLOCKS = 20
 _FEWEST_RECENT, _REFRESH = 8, 4  # values before one may leap, and after which it is known anew what is usual
 _LARGEST_LOGARITHM = 700.0
 _NEARLY_ZERO = 3e-3
+_TURNS = 1.0  # of logarithms, between two losses in a row
 _RECENT = 24  # values before a step that say what is usual at that step
 _MAD_TO_SIGMA = 1.4826
 
@@ -153,7 +154,7 @@ class Signals:
         if steps.has_any("amp_scale"):
             searched = [is_search_of_scale(step) for step in steps]
         self.skipped, self.searched = skipped, searched
-        self.losses: list[float | None] = [_finite(loss) for loss in losses]
+        self.losses: list[float | None] = _of_turns([_finite(loss) for loss in losses])
         self.lost_loss = [there and loss is None for loss, there in zip(self.losses, has_loss, strict=True)]
         self.norms: list[float | None] = [_finite(norm) for norm in norms]
         lost_norm = (there and norm is None for norm, there in zip(self.norms, has_norm, strict=True))
@@ -462,6 +463,18 @@ def _limit(recent: Sequence[float], times: float) -> float:
     middle = logs[len(logs) // 2]
     spread = _MAD_TO_SIGMA * sorted([abs(one - middle) for one in logs])[len(logs) // 2]
     return math.exp(min(middle + max(math.log(times), OUTBURST_DEVIATIONS * spread), _LARGEST_LOGARITHM))
+
+
+def _of_turns(losses: list[float | None]) -> list[float | None]:
+    """The losses, or the geometric means of two in a row where two losses of different size take turns."""
+    logs = [math.log(loss) for loss in losses if loss is not None and loss > 0]
+    if len(logs) < max(20, len(losses) // 2):
+        return losses
+    one, two = (statistics.median(abs(b - a) for a, b in zip(logs, logs[lag:], strict=False)) for lag in (1, 2))
+    if one < _TURNS or 2 * two > one:
+        return losses
+    pairs = zip(losses, [losses[1], *losses], strict=False)
+    return [loss if not loss or not other else math.sqrt(abs(loss * other)) for loss, other in pairs]
 
 
 def _finite(value: float | None) -> float | None:
