@@ -701,7 +701,10 @@ def test_a_clip_that_cannot_be_made_stops_the_run(run, monkeypatch, capfd):
         (["run", "--clip", "median=-1", "ok.py"], "a number from 0 to 1e\\+06 after median="),
         (["run", "--clip", "icefall", "ok.py"], "icefall can be replayed, and has no clipper"),
         (["run", "--clip", "from=none.jsonl", "ok.py"], "no record at none.jsonl"),
-        (["run", "--clip", "from=short.jsonl", "ok.py"], "recommends no rule.*1 usable steps.*as in --clip median"),
+        (
+            ["run", "--clip", "from=short.jsonl", "ok.py"],
+            "recommends no rule.*has 1 step, too few.*as in --clip median",
+        ),
         (["run", "--every", "0", "ok.py"], "at least 1"),
         (["run", "--steps", "0", "ok.py"], "--steps 0: expected a number of steps, at least 1"),
         (["run", "--seed", "-1", "ok.py"], "--seed -1: expected a number from 0"),
@@ -779,6 +782,23 @@ def test_clip_from_a_record_uses_its_recommendation(run):
     from gradguard.monitoring.judge.recommend import recommend
 
     assert record.meta["clip"] == recommend(read_record("first.jsonl")).rule
+
+
+def test_a_run_knows_what_the_last_run_of_its_script_was_told(run):
+    """The first one does not move: its learning rate is 0."""
+    from gradguard.monitoring.judge.diagnosis import diagnose
+
+    source = script().replace("range(6)", "range(120)")
+    _, first = run(source.replace("lr=0.1", "lr=0.0"))
+    assert "followed" not in first.meta
+    assert diagnose(first).cause.key == "rate_zero"
+    _, second = run(source.replace("lr=0.1", "lr=0.001"))
+    assert (second.meta["followed"]["cause"], second.meta["followed"]["steps"]) == ("rate_zero", len(first.steps))
+    assert second.dropped == 0
+    assert diagnose(second).sentence.startswith("Against out/run.jsonl, which was found to be sick (rate zero), ")
+    Path("out/run.jsonl").write_text("{")  # one that cannot be read is none to follow
+    _, third = run(source)
+    assert "followed" not in third.meta
 
 
 WRONG = """

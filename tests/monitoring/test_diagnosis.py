@@ -132,7 +132,7 @@ CASES = {
         run(falling(200) + flat(200, 3.0, 0.1), lr=[0.01] * 200 + [1.0] * 200), "rate_decayed",
         "leapt up, at step 200.*from 0.01 to 1"),
     "rate too high, thrown up": (
-        run([2.0, 9.0, 30.0, 12.0] + flat(396, 2.4, 0.05)), "rate_too_high",
+        run([2.0, 9.0, 30.0, 12.0, *flat(396, 2.4, 0.05)]), "rate_too_high",
         r"ends at 2.\d\d, above its start.*by 0.3, from 0.1 to 0.03.*raised the loss from 2.* to 30"),
     "rate too high, Adam without a sign in the norms": (
         run(flat(), lr=0.1, optimizer="Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH, 0.2, grow=8.0)),
@@ -140,7 +140,7 @@ CASES = {
     "bad batches, every 40": (
         run(*with_bad_batches()), "bad_batches", r"every 40 steps: 39, 79, 119, 159 ….*Until then, clip at 1\.\d"),
     "a batch that broke the run": (
-        run(falling(100) + [300.0, 9000.0, 40.0, 700.0] + flat(296, 50.0), calm(100) + [900.0] + calm(299)),
+        run([*falling(100), 300.0, 9000.0, 40.0, 700.0, *flat(296, 50.0)], [*calm(100), 900.0, *calm(299)]),
         "bad_batches", "first on step 100"),
     "NaN out of nothing": (lost(run(falling())), "nonfinite_data", "step 250, out of nothing.*docs/nan.md"),
     "NaN in the data": (
@@ -161,6 +161,10 @@ CASES = {
     "clip below eps": (
         clipped(1e-7, flat(), "Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH)), "clip_starves",
         "The clip at 1e-07 starves.*drowns in eps, 1e-08.*Raise the threshold to 1"),
+    "one module a billion times the others, Adam": (
+        clipped(1.0, flat(), "Adam", norms=[1e9 * x for x in calm()], eps=1e-8, meta=FLAT_META,
+                tensors=lines([0.1] * 9 + [1e9])),
+        "clip_starves", "The clip at 1.0 starves"),
     "clip that is the rate": (
         clipped(0.01, [2.0 - i / 2000 for i in range(COUNT)]), "clip_starves", "multiplies the learning rate by 0.01"),
     "clip on scaled gradients": (scaled(), "clip_before_unscale", r"scaler.unscale_\(optimizer\) before the clip"),
@@ -171,7 +175,7 @@ CASES = {
     "gradients kept": (
         run(falling(), kept_gradients=True), "accumulation", r"Call optimizer.zero_grad\(\) once for each step"),
     "micro-batches summed": (
-        run([2.0, 5.0, 20.0] + flat(397, 3.0), backwards=8), "accumulation", r"\(loss / 8\).backward"),
+        run([2.0, 5.0, 20.0, *flat(397, 3.0)], backwards=8), "accumulation", r"\(loss / 8\).backward"),
     "another model's optimizer": (
         make_record(
             meta={"t": "meta", "optimizers": ["SGD"], "leaves": 6, "params": [{"name": "a", "shape": [2], "numel": 2}]},
@@ -203,7 +207,7 @@ CASES = {
         run(falling(), optimizer="Adam", eps=1e-8, meta=FLAT_META, tensors=lines([1e-12] * 6 + [0.1] * 4)), "vanishing",
         "below layers.6.weight.*eps is 1e-08"),
     "exploding along depth": (
-        run([900.0] + flat(399), [2e5] * COUNT, meta=FLAT_META, tensors=lines(DEPTH[::-1])), "exploding_depth",
+        run([900.0, *flat(399)], [2e5] * COUNT, meta=FLAT_META, tensors=lines(DEPTH[::-1])), "exploding_depth",
         "smaller gain.*each layer down"),
     "exploding through time": (
         run(flat(), [0.5 if i % 3 else 80.0 for i in range(COUNT)], top=[1, 0.9],
@@ -330,8 +334,8 @@ def test_what_is_usual_is_the_recent_past():
 
 @pytest.mark.parametrize(
     ("places", "period"),
-    [([39, 79, 119, 159], 40), ([39, 79, 81, 119, 159, 199], 40), ([10, 20, 31, 40, 55], None), ([5, 9], None), ([], None),
-     ([50, 150, 250, 350, 352], 100)],
+    [([39, 79, 119, 159], 40), ([39, 79, 81, 119, 159, 199], 40), ([10, 20, 31, 40, 55], None), ([5, 9], None),
+     ([], None), ([50, 150, 250, 350, 352], 100)],
 )  # fmt: skip
 def test_periods(places, period):
     assert period_of(places) == period

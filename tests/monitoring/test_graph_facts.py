@@ -34,8 +34,8 @@ def test_parameters_stand_in_the_order_of_the_forward_and_not_of_the_list():
 
 def test_a_recurrent_weight_has_many_uses():
     rnn = nn.RNN(3, 5, batch_first=True)
-    uses = {name: facts.get("uses", 1) for (name, _), facts in zip(
-        rnn.named_parameters(), read(rnn(torch.ones(2, 7, 3))[0].sum()).of(list(rnn.parameters())), strict=True)}  # fmt: skip
+    facts = read(rnn(torch.ones(2, 7, 3))[0].sum()).of(list(rnn.parameters()))
+    uses = {name: one.get("uses", 1) for (name, _), one in zip(rnn.named_parameters(), facts, strict=True)}
     assert uses["weight_hh_l0"] == 7
 
 

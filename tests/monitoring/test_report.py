@@ -13,8 +13,8 @@ from synthetic import changed, log_normal, make_record, steps_of, wide_meta, wri
 
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.files import writing
-from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.diagnosis import diagnose
+from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.replay import what_if
 from gradguard.monitoring.judge.verdict import verdict

@@ -178,10 +178,8 @@ def _recommended(path: Path) -> str:
 
 
 def _followed(clip: str, folder: Path, typed: list[str]) -> dict[str, Any] | None:
-    """What is known of the run that this one follows: the record that ``--clip from=`` names, or the last of the script.
-
-    The last one is looked for among the folders beside that of the new record, and is read while it is short.
-    """
+    # The run that this one follows is that of the record of --clip from=, or the last of the script in the folders
+    # beside that of the new record; a long record is not read.
     name, _, named = clip.partition("=")
     try:
         path = Path(named) if name == "from" else _last_record(folder, typed)

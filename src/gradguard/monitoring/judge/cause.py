@@ -57,15 +57,17 @@ EXPLAINS: Mapping[str, frozenset[str]] = {
          "exploding_depth", "nonfinite_growth")
     ),
     "exploding_time": frozenset(
-        (*_DIVERGES, "rate_too_high", "bad_batches", "corrupt_gradient", "nonfinite_growth", "dominating_layer", "drift",
-         "nonfinite")
+        (*_DIVERGES, "rate_too_high", "bad_batches", "corrupt_gradient", "nonfinite_growth", "dominating_layer",
+         "drift", "nonfinite")
     ),
     "exploding_depth": frozenset(
         (*_DIVERGES, "rate_too_high", "dominating_layer", "nonfinite_growth", "bad_batches", "drift", "nonfinite")
     ),
     "vanishing": frozenset((*_STANDS_STILL, *_FALLS_BEHIND, "update_ratio", "rate_too_high")),
     "not_started": frozenset((*_STANDS_STILL, "no_gradient")),
-    "rate_decayed": frozenset((*_DIVERGES, "rate_too_high", "rate_too_low", "not_started", "repeated_batches", "data_shift", "bad_batches")),
+    "rate_decayed": frozenset(
+        (*_DIVERGES, "rate_too_high", "rate_too_low", "not_started", "repeated_batches", "data_shift", "bad_batches")
+    ),
     "drift": frozenset(
         (*_DIVERGES, *_CLIPS, "nonfinite_growth", "nonfinite", "rate_too_high", "data_shift")
     ),

@@ -50,11 +50,11 @@ class Diagnosis:
 def diagnose(record: Record) -> Diagnosis:
     """Find what is the matter with a run.
 
-    Each cause is looked for by itself (`causes.CAUSES`). They are ranked by one rule: the surest first; a cause that another
-    one explains, which is at least as sure, behind that; then what explains most of what health finds; then the order of
-    `KEYS`. Where nothing is at least likely, the run is well, or too short to say.
+    Each cause is looked for by itself (`causes.CAUSES`). They are ranked by one rule: a cause that another one
+    explains, which is at least as sure, stands behind it; then the surest first; then what explains most of what
+    health finds; then the order of `KEYS`. Where nothing is at least likely, the run is well, or too short to say.
 
-    **Guarantees**: a run with an error among its findings is never well; the same record always gives the same diagnosis.
+    **Guarantees**: a run with an error among its findings is never well; a record always gives the same diagnosis.
 
     **Edge cases**: each of several optimizers is judged by its own steps, and the gravest cause of all leads; losses of
     optimizers that take turns are not judged, since those of networks that work against each other mean no progress.

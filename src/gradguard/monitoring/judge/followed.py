@@ -1,4 +1,4 @@
-"""Whether what an earlier run was told has helped: the loss of the run that followed, against that of the one before."""
+"""Whether what an earlier run was told has helped: the loss of the run that followed, against that one's."""
 
 import math
 import statistics
@@ -8,9 +8,6 @@ from gradguard.monitoring.judge.cause import Cause
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import Signals
 from gradguard.monitoring.record.file import Record
-
-SAME_RATE = 1.5
-"""Two learning rates are one where they differ by less than this factor."""
 
 
 def facts_of(record: Record, cause: Cause, rule: str | None) -> dict[str, Any]:

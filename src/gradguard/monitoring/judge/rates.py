@@ -6,8 +6,8 @@ from gradguard.monitoring.judge.numbers import plain_threshold
 from gradguard.monitoring.judge.signals import Signals
 
 LESS_RATE, LESS_NORM = 0.3, 0.1
-"""Of the learning rate, and of the first norms as a threshold. Their product bounds a step; small gradients move more by
-a higher rate and a lower threshold."""
+"""Of the learning rate, and of the first norms as a threshold. Their product bounds a step; small gradients move more
+by a higher rate and a lower threshold."""
 
 LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE = 0.1, 0.3
 """With an optimizer that cancels a scale only the rate makes steps shorter."""

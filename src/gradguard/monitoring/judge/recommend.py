@@ -1,5 +1,6 @@
 """The decision that follows from a diagnosis: keep the clip, a constant, nothing, or fix something first."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -68,8 +69,8 @@ def recommend(record: Record) -> Recommendation:
     several optimizers                       unknown   a decision for each
     =======================================  ========  =================================================================
 
-    **Guarantees**: nothing is kept, and nothing left alone, beside a cause that is not ``"healthy"``; a run with an error
-    among its findings is not healthy (`diagnose`).
+    **Guarantees**: nothing is kept, and nothing left alone, beside a cause that is not ``"healthy"``; a run with an
+    error among its findings is not healthy (`diagnose`).
 
     Args:
         record: The record of a run, clipped or not.
@@ -102,7 +103,7 @@ def _decide(record: Record, diagnosis: Diagnosis) -> Recommendation:
     cause, norms = diagnosis.cause, usable_norms(record)
     if cause.key == "healthy":
         return _for_healthy(record, norms)
-    threshold = cause.threshold
+    threshold = cause.threshold if (cause.threshold or 0.0) >= sys.float_info.min else None
     rule = None if threshold is None else f"norm={plain_threshold(threshold)}"
     kind = "unknown" if cause.key == "unknown" else "fix"
     if cause.key in CLIPPED_FIRST and threshold is not None:

@@ -7,7 +7,7 @@ not. Losses and norms are followed by medians, which single steps do not move.
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -28,6 +28,7 @@ BLOCKS = 20
 _FEWEST_RECENT, _REFRESH = 8, 4  # values before one may leap, and after which it is known anew what is usual
 _LARGEST_LOGARITHM = 700.0
 _NEARLY_ZERO = 3e-3
+_TURNS = 1.0  # of logarithms, between two losses in a row
 _RECENT = 24  # values before a step that say what is usual at that step
 _MAD_TO_SIGMA = 1.4826
 
@@ -131,8 +132,8 @@ class Signals:
         found: What health finds of it.
 
     Attributes:
-        takes_turns: Whether other optimizers step between its steps, so that losses may be of networks that work against
-            each other, and are not judged.
+        takes_turns: Whether other optimizers step between its steps, so that losses may be of networks that work
+            against each other, and are not judged.
     """
 
     def __init__(self, record: Record, found: Sequence[Finding]) -> None:
@@ -153,7 +154,7 @@ class Signals:
         if steps.has_any("amp_scale"):
             searched = [is_search_of_scale(step) for step in steps]
         self.skipped, self.searched = skipped, searched
-        self.losses: list[float | None] = [_finite(loss) for loss in losses]
+        self.losses: list[float | None] = _of_turns([_finite(loss) for loss in losses])
         self.lost_loss = [there and loss is None for loss, there in zip(self.losses, has_loss, strict=True)]
         self.norms: list[float | None] = [_finite(norm) for norm in norms]
         lost_norm = (there and norm is None for norm, there in zip(self.norms, has_norm, strict=True))
@@ -213,11 +214,8 @@ class Signals:
         windows = [curve.levels[k : k + needed] for k in range(1, len(curve.levels) - needed + 1)]
         still = any(window and max(window) - min(window) <= wide for window in windows)
         after_start = max(curve.levels[1:3], default=curve.start)
-        return (
-            still
-            and curve.fallen(statistics.median(curve.levels[: len(curve.levels) // 2])) < 0.5
-            or (still and curve.final > 0.7 * after_start)
-        )
+        half = curve.fallen(statistics.median(curve.levels[: len(curve.levels) // 2]))
+        return still and (half < 0.5 or curve.final > 0.7 * after_start)
 
     # --- norms --------------------------------------------------------------------------------------------------------
 
@@ -327,7 +325,7 @@ class Signals:
 
     @cached_property
     def own(self) -> list[int]:
-        """The places of its parameters in the order of the forward; as the optimizer has them where that is not known."""
+        """The places of its parameters in the order of the forward; as the optimizer has them where none is known."""
         theirs = self._names_of_others()
         places = [place for place, one in enumerate(self.params) if str(one.get("name", "?")) not in theirs]
         known = {place: self.params[place].get("order") for place in places}
@@ -419,11 +417,10 @@ def period_of(places: Sequence[int]) -> int | None:
     if len(places) < 4:
         return None
     gaps = {after - before for k, before in enumerate(places) for after in places[k + 1 : k + 4]}
-    best: Callable[[int], int] = lambda gap: max(_on_grid(places, first, gap) for first in places[:6])
     for gap in sorted(gaps):
         if gap < 3:
             continue
-        on_grid = best(gap)
+        on_grid = max(_on_grid(places, first, gap) for first in places[:6])
         slots = (places[-1] - places[0]) // gap + 1
         if on_grid >= 4 and on_grid >= 0.7 * len(places) and on_grid >= 0.7 * slots:
             return gap
@@ -466,6 +463,18 @@ def _limit(recent: Sequence[float], times: float) -> float:
     middle = logs[len(logs) // 2]
     spread = _MAD_TO_SIGMA * sorted([abs(one - middle) for one in logs])[len(logs) // 2]
     return math.exp(min(middle + max(math.log(times), OUTBURST_DEVIATIONS * spread), _LARGEST_LOGARITHM))
+
+
+def _of_turns(losses: list[float | None]) -> list[float | None]:
+    """The losses, or the geometric means of two in a row where two losses of different size take turns."""
+    logs = [math.log(loss) for loss in losses if loss is not None and loss > 0]
+    if len(logs) < max(20, len(losses) // 2):
+        return losses
+    one, two = (statistics.median(abs(b - a) for a, b in zip(logs, logs[lag:], strict=False)) for lag in (1, 2))
+    if one < _TURNS or 2 * two > one:
+        return losses
+    pairs = zip(losses, [losses[1], *losses], strict=False)
+    return [loss if not loss or not other else math.sqrt(abs(loss * other)) for loss, other in pairs]
 
 
 def _finite(value: float | None) -> float | None:

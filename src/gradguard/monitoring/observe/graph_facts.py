@@ -56,7 +56,7 @@ class GraphFacts:
                 self.dtypes.update(_dtypes(node))
 
     def of(self, parameters: Sequence[Tensor]) -> list[dict[str, int]]:
-        """Return of each parameter ``order``, its place in the forward from 0, and ``uses``; of one not reached nothing.
+        """Return of each parameter that was reached ``order``, its place in the forward from 0, and ``uses``.
 
         ``uses``, the number of operations that take it, is left out where it is 1: a recurrent weight has many.
 

@@ -66,8 +66,8 @@ class Schedule:
     """Says which steps are measured in full.
 
     A step is due if it is on schedule (`EVERY`) and all such measurements together stay below `SHARE` of the run's
-    time, or below `FREE` seconds, or if it is one of the `BURST` steps after an alert, which have a budget of the same size; the first burst is
-    never refused.
+    time, or below `FREE` seconds, or if it is one of the `BURST` steps after an alert, which have a budget of the same
+    size; the first burst is never refused.
 
     Args:
         every: Steps between two measurements on schedule; 0 for none, and no bursts.

@@ -270,6 +270,9 @@ def begins_as(path: Path, argv: list[str]) -> bool:
     Args:
         path: The record.
         argv: The script, and perhaps arguments.
+
+    Returns:
+        Whether it is.
     """
     try:
         with open_regular(path) as file:

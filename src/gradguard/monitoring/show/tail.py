@@ -49,11 +49,11 @@ def tail(
     In a terminal it is one view that is redrawn; anywhere else it is a line of text every few seconds, and one for each
     event.
 
-    It opens with what is the matter with the run, and what to do: looked at again every 10 s, or more seldom where a look
-    takes long, while the record is below 16 MiB.
+    It opens with what is the matter with the run, and what to do: looked at again every 10 s, or more seldom where a
+    look takes long, while the record is below 16 MiB.
 
-    **Guarantees**: the record is only read; beside that look each byte of it once, and memory does not grow with the run;
-    the terminal is as it was before, however this ends.
+    **Guarantees**: the record is only read; beside that look each byte of it once, and memory does not grow with the
+    run; the terminal is as it was before, however this ends.
 
     **Edge cases**: a record that is not there yet is waited for; one that another run replaces is followed from its
     new start; a run that writes nothing for long is said to, with since when, and is still followed.

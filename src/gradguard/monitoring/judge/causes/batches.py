@@ -68,20 +68,14 @@ def bad_batches(signals: Signals) -> Cause | None:
         "possible" if _are_harmless(signals, places) else "certain" if period and len(places) >= 5 else "likely",
         f"Some batches are far out, {when}.",
         f"{where}{clip}",
-        (
-            Evidence(
-                (numbers[0], numbers[-1]),
-                words,
-                numbers=(("times", times), *((("period", float(period)),) if period else ())),
-            ),
-        ),
+        (Evidence((numbers[0], numbers[-1]), words, numbers=(("times", times), ("period", float(period or 0)))),),
         ("The learning rate is not the cause: the steps before each of these were calm.",),
         threshold=threshold,
     )
 
 
 def _was_lost_before(signals: Signals, place: int) -> bool:
-    """Whether the loss was thrown up before the first leap and has never come below its start: it is the leap's cause."""
+    """Whether the loss was thrown up before the first leap, and never came below its start: not by a batch."""
     curve = signals.curve
     before = [loss for loss in signals.losses[1:place] if loss is not None]
     if curve is None or not before:
@@ -90,7 +84,7 @@ def _was_lost_before(signals: Signals, place: int) -> bool:
 
 
 def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
-    """Whether a clip bound on nearly all of them, and the loss is back at once: then they are hard cases, and not bad."""
+    """Whether a clip bound on nearly all of them, and the loss is back at once: hard cases, and not bad ones."""
     curve = signals.curve
     if sum((signals.coefficients[place] or 1.0) < 1 for place in places) < 0.6 * len(places):
         return False
@@ -104,23 +98,6 @@ def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
         after = [loss for loss in signals.losses[place + 1 : place + 6] if loss is not None]
         harmed += before is not None and bool(after) and statistics.median(after) > 1.25 * before
     return harmed < 0.4 * len(places)
-
-
-def _was_lost_before(signals: Signals, place: int) -> bool:
-    """Whether the loss was thrown up before the first leap and has never come below its start: it is the leap's cause."""
-    curve = signals.curve
-    before = [loss for loss in signals.losses[1:place] if loss is not None]
-    if curve is None or not before:
-        return False
-    return max(before) > 1.5 * curve.start + 6 * min(curve.noise, curve.start) and curve.best > 0.85 * curve.start > 0
-
-
-def _are_bounded(signals: Signals, places: Sequence[int]) -> bool:
-    """Whether a clip bound on nearly all of them, and the run learns for all that: then it has done what it is for."""
-    curve = signals.curve
-    bound = sum((signals.coefficients[place] or 1.0) < 1 for place in places)
-    harmed = curve is not None and curve.final > curve.best + max(3 * curve.error, 0.25 * abs(curve.best))
-    return bound >= 0.9 * len(places) and not harmed
 
 
 def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:
@@ -179,7 +156,7 @@ def _calm(signals: Signals, places: Sequence[int]) -> float | None:
 
 
 def data_shift(signals: Signals) -> Cause | None:
-    """Return whether the data are others from one step on: losses are at another level at once, and stay or come down."""
+    """Return whether the data are others from one step on: losses are at another level at once, and stay there."""
     if signals.takes_turns or signals.count < 60:
         return None
     place = _level_shift(signals)

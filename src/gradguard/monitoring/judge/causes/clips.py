@@ -52,7 +52,7 @@ def _raise_it(signals: Signals) -> str:
     return (
         "Take the clip away."
         if usual is None
-        else f"Raise the threshold to {plain_threshold(usual)}, which leaves ordinary steps alone, or take the clip away."
+        else f"Raise the threshold to {plain_threshold(usual)}, which leaves ordinary steps alone, or take it away."
     )
 
 

@@ -113,7 +113,7 @@ def exploding_depth(signals: Signals) -> Cause | None:
 
 
 def _explodes_both_ways(signals: Signals) -> Cause | None:
-    """Whether the first gradient of every layer is far larger than its weight: values grow upwards as gradients do down."""
+    """Whether every layer's first gradient is far larger than its weight: values grow upwards as gradients do down."""
     layers = [layer for layer in signals.layers if layer.weights]
     if len(layers) < FEWEST_LAYERS:
         return None

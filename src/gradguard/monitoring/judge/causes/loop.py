@@ -95,7 +95,7 @@ def no_gradient(signals: Signals) -> Cause | None:
         return frozen
     missing, share = _missing(signals)
     if missing:
-        names = tuple(str(signals.params[place].get("name", "?")) for place in missing)
+        names = [str(signals.params[place].get("name", "?")) for place in missing]
         first = min(missing) == 0 or _are_deepest(signals, missing)
         cut = share >= UNUSED_SHARE or (first and len(missing) > 1)
         words = f"{len(names)} of {len(signals.params)} parameters never had a gradient: {named(names)}."
@@ -107,7 +107,7 @@ def no_gradient(signals: Signals) -> Cause | None:
             f"Look between {names[-1]} and the loss for detach(), torch.no_grad(), .data, .item(), or a part of the "
             "model that the forward leaves out. If they are meant to stay as they are, give the optimizer the "
             "others only.",
-            (Evidence(signals.span, words, names, (("share", share),)),),
+            (Evidence(signals.span, words, tuple(names), (("share", share),)),),
             ("No learning rate and no clip changes what has no gradient.",) if cut else (),
         )
     forgotten = signals.finding("gradient_without_optimizer")
@@ -183,7 +183,7 @@ def _missing(signals: Signals) -> tuple[list[int], float]:
 
 
 def _starts_at_zero(signals: Signals) -> bool:
-    """Whether all weights are 0, or what comes out is always the same: no gradient comes through, though nothing is cut."""
+    """Whether all weights are 0, or the loss is always the same: no gradient comes through, though nothing is cut."""
     curve = signals.curve
     if curve is not None and curve.noise == 0 and max(curve.levels) - min(curve.levels) <= 1e-6 * abs(curve.start):
         return True

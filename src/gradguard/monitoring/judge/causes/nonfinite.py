@@ -12,6 +12,7 @@ GROWN = 3.0
 """Norms or losses so many times the recent ones, just before numbers were lost, had grown."""
 
 _BEFORE = 10  # steps in which growth must end
+_LAST = 3  # steps on which numbers that grow are at their largest
 _PAST = 60  # steps before these that say what was usual
 _NEVER_OVERFLOW = ("LogSoftmax", "Softmax")  # what is not finite in their result was so before them
 _SEARCHED_IN_A_ROW = 12  # skips after which a loss scale is no longer searched for
@@ -60,7 +61,7 @@ def _growth(signals: Signals, place: int) -> Evidence | None:
         before = [(k, value) for k, value in enumerate(values[:place]) if value is not None and value > 0]
         if not before:
             continue
-        recent = [value for k, value in before if place - _BEFORE <= k]
+        recent = [value for k, value in before if place - _LAST <= k]
         past = [value for k, value in before if place - _BEFORE - _PAST <= k < place - _BEFORE]
         usual = statistics.median(past) if len(past) >= _BEFORE else min(value for _, value in before[:3])
         if not recent or not usual:
@@ -147,7 +148,7 @@ def _by_growth(signals: Signals, place: int, seen: Evidence, growth: Evidence | 
         "certain" if growth is not None and growth.numbers[0][1] > 10 * GROWN else "likely",
         f"Losses and gradients grew until they were not finite at step {step}.",
         fix.advice,
-        (seen, *([growth] if growth is not None else [])),
+        (seen, *([growth] if growth is not None and growth.numbers[0][1] > 1 else [])),
         ("It is no bad sample and no bad operation: numbers grew step by step before.",),
         rate_factor=fix.factor,
         threshold=fix.threshold,

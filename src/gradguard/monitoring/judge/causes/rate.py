@@ -75,7 +75,7 @@ def _headline(signals: Signals, curve: Curve) -> str:
 
 
 def _jumped(signals: Signals, curve: Curve) -> Evidence | None:
-    """Whether the first steps threw the loss far above its start, and it ended no better than a run that began there."""
+    """Whether the first steps threw the loss far above its start, and it ended no better than it began."""
     if not curve.is_positive:
         return None
     early = [(loss, place) for place, loss in enumerate(signals.losses[:30]) if loss is not None and place]
@@ -165,10 +165,8 @@ def rate_too_low(signals: Signals) -> Cause | None:
     travel, creeps = _travel(signals), _creeps(curve)
     if travel is None or (travel > (SMALL_MOVE if creeps else TINY_MOVE) and not (creeps and _stays(signals, curve))):
         return None
-    words = (
-        f"A step changes the usual weight by {signals.ratio:.1g} of itself, so that all {signals.count:,} steps "
-        f"can have moved it by {100 * travel:.2g} % at most."
-    )
+    moved = f"all {signals.count:,} steps can have moved it by {100 * travel:.2g} % at most"
+    words = f"A step changes the usual weight by {signals.ratio:.1g} of itself, so that {moved}."
     factor = 10.0 if travel > 0.005 else 100.0
     return Cause(
         "rate_too_low",
@@ -196,7 +194,10 @@ def _stays(signals: Signals, curve: Curve) -> bool:
     norms = [norm for norm in signals.norms if norm]
     size = max(1, len(norms) // 5)
     first, last = statistics.median(norms[:size]), statistics.median(norms[-size:])
-    return curve.fallen() < 0.2 and 0.9 * first < last < 1.1 * first
+    is_smooth = curve.noise < 0.005 * abs(curve.start) and all(
+        after < before for before, after in pairwise(curve.levels)
+    )
+    return is_smooth and curve.fallen() < 0.2 and 0.9 * first < last < 1.1 * first
 
 
 def _travel(signals: Signals) -> float | None:
