@@ -7,7 +7,7 @@ than among copies of itself, unless a later step tells, or it is divided by a nu
 cannot say whether that is the user's own constant.
 
 `trial` runs the clipper on a network. `glance` runs the check of the loss alone, on what a network would have
-returned: some thirty times as fast, for cases by the ten thousand. In private training nothing may be told later: there
+returned, which takes less time. In private training nothing may be told later: there
 a batch that gives a sample another gradient than among copies of itself is wrong, whatever it is divided by.
 
 ``python tests/per_sample/generated_losses.py FIRST LAST [REDUCTIONS]`` prints what came of the cases; with ``glance``

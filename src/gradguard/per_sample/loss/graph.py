@@ -569,6 +569,7 @@ def _constant(name: str, node: Node, which: int) -> Constant | None:
     if value == 0:
         return None
     divides = name == "Div"
-    is_tensor = _is_tensor(other)
-    may_be_data = is_tensor or not isinstance(other, Tensor) or not other.is_floating_point()
+    trained = len(node.next_functions) == 2 and node.next_functions[1 - which][0] is not None
+    is_tensor = _is_tensor(other) and not trained  # a weight of a task that is learnt is the user's
+    may_be_data = _is_tensor(other) or not isinstance(other, Tensor) or not other.is_floating_point()
     return Constant(node, 1 / value if divides else value, divides, 1e-9 + 4 * precision, may_be_data, is_tensor)

@@ -571,13 +571,13 @@ def _by(reading: Reading, term: Term, reduction: str) -> LossParts:
 
 def _compared(term: Term, share: Tensor, reduction: str) -> LossParts:
     """Judge a term by each sample's share of a mean."""
+    if term.class_weights and reduction != "token_mean":
+        return LossParts("wrong", _CLASS_WEIGHTS)
     factors = (share if reduction == "sum" else share * len(share)).where(share > 0, math.nan)
     if reduction == "sum" and len(share) > 1:
         return LossParts("wrong", "it is a mean. Use loss_reduction='mean', or a loss that adds samples up", factors)
     if reduction == "token_mean" or _distance(LossParts("right", factors=factors)) <= _CLOSE:
         return LossParts("right", factors=factors)
-    if term.class_weights:
-        return LossParts("wrong", _CLASS_WEIGHTS)
     rows = "labels" if term.labels else "weights of the rows" if not term.even else "rows"
     counts = [f"{count:.4g}" for count in _extremes(term.weights)]
     reason = f"it is a mean over {float(term.weights.sum()):.4g} {rows}, of which samples have {' to '.join(counts)}"
