@@ -20,7 +20,8 @@ from gradguard.monitoring.show.report import json_summary, text_summary
 OF_EACH = [
     "verdict", "diagnosis", "decision", "regime", "steps", "taken_steps", "skipped_steps", "skipped_spikes",
     "nonfinite_steps", "faulty_steps", "recovery", "clip_share", "threshold", "median_coefficient", "median_norm",
-    "max_norm", "spike_share", "drift", "lock_in_share", "final_loss", "best_loss", "overhead_share", "diverged", "clips",
+    "max_norm", "spike_share", "drift", "lock_in_share", "final_loss", "best_loss", "overhead_share",
+    "diverged", "clips",
 ]  # fmt: skip
 KEYS = ["schema", "record", *OF_EACH, "errors", "warnings", "findings", "events", "notes", "optimizers"]
 OF_DECISION = ["kind", "threshold", "rule", "rate_factor", "experiment", "headline", "reason"]
