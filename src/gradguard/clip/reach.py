@@ -1,0 +1,107 @@
+"""How far an optimizer moves the weights for each unit of a gradient, where that is known before it steps."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from gradguard.clip.gradients import Gradients
+from gradguard.distributed.placements import local_part
+from gradguard.tensors.layout import move
+from gradguard.tensors.norms import norm_of_norms, tensor_norms
+
+_CANCELLING = frozenset(
+    ["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop"]
+)
+"""Optimizers of `torch.optim` whose update stays nearly the same when all gradients are multiplied by one number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    r"""The distance that a step moves each parameter, for each unit of the norm of its gradient.
+
+    Attributes:
+        kind: ``"proportional"``, or ``"cancelled"`` where the size of all gradients does not change the update.
+        groups: The parameter group of each parameter, by identity.
+        rates: The distance for each group; empty if ``kind`` is ``"cancelled"``.
+    """
+
+    kind: str
+    groups: Mapping[int, int]
+    rates: Sequence[float | Tensor]
+
+    def longest_gradient(self, grads: Gradients, order: float = 2.0) -> Tensor:
+        r"""Return the norm of gradients that would move the weights by as much as they are long: 0-dim, float64.
+
+        .. math:: \Bigl\lVert \Bigl(\frac{\lVert w_i \rVert}{r_i}\Bigr)_{i:\, r_i > 0} \Bigr\rVert
+
+        With one rate r for all this is :math:`\lVert w \rVert / r`. Infinite if ``kind`` is ``"cancelled"``, if no
+        rate is above 0, and where all weights are 0 or one is not finite: then a share of their length says nothing.
+        Where processes hold parts of the gradients this is one all-reduce, in which all of them take part.
+
+        Args:
+            grads: The gradients, with their parameters.
+            order: The order of the norms.
+        """
+        weights = [local_part(p) if g.numel() else g for p, g in zip(grads.parameters, grads.gradients, strict=True)]
+        if self.kind == "cancelled":
+            return torch.full((), math.inf, dtype=torch.float64, device="cpu")
+        norms = tensor_norms(weights, order)
+        rates = [self.rates[self.groups[id(p)]] if id(p) in self.groups else 0.0 for p in grads.parameters]
+        each = torch.stack([_quotient(norm, rate) for norm, rate in zip(norms.unbind(), rates, strict=True)])
+        total = _total(grads, each, order)
+        return torch.where((total > 0) & total.isfinite(), total, math.inf)
+
+
+def _quotient(norm: Tensor, rate: float | Tensor) -> Tensor:
+    if isinstance(rate, Tensor):
+        rate = move(rate.detach(), norm.device, norm.dtype)
+        return torch.where(rate > 0, norm / rate, 0.0)
+    return norm / rate if rate > 0 else torch.zeros_like(norm)
+
+
+def _total(grads: Gradients, norms: Tensor, order: float) -> Tensor:
+    """The norm over all processes, of what each holds."""
+    part = grads.reduction
+    if part is None:
+        return norm_of_norms(norms, order)
+    if part.classes is None or math.isinf(order):
+        return norm_of_norms(part.add_up((norms, order))[0], order)
+    (joined,), _ = part.measure_classes(part.classes, (part.classes.joined(norms, order), order))
+    return norm_of_norms(joined, order)
+
+
+def reach_of(optimizer: Optimizer, groups: Mapping[int, int]) -> Reach | None:
+    r"""Return the reach of ``optimizer`` with the rates of this step; None where it is not known.
+
+    SGD moves the weights by :math:`\eta g` and, with momentum :math:`\beta` and dampening d, by a sum of earlier
+    gradients besides. Of gradients that do not depend on each other the root of the mean square of its steps is
+
+    .. math:: r = \frac{\eta (1 - d)}{\sqrt{1 - \beta^2}}
+
+    which lies between what it is for gradients that are all alike and for such as turn round on each step.
+
+    Args:
+        optimizer: The optimizer.
+        groups: The parameter group of each of its parameters, by identity.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        rates = [_of_sgd(group) for group in optimizer.param_groups]
+        known = [rate for rate in rates if rate is not None]
+        return Reach("proportional", groups, known) if len(known) == len(rates) else None
+    name = type(optimizer).__name__
+    if name in _CANCELLING and getattr(torch.optim, name, None) is type(optimizer):
+        return Reach("cancelled", groups, ())
+    return None
+
+
+def _of_sgd(group: Mapping[str, Any]) -> float | Tensor | None:
+    momentum = group["momentum"]
+    if not momentum:
+        return group["lr"]
+    left = 1 - momentum**2
+    return group["lr"] * (1 - group["dampening"]) / math.sqrt(left) if left > 0 else None
