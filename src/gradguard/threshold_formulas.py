@@ -152,7 +152,7 @@ UPDATE_PATIENCE = 16
 
 
 def update_bound(ops: Operations, norm: Number, longest: Number, held: Number, share: float) -> tuple[Number, Number]:
-    r"""Return the norm up to which gradients move the weights by no more than is allowed, and ``held`` of the next step.
+    r"""Return the norm up to which gradients move the weights by no more than is allowed, and the next ``held``.
 
     .. math:: c = \frac{\text{share}}{1 + h / 16} \, L
 

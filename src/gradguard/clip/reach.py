@@ -34,27 +34,36 @@ class Reach:
     groups: Mapping[int, int]
     rates: Sequence[float | Tensor]
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether gradients that are longer move the weights further."""
+        return self.kind == "proportional"
+
     def longest_gradient(self, grads: Gradients, order: float = 2.0) -> Tensor:
-        r"""Return the norm of gradients that would move the weights by as much as they are long: 0-dim, float64.
+        r"""Return the norm of gradients that would move the weights by as much as they are long, if it `is_bounded`.
 
         .. math:: \Bigl\lVert \Bigl(\frac{\lVert w_i \rVert}{r_i}\Bigr)_{i:\, r_i > 0} \Bigr\rVert
 
-        With one rate r for all this is :math:`\lVert w \rVert / r`. Infinite if ``kind`` is ``"cancelled"``, if no
-        rate is above 0, and where all weights are 0 or one is not finite: then a share of their length says nothing.
-        Where processes hold parts of the gradients this is one all-reduce, in which all of them take part.
+        With one rate r for all this is :math:`\lVert w \rVert / r`. It is infinite if no rate is above 0, and where all
+        weights are 0 or one is not finite: then a share of their length says nothing. Where processes hold parts of
+        the gradients this is one all-reduce, in which all of them take part. 0-dim, float64.
 
         Args:
             grads: The gradients, with their parameters.
             order: The order of the norms.
         """
         weights = [local_part(p) if g.numel() else g for p, g in zip(grads.parameters, grads.gradients, strict=True)]
-        if self.kind == "cancelled":
-            return torch.full((), math.inf, dtype=torch.float64, device="cpu")
         norms = tensor_norms(weights, order)
-        rates = [self.rates[self.groups[id(p)]] if id(p) in self.groups else 0.0 for p in grads.parameters]
-        each = torch.stack([_quotient(norm, rate) for norm, rate in zip(norms.unbind(), rates, strict=True)])
-        total = _total(grads, each, order)
+        total = _total(grads, self._divided(norms, grads.parameters), order)
         return torch.where((total > 0) & total.isfinite(), total, math.inf)
+
+    def _divided(self, norms: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+        """``norms`` over the rates of their parameters; 0 for one that does not move, or is of another stage."""
+        first = self.rates[0]
+        if all(rate is first or (isinstance(rate, float) and rate == first) for rate in self.rates):
+            return _quotient(norms, first)
+        rates = [self.rates[self.groups[id(p)]] if id(p) in self.groups else 0.0 for p in parameters]
+        return torch.stack([_quotient(norm, rate) for norm, rate in zip(norms.unbind(), rates, strict=True)])
 
 
 def _quotient(norm: Tensor, rate: float | Tensor) -> Tensor:

@@ -149,7 +149,9 @@ class ClipByMedian(ThresholdClipper):
         if reach is None or self.update == torch.inf:
             return self.choose(norm, enters)
         threshold = self._by_norms(norm, enters, 1.0, MEDIAN_START_TIMES_BOUNDED)
-        longest = move(reach.longest_gradient(grads, self.norm_type), norm.device, norm.dtype)
+        longest = torch.full_like(norm, torch.inf)
+        if reach.is_bounded:
+            longest = move(reach.longest_gradient(grads, self.norm_type), norm.device, norm.dtype)
         bound, still_held = update_bound(TENSORS, norm, longest, held, self.update)
         held.copy_(torch.where(enters, still_held, held))
         return threshold.minimum(bound).clamp(max=self.ceiling)
