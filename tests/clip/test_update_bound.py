@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import gradguard as gg
+from gradguard.clip.each_optimizer import ClipEachOptimizer
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.threshold_rules import Median
 
@@ -346,3 +347,18 @@ def test_parameters_that_come_later_are_known():
     expected = Twin(update=0.01).step(optimizer.param_groups)
     optimizer.step()
     assert float(guard.last.threshold) == pytest.approx(expected, rel=1e-9)
+
+
+def test_gradguard_run_knows_the_optimizer_too():
+    model, guarded = network(), network()
+    optimizers = [sgd(one, lr=0.05, momentum=0.9) for one in (model, guarded)]
+    clip = ClipEachOptimizer(lambda: gg.ClipByMedian(update=0.01))
+    guard = gg.Guard(optimizers[1], gg.ClipByMedian(update=0.01))
+    for step in range(6):
+        backward(model, step)
+        backward(guarded, step)
+        event = clip(optimizers[0], list)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(event.threshold, guard.last.threshold)
+        assert bool(guard.last.clipped)

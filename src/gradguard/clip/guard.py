@@ -17,7 +17,7 @@ from gradguard.clip.guard_spikes import SpikeWatch, check_spikes, refuse_other_s
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward, tell_what_has_stepped
 from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.optimizer_proxy import OptimizerProxy, Snapshot
-from gradguard.clip.reach import reach_of
+from gradguard.clip.reach import with_reach
 from gradguard.clip_events import SkipReason, is_heard, tell
 from gradguard.distributed.agreement import largest_of
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
@@ -142,8 +142,6 @@ class Guard:
         self._policy = nonfinite
         self._model, self._model_names = model, names_in(model, optimizer)
         self._parameters: list[Tensor] = []
-        self._group_of: dict[int, int] = {}  # the parameter group of each
-        self._uses_reach = any(leaf.uses_reach for leaf in clipper.leaves())
         self._stages_known = False
         self._tensor_norms = tensor_norms
         self._agreed: tuple[Any, bool] | None = None  # for which reducer, and what
@@ -376,7 +374,6 @@ class Guard:
         if list(map(id, parameters)) == list(map(id, self._parameters)):
             return False
         self._parameters, self._names = parameters, names_of(self.optimizer, self._model_names)
-        self._group_of = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         if self._stages.group is None:
             self.clipper.learn(list(zip(self._names, parameters, strict=True)) if self._model is None else self._model)
         return True
@@ -388,9 +385,7 @@ class Guard:
             self.clipper.learn(ListedParameters(grads, self._model))  # those of all stages
             self._stages_known = True
         grads = asking(grads, self._agree_on_tensor_norms(grads))
-        if self._uses_reach:
-            grads = replace(grads, reach=reach_of(self.optimizer, self._group_of))
-        return self.clipper.compared(grads, self._policy)
+        return self.clipper.compared(with_reach(grads, self.clipper, self.optimizer), self._policy)
 
     def _agree_on_tensor_norms(self, grads: Gradients) -> bool:
         """Whether any process wants the norm of each tensor; asked once, because only then all are sure to answer."""

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from gradguard.clip.clipper import Clipper
 from gradguard.clip.gradients import Gradients
 from gradguard.distributed.placements import local_part
 from gradguard.tensors.layout import move
@@ -26,12 +27,12 @@ class Reach:
 
     Attributes:
         kind: ``"proportional"``, or ``"cancelled"`` where the size of all gradients does not change the update.
-        groups: The parameter group of each parameter, by identity.
-        rates: The distance for each group; empty if ``kind`` is ``"cancelled"``.
+        groups: The optimizer's parameter groups; empty if ``kind`` is ``"cancelled"``.
+        rates: The distance for each of them.
     """
 
     kind: str
-    groups: Mapping[int, int]
+    groups: Sequence[Mapping[str, Any]]
     rates: Sequence[float | Tensor]
 
     @property
@@ -62,7 +63,8 @@ class Reach:
         first = self.rates[0]
         if all(rate is first or (isinstance(rate, float) and rate == first) for rate in self.rates):
             return _quotient(norms, first)
-        rates = [self.rates[self.groups[id(p)]] if id(p) in self.groups else 0.0 for p in parameters]
+        rate_of = {id(p): rate for group, rate in zip(self.groups, self.rates, strict=True) for p in group["params"]}
+        rates = [rate_of.get(id(p), 0.0) for p in parameters]
         return torch.stack([_quotient(norm, rate) for norm, rate in zip(norms.unbind(), rates, strict=True)])
 
 
@@ -84,7 +86,14 @@ def _total(grads: Gradients, norms: Tensor, order: float) -> Tensor:
     return norm_of_norms(joined, order)
 
 
-def reach_of(optimizer: Optimizer, groups: Mapping[int, int]) -> Reach | None:
+def with_reach(grads: Gradients, clipper: Clipper, optimizer: Optimizer) -> Gradients:
+    """Return ``grads``, which are about to be clipped for a step of ``optimizer``, with its reach if a rule uses it."""
+    if any(leaf.uses_reach for leaf in clipper.leaves()):
+        return replace(grads, reach=reach_of(optimizer))
+    return grads
+
+
+def reach_of(optimizer: Optimizer) -> Reach | None:
     r"""Return the reach of ``optimizer`` with the rates of this step; None where it is not known.
 
     SGD moves the weights by :math:`\eta g` and, with momentum :math:`\beta` and dampening d, by a sum of earlier
@@ -96,15 +105,14 @@ def reach_of(optimizer: Optimizer, groups: Mapping[int, int]) -> Reach | None:
 
     Args:
         optimizer: The optimizer.
-        groups: The parameter group of each of its parameters, by identity.
     """
     if isinstance(optimizer, torch.optim.SGD):
         rates = [_of_sgd(group) for group in optimizer.param_groups]
         known = [rate for rate in rates if rate is not None]
-        return Reach("proportional", groups, known) if len(known) == len(rates) else None
+        return Reach("proportional", optimizer.param_groups, known) if len(known) == len(rates) else None
     name = type(optimizer).__name__
     if name in _CANCELLING and getattr(torch.optim, name, None) is type(optimizer):
-        return Reach("cancelled", groups, ())
+        return Reach("cancelled", (), ())
     return None
 
 

@@ -44,8 +44,9 @@ class ClipByMedian(ThresholdClipper):
     a median hardly at all. With ordinary noise nothing is clipped; with the defaults a norm must be at least
     :math:`e^{0.3} = 1.35` times the median, with log-normal noise of 0.15 about 2.5 times.
 
-    Norms alone cannot tell that the first of them is not usual, nor that a learning rate is too high. A `Guard` knows
-    the weights w, the rate :math:`\eta` and the momentum :math:`\beta`, and with them **what a step does**:
+    Norms alone cannot tell that the first of them is not usual, nor that a learning rate is too high. A `Guard` (and
+    ``gradguard run --clip median``) knows the weights w, the rate :math:`\eta` and the momentum :math:`\beta`, and with
+    them **what a step does**:
 
     .. math:: c \le \frac{\text{update}}{1 + h / 16} \, \frac{\lVert w \rVert}{r}, \qquad
               r = \frac{\eta}{\sqrt{1 - \beta^2}}
