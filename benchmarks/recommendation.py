@@ -17,6 +17,7 @@ more quantiles of the recorded norms.
 """
 
 import argparse
+import gc
 import json
 import math
 import shutil
@@ -109,6 +110,7 @@ def watched(kept: Kept, name: str, seed: int) -> tuple[float, Record]:
         if path.exists():
             return kept.loss(name, seed, [None], 1.0, lambda: math.nan), read_record(path)
         written = Path(folder) / "run.jsonl"
+        gc.collect()  # the optimizers of tasks before this one would be in its record
         task = make_task(name, seed)
         with gg.watch(written):
             loss = train(task, lambda place: None)
