@@ -138,6 +138,7 @@ HEALTHY: dict[str, Make] = {
     "sum x 3, 0.001": regression(3, 0.001),
     "sine x 1, 0.05": regression(1, 0.05, truth="sine"),
     "zero head": regression(1, 0.01, zero=True),
+    "linear from zero": regression(1, 0.02, widths=(), zero=True),
     "cnn, batch norm": known.cnn_stable,
     "cnn, restarts": known.cnn_warm_restarts,
     "autoencoder": known.autoencoder,
