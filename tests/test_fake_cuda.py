@@ -95,7 +95,7 @@ def under_sgd(clipper):
     """Decide as a guard of SGD does."""
 
     def act(ps):
-        reach = Reach("proportional", [{"params": ps}], [0.1])
+        reach = Reach([{"params": ps}], [0.1])
         return clipper.decide(replace(gradients_of(None, ps), reach=reach))
 
     return act

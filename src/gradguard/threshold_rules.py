@@ -130,8 +130,7 @@ class Median(Rule):
 
         Args:
             norm: As for `Rule.step`.
-            longest: The norm of gradients that would move the weights by as much as they are long; infinite where the
-                optimizer cancels the size of gradients.
+            longest: The norm of gradients that would move the weights by as much as they are long.
         """
         threshold = self._by_norms(norm, 1.0, MEDIAN_START_TIMES_BOUNDED)
         bound, held = update_bound(PLAIN, norm, longest, self._held, self.update)

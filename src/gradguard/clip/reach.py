@@ -15,33 +15,21 @@ from gradguard.distributed.placements import local_part
 from gradguard.tensors.layout import move
 from gradguard.tensors.norms import norm_of_norms, tensor_norms
 
-_CANCELLING = frozenset(
-    ["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop"]
-)
-"""Optimizers of `torch.optim` whose update stays nearly the same when all gradients are multiplied by one number."""
-
 
 @dataclass(frozen=True, slots=True)
 class Reach:
     r"""The distance that a step moves each parameter, for each unit of the norm of its gradient.
 
     Attributes:
-        kind: ``"proportional"``, or ``"cancelled"`` where the size of all gradients does not change the update.
-        groups: The optimizer's parameter groups; empty if ``kind`` is ``"cancelled"``.
+        groups: The optimizer's parameter groups.
         rates: The distance for each of them.
     """
 
-    kind: str
     groups: Sequence[Mapping[str, Any]]
     rates: Sequence[float | Tensor]
 
-    @property
-    def is_bounded(self) -> bool:
-        """Whether gradients that are longer move the weights further."""
-        return self.kind == "proportional"
-
     def longest_gradient(self, grads: Gradients, order: float = 2.0) -> Tensor:
-        r"""Return the norm of gradients that would move the weights by as much as they are long, if it `is_bounded`.
+        r"""Return the norm of gradients that would move the weights by as much as they are long.
 
         .. math:: \Bigl\lVert \Bigl(\frac{\lVert w_i \rVert}{r_i}\Bigr)_{i:\, r_i > 0} \Bigr\rVert
 
@@ -106,14 +94,11 @@ def reach_of(optimizer: Optimizer) -> Reach | None:
     Args:
         optimizer: The optimizer.
     """
-    if isinstance(optimizer, torch.optim.SGD):
-        rates = [_of_sgd(group) for group in optimizer.param_groups]
-        known = [rate for rate in rates if rate is not None]
-        return Reach("proportional", optimizer.param_groups, known) if len(known) == len(rates) else None
-    name = type(optimizer).__name__
-    if name in _CANCELLING and getattr(torch.optim, name, None) is type(optimizer):
-        return Reach("cancelled", (), ())
-    return None
+    if not isinstance(optimizer, torch.optim.SGD):
+        return None
+    rates = [_of_sgd(group) for group in optimizer.param_groups]
+    known = [rate for rate in rates if rate is not None]
+    return Reach(optimizer.param_groups, known) if len(known) == len(rates) else None
 
 
 def _of_sgd(group: Mapping[str, Any]) -> float | Tensor | None:

@@ -54,18 +54,18 @@ class ClipByMedian(ThresholdClipper):
     for SGD: no step moves the weights by more than ``update``, a tenth, of their norm. h counts the steps on which this
     bound holds; each step on which it does not takes one back. So a run whose rate is too high goes on in steps that
     become shorter, and one that learns at a rate that it bears never meets the bound. Of several rates it is the norm
-    of all :math:`\lVert w_i \rVert / r_i`. Adam and the other optimizers of `torch.optim` that cancel the size of
-    gradients have no such bound. In the first ``warmup`` steps a norm passes, and enters the window, as at most
-    :math:`3 \, e^m`.
+    of all :math:`\lVert w_i \rVert / r_i`. In the
+    first ``warmup`` steps a norm passes, and enters the window, as at most :math:`3 \, e^m`.
 
-    **Without a guard, and with optimizers of which nothing is known,** the start is gentle. For the first ``warmup``
+    **Without a guard, and with other optimizers,** the start is gentle. For the first ``warmup``
     norms, with s the share of them that is over,
 
     .. math:: c = 1.5 \, e^m \, \text{start}^{\,1 - s}
 
     and of the first norm ``start``, a tenth, passes. A norm enters the window as at most :math:`1.5 \, e^m`, so that
     neither a spike nor an explosion becomes usual. To an optimizer that does not cancel a scale this is a warm-up of
-    the learning rate, to one that does it is hardly anything. After it, a rate that is too high is not held.
+    the learning rate. One that does, such as Adam, learns as fast, and first norms that are far above later ones fill
+    its moments less. After the start, a rate that is too high is not held.
 
     **Guarantees.** Those of `ThresholdClipper`. Without a ceiling and a bound on the update, multiplying the loss by a
     constant changes no coefficient. After a lasting rise of any size, the start behind it, the median lets the whole
@@ -91,8 +91,8 @@ class ClipByMedian(ThresholdClipper):
         floor: The least d, at least 0, in units of the logarithm.
         ceiling: A threshold that always holds; None for none.
         norm_type: Order of the norm, above 0 or infinite.
-        start: The share of the first norm that passes, above 0 and at most 1, where nothing is known of the optimizer;
-            1 for no warm-up of the step.
+        start: The share of the first norm that passes, above 0 and at most 1, where no bound on the update is
+            known; 1 for no warm-up of the step.
         update: The share of their norm by which a step may move the weights, above 0, where a guard knows it; None for
             no such bound: then a guard changes nothing.
 
@@ -150,16 +150,14 @@ class ClipByMedian(ThresholdClipper):
         if reach is None or self.update == torch.inf:
             return self.choose(norm, enters)
         threshold = self._by_norms(norm, enters, 1.0, MEDIAN_START_TIMES_BOUNDED)
-        longest = torch.full_like(norm, torch.inf)
-        if reach.is_bounded:
-            longest = move(reach.longest_gradient(grads, self.norm_type), norm.device, norm.dtype)
+        longest = move(reach.longest_gradient(grads, self.norm_type), norm.device, norm.dtype)
         bound, still_held = update_bound(TENSORS, norm, longest, held, self.update)
         held.copy_(torch.where(enters, still_held, held))
         return threshold.minimum(bound).clamp(max=self.ceiling)
 
     def choices(self, grads: Gradients) -> Settings:
         """Return what is known of the optimizer: processes that knew different things would clip differently."""
-        return (f"an update that is {'unknown' if grads.reach is None else grads.reach.kind}",)
+        return ("norms alone" if grads.reach is None else "norms and the update",)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned, also in a version without a bound on the update."""
