@@ -53,7 +53,7 @@ class ClipByMedian(ThresholdClipper):
 
     for SGD: no step moves the weights by more than ``update``, a tenth, of their norm. h counts the steps on which this
     bound holds; each step on which it does not takes one back. So a run whose rate is too high goes on in steps that
-    become shorter, and one that learns at a rate that it bears never meets the bound. Of several rates it is the norm
+    become shorter, and one that learns at a rate that it bears hardly meets the bound. Of several rates it is the norm
     of all :math:`\lVert w_i \rVert / r_i`. In the
     first ``warmup`` steps a norm passes, and enters the window, as at most :math:`3 \, e^m`.
 
