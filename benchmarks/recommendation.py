@@ -1,6 +1,6 @@
 """Is what a record recommends, followed blindly, as good as the best constant? Prints a table.
 
-python benchmarks/recommendation.py [--seeds 5] [--most-seeds 20] [--tasks "gpt spiky" gan] [--processes 2]
+python benchmarks/recommendation.py [--seeds 5] [--most-seeds 20] [--tasks "gpt spiky" gan] [--processes 2] [--keep DIR]
 
 Each task of `recommendation_tasks.py` is run once without a clip, while `gradguard.watch` records it. Then it is run
 again from the same seed under what `recommend` decides for that record, and under each of the constants that people
@@ -11,19 +11,24 @@ five other seeds; elsewhere it is the page's decision. The numbers are held-out 
 as the worst finite one of the task. A task is lost where the mean over the seeds is more than 5 % above that of the
 best constant, or above it with p < 0.05 in a paired t-test. Where runs scatter so much that the standard error of the
 difference is above 2.5 % of the loss, more seeds are run, up to `--most-seeds`. Fresh tasks were written after the
-rules.
+rules. `--keep DIR` keeps each record and each loss: a second call trains only what is not there, so that a benchmark
+that was interrupted goes on, and a changed decision costs only the runs that it changes. `--also p99 max` trains with
+more quantiles of the recorded norms.
 """
 
 import argparse
+import gc
 import json
 import math
+import shutil
 import statistics
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,6 +55,33 @@ T_TWO_SIDED = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262, 15: 2.145, 20:
 ClipperOf = Callable[[int], Clipper | None]
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What has been run already: records, and held-out losses by task, seed, rules and learning rate.
+
+    Attributes:
+        folder: Where it is kept; None for nowhere.
+        also: Quantiles of the recorded norms that are tried besides, such as ``"p99"``; ``"max"`` is the largest.
+    """
+
+    folder: Path | None
+    also: tuple[str, ...] = ()
+
+    def loss(self, name: str, seed: int, rules: Sequence[str | None], rate: float, run: Callable[[], float]) -> float:
+        """The loss of a run that has been made, or of ``run()``."""
+        if self.folder is None:
+            return run()
+        path, key = self.folder / "losses.jsonl", [name, seed, list(rules), rate]
+        for line in path.read_text().splitlines() if path.exists() else ():
+            *found, loss = json.loads(line)
+            if found == key:
+                return loss
+        loss = run()
+        with path.open("a") as file:
+            file.write(json.dumps([*key, loss]) + "\n")
+        return loss
+
+
 def train(task: Task, clipper_of: ClipperOf) -> float:
     clippers = [clipper_of(place) for place in range(len(task.optimizers))]
     places = {id(optimizer): place for place, optimizer in enumerate(task.optimizers)}
@@ -72,28 +104,44 @@ def clipper_of_rule(rule: str | None) -> Clipper | None:
     return gg.ClipByGlobalNorm(float(value)) if name == "norm" else None
 
 
-def watched(name: str, seed: int) -> tuple[float, Record]:
+def watched(kept: Kept, name: str, seed: int) -> tuple[float, Record]:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run.jsonl"
+        path = (kept.folder or Path(folder)) / f"{name}-{seed}.jsonl"
+        if path.exists():
+            return kept.loss(name, seed, [None], 1.0, lambda: math.nan), read_record(path)
+        written = Path(folder) / "run.jsonl"
+        gc.collect()  # the optimizers of tasks before this one would be in its record
         task = make_task(name, seed)
-        with gg.watch(path):
+        with gg.watch(written):
             loss = train(task, lambda place: None)
+        kept.loss(name, seed, [None], 1.0, lambda: loss)
+        part = path.with_suffix(".part")
+        shutil.copy(written, part)
+        part.rename(path)
         return loss, read_record(path)
 
 
-def train_by(name: str, seed: int, parts: Sequence[Recommendation]) -> float:
+def train_by(kept: Kept, name: str, seed: int, parts: Sequence[Recommendation]) -> float:
     """The held-out loss of a run under a decision, or one for each optimizer."""
-    task = make_task(name, seed)
-    task.rate = min((one.rate_factor for one in parts if one.rate_factor), default=1.0)
-    return train(task, lambda place: clipper_of_rule(parts[min(place, len(parts) - 1)].rule))
+    rate = min((one.rate_factor for one in parts if one.rate_factor), default=1.0)
+    return _trained(kept, name, seed, [one.rule for one in parts], rate)
 
 
-def experiment(name: str) -> tuple[str, list[Recommendation]]:
+def _trained(kept: Kept, name: str, seed: int, rules: Sequence[str | None], rate: float = 1.0) -> float:
+    def run() -> float:
+        task = make_task(name, seed)
+        task.rate = rate
+        return train(task, lambda place: clipper_of_rule(rules[min(place, len(rules) - 1)]))
+
+    return kept.loss(name, seed, rules, rate, run)
+
+
+def experiment(kept: Kept, name: str) -> tuple[str, list[Recommendation]]:
     """The winner of what `gradguard tune --metric` tries, with seeds of its own, and of the page's own decision."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for seed in TUNING:
-        _, record = watched(name, seed)
+        _, record = watched(kept, name, seed)
         decision = recommend(record)
         if decision.experiment:
             break
@@ -101,7 +149,7 @@ def experiment(name: str) -> tuple[str, list[Recommendation]]:
         return "", []
     rules = ["none", *candidates(record, got_worse([step["loss"] for step in record.steps if "loss" in step]))]
     tried = {rule: [replace(decision, rule=rule, rate_factor=None)] for rule in rules} | {"page": _parts(decision)}
-    losses = {rule: [train_by(name, seed, one) for seed in TUNING] for rule, one in tried.items()}
+    losses = {rule: [train_by(kept, name, seed, one) for seed in TUNING] for rule, one in tried.items()}
     best = min(tried, key=lambda rule: statistics.fmean(losses[rule]))
     return best, tried[best]
 
@@ -110,22 +158,26 @@ def _parts(decision: Recommendation) -> list[Recommendation]:
     return [one for _, one in decision.parts] or [decision]
 
 
-def one_seed(name: str, seed: int, winner: tuple[str, list[Recommendation]]) -> dict:
+def one_seed(kept: Kept, name: str, seed: int, winner: tuple[str, list[Recommendation]]) -> dict:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    unclipped, record = watched(name, seed)
+    unclipped, record = watched(kept, name, seed)
     losses = {"none": unclipped}
+    norms = sorted(step["norm"] for step in record.steps if step.get("norm"))
+    for label in (*FIXED[1:], *kept.also):
+        threshold = float(label) if label[0].isdigit() else _quantile(norms, label)
+        losses[label] = _trained(kept, name, seed, [f"norm={threshold!r}"])
     decision = recommend(record)
     parts = _parts(decision)
-    norms = sorted(step["norm"] for step in record.steps if step.get("norm"))
-    p90 = norms[int(0.9 * len(norms))]
-    for label, threshold in (("0.1", 0.1), ("1", 1.0), ("5", 5.0), ("p90", p90)):
-        losses[label] = train(make_task(name, seed), lambda place, c=threshold: gg.ClipByGlobalNorm(c))
-    losses["page"] = train_by(name, seed, parts)
+    losses["page"] = train_by(kept, name, seed, parts)
     said = [f"{one.kind} {one.rule or ''}".strip() for one in parts]
     rule, tuned = winner
-    losses["tuned"] = train_by(name, seed, tuned) if rule else losses["page"]
+    losses["tuned"] = train_by(kept, name, seed, tuned) if rule else losses["page"]
     return {"losses": losses, "said": " / ".join(dict.fromkeys(said))}
+
+
+def _quantile(norms: list[float], label: str) -> float:
+    return norms[-1] if label == "max" else norms[int(float(label[1:]) / 100 * len(norms))]
 
 
 def judge(rows: list[dict]) -> dict:
@@ -156,21 +208,31 @@ def main() -> None:
     parser.add_argument("--most-seeds", type=int, default=20)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS))
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--keep", type=Path, help="where records and losses are kept")
+    parser.add_argument("--also", nargs="*", default=[], help="more quantiles of the norms as thresholds")
+    parser.add_argument("--no-experiments", action="store_true", help="leave the column tuned out")
     parser.add_argument("--json", type=Path, help="where all numbers go")
     arguments = parser.parse_args()
+    kept = Kept(arguments.keep, tuple(arguments.also))
+    if kept.folder is not None:
+        kept.folder.mkdir(parents=True, exist_ok=True)
     columns = ("task", "seeds", *FIXED, *FOLLOWED, "page ÷ best", "tuned ÷ best", "decisions", "winner")
     table = Table(*columns, title="held-out loss, mean over the seeds")
     rows: dict[str, list[dict]] = {name: [] for name in arguments.tasks}
     found, open_tasks = {}, list(arguments.tasks)
     with ProcessPoolExecutor(arguments.processes) as pool:
-        winners = dict(zip(open_tasks, pool.map(experiment, open_tasks), strict=True))
+        winners = dict.fromkeys(open_tasks, ("", []))
+        if not arguments.no_experiments:
+            winners = dict(zip(open_tasks, pool.map(partial(experiment, kept), open_tasks), strict=True))
         for name, (rule, _) in winners.items():
             print(name, "winner:", rule, file=sys.stderr)
         while open_tasks:
             begun = len(rows[open_tasks[0]])
             seeds = range(begun, begun + arguments.seeds)
             jobs = [(name, seed, winners[name]) for name in open_tasks for seed in seeds]
-            for (name, seed, _), row in zip(jobs, pool.map(one_seed, *zip(*jobs, strict=True)), strict=True):
+            for (name, seed, _), row in zip(
+                jobs, pool.map(partial(one_seed, kept), *zip(*jobs, strict=True)), strict=True
+            ):
                 rows[name].append(row)
                 losses = {label: float(f"{loss:.3g}") for label, loss in row["losses"].items()}
                 print(name, seed, row["said"], losses, file=sys.stderr)

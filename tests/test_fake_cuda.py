@@ -8,6 +8,7 @@ that all of this holds on a real GPU has not been seen.
 import os
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradguard as gg
 from gradguard.backward_clip import statistics
+from gradguard.clip.gradients import gradients_of
 from gradguard.clip.guard_counts import Counts
 from gradguard.clip.lock_in import LockIn
 from gradguard.clip.optimizer_proxy import OptimizerProxy
+from gradguard.clip.reach import Reach
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.contributions import row_squares
 from gradguard.tensors import host_copy, norms, scaling, units
@@ -88,6 +91,16 @@ def by_name(rule):
 
 
 # Of each: what makes it, and how many kernels each further tensor may cost on one device in float32 and in half.
+def under_sgd(clipper):
+    """Decide as a guard of SGD does."""
+
+    def act(ps):
+        reach = Reach([{"params": ps}], [0.1])
+        return clipper.decide(replace(gradients_of(None, ps), reach=reach))
+
+    return act
+
+
 CALLS = {
     "clip_grad_norm_": (lambda: lambda ps: gg.clip_grad_norm_(ps, 1.0), 0, 1),
     "clip_grad_norm_, tensor": (lambda: lambda ps: gg.clip_grad_norm_(ps, tensor()), 0, 1),
@@ -107,6 +120,7 @@ CALLS = {
     "ClipByValue, lopsided": (lambda: gg.ClipByValue(1.0, -2.0), 4, 4),
     "ClipAdaptive": (lambda: gg.ClipAdaptive(0.01), 5, 5),
     "ClipByMedian": (lambda: gg.ClipByMedian(), 0, 1),
+    "ClipByMedian, what steps do": (lambda: under_sgd(gg.ClipByMedian()), 0, 2),
     "ClipByPreviousNorm": (lambda: step_by_step(gg.ClipByPreviousNorm(1.0)), 2, 2),
     "ZClip": (lambda: gg.ZClip(), 0, 1),
     "AdaGC": (lambda: by_name(gg.AdaGC()), 2, 2),

@@ -141,8 +141,39 @@ MEDIAN_START_TIMES = 1.5
 """Within its start, so many times the median is what a norm is remembered as at most."""
 
 
+MEDIAN_START_TIMES_BOUNDED = 3.0
+"""The same where the update is bounded besides."""
+
+MEDIAN_UPDATE = 0.1
+"""The share of the weights' norm by which a step may move them under `ClipByMedian`."""
+
+UPDATE_PATIENCE = 16
+"""After so many steps on which that bound has held it is half as large."""
+
+
+def update_bound(ops: Operations, norm: Number, longest: Number, held: Number, share: float) -> tuple[Number, Number]:
+    r"""Return the norm up to which gradients move the weights by no more than is allowed, and the next ``held``.
+
+    .. math:: c = \frac{\text{share}}{1 + h / 16} \, L
+
+    h grows by 1 on each step on which the bound holds a gradient, and falls by 1, down to 0, on each other step. So a
+    run whose rate is too high goes on in steps that become shorter, as under a rate that decays like 1/t, and still
+    covers any distance, since the sum of such steps has no limit. A run that needs the bound for a while gets all of it
+    back.
+
+    Args:
+        ops: The operations.
+        norm: The norm of this step.
+        longest: L, the norm that would move the weights by as much as they are long; infinite if that is not known.
+        held: h.
+        share: What is allowed at h = 0.
+    """
+    bound = share * longest / (1 + held / UPDATE_PATIENCE)
+    return bound, ops.where(norm > bound, held + 1, ops.within(held - 1, 0.0, math.inf))
+
+
 def median_start(
-    ops: Operations, norm: Number, middle: Number, progress: Number, start: float
+    ops: Operations, norm: Number, middle: Number, progress: Number, start: float, times: float = MEDIAN_START_TIMES
 ) -> tuple[Number, Number]:
     r"""Return `ClipByMedian`'s threshold within its start, and as what this norm is remembered.
 
@@ -152,8 +183,9 @@ def median_start(
         middle: The median of the logarithms so far.
         progress: The share of the start that is over, from 0 to 1.
         start: The share of the first norm that passes.
+        times: How many times the median a norm is remembered as at most.
     """
-    most = ops.where(progress == 0, norm, MEDIAN_START_TIMES * ops.exp(middle))
+    most = ops.where(progress == 0, norm, times * ops.exp(middle))
     return most * ops.exp((1 - progress) * math.log(start)), ops.where(norm < most, norm, most)
 
 

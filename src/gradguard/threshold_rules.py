@@ -17,6 +17,9 @@ from operator import sub
 from gradguard.threshold_formulas import (
     LOCK_IN_WINDOW,
     MEDIAN_START,
+    MEDIAN_START_TIMES,
+    MEDIAN_START_TIMES_BOUNDED,
+    MEDIAN_UPDATE,
     PLAIN,
     coefficient_of,
     fraction_threshold,
@@ -28,6 +31,7 @@ from gradguard.threshold_formulas import (
     per_tensor_average,
     per_tensor_factor,
     pytorch_coefficient,
+    update_bound,
     z_score_bounds,
     z_score_threshold,
 )
@@ -85,12 +89,17 @@ class FixedNorm(Rule):
 class Median(Rule):
     """So many robust deviations above the median of the last log-norms (`ClipByMedian`).
 
+    A record of norms does not tell the weights, so that this is the rule without a guard, or under one with
+    ``update=None``: with its gentle start, and without a bound on the update. `choose_within` is the
+    rule of a guard, for who knows what the steps would do to the weights.
+
     Args:
         deviations: How many.
         window: How many norms are remembered.
         warm_up: For how many norms it starts gently.
         floor: The least deviation.
         start: The share of the first norm that is let through.
+        update: The share of their norm by which a step may move the weights, in `choose_within`.
     """
 
     def __init__(
@@ -100,8 +109,10 @@ class Median(Rule):
         warm_up: int = 32,
         floor: float = 0.05,
         start: float = MEDIAN_START,
+        update: float = MEDIAN_UPDATE,
     ) -> None:
         self.deviations, self.warm_up, self.floor, self.start = deviations, warm_up, floor, start
+        self.update, self._held = update, 0.0
         self._recent: deque[float] = deque(maxlen=window)
         self._ordered: list[float] = []
         self._count = 0
@@ -112,10 +123,25 @@ class Median(Rule):
         Args:
             norm: As for `Rule.step`.
         """
+        return self._by_norms(norm, self.start, MEDIAN_START_TIMES)
+
+    def choose_within(self, norm: float, longest: float) -> float:
+        """Return the threshold under a guard that knows what the step does.
+
+        Args:
+            norm: As for `Rule.step`.
+            longest: The norm of gradients that would move the weights by as much as they are long.
+        """
+        threshold = self._by_norms(norm, 1.0, MEDIAN_START_TIMES_BOUNDED)
+        bound, held = update_bound(PLAIN, norm, longest, self._held, self.update)
+        self._held = held if norm > 0 else self._held
+        return min(threshold, bound)
+
+    def _by_norms(self, norm: float, start: float, times: float) -> float:
         middle = median_of(self._ordered) if self._ordered else 0.0
         progress = self._count / self.warm_up
         if progress < 1:
-            threshold, remembered = median_start(PLAIN, norm, middle, progress, self.start)
+            threshold, remembered = median_start(PLAIN, norm, middle, progress, start, times)
         else:
             deviation = median_distance(self._ordered, middle)
             threshold, remembered = median_threshold(PLAIN, middle, deviation, self.deviations, self.floor), norm

@@ -25,6 +25,7 @@ OTHER = {
         "ceiling": (None, 9.0),
         "norm_type": (2.0, 1.0),
         "start": (0.1, 0.5),
+        "update": (0.1, None),
     },
     "AutoClip": {"percentile": (10.0, 20.0), "window": (None, 7), "strict_paper": (False, True)},
     "ZClip": {

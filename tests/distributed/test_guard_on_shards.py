@@ -24,6 +24,8 @@ OPTIMIZERS = {
 CLIPPERS = {
     "global norm": lambda: gg.ClipByGlobalNorm(0.3),
     "median": lambda: gg.ClipByMedian(k=0.0, warmup=2),
+    "median, what steps do": lambda: gg.ClipByMedian(update=0.003),
+    "median, what steps do, inf": lambda: gg.ClipByMedian(update=0.003, norm_type=math.inf),
     "groups": lambda: gg.Groups(
         {"first": gg.ClipByGlobalNorm(0.2), "*head.*": gg.ClipByNorm(0.1)}, rest=gg.ClipByGlobalNorm(0.3, math.inf)
     ),
@@ -107,6 +109,16 @@ def test_each_step_is_that_of_one_process(pool, way):
 @pytest.mark.parametrize("way", ["FSDP2", "FSDP2 x TP", "DDP"])
 def test_rules_that_remember_and_groups(pool, way, clipper):
     check(pool(4).run(train, way, "SGD", clipper), 2e-5)
+
+
+@pytest.mark.parametrize("way", ["FSDP2 x TP", "HSDP", "TP, sequence", "DDP"])
+def test_a_bound_on_what_steps_do_to_the_weights(pool, way):
+    check(pool(4).run(train, way, "SGD", "median, what steps do"), 2e-5)
+
+
+def test_such_a_bound_in_another_norm(pool):
+    by_rank = pool(4).run(train, "FSDP2", "SGD", "median, what steps do, inf")
+    check([([(None, *told) for _, *told in steps], *rest) for steps, *rest in by_rank], 2e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW, foreach", "AdamW, fused"])

@@ -246,6 +246,9 @@ class Clipper(ABC):
 
     Where processes hold parts of the gradients, they then send each other one number instead of one for each."""
 
+    uses_reach = False
+    """Whether `decide` asks how far the optimizer moves the weights (``grads.reach``)."""
+
     serves_several_guards = False
     """Whether one object may belong to the guards of several optimizers although it remembers."""
 

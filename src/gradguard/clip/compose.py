@@ -190,6 +190,7 @@ def _left(grads: Gradients, gradients: Sequence[Tensor], written: Decision, prod
         grads.names,
         reduction=grads.reduction,
         wants_each=grads.wants_each,
+        reach=grads.reach,
     )
     if written.left is None:
         return after
@@ -197,7 +198,8 @@ def _left(grads: Gradients, gradients: Sequence[Tensor], written: Decision, prod
     known = written.gradients
     classes = known.classes if isinstance(known, MeasuredGradients) else None
     lists = after.parameters, after.gradients, after.positions, after.names
-    return MeasuredGradients(*lists, norms, classes=classes, reduction=grads.reduction, wants_each=grads.wants_each)
+    kept = {"reduction": grads.reduction, "wants_each": grads.wants_each, "reach": grads.reach}
+    return MeasuredGradients(*lists, norms, classes=classes, **kept)
 
 
 def _joined(results: Sequence[ClipResult]) -> ClipResult:

@@ -11,6 +11,7 @@ from gradguard.clip.clipper import Clipper
 from gradguard.clip.gradients import ONE_STAGE, gradients_of
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward
 from gradguard.clip.optimizer_names import names_of
+from gradguard.clip.reach import with_reach
 from gradguard.clip.selection import Selector
 from gradguard.clip_events import ClipEvent
 from gradguard.distributed.wrappers import named_parameters
@@ -49,7 +50,8 @@ class ClipEachOptimizer:
         if is_in_backward():
             refuse_in_backward(clipper, parameters, ONE_STAGE)
         scale = getattr(optimizer, "grad_scale", None)
-        grads = clipper.compared(gradients_of(names, parameters), "propagate")
+        grads = with_reach(gradients_of(names, parameters), clipper, optimizer)
+        grads = clipper.compared(grads, "propagate")
         decision = clipper.decide(grads, 1.0 if scale is None else scale)
         decision.apply()
         return clipper.event_of(grads, decision.result, optimizer)

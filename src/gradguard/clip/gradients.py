@@ -4,7 +4,7 @@ import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from gradguard.tensors.admission import check_admitted, refuse_others
 from gradguard.tensors.layout import are_readable, move
 from gradguard.tensors.nonfinite import refuse_nonfinite
 from gradguard.tensors.norms import norm_of_norms, tensor_norms, total_norm
+
+if TYPE_CHECKING:
+    from gradguard.clip.reach import Reach
 
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
 """One tensor, a module, an iterable of tensors or of ``(name, tensor)`` pairs, or a mapping from name to tensor."""
@@ -40,6 +43,7 @@ class Gradients:
         names: Names of all that the user passed, or ``None`` if they had none.
         reduction: How the norms of the parts add up over processes; None if every process holds all.
         wants_each: Whether the user wants the norm of each, which is sent between processes only then.
+        reach: How far the optimizer's step moves the weights for each unit of a gradient, if that is known.
     """
 
     parameters: Sequence[Tensor]
@@ -48,6 +52,7 @@ class Gradients:
     names: Sequence[str] | None
     reduction: NormReduction | None = field(default=None, kw_only=True)
     wants_each: bool = field(default=False, kw_only=True)
+    reach: "Reach | None" = field(default=None, kw_only=True)
 
     def name(self, index: int) -> str:
         """Return what to call the ``index``-th gradient in a message."""
@@ -355,6 +360,7 @@ class MeasuredGradients(Gradients):
             there=None if self.there is None else _entries(self.there, positions),
             reduction=None if self.reduction is None else self.reduction.of(positions),
             wants_each=self.wants_each,
+            reach=self.reach,
         )
 
     def group(self, number: int, positions: Sequence[int]) -> "MeasuredGradients":
@@ -372,6 +378,7 @@ class MeasuredGradients(Gradients):
             classes=None if self.classes.each[number] else self.classes,
             reduction=None if self.reduction is None else self.reduction.of(positions),
             wants_each=self.wants_each,
+            reach=self.reach,
         )
 
 
@@ -416,6 +423,7 @@ def measured(
         classes=classes,
         reduction=part,
         wants_each=grads.wants_each,
+        reach=grads.reach,
     )
 
 

@@ -17,6 +17,7 @@ from gradguard.clip.guard_spikes import SpikeWatch, check_spikes, refuse_other_s
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward, tell_what_has_stepped
 from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.optimizer_proxy import OptimizerProxy, Snapshot
+from gradguard.clip.reach import with_reach
 from gradguard.clip_events import SkipReason, is_heard, tell
 from gradguard.distributed.agreement import largest_of
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
@@ -387,7 +388,7 @@ class Guard:
             self.clipper.learn(ListedParameters(grads, self._model))  # those of all stages
             self._stages_known = True
         grads = asking(grads, self._agree_on_tensor_norms(grads))
-        return self.clipper.compared(grads, self._policy)
+        return self.clipper.compared(with_reach(grads, self.clipper, self.optimizer), self._policy)
 
     def _agree_on_tensor_norms(self, grads: Gradients) -> bool:
         """Whether any process wants the norm of each tensor; asked once, because only then all are sure to answer."""

@@ -183,6 +183,17 @@ class ThresholdClipper(StatefulClipper):
             enters: Whether it may enter the state, 0-dim bool: decide with `torch.where`, not with ``if``.
         """
 
+    def choose_for(self, grads: Gradients, norm: Tensor, enters: Tensor) -> Tensor:
+        """Return what `choose` returns; a rule that looks at more than the norm says how.
+
+        Args:
+            grads: The gradients, with their parameters.
+            norm: As for `choose`.
+            enters: As for `choose`.
+        """
+        del grads
+        return self.choose(norm, enters)
+
     def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:
         """Return what gradients of ``norm`` are multiplied by."""
         return coefficient_of(TENSORS, norm, threshold)
@@ -198,7 +209,7 @@ class ThresholdClipper(StatefulClipper):
         self._follow(norm.device)
         finite = norm.isfinite()
         enters = torch.ones_like(finite) if self.strict_paper else finite & (norm > 0)
-        threshold = self.choose(norm, enters)
+        threshold = self.choose_for(grads, norm, enters)
         coefficient = self.coefficient(norm, threshold)
         clipped = coefficient < 1
         locked_in = self.lock_in.follow(clipped, threshold, finite)

@@ -1,9 +1,12 @@
 """The recommended automatic rule: a threshold a few robust deviations above the median of recent log-norms."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number, check_threshold
+from gradguard.clip.gradients import Gradients
 from gradguard.clip.thresholds.base import (
     TENSORS,
     ThresholdClipper,
@@ -12,9 +15,20 @@ from gradguard.clip.thresholds.base import (
     empty_history,
     median_of_history,
     push_norm,
+    scalar,
     whole,
 )
-from gradguard.threshold_formulas import MEDIAN_START, median_start, median_threshold
+from gradguard.distributed.settings import Settings
+from gradguard.tensors.layout import move
+from gradguard.threshold_formulas import (
+    MEDIAN_START,
+    MEDIAN_START_TIMES,
+    MEDIAN_START_TIMES_BOUNDED,
+    MEDIAN_UPDATE,
+    median_start,
+    median_threshold,
+    update_bound,
+)
 
 
 class ClipByMedian(ThresholdClipper):
@@ -30,18 +44,33 @@ class ClipByMedian(ThresholdClipper):
     a median hardly at all. With ordinary noise nothing is clipped; with the defaults a norm must be at least
     :math:`e^{0.3} = 1.35` times the median, with log-normal noise of 0.15 about 2.5 times.
 
-    **The start** is gentle, because nothing is usual yet and runs that diverge mostly do it there. For the first
-    ``warmup`` norms, with s the share of them that is over,
+    Norms alone cannot tell that the first of them is not usual, nor that a learning rate is too high. A `Guard` (and
+    ``gradguard run --clip median``) knows the weights w, the rate :math:`\eta` and the momentum :math:`\beta`, and with
+    them **what a step does**:
+
+    .. math:: c \le \frac{\text{update}}{1 + h / 16} \, \frac{\lVert w \rVert}{r}, \qquad
+              r = \frac{\eta}{\sqrt{1 - \beta^2}}
+
+    for SGD: no step moves the weights by more than ``update``, a tenth, of their norm. h counts the steps on which this
+    bound holds; each step on which it does not takes one back. So a run whose rate is too high goes on in steps that
+    become shorter, and one that learns at a rate that it bears hardly meets the bound. Of several rates it is the norm
+    of all :math:`\lVert w_i \rVert / r_i`. In the
+    first ``warmup`` steps a norm passes, and enters the window, as at most :math:`3 \, e^m`.
+
+    **Without a guard, and with other optimizers,** the start is gentle. For the first ``warmup``
+    norms, with s the share of them that is over,
 
     .. math:: c = 1.5 \, e^m \, \text{start}^{\,1 - s}
 
     and of the first norm ``start``, a tenth, passes. A norm enters the window as at most :math:`1.5 \, e^m`, so that
     neither a spike nor an explosion becomes usual. To an optimizer that does not cancel a scale this is a warm-up of
-    the learning rate, to one that does it is hardly anything.
+    the learning rate. One that does, such as Adam, learns as fast, and first norms that are far above later ones fill
+    its moments less. After the start, a rate that is too high is not held.
 
-    **Guarantees.** Those of `ThresholdClipper`. Without a ceiling, multiplying the loss by a constant changes no
-    coefficient. After a lasting rise of any size, the start behind it, the whole gradient passes again within
-    ``window`` + 2 steps.
+    **Guarantees.** Those of `ThresholdClipper`. Without a ceiling and a bound on the update, multiplying the loss by a
+    constant changes no coefficient. After a lasting rise of any size, the start behind it, the median lets the whole
+    gradient pass again within ``window`` + 2 steps. Where processes hold parts of the weights, all of them have the
+    same threshold, bit by bit.
 
     **Edge cases.** Those of `ThresholdClipper`, and
 
@@ -52,16 +81,20 @@ class ClipByMedian(ThresholdClipper):
     norms that rise in the start      are clipped; the rule has followed at the latest ``warmup`` steps after it
     constant norms                    the floor on d holds: c = exp(k·floor) times the norm
     a steady fall of the norm         d includes the trend, so that a spike passes as 3.4 rather than 2.5 times
+    all weights are 0, or lr is 0     no bound on the update in that step
     ================================  ==========================================================================
 
     Args:
         k: How many deviations above the median, at least 0.
         window: How many norms are remembered; 128 to 256 fits.
-        warmup: For how many norms it starts gently, from 1 to ``window``.
+        warmup: How many norms the start has, from 1 to ``window``.
         floor: The least d, at least 0, in units of the logarithm.
         ceiling: A threshold that always holds; None for none.
         norm_type: Order of the norm, above 0 or infinite.
-        start: The share of the first norm that passes, above 0 and at most 1; 1 for no warm-up of the step.
+        start: The share of the first norm that passes, above 0 and at most 1, where no bound on the update is
+            known; 1 for no warm-up of the step.
+        update: The share of their norm by which a step may move the weights, above 0, where a guard knows it; None for
+            no such bound: then a guard changes nothing.
 
     Raises:
         InvalidValueError: If a number is outside its range.
@@ -78,9 +111,13 @@ class ClipByMedian(ThresholdClipper):
         200 became 1.35
 
     Reference:
+        A bound on the update relative to the weights: You, Gitman, Ginsburg (2017), Large batch training of
+        convolutional networks, arXiv 1708.03888, which sets it for each layer and always.
         Median and MAD: Hampel (1974), The influence curve and its role in robust estimation. A median of raw norms as
         the threshold: the optimizer ScaledAdam in icefall, of Yao et al. (2023), Zipformer, arXiv 2310.11230.
     """
+
+    uses_reach = True
 
     def __init__(
         self,
@@ -91,6 +128,7 @@ class ClipByMedian(ThresholdClipper):
         ceiling: float | None = None,
         norm_type: float = 2.0,
         start: float = MEDIAN_START,
+        update: float | None = MEDIAN_UPDATE,
     ) -> None:
         self.k, self.floor = _at_least_0("k", k), _at_least_0("floor", floor)
         self.start = check_number("start", start)
@@ -98,21 +136,45 @@ class ClipByMedian(ThresholdClipper):
         self.window, self.warmup = whole("window", window), whole("warmup", warmup)
         check(warmup <= window, "warmup <= window", lambda: f"warmup={warmup}, window={window}")
         self.ceiling = torch.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
-        super().__init__(norm_type, logarithms=empty_history(self.window), count=counter())
+        self.update = torch.inf if update is None else check_number("update", update)
+        check(self.update > 0, "a number above 0", lambda: f"update={update}")
+        super().__init__(norm_type, logarithms=empty_history(self.window), count=counter(), held=scalar(0.0))
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
         """Return c of the norms so far, and remember this one."""
+        return self._by_norms(norm, enters, self.start, MEDIAN_START_TIMES).clamp(max=self.ceiling)
+
+    def choose_for(self, grads: Gradients, norm: Tensor, enters: Tensor) -> Tensor:
+        """Return c of the norms so far, and of what the step would do to the weights, where that is known."""
+        reach, held = grads.reach, self.state["held"]
+        if reach is None or self.update == torch.inf:
+            return self.choose(norm, enters)
+        threshold = self._by_norms(norm, enters, 1.0, MEDIAN_START_TIMES_BOUNDED)
+        longest = move(reach.longest_gradient(grads, self.norm_type), norm.device, norm.dtype)
+        bound, still_held = update_bound(TENSORS, norm, longest, held, self.update)
+        held.copy_(torch.where(enters, still_held, held))
+        return threshold.minimum(bound).clamp(max=self.ceiling)
+
+    def choices(self, grads: Gradients) -> Settings:
+        """Return what is known of the optimizer: processes that knew different things would clip differently."""
+        return ("norms alone" if grads.reach is None else "norms and the update",)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned, also in a version without a bound on the update."""
+        super().load_state_dict({"held": scalar(0.0), **state_dict})
+
+    def _by_norms(self, norm: Tensor, enters: Tensor, start: float, times: float) -> Tensor:
         logarithms, count = self.state["logarithms"], self.state["count"]
         middle = median_of_history(logarithms.sort().values, count)
         deviations = (logarithms - middle).abs().sort().values
         deviation = median_of_history(deviations, count)
         progress = (count / self.warmup).clamp(max=1).to(norm.dtype)
-        early, remembered = median_start(TENSORS, norm, middle, progress, self.start)
+        early, remembered = median_start(TENSORS, norm, middle, progress, start, times)
         later = median_threshold(TENSORS, middle, deviation, self.k, self.floor)
         threshold = torch.where(progress < 1, early, later)
         threshold = torch.where((count > 0) | enters, threshold, torch.inf)
         push_norm(logarithms, count, torch.where(progress < 1, remembered, norm).log(), enters)
-        return threshold.clamp(max=self.ceiling)
+        return threshold
 
 
 def _at_least_0(name: str, value: float) -> float:

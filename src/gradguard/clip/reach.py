@@ -1,0 +1,109 @@
+"""How far an optimizer moves the weights for each unit of a gradient, where that is known before it steps."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from gradguard.clip.clipper import Clipper
+from gradguard.clip.gradients import Gradients
+from gradguard.distributed.placements import local_part
+from gradguard.tensors.layout import move
+from gradguard.tensors.norms import norm_of_norms, tensor_norms
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    r"""The distance that a step moves each parameter, for each unit of the norm of its gradient.
+
+    Attributes:
+        groups: The optimizer's parameter groups.
+        rates: The distance for each of them.
+    """
+
+    groups: Sequence[Mapping[str, Any]]
+    rates: Sequence[float | Tensor]
+
+    def longest_gradient(self, grads: Gradients, order: float = 2.0) -> Tensor:
+        r"""Return the norm of gradients that would move the weights by as much as they are long.
+
+        .. math:: \Bigl\lVert \Bigl(\frac{\lVert w_i \rVert}{r_i}\Bigr)_{i:\, r_i > 0} \Bigr\rVert
+
+        With one rate r for all this is :math:`\lVert w \rVert / r`. It is infinite if no rate is above 0, and where all
+        weights are 0 or one is not finite: then a share of their length says nothing. Where processes hold parts of
+        the gradients this is one all-reduce, in which all of them take part. 0-dim, float64.
+
+        Args:
+            grads: The gradients, with their parameters.
+            order: The order of the norms.
+        """
+        weights = [local_part(p) if g.numel() else g for p, g in zip(grads.parameters, grads.gradients, strict=True)]
+        norms = tensor_norms(weights, order)
+        total = _total(grads, self._divided(norms, grads.parameters), order)
+        return torch.where((total > 0) & total.isfinite(), total, math.inf)
+
+    def _divided(self, norms: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+        """``norms`` over the rates of their parameters; 0 for one that does not move, or is of another stage."""
+        first = self.rates[0]
+        if all(rate is first or (isinstance(rate, float) and rate == first) for rate in self.rates):
+            return _quotient(norms, first)
+        rate_of = {id(p): rate for group, rate in zip(self.groups, self.rates, strict=True) for p in group["params"]}
+        rates = [rate_of.get(id(p), 0.0) for p in parameters]
+        return torch.stack([_quotient(norm, rate) for norm, rate in zip(norms.unbind(), rates, strict=True)])
+
+
+def _quotient(norm: Tensor, rate: float | Tensor) -> Tensor:
+    if isinstance(rate, Tensor):
+        rate = move(rate.detach(), norm.device, norm.dtype)
+        return torch.where(rate > 0, norm / rate, 0.0)
+    return norm / rate if rate > 0 else torch.zeros_like(norm)
+
+
+def _total(grads: Gradients, norms: Tensor, order: float) -> Tensor:
+    """The norm over all processes, of what each holds."""
+    part = grads.reduction
+    if part is None:
+        return norm_of_norms(norms, order)
+    if part.classes is None or math.isinf(order):
+        return norm_of_norms(part.add_up((norms, order))[0], order)
+    (joined,), _ = part.measure_classes(part.classes, (part.classes.joined(norms, order), order))
+    return norm_of_norms(joined, order)
+
+
+def with_reach(grads: Gradients, clipper: Clipper, optimizer: Optimizer) -> Gradients:
+    """Return ``grads``, which are about to be clipped for a step of ``optimizer``, with its reach if a rule uses it."""
+    if any(leaf.uses_reach for leaf in clipper.leaves()):
+        return replace(grads, reach=reach_of(optimizer))
+    return grads
+
+
+def reach_of(optimizer: Optimizer) -> Reach | None:
+    r"""Return the reach of ``optimizer`` with the rates of this step; None where it is not known.
+
+    SGD moves the weights by :math:`\eta g` and, with momentum :math:`\beta` and dampening d, by a sum of earlier
+    gradients besides. Of gradients that do not depend on each other the root of the mean square of its steps is
+
+    .. math:: r = \frac{\eta (1 - d)}{\sqrt{1 - \beta^2}}
+
+    which lies between what it is for gradients that are all alike and for such as turn round on each step.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return None
+    rates = [_of_sgd(group) for group in optimizer.param_groups]
+    known = [rate for rate in rates if rate is not None]
+    return Reach(optimizer.param_groups, known) if len(known) == len(rates) else None
+
+
+def _of_sgd(group: Mapping[str, Any]) -> float | Tensor | None:
+    momentum = group["momentum"]
+    if not momentum:
+        return group["lr"]
+    left = 1 - momentum**2
+    return group["lr"] * (1 - group["dampening"]) / math.sqrt(left) if left > 0 else None

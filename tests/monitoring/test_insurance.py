@@ -1,0 +1,78 @@
+"""A threshold as insurance: it binds on no calm step, bounds the next spike, and follows the scale of the norms."""
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from gradguard.monitoring.judge.insurance import insurance
+from gradguard.monitoring.record.file import Record
+
+
+def record(norms, optimizer="SGD"):
+    steps = [{"t": "step", "i": i, "norm": norm} for i, norm in enumerate(norms)]
+    return Record(Path("run.jsonl"), {"t": "meta", "optimizers": [optimizer]}, steps, [], [], None, False)
+
+
+def noise(count=400, level=lambda i: 1.0, seed=0):
+    draws = random.Random(seed)
+    return [level(i) * math.exp(draws.gauss(0.0, 0.15)) for i in range(count)]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_calm_step_is_bound_and_the_next_spike_is(optimizer, seed):
+    norms = noise(seed=seed)
+    threshold = insurance(record(norms, optimizer))
+    assert max(norms[40:]) <= threshold <= 1.1 * max(norms[40:])
+    assert threshold < 3  # a spike of ten times the median is cut to a third and less
+
+
+def test_spikes_do_not_raise_it():
+    calm = noise()
+    spiky = [80.0 if i % 90 == 60 else norm for i, norm in enumerate(calm)]
+    assert insurance(record(spiky)) <= insurance(record(calm))
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 7.0, 1e9])
+def test_it_scales_with_the_norms(scale):
+    norms = noise(seed=3)
+    threshold = insurance(record(norms))
+    assert insurance(record([scale * norm for norm in norms])) == pytest.approx(scale * threshold, rel=0.1)
+    assert insurance(record([scale * norm for norm in norms])) >= scale * max(norms[40:])
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize("level", [lambda i: 5 * math.exp(-i / 60), lambda i: 1 + i / 50], ids=["converges", "rises"])
+def test_norms_that_rise_or_converge_have_no_constant(level, optimizer):
+    assert insurance(record(noise(level=level), optimizer)) is None
+
+
+def test_norms_that_fall_somewhat_have_one():
+    norms = noise(level=lambda i: 3 * math.exp(-i / 300))
+    assert insurance(record(norms)) >= max(norms[40:])
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_first_norms_that_fill_the_moments_of_adam_let_all_steps_weigh_the_same(optimizer):
+    norms = noise(level=lambda i: 10.0 if i < 30 else 1.0)
+    threshold = insurance(record(norms, optimizer))
+    share = sum(norm > threshold for norm in norms[40:]) / len(norms[40:])
+    assert (0.8 < share < 0.95) if optimizer == "Adam" else share == 0
+
+
+def test_so_do_spikes():
+    norms = [60.0 if i % 90 == 60 else norm for i, norm in enumerate(noise())]
+    assert insurance(record(norms, "AdamW")) < 0.9
+    assert insurance(record(norms, "SGD")) > 1.2
+
+
+@pytest.mark.parametrize("norms", [[], [None] * 20, [0.0] * 20])
+def test_without_norms_there_is_none(norms):
+    assert insurance(record(norms)) is None
+
+
+def test_one_value_is_its_own_bound():
+    assert insurance(record([0.25] * 300)) == 0.25
+    assert insurance(record([9.96] * 300)) == 10.0
