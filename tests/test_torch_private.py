@@ -46,7 +46,7 @@ def without(monkeypatch, *names):
 
 # Each name that belongs to a module or a class, so that it can be taken away.
 NAMES = {
-    "pop_function_mode": ["torch._C._pop_torch_function_stack"],
+    "pop_function_mode": ["torch._C._len_torch_function_stack"],
     "foreach_norm": ["torch._foreach_norm"],
     "replace_norms": ["torch._foreach_norm"],
     "foreach_mul_": ["torch._foreach_mul_"],

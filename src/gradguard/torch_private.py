@@ -478,7 +478,7 @@ def pop_function_mode(mode: TorchFunctionMode) -> None:
         while torch._C._len_torch_function_stack() and (top := torch._C._pop_torch_function_stack()) is not mode:
             above.append(top)
     except AttributeError:
-        _refuse("noting which functions a forward calls", "torch._C._pop_torch_function_stack")
+        _refuse("noting which functions a forward calls", "torch._C._len_torch_function_stack")
     while above:
         torch._C._push_on_torch_function_stack(above.pop())
 
