@@ -99,9 +99,28 @@ def test_every_decision_can_be_followed(record):
 
 
 @pytest.mark.parametrize("norms", [CALM, HEAVY])
-def test_insurance_leaves_nearly_all_steps_alone(norms):
+def test_what_is_called_insurance_leaves_nearly_all_steps_alone(norms):
     found = recommend(run(norms))
-    assert found.clip_share is None or found.clip_share <= 0.05
+    assert found.clip_share is not None
+    assert ("insurance" in found.headline) == (found.clip_share <= 0.05)
+
+
+def test_a_low_threshold_is_never_called_free():
+    found = recommend(run(HEAVY))
+    assert found.clip_share is not None
+    assert found.clip_share > 0.5
+    assert found.experiment
+    assert "needs no clip" not in found.reason
+    assert "on yours an experiment tells: gradguard tune" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("threshold", "kind", "words"), [(3.0, "keep", "Keep 3.0 as insurance"), (1e6, "constant", "As insurance, clip at")]
+)
+def test_a_clip_that_never_bound_is_kept_where_it_is_insurance(threshold, kind, words):
+    found = recommend(clipped(CALM, threshold))
+    assert found.kind == kind
+    assert words in found.headline
 
 
 @pytest.mark.parametrize("norms", [CALM, SPIKED, HEAVY, falling(SPIKED, 20)])

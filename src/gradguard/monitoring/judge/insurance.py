@@ -38,18 +38,19 @@ def insurance(record: Record) -> float | None:
     the norms, with *outliers*: spikes, and more than 12 times       threshold
     the median of their tenth of the run
     ===============================================================  ===================================================
+    they converge: their median falls below a fifth                  None: a constant would bind at the beginning of the
+                                                                     run, or bound nothing at its end
     the optimizer cancels a scale, and there are outliers, the       the 10th percentile: it binds on most steps, and
     local spread is above 0.25, or the first ones are above 3 times  no large one fills the moments
-    the median; and they do not converge
+    the median
     it does not, and there are outliers and a spread above 0.4       the 25th percentile
-    they rise, or converge (their median falls below a fifth), and   None: a constant would bind at the end of the run,
-    have no outliers                                                 or bound nothing there
+    they rise, and have no outliers                                  None: a constant would bind at the end of the run
     any other                                                        the largest that is no outlier
     ===============================================================  ===================================================
 
-    The last row is insurance. The first two are what trains better on the tasks of `benchmarks/recommendation.py`: an
-    LSTM under Adam whose first norms are ten times the later ones ends at half the loss, and a linear model under noise
-    of infinite variance at a tenth.
+    The last row is insurance. The second and third are what trains better on the tasks of
+    `benchmarks/recommendation.py`: an LSTM under Adam whose first norms are ten times the later ones ends at half the
+    loss, and a linear model under noise of infinite variance at a tenth.
 
     **Guarantees**: never above the largest usable norm, but for rounding up to two digits; multiplying every norm by a
     constant multiplies it by that, to two digits.
@@ -72,13 +73,15 @@ def insurance(record: Record) -> float | None:
     ends, spread = drift_of(record), spread_of(record)
     out = _outliers(norms) | set(spikes_of(record))
     converges = ends is not None and ends[1] < CONVERGED * ends[0]
+    if converges:
+        return None
     if is_scale_free(record):
         uneven = out or spread > UNEVEN_SPREAD or _first(record) > UNEVEN_START * statistics.median(norms)
-        if uneven and not converges:
+        if uneven:
             return _quantile(norms, EVEN)
     elif out and spread > HEAVY_SPREAD:
         return _quantile(norms, WILD)
-    if ends is not None and not out and (converges or ends[1] > ends[0]):
+    if ends is not None and not out and ends[1] > ends[0]:
         return None
     return _rounded_up(max(norm for place, norm in enumerate(norms) if place not in out))
 

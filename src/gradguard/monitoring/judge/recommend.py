@@ -16,6 +16,12 @@ from gradguard.monitoring.record.steps import bound_on, by_optimizer, taken_step
 ENOUGH_STEPS = 200
 """Fewer usable steps say nothing about rare spikes."""
 
+ORDINARY_SHARE = 0.5
+"""A threshold that binds on more of the steps is no insurance: it sets the length of ordinary steps."""
+
+STILL_INSURANCE = 5.0
+"""Times the threshold that would be proposed: a clip up to there bounds the next spike as well."""
+
 CLIPPED_FIRST = ("bad_batches", "exploding_time")
 """Causes that a clip bounds: the decision is a constant, beside what the advice says."""
 
@@ -60,8 +66,10 @@ def recommend(record: Record) -> Recommendation:
     =======================================  ========  =================================================================
     the first cause                          kind      threshold or rule
     =======================================  ========  =================================================================
-    healthy, and a clip of the run's bound   keep      that clip
-    healthy, and a constant is insurance     constant  `insurance`: it does not bind in calm times
+    healthy, and a clip of the run's bound,  keep      that clip
+    or is insurance already
+    healthy, and a constant is insurance     constant  `insurance`: it does not bind in calm times; where norms are
+                                                       uneven, a low one that trains better, with an experiment
     healthy otherwise                        nothing   none
     bad_batches, exploding_time              constant  the norm that leaves ordinary steps alone
     unknown                                  unknown   none
@@ -126,42 +134,58 @@ def _split(cause: Cause) -> tuple[str, str]:
 
 
 def _for_healthy(record: Record, norms: Sequence[float]) -> Recommendation:
-    kept = _of_clip_in_use(record, norms)
+    threshold, drift = insurance(record), drift_of(record)
+    kept = _of_clip_in_use(record, norms, threshold)
     if kept is not None:
         return kept
     if len(norms) < ENOUGH_STEPS:
         why = f"There are {len(norms)} usable steps, and {ENOUGH_STEPS} are needed to know how rare spikes are."
         return Recommendation("unknown", "Record a longer run to choose a threshold.", why, usable_steps=len(norms))
-    threshold, drift = insurance(record), drift_of(record)
     if threshold is None:
         why = "No norm that would have left this run alone is far from bounding it: the norms move too far."
         return Recommendation("nothing", "There is nothing to clip.", why, usable_steps=len(norms), drift=drift)
     text, share = plain_threshold(threshold), sum(norm > threshold for norm in norms) / len(norms)
-    why = (
-        f"The run needs no clip. This one would have bound on {percent(share)} of {len(norms):,} usable steps, "
-        "and bounds "
-        "the next spike."
-    )
-    headline = f"As insurance, clip at {text}."
+    would = f"would have bound on {percent(share)} of {len(norms):,} usable steps"
+    is_insurance = share <= ORDINARY_SHARE
+    if is_insurance:
+        headline = f"As insurance, clip at {text}."
+        why = f"The run needs no clip. This one {would}, and bounds the next spike."
+    else:
+        headline = f"A clip at {text} may train better."
+        why = (
+            f"The run goes well without it. It {would}. With norms as uneven as these so low a threshold trained "
+            f"better on the tasks where it was tried; on yours an experiment tells: {_tune(record)}."
+        )
+    rule = f"norm={text}"
     return Recommendation(
-        "constant", headline, why, threshold, f"norm={text}", None, False, share, len(norms), drift
+        "constant", headline, why, threshold, rule, None, not is_insurance, share, len(norms), drift
     )  # fmt: skip
 
 
-def _of_clip_in_use(record: Record, norms: Sequence[float]) -> Recommendation | None:
-    """The decision on a clip that was in force all along and bound on some steps of a healthy run."""
+def _of_clip_in_use(record: Record, norms: Sequence[float], insured_at: float | None) -> Recommendation | None:
+    """The decision on a clip that was in force all along in a healthy run: one that bound, or that is insurance."""
     rules, taken = set(record.steps.column("rule")), taken_steps(record)
     rule, bound = rules.pop() if len(rules) == 1 else None, bound_on(taken)
-    if rule is None or not any(bound):
+    if rule is None:
         return None
-    share, used = sum(bound) / len(taken), set(record.steps.column("threshold"))
+    share, used = sum(bound) / max(1, len(taken)), set(record.steps.column("threshold"))
     threshold = used.pop() if len(used) == 1 else None
     text = str(rule) if threshold is None else f"{rule}={plain_threshold(threshold)}"
     fixed = threshold if rule == "norm" else None
+    if not share and (fixed is None or insured_at is None or fixed > STILL_INSURANCE * insured_at):
+        return None
     text, spelled = (text, None) if fixed is None else (plain_threshold(fixed), f"norm={plain_threshold(fixed)}")
-    why = f"It bound on {percent(share)} of {len(taken):,} steps, and the run is well with it."
+    headline, why = (
+        f"Keep {text}.",
+        f"It bound on {percent(share)} of {len(taken):,} steps, and the run is well with it.",
+    )
+    if not share:
+        headline, why = (
+            f"Keep {text} as insurance.",
+            f"It never bound in {len(taken):,} steps, and bounds the next spike.",
+        )
     return Recommendation(
-        "keep", f"Keep {text}.", why, fixed, spelled, None, False, share, len(norms), drift_of(record)
+        "keep", headline, why, fixed, spelled, None, False, share, len(norms), drift_of(record)
     )  # fmt: skip
 
 
