@@ -461,8 +461,8 @@ def half_attention(run: Run) -> float:
     def loss_of(query: Tensor, keys: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.float16):
             q, k = to_query(query), to_key(keys)
-            scores = (k * q[:, None] * run.of(1.0, nonfinite_range=3e4)).sum(2)
-        return functional.cross_entropy(scores.float() / run.of(1.0, nonfinite_range=3e4), y)
+            scores = (k * q[:, None] * run.of(1.0, nonfinite_range=2e3)).sum(2)
+        return functional.cross_entropy(scores.float() / run.of(1.0, nonfinite_range=2e3), y)
 
     for _ in range(400):
         loss = loss_of(*draw(48))
@@ -497,7 +497,7 @@ def completion(run: Run) -> float:
         i, j = places[torch.randint(len(places), (256,))].T
         errors = (rows[i] * columns[j]).sum(1) - full[i, j]
         loss = errors.square().sum() / 40
-        loss = loss + run.of(2e-3, drift=-0.9) * (rows.square().sum() + columns.square().sum()) / 40
+        loss = loss + run.of(2e-3, drift=-0.6) * (rows.square().sum() + columns.square().sum()) / 40
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -557,7 +557,7 @@ def wheel_values(run: Run) -> float:
         t = torch.where(torch.rand(32) < 0.7, (s + 1) % 20, (s - 1) % 20)
         with torch.no_grad():
             r = reward[s] + (5.0 if run.has("data_shift") and step >= 350 else 0.0)
-            target = r + run.of(gamma, drift=1.012) * net(features[t]).squeeze(1)
+            target = r + run.of(gamma, drift=1.0) * net(features[t]).squeeze(1)
         loss = (net(features[s]).squeeze(1) - target).square().mean()
         if not run.has("accumulation"):
             optimizer.zero_grad()
