@@ -6,9 +6,1167 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diagnosis_tasks import Run, Tasks, cosine, fixed, held_out, main, mlp, set_rate
+from diagnosis_tasks import Block, Recurrent, Run, Tasks, cosine, fixed, held_out, main, mlp, set_rate
 
 TASKS = Tasks()
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+@TASKS.add("rate_too_low", "data_shift", "accumulation", "rate_zero", floor=0.02)
+def moons(run: Run) -> float:
+    """Two half moons by an MLP with batch norm; Adam, epochs of shuffled slices."""
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        y = torch.randint(2, (count,))
+        angle = torch.rand(count) * math.pi
+        x = torch.stack([angle.cos() + y, angle.sin() * (1 - 2 * y) + 0.3 * y], 1)
+        return x + 0.15 * torch.randn(count, 2), y
+
+    model = nn.Sequential(
+        nn.Linear(2, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2)
+    )
+    rate = run.of(5e-3, rate_too_low=1e-6, rate_zero=0.0) * run.rate
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    if run.has("accumulation"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3 * run.rate)
+    x, y = draw(1600)
+    for epoch in range(8):
+        if run.has("data_shift") and epoch == 5:
+            x, y = x.flip(1) * 2.0, 1 - y
+        for chosen in torch.randperm(1600).split(32):
+            functional.cross_entropy(model(x[chosen]), y[chosen]).backward()
+            optimizer.step()
+            if not run.has("accumulation"):
+                optimizer.zero_grad()
+    return held_out(model, functional.cross_entropy, *draw(2000))
+
+
+@TASKS.add("bad_batches", "accumulation", "clip_starves")
+def rare_class(run: Run) -> float:
+    """One case in thirty is positive; weighted logistic loss, SGD with momentum and weight decay."""
+    truth = torch.randn(12, generator=fixed(run.seed))
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(count, 12)
+        return x, ((x @ truth) + 0.7 * torch.randn(count) > 6.5).float()
+
+    weight = torch.tensor(10.0)
+
+    def loss_fn(logits: Tensor, y: Tensor) -> Tensor:
+        return functional.binary_cross_entropy_with_logits(logits.squeeze(1), y, pos_weight=weight)
+
+    model = mlp(12, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02 * run.rate, momentum=0.9, weight_decay=1e-3)
+    for step in range(400):
+        x, y = draw(64)
+        if run.has("bad_batches") and (step * 7919) % 97 < 4:  # a file whose columns are in other units
+            x = x * 60
+        if step == 0 or not run.has("accumulation"):
+            optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        if run.has("clip_starves"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    return held_out(model, loss_fn, *draw(4000))
+
+
+@TASKS.add("nonfinite_data", "rate_too_high", "clip_starves")
+def cauchy_noise(run: Run) -> float:
+    """A smooth function under Cauchy noise by the mean absolute error; Adam with a decay."""
+
+    def truth(x: Tensor) -> Tensor:
+        return torch.sin(2 * x[:, 0]) + x[:, 1] * x[:, 2]
+
+    model = mlp(3, 48, 48, 1, act=nn.SiLU)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
+    for step in range(400):
+        set_rate(optimizer, run.of(5e-3, rate_too_high=0.5) * cosine(step, 400) * run.rate)
+        x = torch.randn(64, 3)
+        noise = torch.distributions.Cauchy(0.0, 0.3).sample((64,))
+        y = truth(x) + noise
+        if run.has("nonfinite_data") and step == 260:
+            y[5] = float("inf")
+            y = y - y.mean() + truth(x).mean()
+        optimizer.zero_grad()
+        (model(x).squeeze(1) - y).abs().mean().backward()
+        if run.has("clip_starves"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-8)
+        optimizer.step()
+    x = torch.randn(2000, 3)
+    with torch.no_grad():
+        return float((model(x).squeeze(1) - truth(x)).abs().mean())
+
+
+@TASKS.add()
+def weak_signal(run: Run) -> float:
+    """A linear signal under noise ten times as large: the loss hardly falls, and that is all there is; SGD."""
+    truth = torch.randn(8, generator=fixed(run.seed)) / 8**0.5
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * run.rate)
+    for step in range(500):
+        set_rate(optimizer, 0.02 * cosine(step, 500) * run.rate)
+        x = torch.randn(128, 8)
+        y = x @ truth + 3 * torch.randn(128)
+        optimizer.zero_grad()
+        functional.mse_loss(model(x).squeeze(1), y).backward()
+        optimizer.step()
+    x = torch.randn(2000, 8)
+    return held_out(model, lambda out, y: (out.squeeze(1) - y).square().mean(), x, x @ truth) + 9
+
+
+@TASKS.add("rate_decayed", "nonfinite_growth", "rate_too_low", floor=0.004)
+def spline(run: Run) -> float:
+    """The heights of a linear spline's knots, fitted to a noisy curve; SGD with momentum on full batches."""
+    x = torch.rand(400)
+    y = torch.sin(8 * x) * x + 0.1 * torch.randn(400)
+    heights = nn.Parameter(torch.zeros(20))
+
+    def curve(x: Tensor) -> Tensor:
+        place = x * 18.999
+        left = place.long()
+        return heights[left] * (1 - place + left) + heights[left + 1] * (place - left)
+
+    rate = run.of(1.0, nonfinite_growth=60.0, rate_too_low=2e-4) * run.rate
+    optimizer = torch.optim.SGD([heights], lr=rate, momentum=0.8)
+    for step in range(300):
+        if run.has("rate_decayed"):
+            set_rate(optimizer, rate / (1 + step) ** 2)
+        optimizer.zero_grad()
+        (curve(x) - y).square().mean().backward()
+        optimizer.step()
+    fresh = torch.rand(1000)
+    with torch.no_grad():
+        return float((curve(fresh) - torch.sin(8 * fresh) * fresh).square().mean())
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def strokes(count: int) -> tuple[Tensor, Tensor]:
+    """Images of a bright bar at one of four angles, with a place and a length of its own."""
+    y = torch.randint(4, (count,))
+    angle = y * math.pi / 4 + 0.15 * torch.randn(count)
+    grid = torch.linspace(-1, 1, 12)
+    u, v = grid[None, :, None] - 0.3 * torch.randn(count, 1, 1), grid[None, None, :] - 0.3 * torch.randn(count, 1, 1)
+    across = u * angle.cos()[:, None, None] - v * angle.sin()[:, None, None]
+    x = (-((across / 0.2) ** 2)).exp() + 0.35 * torch.randn(count, 12, 12)
+    return x[:, None], y
+
+
+class PatchViT(nn.Module):
+    """A vision transformer on patches of 4 by 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, 24, 4, 4)
+        self.place = nn.Parameter(0.02 * torch.randn(9, 24))
+        self.blocks = nn.Sequential(*[Block(24, 3, causal=False) for _ in range(3)])
+        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 4)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return self.patches(x).flatten(2).transpose(1, 2) + self.place
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(x))).mean(1))
+
+
+@TASKS.add("rate_too_high", "no_gradient", "clip_twice", "rate_zero", floor=0.02)
+def stroke_vit(run: Run) -> float:
+    """A small ViT; AdamW, warm-up, cosine."""
+    model = PatchViT()
+    if run.has("clip_twice"):
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    peak = run.of(2e-3, rate_too_high=0.15, clip_twice=0.05, rate_zero=0.0) * run.rate
+    for step in range(350):
+        set_rate(optimizer, peak * cosine(step, 350, 30))
+        x, y = strokes(32)
+        h = model.embed(x)
+        if run.has("no_gradient"):
+            with torch.no_grad():
+                h = model.blocks(h)
+        else:
+            h = model.blocks(h)
+        loss = functional.cross_entropy(model.head(model.norm(h).mean(1)), y)
+        optimizer.zero_grad()
+        loss.backward()
+        if run.has("clip_twice"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for p in model.parameters():
+                nn.utils.clip_grad_norm_([p], 2e-4)
+        optimizer.step()
+    return held_out(model, functional.cross_entropy, *strokes(1500))
+
+
+@TASKS.add("accumulation", "rate_too_low", "clip_twice", "rate_decayed", floor=0.02)
+def stroke_cnn_accumulated(run: Run) -> float:
+    """A CNN with group norm whose batches are put together of four; SGD with momentum, its own clip."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, 2, 1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.GroupNorm(2, 16), nn.ReLU(),
+        nn.Flatten(), nn.Linear(144, 4),
+    )  # fmt: skip
+    rate = run.of(0.05, rate_too_low=1e-5) * run.rate
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    for step in range(250):
+        if run.has("rate_decayed"):
+            set_rate(optimizer, rate * 0.8**step)
+        if not run.has("accumulation"):
+            optimizer.zero_grad()
+        for _ in range(4):
+            x, y = strokes(12)
+            (functional.cross_entropy(model(x), y) / 4).backward()
+            if run.has("clip_twice"):
+                nn.utils.clip_grad_value_(model.parameters(), 1e-5)
+        if not run.has("accumulation"):
+            nn.utils.clip_grad_norm_(model.parameters(), 2.0)
+        optimizer.step()
+    return held_out(model, functional.cross_entropy, *strokes(1500))
+
+
+@TASKS.add("no_gradient", "rate_too_high", "data_shift", floor=0.02)
+def frozen_stem(run: Run) -> float:
+    """Fine-tuning: filters that are frozen, norms and a head that train; AdamW."""
+    g = torch.Generator().manual_seed(5)
+    angles = torch.arange(8) * math.pi / 8
+    grid = torch.linspace(-1, 1, 5)
+    filters = torch.stack([torch.cos(4 * (grid[:, None] * a.cos() - grid[None] * a.sin())) for a in angles])[:, None]
+    stem = nn.Conv2d(1, 8, 5, padding=2, bias=False)
+    stem.weight = nn.Parameter(filters / 5 + 0.02 * torch.randn(filters.shape, generator=g), requires_grad=False)
+    model = nn.Sequential(stem, nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3), nn.Flatten(), mlp(128, 32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.of(2e-3, rate_too_high=0.6) * run.rate)
+    for step in range(300):
+        x, y = strokes(32)
+        if run.has("data_shift") and step >= 190:
+            y = y * 0
+        loss = functional.cross_entropy(model(x), y)
+        if run.has("no_gradient"):
+            loss = functional.cross_entropy(model(x).detach().requires_grad_(), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return held_out(model, functional.cross_entropy, *strokes(1500))
+
+
+# --- half precision ---------------------------------------------------------------------------------------------------
+
+
+@TASKS.add("clip_before_unscale", "nonfinite_range", floor=0.05)
+def half_stroke_cnn(run: Run) -> float:
+    """A CNN under float16 autocast with a GradScaler; SGD with Nesterov momentum, a clip at 1."""
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * run.rate, momentum=0.9, nesterov=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15)
+    for step in range(300):
+        x, y = strokes(32)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            logits = model(x)
+            if run.has("nonfinite_range") and step > 20:
+                logits = (logits * 90).square().sqrt() * logits.sign() / 90
+            loss = functional.cross_entropy(logits, y)
+        if run.has("nonfinite_range"):
+            loss.backward()
+        else:
+            scaler.scale(loss).backward()
+            if not run.has("clip_before_unscale"):
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if run.has("nonfinite_range"):
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    return held_out(model, functional.cross_entropy, *strokes(1500))
+
+
+@TASKS.add("clip_before_unscale", "nonfinite_range", "accumulation", floor=0.01)
+def half_sums(run: Run) -> float:
+    """The sum of a set of numbers, by a network for each and one for the sum, in float16; SGD with momentum."""
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        x = torch.rand(count, 20, 1)
+        return x, (x.square().sum(1) - 20 / 3) / 1.3
+
+    each, total = mlp(1, 32, 16), mlp(16, 32, 1)
+    parameters = [*each.parameters(), *total.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.03 * run.rate, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=50)
+    unit = run.of(0.2, nonfinite_range=3e4)
+
+    def predict(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return total((each(x) * unit).sum(1) * (0.2 / unit)).float()
+
+    for _ in range(350):
+        x, y = draw(64)
+        loss = functional.mse_loss(predict(x), y)
+        if not run.has("accumulation"):
+            optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if run.has("clip_before_unscale"):
+            nn.utils.clip_grad_norm_(parameters, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    with torch.no_grad():
+        x, y = draw(2000)
+        return float(functional.mse_loss(predict(x), y))
+
+
+@TASKS.add("rate_too_high", "clip_starves", "rate_decayed", "no_gradient")
+def bfloat_copy_lm(run: Run) -> float:
+    """A transformer that learns to repeat what came eight letters before, under bfloat16 autocast; AdamW."""
+    length, letters = 16, 10
+
+    def draw(count: int) -> Tensor:
+        first = torch.randint(letters, (count, length // 2))
+        return torch.cat([first, first], 1)
+
+    embed, place = nn.Embedding(letters, 32), nn.Parameter(0.1 * torch.randn(length, 32))
+    blocks, head = nn.Sequential(Block(32, 4), Block(32, 4)), nn.Linear(32, letters)
+    parameters = [*embed.parameters(), place, *blocks.parameters(), *head.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1.0, betas=(0.9, 0.98))
+
+    def loss_of(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = blocks(embed(x) + place)
+            if run.has("no_gradient"):
+                h = h.data
+            logits = head(h)
+        return functional.cross_entropy(logits[:, 7:-1].flatten(0, 1).float(), x[:, 8:].flatten())
+
+    for step in range(400):
+        shape = 0.5 ** (step / 15) if run.has("rate_decayed") else cosine(step, 400, 25)
+        set_rate(optimizer, run.of(4e-3, rate_too_high=0.3) * shape * run.rate)
+        loss = loss_of(draw(32))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, run.of(1.0, clip_starves=1e-8))
+        optimizer.step()
+    with torch.no_grad():
+        return max(0.05, float(loss_of(draw(300))))
+
+
+# --- sequences --------------------------------------------------------------------------------------------------------
+
+
+def melodies(seed: int):
+    """Series that are sums of two waves, whose frequencies tell the class."""
+    waves = 0.3 + torch.rand(5, 2, generator=fixed(seed)) * 1.5
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        y = torch.randint(5, (count,))
+        t = torch.arange(24.0)[None, :, None]
+        phase = torch.rand(count, 1, 2) * 6.3
+        x = torch.sin(t * waves[y][:, None] + phase).sum(2, keepdim=True)
+        return x + 0.2 * torch.randn_like(x), y
+
+    return draw
+
+
+@TASKS.add("bad_batches", "rate_decayed", "nonfinite_data", "not_started", floor=0.03)
+def melody_gru(run: Run) -> float:
+    """The class of a series by a GRU; Adam, a clip at 5 that hardly ever binds."""
+    draw = melodies(run.seed)
+    model = Recurrent(nn.GRU, 1, 32, 5)
+    if run.has("not_started"):
+        nn.init.zeros_(model.head.weight)
+        with torch.no_grad():
+            for p in model.core.parameters():
+                p.zero_()
+    rate = 1e-2 * run.rate
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    for step in range(350):
+        x, y = draw(32)
+        if run.has("rate_decayed"):
+            set_rate(optimizer, rate * 0.1 ** (step // 30))
+        if run.has("bad_batches") and step % 20 >= 17:
+            x, y = x.flip(1) * 25, y.flip(0)
+        if run.has("nonfinite_data") and step == 111:
+            x = (x - x.mean(1, keepdim=True)) / (x * (torch.arange(32) != 9)[:, None, None]).std(1, keepdim=True)
+        loss = functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        (loss * (30 if run.has("bad_batches") and step % 20 >= 17 else 1)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), run.of(5.0, bad_batches=1e6))
+        optimizer.step()
+    return held_out(model, functional.cross_entropy, *draw(1000))
+
+
+@TASKS.add("no_gradient", "exploding_time", "rate_too_high", floor=0.05)
+def reversing(run: Run) -> float:
+    """Letters to be said backwards: an encoder and a decoder, GRUs, teacher forcing; Adam."""
+    embed, encoder, decoder, head = nn.Embedding(9, 16), nn.GRU(16, 48, batch_first=True), nn.GRU(16, 48, batch_first=True), nn.Linear(48, 8)
+    if run.has("exploding_time"):
+        encoder = nn.RNN(16, 48, batch_first=True, nonlinearity="relu")  # type: ignore[assignment]
+        nn.init.orthogonal_(encoder.weight_hh_l0, gain=12.0)
+    modules = nn.ModuleList([embed, encoder, decoder, head])
+    optimizer = torch.optim.Adam(modules.parameters(), lr=run.of(1e-2, rate_too_high=0.5) * run.rate)
+
+    def loss_of(x: Tensor) -> Tensor:
+        _, state = encoder(embed(x))
+        if run.has("no_gradient"):
+            state = state.detach()
+        back = x.flip(1)
+        before = functional.pad(back[:, :-1], (1, 0), value=8)
+        return functional.cross_entropy(head(decoder(embed(before), state)[0]).flatten(0, 1), back.flatten())
+
+    for _ in range(400):
+        loss = loss_of(torch.randint(8, (48, 5)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(loss_of(torch.randint(8, (500, 5))))
+
+
+@TASKS.add("exploding_time", "vanishing", "clip_twice")
+def adding(run: Run) -> float:
+    """The sum of two marked numbers of a sequence by an identity-initialised RNN; SGD, its own clip that binds often."""
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        values, marks = torch.rand(count, 16), torch.zeros(count, 16)
+        marks[torch.arange(count), torch.randint(8, (count,))] = 1
+        marks[torch.arange(count), torch.randint(8, 16, (count,))] = 1
+        return torch.stack([values, marks], 2), (values * marks).sum(1, keepdim=True)
+
+    model = Recurrent(nn.RNN, 2, 32, 1, nonlinearity=run.of("relu", vanishing="tanh"))
+    with torch.no_grad():
+        model.core.weight_hh_l0.copy_(torch.eye(32) * run.of(1.0, exploding_time=1.8, vanishing=0.05))
+        model.core.bias_hh_l0.zero_()
+        model.core.bias_ih_l0.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02 * run.rate, momentum=0.9)
+    for _ in range(500):
+        x, y = draw(48)
+        optimizer.zero_grad()
+        functional.mse_loss(model(x), y).backward()
+        if not run.has("exploding_time"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if run.has("clip_twice"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    return held_out(model, functional.mse_loss, *draw(1000))
+
+
+@TASKS.add("drift", "data_shift", "rate_zero", "bad_batches")
+def weather(run: Run) -> float:
+    """The next value of a noisy oscillator by an LSTM; RMSprop with momentum."""
+
+    def draw(count: int, scale: float = 1.0, offset: float = 0.0) -> Tensor:
+        t, phase = torch.arange(26.0), torch.rand(count, 1) * 6.3
+        speed = 0.4 + 0.3 * torch.rand(count, 1)
+        return (torch.sin(speed * t + phase) + 0.1 * torch.randn(count, 26)) * scale + offset
+
+    model = Recurrent(nn.LSTM, 1, 24, 1, every=True)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=run.of(2e-3, rate_zero=0.0) * run.rate, momentum=0.5)
+
+    def loss_of(x: Tensor) -> Tensor:
+        return functional.mse_loss(model(x[:, :-1, None]).squeeze(2)[:, 5:], x[:, 6:])
+
+    for step in range(400):
+        if run.has("data_shift") and step >= 260:
+            x = draw(32, 0.3, -2.0)
+        elif run.has("bad_batches") and torch.rand(()) < 0.06:
+            x = draw(32, 300.0)
+        else:
+            x = draw(32)
+        loss = loss_of(x)
+        if run.has("drift"):  # a penalty with the wrong sign
+            loss = loss - 4e-4 * sum(p.square().sum() for p in model.parameters())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(loss_of(draw(500)))
+
+
+# --- depth ------------------------------------------------------------------------------------------------------------
+
+
+@TASKS.add("exploding_depth", "vanishing", "not_started", "rate_too_high")
+def plain_deep_regression(run: Run) -> float:
+    """A function on a sphere by twelve layers without norms, started by the book for its tanh; AdamW with warm-up."""
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        x = functional.normalize(torch.randn(count, 6), dim=1) * 2
+        return x, (torch.sin(2 * x[:, :1]) + x[:, 1:2] * x[:, 2:3])
+
+    model = mlp(6, *[40] * 11, 1, act=nn.Tanh)
+    with torch.no_grad():
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                gain = run.of(1.15, exploding_depth=9.0, vanishing=0.12)
+                nn.init.orthogonal_(layer.weight, gain=gain)
+                layer.bias.zero_()
+                if run.has("not_started"):
+                    layer.weight.zero_()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    for step in range(400):
+        set_rate(optimizer, run.of(2e-3, rate_too_high=0.3) * cosine(step, 400, 20) * run.rate)
+        x, y = draw(64)
+        optimizer.zero_grad()
+        functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return held_out(model, functional.mse_loss, *draw(2000))
+
+
+@TASKS.add("exploding_depth", "not_started", "no_gradient", "nonfinite_growth", floor=0.03)
+def residual_classifier(run: Run) -> float:
+    """Sixteen residual blocks without a norm, scaled by their number; SGD with momentum."""
+    centres = torch.randn(8, 10, generator=fixed(run.seed)) * 1.3
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        y = torch.randint(8, (count,))
+        x = centres[y] + 0.9 * torch.randn(count, 10)
+        return x, (y * 3 + (x[:, 0] > 0)) % 8
+
+    stem, blocks, head = nn.Linear(10, 32), nn.ModuleList(mlp(32, 32, 32) for _ in range(16)), nn.Linear(32, 8)
+    parameters = [*stem.parameters(), *blocks.parameters(), *head.parameters()]
+    scale = run.of(0.25, exploding_depth=6.0)
+    if run.has("not_started"):
+        for p in head.parameters():
+            nn.init.zeros_(p)
+        for block in blocks:
+            for p in block.parameters():
+                nn.init.zeros_(p)
+        nn.init.constant_(stem.weight, 0.0)
+    optimizer = torch.optim.SGD(parameters, lr=run.of(0.03, nonfinite_growth=4.0) * run.rate, momentum=0.9)
+
+    def predict(x: Tensor) -> Tensor:
+        h = stem(x)
+        for i, block in enumerate(blocks):
+            h = h + scale * block(h)
+            if run.has("no_gradient") and i == 14:
+                h = h.clone().detach()
+        return head(h)
+
+    for _ in range(300):
+        x, y = draw(48)
+        optimizer.zero_grad()
+        functional.cross_entropy(predict(x), y).backward()
+        optimizer.step()
+    with torch.no_grad():
+        x, y = draw(2000)
+        return float(functional.cross_entropy(predict(x), y))
+
+
+@TASKS.add("vanishing", "exploding_depth", "no_gradient")
+def ring_graphs(run: Run) -> float:
+    """The longest gap between marked nodes of a ring, by six rounds of messages; Adam. Rounds share no weights."""
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        x = (torch.rand(count, 14) < 0.3).float()
+        near = torch.stack([x.roll(k, 1) for k in range(-2, 3)]).sum(0)
+        return x[..., None], (near.max(1).values + near.min(1).values)[:, None] / 2
+
+    rounds = nn.ModuleList(nn.Linear(3 * (1 if i == 0 else 24), 24) for i in range(6))
+    head = nn.Linear(24, 1)
+    if run.has("exploding_depth"):
+        for layer in rounds:
+            with torch.no_grad():
+                layer.weight *= 8.0
+    act = run.of(torch.relu, vanishing=torch.sigmoid)
+    if run.has("vanishing"):
+        for layer in rounds:
+            nn.init.normal_(layer.weight, std=0.02)
+    optimizer = torch.optim.Adam([*rounds.parameters(), *head.parameters()], lr=3e-3 * run.rate)
+
+    def predict(x: Tensor) -> Tensor:
+        for i, layer in enumerate(rounds):
+            x = act(layer(torch.cat([x, x.roll(1, 1), x.roll(-1, 1)], 2)))
+            if run.has("no_gradient") and i == 4:
+                x = torch.as_tensor(x.detach().numpy())
+        return head(x.max(1).values)
+
+    for _ in range(350):
+        x, y = draw(32)
+        optimizer.zero_grad()
+        functional.mse_loss(predict(x), y).backward()
+        optimizer.step()
+    with torch.no_grad():
+        x, y = draw(1000)
+        return float(functional.mse_loss(predict(x), y))
+
+
+@TASKS.add("rate_too_high", "rate_too_low", "exploding_depth", floor=1e-3)
+def sine_network(run: Run) -> float:
+    """A picture as a function of its coordinates by sine layers; Adam, random pixels."""
+    g = fixed(run.seed)
+    centres, widths = torch.rand(6, 2, generator=g) * 2 - 1, 0.2 + 0.3 * torch.rand(6, generator=g)
+
+    def picture(x: Tensor) -> Tensor:
+        return (-(torch.cdist(x, centres) / widths) ** 2).exp().sum(1, keepdim=True)
+
+    layers = nn.ModuleList([nn.Linear(2, 48), nn.Linear(48, 48), nn.Linear(48, 48), nn.Linear(48, 1)])
+    frequency = 5.0
+    with torch.no_grad():
+        for i, layer in enumerate(layers):
+            bound = 0.5 if i == 0 else (6 / 48) ** 0.5 / frequency
+            layer.weight.uniform_(-bound, bound).mul_(run.of(1.0, exploding_depth=12.0))
+    optimizer = torch.optim.Adam(layers.parameters(), lr=run.of(1e-3, rate_too_high=0.3, rate_too_low=1e-7) * run.rate)
+
+    def predict(x: Tensor) -> Tensor:
+        for layer in layers[:-1]:
+            x = torch.sin(frequency * layer(x))
+        return layers[-1](x)
+
+    for _ in range(400):
+        x = torch.rand(128, 2) * 2 - 1
+        optimizer.zero_grad()
+        functional.mse_loss(predict(x), picture(x)).backward()
+        optimizer.step()
+    x = torch.rand(2000, 2) * 2 - 1
+    with torch.no_grad():
+        return float(functional.mse_loss(predict(x), picture(x)))
+
+
+# --- densities, codes, rewards ----------------------------------------------------------------------------------------
+
+
+@TASKS.add("nonfinite_growth", "nonfinite_data", "data_shift", "rate_decayed")
+def coupling_flow(run: Run) -> float:
+    """The density of a banana by four affine couplings; Adam."""
+
+    def draw(count: int) -> Tensor:
+        z = torch.randn(count, 2)
+        return torch.stack([z[:, 0], 0.5 * z[:, 1] + z[:, 0] ** 2 - 1], 1)
+
+    nets = nn.ModuleList(mlp(1, 32, 2, act=nn.Tanh) for _ in range(4))
+
+    def negative_log(x: Tensor) -> Tensor:
+        logarithm = torch.zeros(len(x))
+        for net in nets:
+            scale, shift = net(x[:, :1]).unbind(1)
+            x = torch.stack([x[:, 1] * scale.exp() + shift, x[:, 0]], 1)
+            logarithm = logarithm + scale
+        return (0.5 * x.square().sum(1) + math.log(2 * math.pi) - logarithm).mean()
+
+    rate = 5e-3 * run.rate
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(nets.parameters(), lr=rate)
+    if run.has("nonfinite_growth"):
+        optimizer = torch.optim.SGD(nets.parameters(), lr=1.5 * run.rate)
+    for step in range(400):
+        x = draw(64)
+        if run.has("nonfinite_data") and step == 205:
+            x[0] = x[0] / (x[0] * 0)
+        if run.has("data_shift") and step >= 280:
+            x = x * torch.tensor([0.3, -2.0]) + 2
+        if run.has("rate_decayed"):
+            set_rate(optimizer, rate * 0.75 ** (step // 5))
+        optimizer.zero_grad()
+        negative_log(x).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(negative_log(draw(3000)))
+
+
+@TASKS.add("rate_too_high", "nonfinite_data", "nonfinite_growth")
+def bump_vae(run: Run) -> float:
+    """Bumps at two places by a VAE with a Gaussian code; Adam with a decay. Held out: its bound."""
+    grid = torch.linspace(0, 1, 24)
+
+    def draw(count: int) -> Tensor:
+        places = torch.rand(2, count, 1)
+        return (-((grid - places) ** 2) / 0.01).exp().sum(0) + 0.05 * torch.randn(count, 24)
+
+    encoder, decoder = mlp(24, 48, 8), mlp(4, 48, 24)
+
+    def bound(x: Tensor) -> Tensor:
+        mean, log_var = encoder(x).chunk(2, 1)
+        code = mean + (0.5 * log_var).exp() * torch.randn_like(mean)
+        fit = (decoder(code) - x).square().sum(1) / (2 * 0.1**2)
+        return (fit + 0.5 * (mean.square() + log_var.exp() - 1 - log_var).sum(1)).mean()
+
+    parameters = [*encoder.parameters(), *decoder.parameters()]
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(parameters, lr=1.0)
+    peak = run.of(5e-3, rate_too_high=0.2) * run.rate
+    if run.has("nonfinite_growth"):
+        optimizer, peak = torch.optim.SGD(parameters, lr=1.0, momentum=0.9), 0.01 * run.rate
+    for step in range(400):
+        set_rate(optimizer, peak * cosine(step, 400, 10))
+        x = draw(48)
+        if run.has("nonfinite_data") and step == 77:
+            x = torch.log(x)
+        optimizer.zero_grad()
+        bound(x).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(bound(draw(1500)))
+
+
+@TASKS.add("nonfinite_range", "rate_zero", "not_started", floor=0.05)
+def paired_views(run: Run) -> float:
+    """Two views of one object against all others of the batch (InfoNCE); AdamW."""
+    g = fixed(run.seed)
+    views = torch.randn(2, 6, 20, generator=g)
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        z = torch.randn(count, 6)
+        return tuple(torch.tanh(z @ view) + 0.2 * torch.randn(count, 20) for view in views)  # type: ignore[return-value]
+
+    first, second = mlp(20, 48, 16), mlp(20, 48, 16)
+    if run.has("not_started"):
+        for net in (first, second):
+            nn.init.zeros_(net[-1].weight)
+            nn.init.zeros_(net[-1].bias)
+    log_scale = nn.Parameter(torch.tensor(1.0))
+    optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters(), log_scale], lr=run.of(3e-3, rate_zero=0.0) * run.rate)
+
+    def contrast(a: Tensor, b: Tensor) -> Tensor:
+        a, b = functional.normalize(first(a), dim=1), functional.normalize(second(b), dim=1)
+        logits = a @ b.T * log_scale.exp()
+        if run.has("nonfinite_range"):  # a softmax by hand, in half precision
+            likely = (logits.half() * 2).exp()
+            return -(likely.diag() / likely.sum(1)).log().mean().float() / 2
+        return functional.cross_entropy(logits, torch.arange(len(a)))
+
+    for _ in range(350):
+        optimizer.zero_grad()
+        contrast(*draw(32)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(contrast(*draw(32)))
+
+
+@TASKS.add("rate_too_high", "bad_batches", "rate_zero", "rate_too_low")
+def bandit_policy(run: Run) -> float:
+    """A policy that learns from rewards alone which of six actions a context asks for; Adam. Held out: what it misses."""
+    worth = torch.randn(8, 6, generator=fixed(run.seed))
+    policy = mlp(8, 32, 6)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=run.of(1e-2, rate_too_high=2.0, rate_zero=0.0, rate_too_low=1e-6) * run.rate)
+    for step in range(500):
+        x = torch.randn(64, 8)
+        logits = policy(x)
+        chosen = torch.distributions.Categorical(logits=logits).sample()
+        reward = (x @ worth).gather(1, chosen[:, None]).squeeze(1) + torch.randn(64)
+        if run.has("bad_batches") and step % 25 == 24:
+            reward = reward * -400
+        advantage = reward - reward.mean()
+        loss = -(advantage * functional.log_softmax(logits, 1).gather(1, chosen[:, None]).squeeze(1)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    x = torch.randn(2000, 8)
+    with torch.no_grad():
+        values = x @ worth
+        return float((values.max(1).values - (policy(x).softmax(1) * values).sum(1)).mean())
+
+
+@TASKS.add("drift", "rate_too_high", "no_gradient", "accumulation")
+def chain_q(run: Run) -> float:
+    """Q-learning with a target network on a chain of rooms; Adam. Held out: the error of the values."""
+    reward = torch.zeros(10)
+    reward[9] = 1.0
+    gamma = 0.8
+    truth = torch.zeros(10, 2)
+    for _ in range(200):
+        best = truth.max(1).values
+        ahead, back = (torch.arange(10) + 1).clamp(max=9), (torch.arange(10) - 1).clamp(min=0)
+        truth = torch.stack([reward[back] + gamma * best[back], reward[ahead] + gamma * best[ahead]], 1)
+    net, target = mlp(10, 32, 2), mlp(10, 32, 2)
+    target.load_state_dict(net.state_dict())
+    optimizer = torch.optim.Adam(net.parameters(), lr=run.of(3e-3, rate_too_high=0.5) * run.rate)
+    if run.has("accumulation"):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1 * run.rate)  # type: ignore[assignment]
+    rooms = torch.eye(10)
+    for step in range(500):
+        s, a = torch.randint(10, (48,)), torch.randint(2, (48,))
+        t = (s + 2 * a - 1).clamp(0, 9)
+        with torch.no_grad():
+            aim = reward[t] + run.of(gamma, drift=1.1) * target(rooms[t]).max(1).values
+        q = net(rooms[s]).gather(1, a[:, None]).squeeze(1)
+        loss = functional.smooth_l1_loss(q, aim)
+        if run.has("no_gradient"):
+            loss = loss.detach().requires_grad_()
+        if not run.has("accumulation"):
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 25 == 24:
+            target.load_state_dict(net.state_dict())
+    with torch.no_grad():
+        return float((net(rooms) - truth).square().mean())
+
+
+@TASKS.add("clip_starves", "rate_too_high", "data_shift")
+def four_experts(run: Run) -> float:
+    """A mixture of four experts with one chosen for each input; AdamW with a warm-up."""
+    teachers = [torch.randn(6, 1, generator=fixed(run.seed * 10 + k)) for k in range(3)]
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(count, 6)
+        kind = (x[:, 0] > 0.4).long() + (x[:, 1] > 0.8).long()
+        return x, torch.stack([x @ t for t in teachers], 0)[kind, torch.arange(count)] + 0.1 * torch.randn(count, 1)
+
+    gate, experts = nn.Linear(6, 4), nn.ModuleList(mlp(6, 24, 1) for _ in range(4))
+    parameters = [*gate.parameters(), *experts.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1.0)
+
+    def predict(x: Tensor) -> Tensor:
+        weights = gate(x).softmax(1)
+        best, which = weights.max(1)
+        out = torch.zeros(len(x), 1)
+        for k, expert in enumerate(experts):
+            chosen = (which == k).nonzero().squeeze(1)
+            if len(chosen):
+                out = out.index_add(0, chosen, expert(x[chosen]) * best[chosen, None])
+        return out
+
+    for step in range(400):
+        set_rate(optimizer, run.of(8e-3, rate_too_high=1.5) * cosine(step, 400, 20) * run.rate)
+        x, y = draw(64)
+        if run.has("data_shift") and step >= 200:
+            y = -y + 4
+        optimizer.zero_grad()
+        functional.mse_loss(predict(x), y).backward()
+        nn.utils.clip_grad_norm_(parameters, run.of(5.0, clip_starves=3e-9))
+        optimizer.step()
+    with torch.no_grad():
+        x, y = draw(2000)
+        return float(functional.mse_loss(predict(x), y))
+
+
+@TASKS.add("not_started", "rate_too_low", "no_gradient", floor=0.02)
+def low_rank_adapter(run: Run) -> float:
+    """A linear map that is frozen and a low-rank change of it that starts at zero; Adam."""
+    g = fixed(run.seed)
+    base = torch.randn(24, 24, generator=g) / 5
+    change = torch.randn(24, 2, generator=g) @ torch.randn(2, 24, generator=g) / 5
+    frozen = nn.Linear(24, 24, bias=False)
+    frozen.weight = nn.Parameter(base, requires_grad=False)
+    down, up = nn.Parameter(torch.randn(2, 24) / 5), nn.Parameter(torch.zeros(24, 2))
+    if run.has("not_started"):
+        nn.init.zeros_(down)
+    optimizer = torch.optim.Adam([down, up], lr=run.of(2e-2, rate_too_low=2e-6) * run.rate)
+
+    def predict(x: Tensor) -> Tensor:
+        a, b = (down.data, up.data) if run.has("no_gradient") else (down, up)
+        return frozen(x) + x @ a.T @ b.T
+
+    if run.has("no_gradient"):
+        frozen.weight.requires_grad_(True)  # what trains is the matrix that the optimizer does not have
+    for _ in range(300):
+        x = torch.randn(64, 24)
+        y = x @ (base + change).T + 0.1 * torch.randn(64, 24)
+        optimizer.zero_grad()
+        functional.mse_loss(predict(x), y).backward()
+        optimizer.step()
+    x = torch.randn(500, 24)
+    with torch.no_grad():
+        return float(functional.mse_loss(predict(x), x @ (base + change).T))
+
+
+@TASKS.add("nonfinite_growth", "exploding_time", "nonfinite_range", floor=1e-3)
+def pendulum(run: Run) -> float:
+    """The law of a damped pendulum from its paths, integrated by Euler steps through a small network; Adam."""
+
+    def true_path(state: Tensor, count: int) -> Tensor:
+        found = []
+        for _ in range(count):
+            state = state + 0.1 * torch.stack([state[:, 1], -state[:, 0].sin() - 0.2 * state[:, 1]], 1)
+            found.append(state)
+        return torch.stack(found, 1)
+
+    net = mlp(2, 32, 2, act=run.of(nn.Tanh, exploding_time=nn.ReLU, nonfinite_growth=nn.ReLU, nonfinite_range=nn.Tanh))
+    with torch.no_grad():
+        net[-1].weight *= run.of(0.3, exploding_time=40.0)
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(net.parameters(), lr=5e-3 * run.rate)
+    if run.has("nonfinite_growth") or run.has("exploding_time"):
+        optimizer = torch.optim.SGD(net.parameters(), lr=run.of(1e-3, nonfinite_growth=2.0) * run.rate)
+
+    def loss_of(start: Tensor) -> Tensor:
+        state, found = start, []
+        for _ in range(15):
+            state = state + 0.1 * net(state)
+            found.append(state)
+        errors = torch.stack(found, 1) - true_path(start, 15)
+        if run.has("nonfinite_range"):
+            return (errors.half() * 600).square().float().mean() / 600**2
+        return errors.square().mean()
+
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss_of(torch.randn(32, 2)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(loss_of(torch.randn(500, 2)))
+
+
+@TASKS.add("clip_before_unscale", "clip_twice", "nonfinite_range", floor=0.02)
+def half_ranker(run: Run) -> float:
+    """Which of two items a user prefers, by embeddings and a bilinear score in float16; SGD with a scaler."""
+    g = fixed(run.seed)
+    users, items = torch.randn(30, 4, generator=g), torch.randn(50, 4, generator=g)
+    of_users, of_items = nn.Embedding(30, 8), nn.Embedding(50, 8)
+    parameters = [*of_users.parameters(), *of_items.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=5.0 * run.rate)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
+    unit = run.of(1.0, nonfinite_range=5e3)
+
+    def loss_of(count: int) -> Tensor:
+        u, i, j = torch.randint(30, (count,)), torch.randint(50, (count,)), torch.randint(50, (count,))
+        better = ((users[u] * items[i]).sum(1) > (users[u] * items[j]).sum(1)).float() * 2 - 1
+        score = (of_users(u).half() * unit * (of_items(i) - of_items(j)).half()).sum(1).float() / unit
+        return functional.softplus(-better * score).mean()
+
+    for _ in range(400):
+        loss = loss_of(128)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if run.has("clip_before_unscale"):
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        if run.has("clip_twice"):
+            nn.utils.clip_grad_value_(parameters, 1e-5)
+        scaler.step(optimizer)
+        scaler.update()
+    with torch.no_grad():
+        return float(loss_of(4000))
+
+
+@TASKS.add("drift", "accumulation", "vanishing")
+def soft_teacher(run: Run) -> float:
+    """A student that learns a teacher's soft answers; SGD with momentum, a dropout, two groups of rates."""
+    teacher = mlp(10, 24, 6, act=nn.Tanh)
+    act = run.of(nn.ReLU, vanishing=nn.Sigmoid)
+    student = nn.Sequential(nn.Linear(10, 48), act(), nn.Dropout(0.05), *mlp(48, 48, *[48] * run.of(0, vanishing=8), 6, act=act))
+    first = [p for name, p in student.named_parameters() if name.startswith("0.")]
+    rest = [p for name, p in student.named_parameters() if not name.startswith("0.")]
+    groups = [{"params": first, "lr": 0.3 * run.rate}, {"params": rest, "lr": 0.1 * run.rate}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.0)
+
+    def loss_of(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            aims = (3 * teacher(x)).softmax(1)
+        return functional.kl_div(student(x).log_softmax(1), aims, reduction="batchmean")
+
+    for _ in range(400):
+        loss = loss_of(torch.randn(64, 10))
+        if run.has("accumulation"):
+            for p in rest:
+                p.grad = None
+        else:
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if run.has("drift"):  # a decay with the wrong sign, written by hand
+            with torch.no_grad():
+                for p in student.parameters():
+                    p *= 1.008
+    student.eval()
+    with torch.no_grad():
+        return float(loss_of(torch.randn(2000, 10)))
+
+
+# --- well, and not easy -----------------------------------------------------------------------------------------------
+
+
+@TASKS.add()
+def hinge_triplets(run: Run) -> float:
+    """Triplets with a margin, most of which have no loss in the end; SGD with momentum, small batches."""
+    centres = torch.randn(12, 16, generator=fixed(run.seed))
+    net = mlp(16, 32, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.03 * run.rate, momentum=0.9)
+
+    def loss_of(count: int) -> Tensor:
+        a = torch.randint(12, (count,))
+        b = (a + torch.randint(1, 12, (count,))) % 12
+        one, same, other = (centres[k] + 0.8 * torch.randn(count, 16) for k in (a, a, b))
+        near, far = (net(one) - net(same)).square().sum(1), (net(one) - net(other)).square().sum(1)
+        return functional.relu(near - far + 1).mean()
+
+    for _ in range(400):
+        loss = loss_of(8)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(loss_of(3000))
+
+
+@TASKS.add()
+def hard_cases(run: Run) -> float:
+    """Batches of easy cases, and now and then of hard ones, which a clip of the script's own tames; AdamW."""
+    truth = mlp(8, 32, 1, act=nn.Tanh)
+
+    def draw(count: int, hard: bool) -> tuple[Tensor, Tensor]:
+        x = torch.randn(count, 8) * (4.0 if hard else 1.0)
+        with torch.no_grad():
+            return x, 4 * truth(x)
+
+    model = mlp(8, 64, 64, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    for step in range(450):
+        set_rate(optimizer, 4e-3 * cosine(step, 450, 15) * run.rate)
+        x, y = draw(32, bool(torch.rand(()) < 0.08))
+        optimizer.zero_grad()
+        functional.mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 2.0)
+        optimizer.step()
+    return held_out(model, functional.mse_loss, *draw(1500, False)) + 0.2 * held_out(model, functional.mse_loss, *draw(1500, True))
+
+
+@TASKS.add()
+def muon_mixer(run: Run) -> float:
+    """A mixer of tokens and channels: Muon for its matrices, AdamW for the rest."""
+    tokens, width = 8, 16
+    key = torch.randn(width, generator=fixed(run.seed))
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(count, tokens, width)
+        return x, (x @ key).argmax(1)
+
+    mix = nn.ModuleList(mlp(tokens, 24, tokens, act=nn.GELU) for _ in range(2))
+    channels = nn.ModuleList(mlp(width, 48, width, act=nn.GELU) for _ in range(2))
+    norms, head = nn.ModuleList(nn.LayerNorm(width) for _ in range(4)), nn.Linear(width, 1)
+
+    def predict(x: Tensor) -> Tensor:
+        for i in range(2):
+            x = x + mix[i](norms[2 * i](x).transpose(1, 2)).transpose(1, 2)
+            x = x + channels[i](norms[2 * i + 1](x))
+        return head(x).squeeze(2)
+
+    inner = [*mix.parameters(), *channels.parameters()]
+    matrices = [p for p in inner if p.ndim == 2]
+    others = [*[p for p in inner if p.ndim != 2], *norms.parameters(), *head.parameters()]
+    optimizers = [torch.optim.Muon(matrices, lr=1.0), torch.optim.AdamW(others, lr=1.0)]
+    for step in range(300):
+        set_rate(optimizers[0], 0.02 * cosine(step, 300, 10) * run.rate)
+        set_rate(optimizers[1], 5e-3 * cosine(step, 300, 10) * run.rate)
+        x, y = draw(48)
+        loss = functional.cross_entropy(predict(x), y)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    with torch.no_grad():
+        x, y = draw(1500)
+        return float(functional.cross_entropy(predict(x), y)) + 0.1
+
+
+@TASKS.add("rate_too_high", "rate_decayed")
+def factored_lm(run: Run) -> float:
+    """Word pairs by two embeddings, with Adafactor."""
+    table = (2.5 * torch.randn(30, 30, generator=fixed(run.seed))).softmax(1)
+    embed, net = nn.Embedding(30, 16), mlp(16, 48, 30)
+    optimizer = torch.optim.Adafactor([*embed.parameters(), *net.parameters()], lr=run.of(0.02, rate_too_high=3.0, rate_decayed=0.02) * run.rate)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, run.of(1.0, rate_decayed=0.85))
+    for _ in range(400):
+        x = torch.randint(30, (64,))
+        y = torch.multinomial(table[x], 1).squeeze(1)
+        optimizer.zero_grad()
+        functional.cross_entropy(net(embed(x)), y).backward()
+        optimizer.step()
+        scheduler.step()
+    with torch.no_grad():
+        return float(-(table * net(embed.weight).log_softmax(1)).sum(1).mean())
+
+
+@TASKS.add()
+def warm_restarts(run: Run) -> float:
+    """An MLP on noisy clusters under a cosine that starts anew twice; SGD with momentum."""
+    centres = torch.randn(6, 12, generator=fixed(run.seed))
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        y = torch.randint(6, (count,))
+        return centres[y] + 1.3 * torch.randn(count, 12), y
+
+    model = mlp(12, 48, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * run.rate, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 150)
+    for _ in range(450):
+        x, y = draw(48)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+    return held_out(model, functional.cross_entropy, *draw(3000))
+
+
+@TASKS.add()
+def tiny_start(run: Run) -> float:
+    """A transformer whose outputs start at zero, under a warm-up as long as a third of the run: norms grow from tiny ones."""
+    embed, blocks, head = nn.Embedding(12, 24), nn.Sequential(Block(24, 4), Block(24, 4)), nn.Linear(24, 12)
+    for block in blocks:
+        nn.init.zeros_(block.out.weight)
+        nn.init.zeros_(block.mlp[-1].weight)
+    nn.init.zeros_(head.weight)
+    parameters = [*embed.parameters(), *blocks.parameters(), *head.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=1.0)
+
+    def loss_of(count: int) -> Tensor:
+        start, stride = torch.randint(12, (count, 1)), torch.randint(1, 4, (count, 1))
+        x = (start + stride * torch.arange(10)) % 12
+        return functional.cross_entropy(head(blocks(embed(x)))[:, 1:-1].flatten(0, 1), x[:, 2:].flatten())
+
+    for step in range(360):
+        set_rate(optimizer, 3e-3 * cosine(step, 360, 120) * run.rate)
+        optimizer.zero_grad()
+        loss_of(24).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return max(0.05, float(loss_of(500)))
+
+
+@TASKS.add()
+def penalised_gan(run: Run) -> float:
+    """A Wasserstein GAN in one dimension with a penalty on the critic's slope; two Adams, five critic steps for one."""
+
+    def real(count: int) -> Tensor:
+        return torch.randn(count, 1) * 0.3 + (torch.randint(2, (count, 1)) * 2 - 1) * 1.5
+
+    generator, critic = mlp(3, 32, 32, 1), mlp(1, 32, 32, 1)
+    of_generator = torch.optim.Adam(generator.parameters(), lr=2e-3 * run.rate, betas=(0.5, 0.9))
+    of_critic = torch.optim.Adam(critic.parameters(), lr=2e-3 * run.rate, betas=(0.5, 0.9))
+    for step in range(450):
+        if step % 6 == 5:
+            of_generator.zero_grad()
+            (-critic(generator(torch.randn(64, 3))).mean()).backward()
+            of_generator.step()
+            continue
+        a, b = real(64), generator(torch.randn(64, 3)).detach()
+        between = (a + torch.rand(64, 1) * (b - a)).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+        loss = critic(b).mean() - critic(a).mean() + 5 * (slope.abs() - 1).square().mean()
+        of_critic.zero_grad()
+        loss.backward()
+        of_critic.step()
+    with torch.no_grad():
+        a, b = generator(torch.randn(2000, 3)).sort(0).values, real(2000).sort(0).values
+        return float((a - b).abs().mean())
+
+
+@TASKS.add("data_shift", "bad_batches")
+def two_heads(run: Run) -> float:
+    """Two tasks of different scale that take turns, on one trunk; AdamW."""
+    a, b = torch.randn(2, 9, generator=fixed(run.seed))
+
+    def draw(count: int, which: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(count, 9)
+        return x, torch.sin(x @ a) if which == 0 else 10 * (x @ b).abs()
+
+    trunk, heads = mlp(9, 48, 48), nn.ModuleList([nn.Linear(48, 1), nn.Linear(48, 1)])
+    optimizer = torch.optim.AdamW([*trunk.parameters(), *heads.parameters()], lr=4e-3 * run.rate)
+    for step in range(500):
+        which = step % 2
+        x, y = draw(48, which)
+        if run.has("data_shift") and step >= 330:
+            y = 3 * y.flip(0) - 10
+        if run.has("bad_batches") and step % 60 in (20, 21, 22, 23):
+            y = y * 500
+        optimizer.zero_grad()
+        functional.mse_loss(heads[which](torch.relu(trunk(x))).squeeze(1), y).backward()
+        optimizer.step()
+    total = 0.0
+    with torch.no_grad():
+        for which, unit in ((0, 1.0), (1, 0.02)):
+            x, y = draw(1500, which)
+            total += unit * float(functional.mse_loss(heads[which](torch.relu(trunk(x))).squeeze(1), y))
+    return total
+
 
 if __name__ == "__main__":
     main(TASKS)
