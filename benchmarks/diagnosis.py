@@ -150,12 +150,14 @@ def alarms(page: dict[str, Any]) -> list[str]:
 
 def contradictions(page: dict[str, Any]) -> list[str]:
     """Where severity and decision, or severity and diagnosis, say opposite things."""
-    kind, errors = page["decision"]["kind"], [one["kind"] for one in page["findings"] if one["severity"] == "error"]
-    found = [f"{kind} beside {error}" for error in errors if kind in ("keep", "nothing", "constant", "rule")]
-    if cause_of(page) == "healthy":
+    kind, cause = page["decision"]["kind"], cause_of(page)
+    calm = kind in ("keep", "nothing")
+    found = [f"{kind} beside {one['kind']}" for one in page["findings"] if calm and one["severity"] == "error"]
+    if cause == "healthy":
         found += [f"healthy beside {alarm}" for alarm in alarms(page)]
-    elif cause_of(page) != "none" and kind in ("keep", "nothing", "constant", "rule"):
-        found.append(f"{kind} beside {cause_of(page)}")
+        found += ["healthy beside fix"] * (kind == "fix")
+    elif calm and cause not in ("none", "unknown"):
+        found.append(f"{kind} beside {cause}")
     return found
 
 
