@@ -15,7 +15,8 @@ that it proposes, or, where it gives neither and names the right cause, the faul
 loss falls by a tenth or more of what the fault has cost, and *harms* where it rises by 5 % or more. A followed run is
 judged again: *told again* where the same cause stands first though it helped.
 
-Runs that lie in DIR already are not made again.
+Runs that lie in DIR already are not made again. Each scenario has a folder of its own there: a run takes the newest
+record beside its own for the one that it follows.
 """
 
 import argparse
@@ -92,17 +93,17 @@ class Followed:
     fixed: bool = False
 
     @property
-    def suffix(self) -> str:
-        return "".join(
-            [f"__rate={self.rate:g}" * (self.rate != 1), f"__{self.clip}" * bool(self.clip), "__fixed" * self.fixed]
-        )
+    def words(self) -> str:
+        """What was followed, for people and as the name of a folder."""
+        rate = f"rate={self.rate:g}" if self.rate != 1 else ""
+        return ",".join(filter(None, (rate, self.clip or "", "fixed" if self.fixed else ""))) or "first"
 
 
 def run(scenario: Scenario, records: Path, followed: Followed = Followed()) -> tuple[Path, float]:
     """The record and the held-out loss; infinite where it is not finite."""
     if followed.fixed:
         scenario = Scenario(scenario.set_name, scenario.task, "", scenario.seed)
-    folder = records / f"{scenario.folder}{followed.suffix.removesuffix('__fixed')}"
+    folder = records / scenario.folder / ("first" if followed.fixed else followed.words)
     outcome = folder / "loss.txt"
     if not outcome.exists():
         script = HERE / f"{SETS[scenario.set_name].__name__}.py"
@@ -201,7 +202,7 @@ def follow(scenario: Scenario, page: dict[str, Any], loss: float, records: Path)
     helps = scenario.label != "healthy" and gained >= 0.1 * (loss - twin if math.isfinite(loss) else 1.0)
     outcome = "helps" if helps else "harms" if after > 1.05 * loss else "no change"
     again = helps and not advice.fixed and cause_of(report(record)) == cause_of(page)
-    return {"outcome": outcome, "advice": advice.suffix.strip("_"), "after": after, "again": again}
+    return {"outcome": outcome, "advice": advice.words, "after": after, "again": again}
 
 
 def judge(scenario: Scenario, options: argparse.Namespace, records: Path) -> dict[str, Any]:
@@ -259,9 +260,7 @@ def details(rows: dict[Scenario, dict[str, Any]]) -> Table:
         on_page = sorted({alarm for row in mine for alarm in row["alarms"]}) if variant == "healthy" else []
         opposed = sorted({one for row in mine for one in row["contradictions"]})
         losses = [row["loss"] for row in mine]
-        table.add_row(
-            task, variant, f"{statistics.median(losses):.3g}", said, ", ".join(on_page), ", ".join(opposed)
-        )
+        table.add_row(task, variant, f"{statistics.median(losses):.3g}", said, ", ".join(on_page), ", ".join(opposed))
     return table
 
 
@@ -284,7 +283,9 @@ def main() -> None:
     console.print(details(rows), rates(rows, options.follow))
     healthy = [row for row in rows.values() if row["label"] == "healthy"]
     print(f"healthy runs with a warning or an error: {sum(bool(row['alarms']) for row in healthy)} of {len(healthy)}")
-    print(f"pages that contradict themselves: {sum(bool(row['contradictions']) for row in rows.values())} of {len(rows)}")
+    print(
+        f"pages that contradict themselves: {sum(bool(row['contradictions']) for row in rows.values())} of {len(rows)}"
+    )
     if options.follow:
         followed = [row for row in rows.values() if row["outcome"] == "helps"]
         print(f"told again though it helped: {sum(bool(row.get('again')) for row in followed)} of {len(followed)}")

@@ -25,7 +25,13 @@ def moons(run: Run) -> float:
         return x + 0.15 * torch.randn(count, 2), y
 
     model = nn.Sequential(
-        nn.Linear(2, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2)
+        nn.Linear(2, 32),
+        nn.BatchNorm1d(32),
+        nn.ReLU(),
+        nn.Linear(32, 32),
+        nn.BatchNorm1d(32),
+        nn.ReLU(),
+        nn.Linear(32, 2),
     )
     rate = run.of(5e-3, rate_too_low=1e-6, rate_zero=0.0) * run.rate
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
@@ -255,7 +261,9 @@ def frozen_stem(run: Run) -> float:
 @TASKS.add("clip_before_unscale", "nonfinite_range", floor=0.05)
 def half_stroke_cnn(run: Run) -> float:
     """A CNN under float16 autocast with a GradScaler; SGD with Nesterov momentum, a clip at 1."""
-    model = nn.Sequential(nn.Conv2d(1, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * run.rate, momentum=0.9, nesterov=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15)
     for step in range(300):
@@ -396,7 +404,12 @@ def melody_gru(run: Run) -> float:
 @TASKS.add("no_gradient", "exploding_time", "rate_too_high", floor=0.05)
 def reversing(run: Run) -> float:
     """Letters to be said backwards: an encoder and a decoder, GRUs, teacher forcing; Adam."""
-    embed, encoder, decoder, head = nn.Embedding(9, 16), nn.GRU(16, 48, batch_first=True), nn.GRU(16, 48, batch_first=True), nn.Linear(48, 8)
+    embed, encoder, decoder, head = (
+        nn.Embedding(9, 16),
+        nn.GRU(16, 48, batch_first=True),
+        nn.GRU(16, 48, batch_first=True),
+        nn.Linear(48, 8),
+    )
     if run.has("exploding_time"):
         encoder = nn.RNN(16, 48, batch_first=True, nonlinearity="relu")  # type: ignore[assignment]
         nn.init.orthogonal_(encoder.weight_hh_l0, gain=12.0)
@@ -596,7 +609,7 @@ def sine_network(run: Run) -> float:
     centres, widths = torch.rand(6, 2, generator=g) * 2 - 1, 0.2 + 0.3 * torch.rand(6, generator=g)
 
     def picture(x: Tensor) -> Tensor:
-        return (-(torch.cdist(x, centres) / widths) ** 2).exp().sum(1, keepdim=True)
+        return (-((torch.cdist(x, centres) / widths) ** 2)).exp().sum(1, keepdim=True)
 
     layers = nn.ModuleList([nn.Linear(2, 48), nn.Linear(48, 48), nn.Linear(48, 48), nn.Linear(48, 1)])
     frequency = 5.0
@@ -711,7 +724,9 @@ def paired_views(run: Run) -> float:
             nn.init.zeros_(net[-1].weight)
             nn.init.zeros_(net[-1].bias)
     log_scale = nn.Parameter(torch.tensor(1.0))
-    optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters(), log_scale], lr=run.of(8e-3, rate_zero=0.0) * run.rate)
+    optimizer = torch.optim.AdamW(
+        [*first.parameters(), *second.parameters(), log_scale], lr=run.of(8e-3, rate_zero=0.0) * run.rate
+    )
 
     def contrast(a: Tensor, b: Tensor) -> Tensor:
         a, b = functional.normalize(first(a), dim=1), functional.normalize(second(b), dim=1)
@@ -734,7 +749,9 @@ def bandit_policy(run: Run) -> float:
     """A policy that learns from rewards alone which of six actions a context asks for; Adam. Held out: what it misses."""
     worth = torch.randn(8, 6, generator=fixed(run.seed))
     policy = mlp(8, 32, 6)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=run.of(1e-2, rate_too_high=2.0, rate_zero=0.0, rate_too_low=1e-6) * run.rate)
+    optimizer = torch.optim.Adam(
+        policy.parameters(), lr=run.of(1e-2, rate_too_high=2.0, rate_zero=0.0, rate_too_low=1e-6) * run.rate
+    )
     for step in range(500):
         x = torch.randn(64, 8)
         logits = policy(x)
@@ -931,7 +948,9 @@ def soft_teacher(run: Run) -> float:
     """A student that learns a teacher's soft answers; SGD with momentum, a dropout, two groups of rates."""
     teacher = mlp(10, 24, 6, act=nn.Tanh)
     act = run.of(nn.ReLU, vanishing=nn.Sigmoid)
-    student = nn.Sequential(nn.Linear(10, 48), act(), nn.Dropout(0.05), *mlp(48, 48, *[48] * run.of(0, vanishing=8), 6, act=act))
+    student = nn.Sequential(
+        nn.Linear(10, 48), act(), nn.Dropout(0.05), *mlp(48, 48, *[48] * run.of(0, vanishing=8), 6, act=act)
+    )
     first = [p for name, p in student.named_parameters() if name.startswith("0.")]
     rest = [p for name, p in student.named_parameters() if not name.startswith("0.")]
     groups = [{"params": first, "lr": 0.3 * run.rate}, {"params": rest, "lr": 0.1 * run.rate}]
@@ -1005,7 +1024,9 @@ def hard_cases(run: Run) -> float:
         functional.mse_loss(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 2.0)
         optimizer.step()
-    return held_out(model, functional.mse_loss, *draw(1500, False)) + 0.2 * held_out(model, functional.mse_loss, *draw(1500, True))
+    return held_out(model, functional.mse_loss, *draw(1500, False)) + 0.2 * held_out(
+        model, functional.mse_loss, *draw(1500, True)
+    )
 
 
 @TASKS.add()

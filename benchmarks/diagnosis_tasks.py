@@ -209,7 +209,11 @@ def texture_cnn(run: Run) -> float:
         nn.Flatten(), nn.Linear(64, 6),
     )  # fmt: skip
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=run.of(0.05, rate_too_low=5e-5) * run.rate, momentum=0.9, nesterov=True, weight_decay=1e-4
+        model.parameters(),
+        lr=run.of(0.05, rate_too_low=5e-5) * run.rate,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=1e-4,
     )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, run.of(150, rate_decayed=5), run.of(0.2, rate_decayed=0.5))
     for step in range(400):
@@ -336,9 +340,15 @@ def markov_lm(run: Run) -> float:
 class Recurrent(nn.Module):
     """A recurrent net and a linear layer on its last state, or on each."""
 
-    def __init__(self, kind: type[nn.RNNBase], inputs: int, width: int, outputs: int, every: bool = False, **more) -> None:
+    def __init__(
+        self, kind: type[nn.RNNBase], inputs: int, width: int, outputs: int, every: bool = False, **more
+    ) -> None:
         super().__init__()
-        self.core, self.head, self.every = kind(inputs, width, batch_first=True, **more), nn.Linear(width, outputs), every
+        self.core, self.head, self.every = (
+            kind(inputs, width, batch_first=True, **more),
+            nn.Linear(width, outputs),
+            every,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.core(x)[0]
@@ -459,7 +469,11 @@ def half_attention(run: Run) -> float:
     parameters = [*to_query.parameters(), *to_key.parameters()]
     make = run.of(torch.optim.Adam, clip_before_unscale=torch.optim.SGD)
     rate = run.of(2e-3, clip_before_unscale=0.1)
-    optimizer = torch.optim.SGD(parameters, lr=0.1 * run.rate) if make is torch.optim.SGD else make(parameters, lr=rate * run.rate)
+    optimizer = (
+        torch.optim.SGD(parameters, lr=0.1 * run.rate)
+        if make is torch.optim.SGD
+        else make(parameters, lr=rate * run.rate)
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=200)
 
     def loss_of(query: Tensor, keys: Tensor, y: Tensor) -> Tensor:
@@ -519,7 +533,9 @@ def curve_autoencoder(run: Run) -> float:
         return (a + 0.5) * torch.sin(2 * math.pi * ((1 + 2 * f) * grid + p)) + 0.05 * torch.randn(count, 40)
 
     encoder, decoder = mlp(40, 64, 4), mlp(4, 64, 40)
-    optimizer = torch.optim.RMSprop([*encoder.parameters(), *decoder.parameters()], lr=run.of(2e-3, rate_zero=0.0) * run.rate)
+    optimizer = torch.optim.RMSprop(
+        [*encoder.parameters(), *decoder.parameters()], lr=run.of(2e-3, rate_zero=0.0) * run.rate
+    )
     if run.has("clip_starves"):
         optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1 * run.rate, momentum=0.9)
     data = draw(1024)
