@@ -24,20 +24,17 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # which the first step of an optimizer imports: the forks find it there
+import torch._dynamo  # noqa: F401  (which the first step of an optimizer imports: the forks have it)
 from rich.console import Console
 from rich.table import Table
 

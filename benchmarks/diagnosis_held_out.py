@@ -210,8 +210,8 @@ def stroke_vit(run: Run) -> float:
 def stroke_cnn_accumulated(run: Run) -> float:
     """A CNN with group norm whose batches are put together of four; SGD with momentum, its own clip."""
     model = nn.Sequential(
-        nn.Conv2d(1, 8, 3, 2, 1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.GroupNorm(2, 16), nn.ReLU(),
-        nn.Flatten(), nn.Linear(144, 4),
+        nn.Conv2d(1, 8, 3, 2, 1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.GroupNorm(2, 16),
+        nn.ReLU(), nn.Flatten(), nn.Linear(144, 4),
     )  # fmt: skip
     rate = run.of(0.05, rate_too_low=1e-5) * run.rate
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
@@ -435,7 +435,7 @@ def reversing(run: Run) -> float:
 
 @TASKS.add("exploding_time", "vanishing", "clip_twice")
 def adding(run: Run) -> float:
-    """The sum of two marked numbers of a sequence by an identity-initialised RNN; SGD, its own clip that binds often."""
+    """The sum of two marked numbers of a sequence by an RNN that starts at the identity; SGD, a clip that binds often."""
 
     def draw(count: int) -> tuple[Tensor, Tensor]:
         values, marks = torch.rand(count, 16), torch.zeros(count, 16)
@@ -746,7 +746,7 @@ def paired_views(run: Run) -> float:
 
 @TASKS.add("rate_too_high", "bad_batches", "rate_zero", "rate_too_low")
 def bandit_policy(run: Run) -> float:
-    """A policy that learns from rewards alone which of six actions a context asks for; Adam. Held out: what it misses."""
+    """A policy that learns from rewards alone which of six actions a context asks for; Adam. Held out: regret."""
     worth = torch.randn(8, 6, generator=fixed(run.seed))
     policy = mlp(8, 32, 6)
     optimizer = torch.optim.Adam(
@@ -1109,7 +1109,7 @@ def warm_restarts(run: Run) -> float:
 
 @TASKS.add()
 def tiny_start(run: Run) -> float:
-    """A transformer whose outputs start at zero, under a warm-up as long as a third of the run: norms grow from tiny ones."""
+    """A transformer whose outputs start at zero, under a warm-up of a third of the run."""
     embed, blocks, head = nn.Embedding(12, 24), nn.Sequential(Block(24, 4), Block(24, 4)), nn.Linear(24, 12)
     for block in blocks:
         nn.init.zeros_(block.out.weight)
@@ -1134,7 +1134,7 @@ def tiny_start(run: Run) -> float:
 
 @TASKS.add()
 def penalised_gan(run: Run) -> float:
-    """A Wasserstein GAN in one dimension with a penalty on the critic's slope; two Adams, three critic steps for one."""
+    """A Wasserstein GAN in one dimension with a penalty on slopes; two Adams, three critic steps to one."""
 
     def real(count: int) -> Tensor:
         return torch.randn(count, 1) * 0.3 + (torch.randint(2, (count, 1)) * 2 - 1) * 1.5

@@ -10,6 +10,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -97,7 +98,7 @@ def held_out(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Tensor, t
 
 def mlp(*widths: int, act: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for first, second in zip(widths, widths[1:], strict=False):
+    for first, second in pairwise(widths):
         layers += [nn.Linear(first, second), act()]
     return nn.Sequential(*layers[:-1])
 
