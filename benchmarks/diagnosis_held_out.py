@@ -78,47 +78,21 @@ def rare_class(run: Run) -> float:
     return held_out(model, loss_fn, *draw(4000))
 
 
-@TASKS.add("nonfinite_data", "rate_too_high", "clip_starves")
-def cauchy_noise(run: Run) -> float:
-    """A smooth function under Cauchy noise by the mean absolute error; Adam with a decay."""
-
-    def truth(x: Tensor) -> Tensor:
-        return torch.sin(2 * x[:, 0]) + x[:, 1] * x[:, 2]
-
-    model = mlp(3, 48, 48, 1, act=nn.SiLU)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
-    for step in range(400):
-        set_rate(optimizer, run.of(5e-3, rate_too_high=0.5) * cosine(step, 400) * run.rate)
-        x = torch.randn(64, 3)
-        noise = torch.distributions.Cauchy(0.0, 0.3).sample((64,))
-        y = truth(x) + noise
-        if run.has("nonfinite_data") and step == 260:
-            x[5, 1] = float("inf")
-        optimizer.zero_grad()
-        (model(x).squeeze(1) - y).abs().mean().backward()
-        if run.has("clip_starves"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1e-8)
-        optimizer.step()
-    x = torch.randn(2000, 3)
-    with torch.no_grad():
-        return float((model(x).squeeze(1) - truth(x)).abs().mean())
-
-
 @TASKS.add()
 def weak_signal(run: Run) -> float:
-    """A linear signal under noise ten times as large: the loss hardly falls, and that is all there is; SGD."""
-    truth = torch.randn(8, generator=fixed(run.seed)) / 8**0.5
+    """A linear signal under noise twice as large: the loss falls by a fifth, and that is all there is; SGD."""
+    truth = functional.normalize(torch.randn(8, generator=fixed(run.seed)), dim=0)
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * run.rate)
     for step in range(500):
         set_rate(optimizer, 0.02 * cosine(step, 500) * run.rate)
         x = torch.randn(128, 8)
-        y = x @ truth + 3 * torch.randn(128)
+        y = x @ truth + 2 * torch.randn(128)
         optimizer.zero_grad()
         functional.mse_loss(model(x).squeeze(1), y).backward()
         optimizer.step()
     x = torch.randn(2000, 8)
-    return held_out(model, lambda out, y: (out.squeeze(1) - y).square().mean(), x, x @ truth) + 9
+    return held_out(model, lambda out, y: (out.squeeze(1) - y).square().mean(), x, x @ truth) + 4
 
 
 @TASKS.add("rate_decayed", "nonfinite_growth", "rate_too_low", floor=0.004)
@@ -289,39 +263,6 @@ def half_stroke_cnn(run: Run) -> float:
     return held_out(model, functional.cross_entropy, *strokes(1500))
 
 
-@TASKS.add("clip_before_unscale", "nonfinite_range", "accumulation", floor=0.01)
-def half_sums(run: Run) -> float:
-    """The sum of a set of numbers, by a network for each and one for the sum, in float16; SGD with momentum."""
-
-    def draw(count: int) -> tuple[Tensor, Tensor]:
-        x = torch.rand(count, 20, 1)
-        return x, (x.square().sum(1) - 20 / 3) / 1.3
-
-    each, total = mlp(1, 32, 16), mlp(16, 32, 1)
-    parameters = [*each.parameters(), *total.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=0.003 * run.rate, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=50)
-    unit = run.of(0.2, nonfinite_range=3e4)
-
-    def predict(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.float16):
-            return total((each(x) * unit).sum(1) * (0.2 / unit)).float()
-
-    for _ in range(350):
-        x, y = draw(64)
-        loss = functional.mse_loss(predict(x), y)
-        if not run.has("accumulation"):
-            optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        if run.has("clip_before_unscale"):
-            nn.utils.clip_grad_norm_(parameters, 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-    with torch.no_grad():
-        x, y = draw(2000)
-        return float(functional.mse_loss(predict(x), y))
-
-
 @TASKS.add("rate_too_high", "clip_starves", "rate_decayed", "no_gradient")
 def bfloat_copy_lm(run: Run) -> float:
     """A transformer that learns to repeat what came eight letters before, under bfloat16 autocast; AdamW."""
@@ -433,34 +374,6 @@ def reversing(run: Run) -> float:
         return float(loss_of(torch.randint(8, (500, 5))))
 
 
-@TASKS.add("exploding_time", "vanishing", "clip_twice")
-def adding(run: Run) -> float:
-    """The sum of two marked numbers of a sequence by an RNN that starts at the identity; SGD, a clip that binds often."""
-
-    def draw(count: int) -> tuple[Tensor, Tensor]:
-        values, marks = torch.rand(count, 16), torch.zeros(count, 16)
-        marks[torch.arange(count), torch.randint(8, (count,))] = 1
-        marks[torch.arange(count), torch.randint(8, 16, (count,))] = 1
-        return torch.stack([values, marks], 2), (values * marks).sum(1, keepdim=True)
-
-    model = Recurrent(nn.RNN, 2, 32, 1, nonlinearity=run.of("relu", vanishing="tanh"))
-    with torch.no_grad():
-        model.core.weight_hh_l0.copy_(torch.eye(32) * run.of(1.0, exploding_time=1.8, vanishing=0.05))
-        model.core.bias_hh_l0.zero_()
-        model.core.bias_ih_l0.zero_()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * run.rate, momentum=0.9)
-    for _ in range(500):
-        x, y = draw(48)
-        optimizer.zero_grad()
-        functional.mse_loss(model(x), y).backward()
-        if not run.has("exploding_time"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if run.has("clip_twice"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        optimizer.step()
-    return held_out(model, functional.mse_loss, *draw(1000))
-
-
 @TASKS.add("drift", "data_shift", "rate_zero", "bad_batches")
 def weather(run: Run) -> float:
     """The next value of a noisy oscillator by an LSTM; RMSprop with momentum."""
@@ -494,33 +407,6 @@ def weather(run: Run) -> float:
 
 
 # --- depth ------------------------------------------------------------------------------------------------------------
-
-
-@TASKS.add("exploding_depth", "vanishing", "not_started", "rate_too_high", floor=0.004)
-def plain_deep_regression(run: Run) -> float:
-    """A function on a sphere by twelve layers without norms, started by the book for its tanh; AdamW with warm-up."""
-
-    def draw(count: int) -> tuple[Tensor, Tensor]:
-        x = functional.normalize(torch.randn(count, 6), dim=1) * 2
-        return x, (torch.sin(2 * x[:, :1]) + x[:, 1:2] * x[:, 2:3])
-
-    model = mlp(6, *[40] * 11, 1, act=nn.Tanh)
-    with torch.no_grad():
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                gain = run.of(1.15, exploding_depth=9.0, vanishing=0.12)
-                nn.init.orthogonal_(layer.weight, gain=gain)
-                layer.bias.zero_()
-                if run.has("not_started"):
-                    layer.weight.zero_()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    for step in range(400):
-        set_rate(optimizer, run.of(2e-3, rate_too_high=0.3) * cosine(step, 400, 20) * run.rate)
-        x, y = draw(64)
-        optimizer.zero_grad()
-        functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    return held_out(model, functional.mse_loss, *draw(2000))
 
 
 @TASKS.add("exploding_depth", "not_started", "no_gradient", "nonfinite_growth", floor=0.03)
