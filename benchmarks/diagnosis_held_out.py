@@ -865,6 +865,170 @@ def soft_teacher(run: Run) -> float:
         return float(loss_of(torch.randn(2000, 10)))
 
 
+# --- written in place of tasks that went over to the developed set ----------------------------------------------------
+
+
+@TASKS.add("exploding_time", "rate_zero", "drift", floor=0.02)
+def leaky_filter(run: Run) -> float:
+    """A linear recurrence with eight states, written by hand, that has to find two decay rates; Adam."""
+    rates = torch.tensor([0.95, 0.6])
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        x, state, found = torch.randn(count, 30), torch.zeros(count, 2), []
+        for i in range(30):
+            state = rates * state + x[:, i, None]
+            found.append(state[:, 0] - state[:, 1])
+        return x, torch.stack(found, 1)
+
+    mix = nn.Parameter(torch.linalg.qr(torch.randn(8, 8))[0] * run.of(0.8, exploding_time=1.7))
+    into, out = nn.Parameter(torch.randn(8) / 3), nn.Parameter(torch.randn(8) / 3)
+    optimizer = torch.optim.Adam([mix, into, out], lr=run.of(1e-2, rate_zero=0.0) * run.rate)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        state, found = torch.zeros(len(x), 8), []
+        for i in range(30):
+            state = state @ mix.T + x[:, i, None] * into
+            found.append(state @ out)
+        return functional.mse_loss(torch.stack(found, 1), y)
+
+    for _ in range(350):
+        loss = loss_of(*draw(32))
+        if run.has("drift"):  # a penalty on the weights, with the wrong sign
+            loss = loss - 0.6 * (into.square().sum() + out.square().sum())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(loss_of(*draw(500)))
+
+
+@TASKS.add("exploding_time", "vanishing", "bad_batches", floor=0.02)
+def first_letter(run: Run) -> float:
+    """The first letter of a word has to be recalled at its end, by a plain RNN that starts orthogonal; Adam."""
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        x = torch.randint(6, (count, 14))
+        return functional.one_hot(x, 6).float(), x[:, 0]
+
+    model = Recurrent(nn.RNN, 6, 32, 6)
+    if run.has("exploding_time"):
+        model.core = nn.RNN(6, 32, batch_first=True, nonlinearity="relu")
+    nn.init.orthogonal_(model.core.weight_hh_l0, gain=run.of(1.0, exploding_time=8.0, vanishing=0.05))
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3 * run.rate)
+    for step in range(400):
+        x, y = draw(48)
+        bad = run.has("bad_batches") and step % 30 > 25
+        if bad:  # a file whose labels are those of another task
+            y = (y * 5 + 1) % 6
+        loss = functional.cross_entropy(model(x), y) * (40 if bad else 1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return held_out(model, functional.cross_entropy, *draw(1500))
+
+
+@TASKS.add("vanishing", "exploding_depth", "drift", "rate_too_low", floor=0.05)
+def deep_autoencoder(run: Run) -> float:
+    """Points near a curved surface through ten layers and a bottleneck, by tanh; Adam with a decay."""
+    lift = torch.randn(2, 16, generator=fixed(run.seed))
+
+    def draw(count: int) -> Tensor:
+        return torch.tanh(torch.randn(count, 2) @ lift) + 0.05 * torch.randn(count, 16)
+
+    model = mlp(16, 32, 32, 32, 32, 4, 32, 32, 32, 32, 16, act=run.of(nn.Tanh, exploding_depth=nn.ReLU))
+    with torch.no_grad():
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                nn.init.xavier_normal_(layer.weight, gain=run.of(1.2, vanishing=0.08, exploding_depth=5.0))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
+    for step in range(350):
+        set_rate(optimizer, run.of(3e-3, rate_too_low=3e-7) * cosine(step, 350) * run.rate)
+        x = draw(48)
+        loss = functional.mse_loss(model(x), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if run.has("drift"):  # a decay of the weights, with the wrong sign
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(p, alpha=0.01)
+    fresh = draw(1000)
+    return held_out(model, functional.mse_loss, fresh, fresh)
+
+
+@TASKS.add("clip_before_unscale", "nonfinite_range", "rate_decayed", floor=0.03)
+def half_keyword(run: Run) -> float:
+    """Whether a keyword was in a stream, by convolutions under float16 autocast; SGD, a GradScaler, a clip at 2."""
+    word = torch.randn(4, 5, generator=fixed(run.seed))
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        x, y = torch.randn(count, 4, 20), torch.randint(2, (count,))
+        for i in y.nonzero().squeeze(1).tolist():
+            at = int(torch.randint(15, (1,)))
+            x[i, :, at : at + 5] += 1.5 * word
+        return x, y
+
+    body = nn.Sequential(nn.Conv1d(4, 16, 5), nn.ReLU(), nn.AdaptiveMaxPool1d(1), nn.Flatten())
+    head = nn.Linear(16, 2)
+    parameters = [*body.parameters(), *head.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1 * run.rate, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+
+    def predict(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            h = body(x)
+            if run.has("nonfinite_range"):  # a norm by hand, whose squares leave the range
+                h = h / ((h.half() * 100).square().mean(1, keepdim=True).sqrt() / 100 + 0.01)
+            return head(h)
+
+    for step in range(300):
+        x, y = draw(32)
+        if run.has("rate_decayed"):
+            set_rate(optimizer, 0.1 * run.rate * max(0.0, 1 - step / 25))
+        optimizer.zero_grad()
+        scaler.scale(functional.cross_entropy(predict(x).float(), y)).backward()
+        if not run.has("clip_before_unscale"):
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(parameters, 2.0)
+        scaler.step(optimizer)
+        scaler.update()
+    with torch.no_grad():
+        x, y = draw(1000)
+        return float(functional.cross_entropy(predict(x).float(), y))
+
+
+@TASKS.add("data_shift", "bad_batches", "rate_too_high")
+def denoiser(run: Run) -> float:
+    """The noise in a point of a spiral, at a random level of it, by an MLP (a small diffusion model); AdamW."""
+
+    def draw(count: int) -> Tensor:
+        angle = torch.rand(count) * 9 + 1
+        return torch.stack([angle * angle.cos(), angle * angle.sin()], 1) / 5
+
+    embed, body = nn.Linear(1, 16), mlp(18, 64, 64, 2, act=nn.SiLU)
+    rate = run.of(3e-3, rate_too_high=0.5) * run.rate
+    optimizer = torch.optim.AdamW([*embed.parameters(), *body.parameters()], lr=rate)
+
+    def loss_of(x: Tensor) -> Tensor:
+        level, noise = torch.rand(len(x), 1), torch.randn_like(x)
+        code = torch.sin(6 * embed(level))
+        seen = (1 - level).sqrt() * x + level.sqrt() * noise
+        return functional.mse_loss(body(torch.cat([seen, code], 1)), noise)
+
+    for step in range(400):
+        x = draw(64)
+        if run.has("data_shift") and step >= 250:
+            x = x * 6 + 20
+        if run.has("bad_batches") and step % 45 in (11, 12):
+            x = x * 1000
+        loss = loss_of(x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(loss_of(draw(3000)))
+
+
 # --- well, and not easy -----------------------------------------------------------------------------------------------
 
 

@@ -713,7 +713,7 @@ def sensor_student(run: Run) -> float:
 
 @TASKS.add("exploding_time", "vanishing", "clip_twice")
 def adding(run: Run) -> float:
-    """The sum of two marked numbers of a sequence by an RNN that starts at the identity; SGD, a clip that binds often."""
+    """The sum of two marked numbers of a sequence by an RNN that starts at the identity; SGD, a clip that binds."""
 
     def draw(count: int) -> tuple[Tensor, Tensor]:
         values, marks = torch.rand(count, 16), torch.zeros(count, 16)
