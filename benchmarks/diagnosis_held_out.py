@@ -428,7 +428,8 @@ def residual_classifier(run: Run) -> float:
         for block in blocks:
             for p in block.parameters():
                 nn.init.zeros_(p)
-        nn.init.constant_(stem.weight, 0.0)
+        for p in stem.parameters():
+            nn.init.zeros_(p)
     optimizer = torch.optim.SGD(parameters, lr=run.of(0.03, nonfinite_growth=4.0) * run.rate, momentum=0.9)
 
     def predict(x: Tensor) -> Tensor:
@@ -447,45 +448,6 @@ def residual_classifier(run: Run) -> float:
     with torch.no_grad():
         x, y = draw(2000)
         return float(functional.cross_entropy(predict(x), y))
-
-
-@TASKS.add("vanishing", "exploding_depth", "no_gradient", floor=0.03)
-def ring_graphs(run: Run) -> float:
-    """The longest gap between marked nodes of a ring, by six rounds of messages; Adam. Rounds share no weights."""
-
-    def draw(count: int) -> tuple[Tensor, Tensor]:
-        x = (torch.rand(count, 14) < 0.3).float()
-        near = torch.stack([x.roll(k, 1) for k in range(-2, 3)]).sum(0)
-        return x[..., None], (near.max(1).values + near.min(1).values)[:, None] / 2
-
-    rounds = nn.ModuleList(nn.Linear(3 * (1 if i == 0 else 24), 24) for i in range(6))
-    head = nn.Linear(24, 1)
-    if run.has("exploding_depth"):
-        for layer in rounds:
-            with torch.no_grad():
-                layer.weight *= 8.0
-    act = run.of(torch.relu, vanishing=torch.sigmoid)
-    if run.has("vanishing"):
-        for layer in rounds:
-            nn.init.normal_(layer.weight, std=0.02)
-    optimizer = torch.optim.Adam([*rounds.parameters(), *head.parameters()], lr=1.0)
-
-    def predict(x: Tensor) -> Tensor:
-        for i, layer in enumerate(rounds):
-            x = act(layer(torch.cat([x, x.roll(1, 1), x.roll(-1, 1)], 2)))
-            if run.has("no_gradient") and i == 4:
-                x = torch.as_tensor(x.detach().numpy())
-        return head(x.max(1).values)
-
-    for step in range(400):
-        set_rate(optimizer, 3e-3 * cosine(step, 400) * run.rate)
-        x, y = draw(32)
-        optimizer.zero_grad()
-        functional.mse_loss(predict(x), y).backward()
-        optimizer.step()
-    with torch.no_grad():
-        x, y = draw(1000)
-        return float(functional.mse_loss(predict(x), y))
 
 
 @TASKS.add("rate_too_high", "rate_too_low", "exploding_depth", floor=1e-3)
@@ -656,42 +618,6 @@ def bandit_policy(run: Run) -> float:
         return float((values.max(1).values - (policy(x).softmax(1) * values).sum(1)).mean())
 
 
-@TASKS.add("drift", "rate_too_high", "no_gradient", "accumulation", floor=0.05)
-def chain_q(run: Run) -> float:
-    """Q-learning with a target network on a chain of rooms; Adam. Held out: the error of the values."""
-    reward = torch.zeros(10)
-    reward[9] = 1.0
-    gamma = 0.8
-    truth = torch.zeros(10, 2)
-    for _ in range(200):
-        best = truth.max(1).values
-        ahead, back = (torch.arange(10) + 1).clamp(max=9), (torch.arange(10) - 1).clamp(min=0)
-        truth = torch.stack([reward[back] + gamma * best[back], reward[ahead] + gamma * best[ahead]], 1)
-    net, target = mlp(10, 32, 2), mlp(10, 32, 2)
-    target.load_state_dict(net.state_dict())
-    optimizer = torch.optim.Adam(net.parameters(), lr=run.of(3e-3, rate_too_high=0.5) * run.rate)
-    if run.has("accumulation"):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1 * run.rate)  # type: ignore[assignment]
-    rooms = torch.eye(10)
-    for step in range(500):
-        s, a = torch.randint(10, (48,)), torch.randint(2, (48,))
-        t = (s + 2 * a - 1).clamp(0, 9)
-        with torch.no_grad():
-            aim = reward[t] + run.of(gamma, drift=1.1) * target(rooms[t]).max(1).values
-        q = net(rooms[s]).gather(1, a[:, None]).squeeze(1)
-        loss = functional.smooth_l1_loss(q, aim)
-        if run.has("no_gradient"):
-            loss = loss.detach().requires_grad_()
-        if not run.has("accumulation"):
-            optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if step % 25 == 24:
-            target.load_state_dict(net.state_dict())
-    with torch.no_grad():
-        return float((net(rooms) - truth).square().mean())
-
-
 @TASKS.add("clip_starves", "rate_too_high", "data_shift")
 def four_experts(run: Run) -> float:
     """A mixture of four experts with one chosen for each input; AdamW with a warm-up."""
@@ -794,39 +720,6 @@ def pendulum(run: Run) -> float:
         optimizer.step()
     with torch.no_grad():
         return float(loss_of(torch.randn(500, 2)))
-
-
-@TASKS.add("clip_before_unscale", "clip_twice", "nonfinite_range", floor=0.02)
-def half_ranker(run: Run) -> float:
-    """Which of two items a user prefers, by embeddings and a bilinear score in float16; SGD with a scaler."""
-    g = fixed(run.seed)
-    users, items = torch.randn(30, 4, generator=g), torch.randn(50, 4, generator=g)
-    of_users, of_items = nn.Embedding(30, 8), nn.Embedding(50, 8)
-    parameters = [*of_users.parameters(), *of_items.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=5.0 * run.rate)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
-    unit = run.of(1.0, nonfinite_range=2e4)
-
-    def loss_of(count: int) -> Tensor:
-        u, i, j = torch.randint(30, (count,)), torch.randint(50, (count,)), torch.randint(50, (count,))
-        better = ((users[u] * items[i]).sum(1) > (users[u] * items[j]).sum(1)).float() * 2 - 1
-        score = (of_users(u).half() * unit * (of_items(i) - of_items(j)).half()).sum(1).float() / unit
-        return functional.softplus(-better * score).mean()
-
-    for _ in range(400):
-        loss = loss_of(128)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        if run.has("clip_before_unscale"):
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        if run.has("clip_twice"):
-            nn.utils.clip_grad_value_(parameters, 1e-5)
-        scaler.step(optimizer)
-        scaler.update()
-    with torch.no_grad():
-        return float(loss_of(4000))
 
 
 @TASKS.add("drift", "accumulation", "vanishing")
@@ -1051,30 +944,6 @@ def hinge_triplets(run: Run) -> float:
         optimizer.step()
     with torch.no_grad():
         return float(loss_of(3000))
-
-
-@TASKS.add()
-def hard_cases(run: Run) -> float:
-    """Batches of easy cases, and now and then of hard ones, which a clip of the script's own tames; AdamW."""
-    truth = mlp(8, 32, 1, act=nn.Tanh)
-
-    def draw(count: int, hard: bool) -> tuple[Tensor, Tensor]:
-        x = torch.randn(count, 8) * (4.0 if hard else 1.0)
-        with torch.no_grad():
-            return x, 4 * truth(x)
-
-    model = mlp(8, 64, 64, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    for step in range(450):
-        set_rate(optimizer, 4e-3 * cosine(step, 450, 15) * run.rate)
-        x, y = draw(32, bool(torch.rand(()) < 0.08))
-        optimizer.zero_grad()
-        functional.mse_loss(model(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 2.0)
-        optimizer.step()
-    return held_out(model, functional.mse_loss, *draw(1500, False)) + 0.2 * held_out(
-        model, functional.mse_loss, *draw(1500, True)
-    )
 
 
 @TASKS.add()
