@@ -224,30 +224,33 @@ def judge(scenario: Scenario, options: argparse.Namespace, records: Path) -> dic
     return found
 
 
-def rates(rows: dict[Scenario, dict[str, Any]], follows: bool) -> Table:
-    titles = ["label", "runs", "cause in first place", "taken for"] + ["helps", "no change", "harms"] * follows
-    table = Table(*titles, title="by label")
+Rows = dict[Scenario, dict[str, Any]]
+
+
+def rates(rows: Rows, follows: bool) -> list[list[str]]:
+    """How often the cause stands in first place, by label, below the titles."""
+    table = [["label", "runs", "cause in first place", "taken for"] + ["helps", "no change", "harms"] * follows]
     labels = sorted({one.label for one in rows}, key=lambda label: (label == "healthy", label))
-    for label in [*labels, "all sick", "all"]:
-        mine = [
-            row
-            for one, row in rows.items()
-            if one.label == label or label == "all" or (label == "all sick" and one.label != "healthy")
-        ]
-        if not mine:
-            continue
+    groups = {label: [row for one, row in rows.items() if one.label == label] for label in labels}
+    groups["all sick"] = [row for row in rows.values() if row["label"] != "healthy"]
+    groups["all"] = list(rows.values())
+    for name, mine in groups.items():
         right = sum(row["cause"] == row["label"] for row in mine)
         wrong = Counter(row["cause"] for row in mine if row["cause"] != row["label"])
-        taken = "" if label.startswith("all") else ", ".join(f"{name} {count}" for name, count in wrong.most_common())
+        taken = "" if name.startswith("all") else ", ".join(f"{cause} {count}" for cause, count in wrong.most_common())
         outcomes = Counter(row.get("outcome") for row in mine)
-        said = [str(outcomes[k]) for k in ("helps", "no change", "harms")] if follows else []
-        if follows:
-            said[1] = str(outcomes["no change"] + outcomes["nothing to follow"])
-        table.add_row(label, str(len(mine)), f"{right / len(mine):.0%}", taken, *said)
+        unchanged = outcomes["no change"] + outcomes["nothing to follow"]
+        followed = [str(count) for count in (outcomes["helps"], unchanged, outcomes["harms"])] if follows else []
+        table.append([name, str(len(mine)), f"{right} ({right / max(1, len(mine)):.0%})", taken, *followed])
     return table
 
 
-def details(rows: dict[Scenario, dict[str, Any]]) -> Table:
+def markdown(table: list[list[str]]) -> str:
+    lines = [table[0], ["---"] * len(table[0]), *table[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def details(rows: Rows) -> Table:
     table = Table("task", "label", "held-out loss", "cause in first place", "warnings and errors", "contradictions")
     places = dict.fromkeys((one.task, one.variant) for one in rows)
     for task, variant in places:
@@ -261,6 +264,19 @@ def details(rows: dict[Scenario, dict[str, Any]]) -> Table:
     return table
 
 
+def totals(rows: Rows) -> list[str]:
+    healthy = [row for row in rows.values() if row["label"] == "healthy"]
+    opposed = sum(bool(row["contradictions"]) for row in rows.values())
+    helped = [row for row in rows.values() if row.get("outcome") == "helps"]
+    lines = [
+        f"healthy runs with a warning or an error: {sum(bool(row['alarms']) for row in healthy)} of {len(healthy)}",
+        f"pages that contradict themselves: {opposed} of {len(rows)}",
+    ]
+    if helped:
+        lines.append(f"told again though it helped: {sum(bool(row['again']) for row in helped)} of {len(helped)}")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
@@ -269,6 +285,7 @@ def main() -> None:
     parser.add_argument("--records", type=Path, help="where the records go, and are taken from")
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--follow", action="store_true")
+    parser.add_argument("--markdown", action="store_true", help="the table by label as it stands in the documentation")
     parser.add_argument("--json", type=Path, help="where all that was found goes")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -276,16 +293,13 @@ def main() -> None:
         records = options.records or Path(scratch)
         chosen = scenarios(options.set, options.seeds, options.only)
         rows = {one: judge(one, options, records) for one in chosen}
-    console = Console(width=200)
-    console.print(details(rows), rates(rows, options.follow))
-    healthy = [row for row in rows.values() if row["label"] == "healthy"]
-    print(f"healthy runs with a warning or an error: {sum(bool(row['alarms']) for row in healthy)} of {len(healthy)}")
-    print(
-        f"pages that contradict themselves: {sum(bool(row['contradictions']) for row in rows.values())} of {len(rows)}"
-    )
-    if options.follow:
-        followed = [row for row in rows.values() if row["outcome"] == "helps"]
-        print(f"told again though it helped: {sum(bool(row.get('again')) for row in followed)} of {len(followed)}")
+    found = rates(rows, options.follow)
+    by_label = Table(*found[0])
+    for line in found[1:]:
+        by_label.add_row(*line)
+    Console(width=200).print(details(rows), markdown(found) if options.markdown else by_label)
+    for line in totals(rows):
+        print(line)
     for one, row in rows.items():
         if row.get("unverified"):
             print(f"not verified: {one.folder}: {row['unverified']}")
