@@ -95,31 +95,6 @@ def weak_signal(run: Run) -> float:
     return held_out(model, lambda out, y: (out.squeeze(1) - y).square().mean(), x, x @ truth) + 4
 
 
-@TASKS.add("rate_decayed", "nonfinite_growth", "rate_too_low", floor=0.004)
-def spline(run: Run) -> float:
-    """The heights of a linear spline's knots, fitted to a noisy curve; SGD with momentum on full batches."""
-    x = torch.rand(400)
-    y = torch.sin(8 * x) * x + 0.1 * torch.randn(400)
-    heights = nn.Parameter(torch.zeros(20))
-
-    def curve(x: Tensor) -> Tensor:
-        place = x * 18.999
-        left = place.long()
-        return heights[left] * (1 - place + left) + heights[left + 1] * (place - left)
-
-    rate = run.of(1.0, nonfinite_growth=60.0, rate_too_low=2e-4) * run.rate
-    optimizer = torch.optim.SGD([heights], lr=rate, momentum=0.8)
-    for step in range(300):
-        if run.has("rate_decayed"):
-            set_rate(optimizer, rate / (1 + step) ** 2)
-        optimizer.zero_grad()
-        (curve(x) - y).square().mean().backward()
-        optimizer.step()
-    fresh = torch.rand(1000)
-    with torch.no_grad():
-        return float((curve(fresh) - torch.sin(8 * fresh) * fresh).square().mean())
-
-
 # --- images -----------------------------------------------------------------------------------------------------------
 
 
@@ -409,47 +384,6 @@ def weather(run: Run) -> float:
 # --- depth ------------------------------------------------------------------------------------------------------------
 
 
-@TASKS.add("exploding_depth", "not_started", "no_gradient", "nonfinite_growth", floor=0.03)
-def residual_classifier(run: Run) -> float:
-    """Sixteen residual blocks without a norm, scaled by their number; SGD with momentum."""
-    centres = torch.randn(8, 10, generator=fixed(run.seed)) * 1.3
-
-    def draw(count: int) -> tuple[Tensor, Tensor]:
-        y = torch.randint(8, (count,))
-        x = centres[y] + 0.9 * torch.randn(count, 10)
-        return x, (y * 3 + (x[:, 0] > 0)) % 8
-
-    stem, blocks, head = nn.Linear(10, 32), nn.ModuleList(mlp(32, 32, 32) for _ in range(16)), nn.Linear(32, 8)
-    parameters = [*stem.parameters(), *blocks.parameters(), *head.parameters()]
-    scale = run.of(0.25, exploding_depth=6.0)
-    if run.has("not_started"):
-        for p in head.parameters():
-            nn.init.zeros_(p)
-        for block in blocks:
-            for p in block.parameters():
-                nn.init.zeros_(p)
-        for p in stem.parameters():
-            nn.init.zeros_(p)
-    optimizer = torch.optim.SGD(parameters, lr=run.of(0.03, nonfinite_growth=4.0) * run.rate, momentum=0.9)
-
-    def predict(x: Tensor) -> Tensor:
-        h = stem(x)
-        for i, block in enumerate(blocks):
-            h = h + scale * block(h)
-            if run.has("no_gradient") and i == 14:
-                h = h.clone().detach()
-        return head(h)
-
-    for _ in range(300):
-        x, y = draw(48)
-        optimizer.zero_grad()
-        functional.cross_entropy(predict(x), y).backward()
-        optimizer.step()
-    with torch.no_grad():
-        x, y = draw(2000)
-        return float(functional.cross_entropy(predict(x), y))
-
-
 @TASKS.add("rate_too_high", "rate_too_low", "exploding_depth", floor=1e-3)
 def sine_network(run: Run) -> float:
     """A picture as a function of its coordinates by sine layers; Adam, random pixels."""
@@ -485,43 +419,6 @@ def sine_network(run: Run) -> float:
 # --- densities, codes, rewards ----------------------------------------------------------------------------------------
 
 
-@TASKS.add("nonfinite_growth", "nonfinite_data", "data_shift", "rate_decayed")
-def coupling_flow(run: Run) -> float:
-    """The density of a banana by four affine couplings; Adam."""
-
-    def draw(count: int) -> Tensor:
-        z = torch.randn(count, 2)
-        return torch.stack([z[:, 0], 0.5 * z[:, 1] + z[:, 0] ** 2 - 1], 1)
-
-    nets = nn.ModuleList(mlp(1, 32, 2, act=nn.Tanh) for _ in range(4))
-
-    def negative_log(x: Tensor) -> Tensor:
-        logarithm = torch.zeros(len(x))
-        for net in nets:
-            scale, shift = net(x[:, :1]).unbind(1)
-            x = torch.stack([x[:, 1] * scale.exp() + shift, x[:, 0]], 1)
-            logarithm = logarithm + scale
-        return (0.5 * x.square().sum(1) + math.log(2 * math.pi) - logarithm).mean()
-
-    rate = 5e-3 * run.rate
-    optimizer: torch.optim.Optimizer = torch.optim.Adam(nets.parameters(), lr=rate)
-    if run.has("nonfinite_growth"):
-        optimizer = torch.optim.SGD(nets.parameters(), lr=1.5 * run.rate)
-    for step in range(400):
-        x = draw(64)
-        if run.has("nonfinite_data") and step == 205:
-            x[0] = x[0] / (x[0] * 0)
-        if run.has("data_shift") and step >= 280:
-            x = x * torch.tensor([0.3, -2.0]) + 2
-        if run.has("rate_decayed"):
-            set_rate(optimizer, rate * 0.75 ** (step // 5))
-        optimizer.zero_grad()
-        negative_log(x).backward()
-        optimizer.step()
-    with torch.no_grad():
-        return float(negative_log(draw(3000)))
-
-
 @TASKS.add("rate_too_high", "nonfinite_data", "nonfinite_growth")
 def bump_vae(run: Run) -> float:
     """Bumps at two places by a VAE with a Gaussian code; Adam with a decay. Held out: its bound."""
@@ -554,42 +451,6 @@ def bump_vae(run: Run) -> float:
         optimizer.step()
     with torch.no_grad():
         return float(bound(draw(1500)))
-
-
-@TASKS.add("nonfinite_range", "rate_zero", "not_started", floor=0.05)
-def paired_views(run: Run) -> float:
-    """Two views of one object against all others of the batch (InfoNCE); AdamW."""
-    g = fixed(run.seed)
-    views = torch.randn(2, 6, 20, generator=g)
-
-    def draw(count: int) -> tuple[Tensor, Tensor]:
-        z = torch.randn(count, 6)
-        return tuple(torch.tanh(z @ view) + 0.2 * torch.randn(count, 20) for view in views)  # type: ignore[return-value]
-
-    first, second = mlp(20, 48, 16), mlp(20, 48, 16)
-    if run.has("not_started"):
-        for net in (first, second):
-            nn.init.zeros_(net[-1].weight)
-            nn.init.zeros_(net[-1].bias)
-    log_scale = nn.Parameter(torch.tensor(1.0))
-    optimizer = torch.optim.AdamW(
-        [*first.parameters(), *second.parameters(), log_scale], lr=run.of(8e-3, rate_zero=0.0) * run.rate
-    )
-
-    def contrast(a: Tensor, b: Tensor) -> Tensor:
-        a, b = functional.normalize(first(a), dim=1), functional.normalize(second(b), dim=1)
-        logits = a @ b.T * log_scale.exp()
-        if run.has("nonfinite_range"):  # a softmax by hand, in half precision
-            likely = (logits.half() * 2).exp()
-            return -(likely.diag() / likely.sum(1)).log().mean().float() / 2
-        return functional.cross_entropy(logits, torch.arange(len(a)))
-
-    for _ in range(350):
-        optimizer.zero_grad()
-        contrast(*draw(32)).backward()
-        optimizer.step()
-    with torch.no_grad():
-        return float(contrast(*draw(32)))
 
 
 @TASKS.add("rate_too_high", "bad_batches", "rate_zero", "rate_too_low")
