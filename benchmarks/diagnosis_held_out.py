@@ -275,48 +275,6 @@ def bfloat_copy_lm(run: Run) -> float:
 # --- sequences --------------------------------------------------------------------------------------------------------
 
 
-def melodies(seed: int):
-    """Series that are sums of two waves, whose frequencies tell the class."""
-    waves = 0.3 + torch.rand(5, 2, generator=fixed(seed)) * 1.5
-
-    def draw(count: int) -> tuple[Tensor, Tensor]:
-        y = torch.randint(5, (count,))
-        t = torch.arange(24.0)[None, :, None]
-        phase = torch.rand(count, 1, 2) * 6.3
-        x = torch.sin(t * waves[y][:, None] + phase).sum(2, keepdim=True)
-        return x + 0.2 * torch.randn_like(x), y
-
-    return draw
-
-
-@TASKS.add("bad_batches", "rate_decayed", "nonfinite_data", "not_started", floor=0.03)
-def melody_gru(run: Run) -> float:
-    """The class of a series by a GRU; Adam, a clip at 5 that hardly ever binds."""
-    draw = melodies(run.seed)
-    model = Recurrent(nn.GRU, 1, 32, 5)
-    if run.has("not_started"):
-        nn.init.zeros_(model.head.weight)
-        with torch.no_grad():
-            for p in model.core.parameters():
-                p.zero_()
-    rate = 1e-2 * run.rate
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-    for step in range(350):
-        x, y = draw(32)
-        if run.has("rate_decayed"):
-            set_rate(optimizer, rate * 0.1 ** (step // 30))
-        if run.has("bad_batches") and step % 20 >= 17:
-            x, y = x.flip(1) * 25, y.flip(0)
-        if run.has("nonfinite_data") and step == 111:
-            x = (x - x.mean(1, keepdim=True)) / (x * (torch.arange(32) != 9)[:, None, None]).std(1, keepdim=True)
-        loss = functional.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        (loss * (30 if run.has("bad_batches") and step % 20 >= 17 else 1)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), run.of(5.0, bad_batches=1e6))
-        optimizer.step()
-    return held_out(model, functional.cross_entropy, *draw(1000))
-
-
 @TASKS.add("no_gradient", "exploding_time", "rate_too_high", floor=0.05)
 def reversing(run: Run) -> float:
     """Letters to be said backwards: an encoder and a decoder, GRUs, teacher forcing; Adam."""
@@ -782,6 +740,73 @@ def denoiser(run: Run) -> float:
         return float(loss_of(draw(3000)))
 
 
+@TASKS.add("rate_decayed", "bad_batches", "nonfinite_data")
+def turns(run: Run) -> float:
+    """Sentiment and topic of a bag of words in turn, with losses of different size; RMSprop with a decay."""
+    g = fixed(run.seed)
+    feeling, topic = torch.randn(60, generator=g), torch.randn(60, 7, generator=g)
+    bag, say_feeling, say_topic = nn.EmbeddingBag(60, 24), nn.Linear(24, 1), nn.Linear(24, 7)
+    parameters = [*bag.parameters(), *say_feeling.parameters(), *say_topic.parameters()]
+    rate = 2.5e-2 * run.rate
+    optimizer = torch.optim.RMSprop(parameters, lr=rate)
+
+    def loss_of(x: Tensor, kind: int) -> Tensor:
+        h = bag(x)
+        if kind == 0:
+            return 3 * functional.mse_loss(say_feeling(h).squeeze(1), feeling[x].mean(1) * 2)
+        return functional.cross_entropy(say_topic(h), topic[x].mean(1).argmax(1))
+
+    for step in range(450):
+        shape = 0.7 ** (step // 4) if run.has("rate_decayed") else cosine(step, 450)
+        set_rate(optimizer, rate * shape)
+        x = torch.randint(60, (48, 8))
+        loss = loss_of(x, step % 3 % 2)
+        if run.has("bad_batches") and step % 55 > 50:
+            loss = 80 * functional.cross_entropy(say_topic(bag(x)), (topic[x].mean(1).argmax(1) + 3) % 7)
+        if run.has("nonfinite_data") and step == 222:
+            loss = loss * (x == 60).sum() / (x == 60).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        x = torch.randint(60, (2000, 8))
+        return float(loss_of(x, 0) + loss_of(x, 1))
+
+
+@TASKS.add("nonfinite_data", "rate_decayed", "clip_twice", floor=0.05)
+def series_tcn(run: Run) -> float:
+    """Which of four rhythms a series has, by dilated convolutions; SGD with momentum, one cycle, a clip at 5."""
+    periods = torch.tensor([5, 7, 9, 11])
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        y = torch.randint(4, (count,))
+        t = torch.arange(32)[None] + torch.randint(11, (count, 1))
+        x = (t % periods[y][:, None] == 0).float() * 2 + 0.5 * torch.randn(count, 32)
+        return x[:, None], y
+
+    model = nn.Sequential(
+        nn.Conv1d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv1d(16, 24, 3, dilation=2, padding=2), nn.ReLU(),
+        nn.Conv1d(24, 24, 3, dilation=4, padding=4), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(24, 4),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * run.rate, momentum=0.9)
+    steps = 450
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2 * run.rate, total_steps=steps)
+    for step in range(steps):
+        x, y = draw(48)
+        if run.has("nonfinite_data") and step == 171:
+            x[7] = (x[7] - x[7].mean()) / (x[7] * 0).std()
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+        if run.has("clip_twice"):
+            nn.utils.clip_grad_norm_(model.parameters(), 2e-3)
+        if run.has("rate_decayed") and step >= 40:
+            set_rate(optimizer, 1e-3 * run.rate * 0.9 ** (step - 40))
+        optimizer.step()
+        scheduler.step()
+    return held_out(model, functional.cross_entropy, *draw(1500))
+
+
 # --- well, and not easy -----------------------------------------------------------------------------------------------
 
 
@@ -937,35 +962,6 @@ def penalised_gan(run: Run) -> float:
     with torch.no_grad():
         a, b = generator(torch.randn(2000, 3)).sort(0).values, real(2000).sort(0).values
         return float((a - b).abs().mean())
-
-
-@TASKS.add("data_shift", "bad_batches")
-def two_heads(run: Run) -> float:
-    """Two tasks of different scale that take turns, on one trunk; AdamW."""
-    a, b = torch.randn(2, 9, generator=fixed(run.seed))
-
-    def draw(count: int, which: int) -> tuple[Tensor, Tensor]:
-        x = torch.randn(count, 9)
-        return x, torch.sin(x @ a) if which == 0 else 10 * (x @ b).abs()
-
-    trunk, heads = mlp(9, 48, 48), nn.ModuleList([nn.Linear(48, 1), nn.Linear(48, 1)])
-    optimizer = torch.optim.AdamW([*trunk.parameters(), *heads.parameters()], lr=4e-3 * run.rate)
-    for step in range(500):
-        which = step % 2
-        x, y = draw(48, which)
-        if run.has("data_shift") and step >= 330:
-            y = 3 * y.flip(0) - 10
-        if run.has("bad_batches") and step % 60 in (20, 21, 22, 23):
-            y = y * 500
-        optimizer.zero_grad()
-        functional.mse_loss(heads[which](torch.relu(trunk(x))).squeeze(1), y).backward()
-        optimizer.step()
-    total = 0.0
-    with torch.no_grad():
-        for which, unit in ((0, 1.0), (1, 0.02)):
-            x, y = draw(1500, which)
-            total += unit * float(functional.mse_loss(heads[which](torch.relu(trunk(x))).squeeze(1), y))
-    return total
 
 
 if __name__ == "__main__":

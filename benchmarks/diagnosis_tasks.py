@@ -1096,6 +1096,77 @@ def paired_views(run: Run) -> float:
         return float(contrast(*draw(32)))
 
 
+@TASKS.add("data_shift", "bad_batches")
+def two_heads(run: Run) -> float:
+    """Two tasks of different scale that take turns, on one trunk; AdamW."""
+    a, b = torch.randn(2, 9, generator=fixed(run.seed))
+
+    def draw(count: int, which: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(count, 9)
+        return x, torch.sin(x @ a) if which == 0 else 10 * (x @ b).abs()
+
+    trunk, heads = mlp(9, 48, 48), nn.ModuleList([nn.Linear(48, 1), nn.Linear(48, 1)])
+    optimizer = torch.optim.AdamW([*trunk.parameters(), *heads.parameters()], lr=4e-3 * run.rate)
+    for step in range(500):
+        which = step % 2
+        x, y = draw(48, which)
+        if run.has("data_shift") and step >= 330:
+            y = 3 * y.flip(0) - 10
+        if run.has("bad_batches") and step % 60 in (20, 21, 22, 23):
+            y = y * 500
+        optimizer.zero_grad()
+        functional.mse_loss(heads[which](torch.relu(trunk(x))).squeeze(1), y).backward()
+        optimizer.step()
+    total = 0.0
+    with torch.no_grad():
+        for which, unit in ((0, 1.0), (1, 0.02)):
+            x, y = draw(1500, which)
+            total += unit * float(functional.mse_loss(heads[which](torch.relu(trunk(x))).squeeze(1), y))
+    return total
+
+
+def melodies(seed: int):
+    """Series that are sums of two waves, whose frequencies tell the class."""
+    waves = 0.3 + torch.rand(5, 2, generator=fixed(seed)) * 1.5
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        y = torch.randint(5, (count,))
+        t = torch.arange(24.0)[None, :, None]
+        phase = torch.rand(count, 1, 2) * 6.3
+        x = torch.sin(t * waves[y][:, None] + phase).sum(2, keepdim=True)
+        return x + 0.2 * torch.randn_like(x), y
+
+    return draw
+
+
+@TASKS.add("bad_batches", "rate_decayed", "nonfinite_data", "not_started", floor=0.03)
+def melody_gru(run: Run) -> float:
+    """The class of a series by a GRU; Adam, a clip at 5 that hardly ever binds."""
+    draw = melodies(run.seed)
+    model = Recurrent(nn.GRU, 1, 32, 5)
+    if run.has("not_started"):
+        nn.init.zeros_(model.head.weight)
+        with torch.no_grad():
+            for p in model.core.parameters():
+                p.zero_()
+    rate = 1e-2 * run.rate
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    for step in range(350):
+        x, y = draw(32)
+        if run.has("rate_decayed"):
+            set_rate(optimizer, rate * 0.1 ** (step // 30))
+        if run.has("bad_batches") and step % 20 >= 17:
+            x, y = x.flip(1) * 25, y.flip(0)
+        if run.has("nonfinite_data") and step == 111:
+            x = (x - x.mean(1, keepdim=True)) / (x * (torch.arange(32) != 9)[:, None, None]).std(1, keepdim=True)
+        loss = functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        (loss * (30 if run.has("bad_batches") and step % 20 >= 17 else 1)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), run.of(5.0, bad_batches=1e6))
+        optimizer.step()
+    return held_out(model, functional.cross_entropy, *draw(1000))
+
+
 def main(tasks: Tasks) -> None:
     """Train one task: ``python benchmarks/diagnosis_tasks.py TASK [FAULT] [--seed N] [--rate FACTOR]``."""
     parser = argparse.ArgumentParser()
