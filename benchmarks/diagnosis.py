@@ -11,9 +11,9 @@ one; *contradictions*, where a decision says to keep or to do nothing beside an 
 is well warns.
 
 With `--follow` the first advice is followed to the letter: the learning rate times the factor that it gives, the clip
-that it proposes, or, where it gives neither and names the right cause, the fault removed. It *helps* where the held-out
-loss falls by a tenth or more of what the fault has cost, and *harms* where it rises by 5 % or more. A followed run is
-judged again: *told again* where the same cause stands first though it helped.
+that it proposes, and, where it names the right cause and that is no matter of numbers, the fault removed. It *helps*
+where the held-out loss falls by a tenth or more of what the fault has cost, and *harms* where it rises by 5 % or more.
+A followed run is judged again: *told again* where the same cause stands first though it helped.
 
 Runs that lie in DIR already are not made again. Each scenario has a folder of its own there: a run takes the newest
 record beside its own for the one that it follows.
@@ -54,6 +54,10 @@ BETTER_RATE = 0.6
 """A healthy run's loss is not below so much of itself with half or twice the learning rate."""
 
 
+BY_NUMBERS = ("rate_too_high", "rate_too_low", "nonfinite_growth", "bad_batches")
+"""Causes whose advice is a learning rate or a clip; that of the others removes the fault."""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """A task with one of its faults, or none, and a seed."""
@@ -91,16 +95,19 @@ class Followed:
 
     @property
     def words(self) -> str:
-        """What was followed, for people and as the name of a folder."""
-        rate = f"rate={self.rate:g}" if self.rate != 1 else ""
-        return ",".join(filter(None, (rate, self.clip or "", "fixed" if self.fixed else ""))) or "first"
+        """What was followed, for people."""
+        return " and ".join(filter(None, ("the fault removed" * self.fixed, self.numbers)))
+
+    @property
+    def numbers(self) -> str:
+        return ",".join(filter(None, (f"rate={self.rate:g}" * (self.rate != 1), self.clip)))
 
 
 def run(scenario: Scenario, records: Path, followed: Followed = Followed()) -> tuple[Path, float]:
     """The record and the held-out loss; infinite where it is not finite."""
     if followed.fixed:
         scenario = Scenario(scenario.set_name, scenario.task, "", scenario.seed)
-    folder = records / scenario.folder / ("first" if followed.fixed else followed.words)
+    folder = records / scenario.folder / (followed.numbers or "first")
     outcome = folder / "loss.txt"
     if not outcome.exists():
         script = HERE / f"{SETS[scenario.set_name].__name__}.py"
@@ -160,11 +167,13 @@ def contradictions(page: dict[str, Any]) -> list[str]:
 
 
 def advice_of(page: dict[str, Any], scenario: Scenario) -> Followed:
-    decision, right = page["decision"], cause_of(page) == scenario.label
-    rate, clip = decision.get("rate_factor") or 1.0, decision.get("rule")
-    if rate == 1.0 and clip is None:
-        return Followed(fixed=right and scenario.label != "healthy")
-    return Followed(rate, clip)
+    """What the page says to do: its numbers, and the fault removed where it names the right cause."""
+    decision, cause = page["decision"], cause_of(page)
+    rate, rule = decision.get("rate_factor") or 1.0, decision.get("rule")
+    if cause == scenario.label and cause not in (*BY_NUMBERS, "healthy"):
+        said = rule is not None and rule.partition("=")[2] in page["diagnosis"]["advice"]
+        return Followed(rate, rule if said else None, fixed=True)
+    return Followed(rate, rule)
 
 
 def scenarios(sets: Iterable[str], seeds: int, only: str) -> list[Scenario]:
