@@ -701,7 +701,10 @@ def test_a_clip_that_cannot_be_made_stops_the_run(run, monkeypatch, capfd):
         (["run", "--clip", "median=-1", "ok.py"], "a number from 0 to 1e\\+06 after median="),
         (["run", "--clip", "icefall", "ok.py"], "icefall can be replayed, and has no clipper"),
         (["run", "--clip", "from=none.jsonl", "ok.py"], "no record at none.jsonl"),
-        (["run", "--clip", "from=short.jsonl", "ok.py"], "recommends no rule.*1 usable steps.*as in --clip median"),
+        (
+            ["run", "--clip", "from=short.jsonl", "ok.py"],
+            "recommends no rule.*has 1 step, too few.*as in --clip median",
+        ),
         (["run", "--every", "0", "ok.py"], "at least 1"),
         (["run", "--steps", "0", "ok.py"], "--steps 0: expected a number of steps, at least 1"),
         (["run", "--seed", "-1", "ok.py"], "--seed -1: expected a number from 0"),

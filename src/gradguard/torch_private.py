@@ -364,6 +364,18 @@ def saved_value(node: Node, name: str) -> Any:
     return getattr(node, f"_saved_{name}")
 
 
+def saved_tensors_of(node: Node) -> dict[str, Tensor]:
+    """Return by name the tensors that ``node`` saved and no hook has packed; nothing where torch does not tell."""
+    raw = {name: getattr(node, f"_raw_saved_{name}") for name in _names_of_tensors(type(node))}
+    plain = {name: getattr(one, "data", None) for name, one in raw.items() if getattr(one, "unpack_hook", one) is None}
+    return {name: data for name, data in plain.items() if isinstance(data, Tensor)}
+
+
+@functools.cache
+def _names_of_tensors(kind: type) -> tuple[str, ...]:
+    return tuple(name.removeprefix("_raw_saved_") for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
 def saved_settings(node: Node) -> dict[str, Any]:
     """Return what ``node`` saved that is no tensor: dimensions, reductions, and numbers that are no factors.
 

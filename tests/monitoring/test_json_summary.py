@@ -9,6 +9,7 @@ import pytest
 from synthetic import log_normal, make_record, steps_of, write_char_rnn, write_gan, write_sick
 
 from gradguard.cli import main
+from gradguard.monitoring.judge.diagnosis import diagnose
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.verdict import verdict
@@ -16,8 +17,8 @@ from gradguard.monitoring.record.file import RecordWriter
 from gradguard.monitoring.show.report import json_summary, text_summary
 
 OF_EACH = [
-    "verdict", "decision", "regime", "steps", "taken_steps", "skipped_steps", "skipped_spikes", "nonfinite_steps",
-    "recovery", "clip_share", "threshold", "median_coefficient", "median_norm", "max_norm", "spike_share", "final_loss",
+    "verdict", "diagnosis", "decision", "regime", "steps", "taken_steps", "skipped_steps", "skipped_spikes",
+    "nonfinite_steps", "recovery", "clip_share", "threshold", "median_coefficient", "median_norm", "max_norm", "spike_share", "final_loss",
     "best_loss", "diverged", "overhead_share", "clips",
 ]  # fmt: skip
 KEYS = ["schema", "record", *OF_EACH, "findings", "events", "notes", "optimizers"]
@@ -25,6 +26,7 @@ OF_DECISION = ["kind", "threshold", "rule", "rate_factor", "experiment", "headli
 OF_FINDING = [
     "kind", "severity", "confidence", "first_step", "last_step", "params", "message", "advice", "value", "optimizer",
 ]  # fmt: skip
+OF_DIAGNOSIS = ["cause", "certainty", "sentence", "advice", "evidence", "rules_out", "others"]
 MEASURED = [key for key in OF_EACH if key.endswith(("share", "loss", "norm", "coefficient", "threshold"))]
 
 RECORDS = {
@@ -61,6 +63,9 @@ def test_every_key_is_there_and_every_number_is_the_one_of_the_text(name, tmp_pa
     assert list(found) == KEYS
     assert [list(part) for part in found["optimizers"]] == [["optimizer", "name", *OF_EACH]] * len(judged.parts)
     assert list(found["decision"]) == OF_DECISION
+    assert list(found["diagnosis"]) == OF_DIAGNOSIS
+    assert found["diagnosis"]["cause"] == diagnose(record).cause.key
+    assert all(list(one) == ["steps", "params", "words"] for one in found["diagnosis"]["evidence"])
     assert found["decision"] == {key: getattr(made, key) for key in OF_DECISION}
     assert [list(one) for one in found["findings"]] == [OF_FINDING] * len(findings(record))
     lines = dict(line.split(": ", 1) for line in text_summary(record).splitlines())
@@ -80,6 +85,7 @@ def test_the_page_of_the_documentation_has_every_key():
     rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
     assert [key for head, _ in rows for key in re.findall(r"`(\w+)`", head)] == KEYS
     cells = {head.strip(" `"): value for head, value in rows}
+    assert set(OF_DIAGNOSIS) <= set(re.findall(r"`(\w+)`", cells["diagnosis"]))
     assert set(OF_DECISION) <= set(re.findall(r"\w+", cells["decision"]))
     assert set(OF_FINDING) <= set(re.findall(r"`(\w+)`", cells["findings"]))
 

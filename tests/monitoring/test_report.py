@@ -13,6 +13,7 @@ from synthetic import changed, log_normal, make_record, steps_of, wide_meta, wri
 
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.files import writing
+from gradguard.monitoring.judge.diagnosis import diagnose
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.replay import what_if
@@ -94,7 +95,7 @@ def test_every_shape_of_record_gives_a_page_without_network(tmp_path, parts):
     assert EVIL not in own_text(page)
     assert "<img" not in own_text(page)
     assert page.count("* plotly.js (") == 1
-    assert recommend(record).reason.split(";")[0] in words_of(page)
+    assert diagnose(record).sentence in words_of(page)
 
 
 def test_the_drawing_library_in_the_page_is_the_published_one():
@@ -232,7 +233,8 @@ def test_terminal_summary_is_short_and_ends_in_the_command(tmp_path):
     print_summary(record, Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     assert len(lines) <= 20
-    assert "Clipping at 1.0 bound on 9.7 %" in lines[1]
+    assert diagnose(record).sentence in lines[1]
+    assert "Clipping at 1.0 bound on 9.7 %" in out.getvalue()
     assert lines[-2] == command(record, recommend(record).rule)
     assert recommend(record).headline in " ".join(line.strip("│ ") for line in lines)
     assert lines[-1].startswith("observing cost: ")
@@ -283,7 +285,7 @@ def test_terminal_summary_names_the_errors_first(tmp_path):
 def test_terminal_summary_of_nothing_and_without_a_console(capsys):
     print_summary(make_record(meta={"t": "meta", "argv": ["[bold]x[/]"]}))
     assert "No optimizer step was recorded." in (printed := capsys.readouterr().out)
-    assert "The record has no norms to judge by." in printed
+    assert "record the run again with gradguard run" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize("parts", CASES.values(), ids=CASES.keys())
@@ -515,12 +517,16 @@ def test_a_page_has_the_name_of_the_script_in_its_title(tmp_path, argv, title):
     assert f"<title>{title} · gradguard</title>" in page_of(record)
 
 
-def test_the_decision_comes_first_and_its_reason_is_folded(tmp_path):
+def test_the_diagnosis_comes_first_then_what_to_do_then_the_clip(tmp_path):
     record = write_char_rnn(tmp_path / "run.jsonl")
-    page, made = words_of(page_of(record)), recommend(record)
+    page, made, found = words_of(page_of(record)), recommend(record), diagnose(record)
     body = page[page.index("<main") :]
-    assert body.index(made.headline) < body.index(verdict(record).sentence) < body.index('<nav class="contents"')
-    assert re.search(r"<details[^>]*><summary>Why</summary><p>" + re.escape(made.reason), body)
+    places = [body.index(words) for words in (found.sentence, made.headline, verdict(record).sentence)]
+    assert places == sorted(places)
+    assert places[-1] < body.index('<nav class="contents"')
+    folded = re.search(r"<details[^>]*><summary>Why</summary>(.*?)</details>", body, re.DOTALL)
+    assert folded is not None
+    assert all(one.words in folded.group(1) for one in found.cause.evidence)
 
 
 def test_every_link_within_a_page_leads_somewhere(tmp_path):

@@ -7,13 +7,13 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradguard.cli.program import ProgramLine, in_lines
 from gradguard.cli.records import progress, read, tell_notes
 from gradguard.cli.save_gradients import save_gradients_of
 from gradguard.cli.verdict import EXIT_CODES
-from gradguard.errors import CommandError
+from gradguard.errors import CommandError, GradguardError
 from gradguard.monitoring.record.text import encodable, on_stderr, printable
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     if options.save_gradients is not None:
         return save_gradients_of(options, program)
     rule = _rule(options.clip) if options.clip is not None else None
+    folder = options.out or Path("runs") / f"{program.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     from gradguard.monitoring.observe.meta import rank_and_world
     from gradguard.monitoring.observe.script import load_module, load_script
@@ -106,7 +107,6 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     command = options.on_finding if rank_and_world()[0] == 0 else None
     alert = None if command is None else AlertCommand(command)
     loaded = (load_module if program.is_module else load_script)(program.words[0], program.words[1:])
-    folder = options.out or Path("runs") / f"{program.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = "run.jsonl" if restarts == "0" else f"run.restart-{restarts}.jsonl"
     record = (folder / name).absolute()  # the script may change the working directory
@@ -114,8 +114,9 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
         record = None
     elif record.exists() and not options.force:
         raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
+    followed = None if record is None else _followed(options.clip or "", folder, program.typed)
     with Signals(acting=record is not None) as signals:
-        code = _observe(loaded, program.typed, record, rule, options, alert, signals)
+        code = _observe(loaded, program.typed, record, rule, options, alert, signals, followed)
     return code if signals.second is None or isinstance(code, BySignal) else BySignal.of(signals.second)
 
 
@@ -176,6 +177,39 @@ def _recommended(path: Path) -> str:
     return found.rule
 
 
+def _followed(clip: str, folder: Path, typed: list[str]) -> dict[str, Any] | None:
+    # The run that this one follows is that of the record of --clip from=, or the last of the script in the folders
+    # beside that of the new record; a long record is not read.
+    name, _, named = clip.partition("=")
+    try:
+        path = Path(named) if name == "from" else _last_record(folder, typed)
+        if path is None or (path / "run.jsonl" if path.is_dir() else path).stat().st_size > _LONGEST_FOLLOWED:
+            return None
+        from gradguard.monitoring.judge.diagnosis import diagnose
+        from gradguard.monitoring.judge.followed import facts_of
+        from gradguard.monitoring.judge.recommend import recommend
+        from gradguard.monitoring.record.file import read_record
+
+        record = read_record(path)
+        return facts_of(record, diagnose(record).cause, recommend(record).rule)
+    except (OSError, GradguardError):  # a record that cannot be read is none to follow
+        return None
+
+
+def _last_record(folder: Path, typed: list[str]) -> Path | None:
+    """The newest record of the same script in a folder beside this one; the one that this run replaces comes first."""
+    from gradguard.monitoring.record.file import begins_as
+
+    script = typed[: 2 if typed[:1] == ["-m"] else 1]
+    known = [path for path in [folder, *folder.parent.glob("*")] if (path / "run.jsonl").is_file()]
+    newest = sorted({path / "run.jsonl" for path in known}, key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((path for path in newest[:_MOST_FOLLOWED] if begins_as(path, script)), None)
+
+
+_LONGEST_FOLLOWED = 4 * 2**20
+_MOST_FOLLOWED = 20
+
+
 def _observe(
     program: "Program",
     shown: list[str],
@@ -184,6 +218,7 @@ def _observe(
     options: argparse.Namespace,
     alert: "AlertCommand | None",
     signals: "Signals",
+    followed: dict[str, Any] | None,
 ) -> int:
     from gradguard.monitoring.observe.meta import program_facts
     from gradguard.monitoring.observe.observer import Observer, observe
@@ -211,6 +246,7 @@ def _observe(
     clip = None if rule is None else _clip_by(rule)
     guards = _guards_of(clip) if options.resilient else None
     facts = program_facts(shown, None if rule is None else rule.text, keep_arguments=options.argv)
+    facts |= {"followed": followed}
     in_child = None if record is None else functools.partial(record_of_fork, record)
     observer = Observer(
         opened,

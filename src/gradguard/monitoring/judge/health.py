@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from gradguard.monitoring.judge.detectors import KINDS
 from gradguard.monitoring.judge.detectors.clipping import ALWAYS_ON, LOCK_IN, clipping_of_whole
 from gradguard.monitoring.judge.detectors.level import EXPLODING, JUMP, NONFINITE
-from gradguard.monitoring.judge.detectors.loss import loss_of_whole
+from gradguard.monitoring.judge.detectors.loop_setup import NO_GRADIENT
+from gradguard.monitoring.judge.detectors.loss import DIVERGING, came_back, loss_of_whole
 from gradguard.monitoring.judge.detectors.outliers import RECURRING_SPIKES, SPIKE
 from gradguard.monitoring.judge.detectors.rhythm import OSCILLATION, REPEATED, rhythm_of_whole
 from gradguard.monitoring.judge.detectors.tensors import CORRUPT
@@ -31,7 +32,8 @@ def findings(record: Record) -> list[Finding]:
     exploding           error     10 norms in a row above 10 times the usual (100 times in the first 200 steps), unless
                                   the loss has not risen with them; early, 10 times the first ones with 3 times the loss
     exploding           warning   a single norm above 1,000 times the usual (1,000,000 times where a clip bound on it)
-    diverging_loss      warning   60 losses 2.5 times the best, not falling, half of what was learned lost (error: 80 %)
+    diverging_loss      warning   60 losses 2.5 times the best, not falling, half of what was learned lost (error: 80 %;
+                                  info: the loss was back by the end)
     not_learning        info      no 100 losses of at least 500 are 2 % below the first
     spike               info      a norm 5 times its neighbourhood's, and 6 robust deviations above, where no clip bound
     recurring_spikes    warning   8 spikes within 1,000 steps; tells their period (info: a clip bound on all)
@@ -54,7 +56,7 @@ def findings(record: Record) -> list[Finding]:
     clipping_always_on  warning   bound on more than half of the steps (info with an optimizer that cancels a scale)
     clipping_inactive   info      a fixed threshold never bound in at least 200 steps
     norm_drift          info      the windowed median moved by more than 2x under one fixed threshold
-    clipped_twice       warning   two clips acted on the same steps
+    clipped_twice       warning   two clips acted on the same steps (info: none of them ever bound)
     ==================  ========  ======================================================================================
 
     And how the loop is set up (`detectors.loop_setup`): ``gradient_without_optimizer``, ``optimizer_without_gradient``,
@@ -87,6 +89,14 @@ def findings(record: Record) -> list[Finding]:
     if len(parts) == 1:  # however many the script has: one stepped
         for episode in monitor.episodes:
             episode.optimizer = parts[0].index
+    idle = (record.end or {}).get("idle_steps")
+    for episode in monitor.episodes:
+        if episode.kind is NO_GRADIENT and idle and episode.count < idle:  # it was told when it was sure, and went on
+            episode.count = idle
+    by_index = {part.index: part for part in parts}
+    for episode in monitor.episodes:
+        if episode.kind is DIVERGING and episode.optimizer in by_index:
+            episode.harmless = came_back(episode, by_index[episode.optimizer])
     oscillating = {episode.optimizer for episode in monitor.episodes if episode.kind is OSCILLATION}
     judged = [episode for part in parts for of_whole in _OF_WHOLE for episode in of_whole(part)]
     judged = [episode for episode in judged if episode.kind is not REPEATED or episode.optimizer not in oscillating]

@@ -170,6 +170,11 @@ class IdleOptimizers:
         self.alive: set[int] = set()
         self._idle: dict[int | None, _Idle] = {}  # by the place of the optimizer, which may be gone at the end
 
+    @property
+    def steps(self) -> int:
+        """Steps of those that never had one."""
+        return sum(idle.steps for idle in self._idle.values())
+
     def before_step(
         self, optimizer: Optimizer, place: int | None, parameters: Sequence[Tensor], has_gradients: bool, sure: bool
     ) -> Iterator[SetupEvent]:

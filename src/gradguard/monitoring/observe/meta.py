@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gradguard.distributed.wrappers import named_parameters
+from gradguard.monitoring.observe.graph_facts import GraphFacts
 from gradguard.monitoring.record.file import SCHEMA, Line
 from gradguard.monitoring.record.redaction import redacted_arguments
 
@@ -176,8 +177,15 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
         return {}
 
 
-def described(names: Sequence[str], parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> list[dict]:
-    """Return what ``meta`` says of each parameter; ``optimizer`` where there are several, ``frozen`` where it is."""
+def described(
+    names: Sequence[str], parameters: Sequence[Tensor], optimizers: Sequence[Optimizer], graph: GraphFacts | None = None
+) -> list[dict]:
+    """Return what ``meta`` says of each parameter; ``optimizer`` where there are several, ``frozen`` where it is.
+
+    ``order`` is its place in the forward, where a backward has reached it before the first step, and ``uses`` how many
+    operations took it.
+    """
+    used = [{}] * len(parameters) if graph is None else graph.of(parameters)
     groups = {id(p): k for opt in optimizers for k, group in enumerate(opt.param_groups) for p in group["params"]}
     owners = {id(p): place for place, opt in enumerate(optimizers) for p in parameters_of(opt)}
     return [
@@ -190,7 +198,8 @@ def described(names: Sequence[str], parameters: Sequence[Tensor], optimizers: Se
         }
         | ({"optimizer": owners[id(p)]} if len(optimizers) > 1 else {})
         | ({} if p.requires_grad else {"frozen": True})
-        for name, p in zip(names, parameters, strict=True)
+        | its
+        for name, p, its in zip(names, parameters, used, strict=True)
     ]
 
 
@@ -215,7 +224,11 @@ def _eps_of(optimizer: Optimizer) -> float | None:
 
 
 def meta_line(
-    program: Line, optimizers: Sequence[Optimizer], parameters: Sequence[Tensor], names: Sequence[str]
+    program: Line,
+    optimizers: Sequence[Optimizer],
+    parameters: Sequence[Tensor],
+    names: Sequence[str],
+    graph: GraphFacts | None = None,
 ) -> Line:
     """Return the first line of a record.
 
@@ -224,7 +237,9 @@ def meta_line(
         optimizers: Those that are known.
         parameters: All their parameters.
         names: The names of these.
+        graph: What the graphs of the losses before the first step tell, where they were seen.
     """
+    seen = graph if graph is not None and graph.leaves else None
     line = {
         "t": "meta",
         "schema": SCHEMA,
@@ -233,6 +248,9 @@ def meta_line(
         **describe(parameters),
         "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
         "eps": [_eps_of(optimizer) for optimizer in optimizers],
-        "params": described(names, parameters, optimizers),
+        "compute": None if seen is None else sorted(seen.dtypes),
+        "leaves": None if graph is None else len(graph.leaves),
+        "loss_factor": None if seen is None else seen.factor,
+        "params": described(names, parameters, optimizers, seen),
     }
     return {key: value for key, value in line.items() if value is not None}

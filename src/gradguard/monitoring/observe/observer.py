@@ -1,6 +1,7 @@
 """The observer: one row for each optimizer step of a process, without a change in the script or in its numbers."""
 
 import functools
+import math
 import os
 import weakref
 from array import array
@@ -20,6 +21,7 @@ from gradguard.errors import GradguardError
 from gradguard.grad_scaler import listen_to_steps
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.clips import AppliedClip, CapturedNorms, StepGradients, note_applied
+from gradguard.monitoring.observe.graph_facts import GraphFacts, origin_of
 from gradguard.monitoring.observe.intercept import ClipCall, patched
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, Unowned
 from gradguard.monitoring.observe.meta import (
@@ -85,6 +87,7 @@ class Observer(Recorder):
         )
         self._count = 0  # optimizers but one
         self._losses, self._left = Losses(), last_step
+        self._graph, self._origin, self._looks_for_origin = GraphFacts(), None, True
         self._steps_at_update = -1
         self.path: Path | None = None
         self._buffer = None if callable(path) else self._open(path)
@@ -109,12 +112,20 @@ class Observer(Recorder):
             return None
         with suppress(Exception):  # one that cannot be read is no reason to stop
             self._losses.add(loss)
+        with suppress(Exception):  # the same of a graph
+            self._look_at_graph(loss)
         if self._backwards < IDLE_STEPS:
             self._backwards += 1
         if not self._kept.looks:
             return None
         self._kept.before_backward()
         return self._after_backward
+
+    def _look_at_graph(self, loss: Tensor) -> None:
+        if self._known is None and self._backwards < IDLE_STEPS:  # meta is still to be written
+            self._graph.read(loss, self._losses.scales)
+        if self._looks_for_origin and are_readable(loss) and not math.isfinite(loss.sum().item()):
+            self._origin, self._looks_for_origin = origin_of(loss), False
 
     @safely
     def _after_backward(self) -> None:
@@ -180,6 +191,7 @@ class Observer(Recorder):
     def _label(self, step: StepMeasurement, optimizer: Optimizer) -> None:
         step.losses, step.optimizer = self._losses.take(), self._place_of(optimizer)
         step.amp_scale = getattr(self._thread, "loss_scale", None)  # each optimizer may have a scaler of its own
+        step.origin, self._origin = self._origin, None
 
     def _hears(self, parameters: Sequence[Tensor]) -> bool:
         del parameters
@@ -258,7 +270,8 @@ class Observer(Recorder):
         self._count = len(optimizers) - 1
         self._known = {id(p): (weakref.ref(p), i) for i, p in enumerate(parameters)}
         if self._buffer is not None:
-            self._buffer.begin(meta_line(self._meta, optimizers, parameters, names))
+            self._buffer.begin(meta_line(self._meta, optimizers, parameters, names, self._graph))
+        self._graph = GraphFacts()
         with suppress(Exception):  # somebody's half-built module must not end the watch
             self._unowned = Unowned(modules, parameters)
 
@@ -296,13 +309,13 @@ class Losses:
 
     def __init__(self) -> None:
         self._losses: deque[Any] = deque(maxlen=MOST_LOSSES)
-        self._scales = False  # whether a GradScaler is at work, and the last losses that it scaled
+        self.scales = False  # whether a GradScaler is at work, and the last losses that it scaled
         self._scaled: deque[tuple[weakref.ref, Tensor]] = deque(maxlen=MOST_SCALED)
 
     def add(self, loss: Tensor) -> None:
         """Keep ``loss``, as it was before a GradScaler scaled it; one that nothing is known of is left out."""
         plain = loss
-        if self._scales:
+        if self.scales:
             plain = next((its for scaled, its in self._scaled if scaled() is loss), None)
         if plain is not None and is_sharded(plain):  # to read parts would need every process
             plain = local_part(plain) if placement_of(plain).is_whole and not _is_partial(plain) else None
@@ -311,7 +324,7 @@ class Losses:
 
     def scaled(self, loss: Any, scaled: Any) -> None:
         """Remember which loss a scaled one came from."""
-        self._scales = True
+        self.scales = True
         if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
             self._scaled.append((weakref.ref(scaled), loss.detach()))
         elif isinstance(loss, list | tuple):

@@ -378,6 +378,7 @@ class Recorder:
                     "exit": exit_code,
                     "interrupted": interrupted,
                     "clips": self._clips.count if not self._steps and self._clips.count else None,
+                    "idle_steps": self._idle.steps or None,
                 }
             )
 

@@ -10,6 +10,9 @@ EVERY = 50
 SHARE = 0.005
 """The largest share of the run's time that measurements on schedule may take; and the same again for bursts."""
 
+FREE = 0.05
+"""Seconds of them that no share limits: a run of a few seconds needs some measurements too."""
+
 BURST = 20
 """Steps that are measured after an alert."""
 
@@ -63,8 +66,8 @@ class Schedule:
     """Says which steps are measured in full.
 
     A step is due if it is on schedule (`EVERY`) and all such measurements together stay below `SHARE` of the run's
-    time, or if it is one of the `BURST` steps after an alert, which have a budget of the same size; the first burst is
-    never refused.
+    time, or below `FREE` seconds, or if it is one of the `BURST` steps after an alert, which have a budget of the same
+    size; the first burst is never refused.
 
     Args:
         every: Steps between two measurements on schedule; 0 for none, and no bursts.
@@ -91,7 +94,7 @@ class Schedule:
             return True
         self._now = "schedule"
         on_schedule = self._every > 0 and turn % self._every == 0
-        return on_schedule and (step == 0 or self._spent["schedule"] + self._last <= SHARE * elapsed)
+        return on_schedule and (step == 0 or self._spent["schedule"] + self._last <= max(FREE, SHARE * elapsed))
 
     def spent(self, seconds: float) -> None:
         """Tell what the measurement of the last due step took."""

@@ -94,6 +94,7 @@ class StepMeasurement:
         lost: Where processes measured together: above 0 if one of them could not.
         logged_norm: The norm that the user's own clip returned, as the user logged it, and
         logged_max_norm: its threshold.
+        origin: Where the forward first had a number that is not finite, and its dtype.
         scalars: What else the user logged, by name: numbers, or tensors until they have been read.
     """
 
@@ -128,6 +129,7 @@ class StepMeasurement:
     lost: Any = None
     logged_norm: Any = None
     logged_max_norm: Any = None
+    origin: tuple[str, str] | None = None
     scalars: dict[str, Any] = field(default_factory=dict)
 
 
@@ -304,6 +306,8 @@ def _step_line(step: StepMeasurement, norms: Sequence[float]) -> Line:
         "i": step.index,
         "wall": step.wall,
         "loss": _mean([float(x) for x in step.losses]),
+        "backwards": len(step.losses) if len(step.losses) > 1 else None,
+        "origin": None if step.origin is None else list(step.origin),
         "lr": _number(step.lr),
         "norm": total,
         "post_norm": None if coefficient is None else total * (within if step.norm_after else coefficient),

@@ -364,13 +364,27 @@ def _mesh(value: Any) -> Any:
     return {printable(name): size for name, size in value.items()}
 
 
+def _facts(value: Any) -> Any:
+    """Some texts, numbers and truths by name."""
+    if type(value) is not dict or len(value) > _MOST_FACTS:
+        return _BAD
+    kept = {
+        name: _text(one) if type(one) is str else one if type(one) is bool else _number(one)
+        for name, one in value.items()
+    }
+    return _BAD if any(one is _BAD for one in kept.values()) else {printable(name): one for name, one in kept.items()}
+
+
+_MOST_FACTS = 20
+
+
 def _severity(value: Any) -> Any:
     return value if value in ("info", "warning", "error") else _BAD
 
 
 _PARAMETER: Mapping[str, Rule] = {
     "name": _text, "shape": _each(_count), "numel": _count, "dtype": _text, "group": _count, "optimizer": _count,
-    "frozen": _truth,
+    "frozen": _truth, "order": _count, "uses": _count,
 }  # fmt: skip
 
 _TABLES: Mapping[str, Mapping[str, Rule]] = {
@@ -378,14 +392,14 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
         "version": _text, "schema": _count, "argv": _each(_text), "clip": _text, "torch": _text, "python": _text,
         "host_platform": _text, "git": _text, "device": _text, "world": _count, "rank": _count, "mesh": _mesh,
         "optimizers": _each(_text), "eps": _each(_amount), "params": _list, "pid": _count, "parent": _count,
-        "root": _count,
+        "root": _count, "compute": _each(_text), "leaves": _count, "loss_factor": _number, "followed": _facts,
     },
     "step": {
         "i": _count, "wall": _seconds, "loss": _number, "lr": _number, "norm": _amount, "post_norm": _amount,
         "coefficient": _amount, "threshold": _number, "rule": _text, "clips": _each(_clip), "user_max_norm": _number,
         "amp_scale": _amount, "skipped": _truth, "spike": _truth, "nonfinite": _count, "top": _top, "optimizer": _count,
         "noise_scale": _number, "noise_scale_low": _number, "noise_scale_high": _number, "batch_size": _number,
-        "scaled_clip": _truth, "kept_gradients": _truth,
+        "scaled_clip": _truth, "kept_gradients": _truth, "backwards": _count, "origin": _each(_text),
     },
     "tensors": {
         "i": _count, "norm": _amounts, "max": _amounts, "zeros": _amounts, "weight": _amounts, "update": _amounts,
@@ -397,7 +411,7 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
     },
     "end": {
         "steps": _count, "wall": _seconds, "overhead_ms": _seconds, "exit": _whole, "interrupted": _truth,
-        "clips": _count,
+        "clips": _count, "idle_steps": _count,
     },
 }  # fmt: skip
 

@@ -264,6 +264,24 @@ _BYTES_AT_ONCE = 2**18
 _ADVICE = "Make one: gradguard run --out DIR train.py"
 
 
+def begins_as(path: Path, argv: list[str]) -> bool:
+    """Tell whether a record is of a program whose arguments begin like this; only its first line is read.
+
+    Args:
+        path: The record.
+        argv: The script, and perhaps arguments.
+
+    Returns:
+        Whether it is.
+    """
+    try:
+        with open_regular(path) as file:
+            line, _ = parse_line(file.readline(LONGEST_LINE))
+    except (OSError, ValueError, RecursionError, RecordError):
+        return False
+    return bool(argv) and (line.get("argv") or [])[: len(argv)] == argv
+
+
 def _created(path: Path) -> tuple[Path, FileIO]:
     """Open a new file at ``path``, or with a number in its name where that is taken."""
     if path.exists() and not path.is_file():  # a pipe, or a folder, which is an error

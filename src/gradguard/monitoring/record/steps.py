@@ -207,8 +207,8 @@ def by_optimizer(record: Record) -> list[Part]:
     """Return one part for each optimizer that stepped, in their order; the record itself where it was one.
 
     **Edge cases**: a record without steps is one part, and so is one with several optimizers of which one stepped;
-    steps that do not say which optimizer they are of make a part of their own, the last; an event belongs to the
-    optimizer whose step has its number.
+    steps that do not say which optimizer they are of are those of the first one, from before another came; an event
+    belongs to the optimizer whose step has its number.
 
     Args:
         record: The record of a run.
@@ -225,10 +225,11 @@ def by_optimizer(record: Record) -> list[Part]:
     """
     found = set(record.steps.column("optimizer"))
     if len(found) <= 1:
-        alone = _name_of(record, next(iter(found), None))
+        index = next(iter(found), None)
+        alone = _name_of(record, index)
         same = alone is None or record.meta.get("optimizers") == [alone]
-        return [Part(None, "", record if same else replace(record, meta=_meta_of(record, alone)))]
-    order = sorted(found, key=lambda index: (index is None, index or 0))
+        return [Part(None, "", record if same else replace(record, meta=_meta_of(record, index)))]
+    order = sorted({index or 0 for index in found})
     return [Part(index, label_of(record, index), _only(record, index)) for index in order]
 
 
@@ -246,8 +247,9 @@ def label_of(record: Record, index: int | None) -> str:
         >>> label_of(Record(Path("run.jsonl"), meta, [], [], [], None, False), 1)
         'optimizer 1 (Adam, actor)'
     """
-    if index is None:
-        return "an optimizer that came later"
+    index = index or 0  # the first one has no number as long as it is alone
+    if index >= len(record.meta.get("optimizers") or [0]):
+        return f"optimizer {index} (that came later)"
     said = ", ".join(filter(None, [_name_of(record, index), _trains(record, index)]))
     return f"optimizer {index} ({said})" if said else f"optimizer {index}"
 
@@ -266,16 +268,21 @@ def _name_of(record: Record, index: int | None) -> str | None:
     return str(names[index]) if index is not None and 0 <= index < len(names) else None
 
 
-def _meta_of(record: Record, name: str | None) -> dict[str, Any]:
-    return record.meta | {"optimizers": [name] if name else []}
+def _meta_of(record: Record, index: int | None) -> dict[str, Any]:
+    """The first line, as if this were the only optimizer."""
+    own = {}
+    for key in ("optimizers", "eps"):
+        of_each: list[Any] = record.meta.get(key) or []
+        own[key] = [of_each[index]] if index is not None and index < len(of_each) else []
+    return record.meta | own
 
 
-def _only(record: Record, index: int | None) -> Record:
-    steps = record.steps.where([optimizer == index for optimizer in record.steps.column("optimizer")])
-    numbers, name = set(steps.column("i")), _name_of(record, index)
+def _only(record: Record, index: int) -> Record:
+    steps = record.steps.where([(optimizer or 0) == index for optimizer in record.steps.column("optimizer")])
+    numbers = set(steps.column("i"))
     return replace(
         record,
-        meta=_meta_of(record, name),
+        meta=_meta_of(record, index),
         steps=steps,
         tensors=record.tensors.where([number in numbers for number in record.tensors.column("i")]),
         events=[event for event in record.events if event["i"] in numbers],

@@ -145,6 +145,7 @@ class RunState:
         events: The last events.
         severities: How many events of each severity there were.
         end: The closing line, once it is there.
+        diagnosis: What is the matter with it and what to do, as of the last look; empty where nobody has looked.
     """
 
     meta: dict[str, Any] = field(default_factory=dict)
@@ -154,6 +155,7 @@ class RunState:
     events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
     severities: Counter[str] = field(default_factory=Counter)
     end: dict[str, Any] | None = None
+    diagnosis: str = ""
     _walls: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, line: dict[str, Any]) -> None:

@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradguard.errors import InvalidValueError, RecordError
-from gradguard.monitoring.record.file import SCHEMA
+from gradguard.monitoring.judge.diagnosis import diagnose
+from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, read_record
 from gradguard.monitoring.record.reader import JsonlReader
 from gradguard.monitoring.record.text import drop_output, encodable, printable
 from gradguard.monitoring.show.run_state import RunState
@@ -22,6 +24,12 @@ BROKEN_PIPE = 141
 """The exit code when what reads the output is gone, as for ``tail -f``."""
 
 POLL_SECONDS = 0.5
+JUDGED_SECONDS, JUDGED_SHARE = 10.0, 0.02
+"""How often a run is judged while it goes on, and the most of the time that this takes."""
+
+LONGEST_JUDGED = 16 * 2**20
+"""Bytes of a record that is judged while it is followed: `gradguard report` judges all of a longer one."""
+
 LINE_SECONDS = 2.0
 QUIET_SECONDS = 30.0
 _QUIET_STEPS = 20
@@ -41,8 +49,11 @@ def tail(
     In a terminal it is one view that is redrawn; anywhere else it is a line of text every few seconds, and one for each
     event.
 
-    **Guarantees**: the record is only read, and each byte of it once; memory does not grow with the run; the terminal
-    is as it was before, however this ends.
+    It opens with what is the matter with the run, and what to do: looked at again every 10 s, or more seldom where a
+    look takes long, while the record is below 16 MiB.
+
+    **Guarantees**: the record is only read; beside that look each byte of it once, and memory does not grow with the
+    run; the terminal is as it was before, however this ends.
 
     **Edge cases**: a record that is not there yet is waited for; one that another run replaces is followed from its
     new start; a run that writes nothing for long is said to, with since when, and is still followed.
@@ -70,6 +81,7 @@ def tail(
         ...     writer.write("step", i=0, loss=4.1, norm=2.5, coefficient=0.4, threshold=1.0, rule="norm")
         ...     writer.write("end", steps=1, wall=0.5, exit=0)
         >>> tail(path, once=True)
+        The record has 1 step, too few to say whether the run is well. Record at least 60 steps, better 200.
         step 0  loss 4.10  norm 2.50  threshold 1.0  coefficient 0.400  clipped 100 % of 1 (normalising)
         finished after 1 step in 0 s
         0
@@ -109,6 +121,7 @@ class Watched:
         self.run = RunState()
         self.restarted = False
         self._runs = 0
+        self._judge_at, self._judged_whole = float("-inf"), False
 
     def look(self) -> list[dict[str, Any]]:
         """Take in what is new; ``restarted`` says whether that is of another run than before.
@@ -130,6 +143,26 @@ class Watched:
             self._runs += entry["t"] == "meta"
             self.run.add(entry)
         return lines
+
+    def judge(self) -> None:
+        """Look at the whole record for what is the matter with the run, if that is due and not too costly."""
+        began = time.monotonic()
+        last = self.run.end is not None and not self._judged_whole
+        if not self.there or not (last or began >= self._judge_at):
+            return
+        self._judged_whole = self.run.end is not None
+        with suppress(OSError, RecordError):
+            if self.path_of_record.stat().st_size <= LONGEST_JUDGED:
+                found = diagnose(read_record(self.path))
+                advice = "" if found.is_well else f" {found.cause.advice}"
+                self.run.diagnosis = f"{found.sentence}{advice}"
+        took = time.monotonic() - began
+        self._judge_at = began + max(JUDGED_SECONDS, took / JUDGED_SHARE)
+
+    @property
+    def path_of_record(self) -> Path:
+        """The record itself."""
+        return self.path / FILE_NAME if self.path.is_dir() else self.path
 
     @property
     def there(self) -> bool:
@@ -196,11 +229,13 @@ def _show_once(watched: Watched, events: int, console: "Console") -> int:
             f"no record at {watched.path}, or nothing in it yet. Make one: gradguard run --out DIR train.py; "
             "or leave out --once, to wait for it"
         )
+    watched.judge()
     if console.is_terminal:
         console.print(fitting_view(watched.run, watched.status(time.time()), watched.title(), events, console))
         return 0
     shown = list(watched.run.events)[-events:] if events else []
-    for text in [*map(event_line, shown), line(watched.run), printable(watched.status(time.time())[0])]:
+    first = [printable(watched.run.diagnosis)] if watched.run.diagnosis else []
+    for text in [*first, *map(event_line, shown), line(watched.run), printable(watched.status(time.time())[0])]:
         _write(console, text)
     return 0
 
@@ -213,12 +248,14 @@ def _show_live(watched: Watched, events: int, console: "Console", poll_seconds: 
         return fitting_view(watched.run, watched.status(time.time()), watched.title(), events, console)
 
     watched.look()
+    watched.judge()
     live = Live(drawn(), console=console, screen=True, auto_refresh=False, redirect_stdout=False)
     try:
         live.start(refresh=True)  # inside the block: Ctrl-C may come as early as that
         while watched.run.end is None:
             time.sleep(poll_seconds)
             watched.look()
+            watched.judge()
             live.update(drawn(), refresh=True)
     finally:
         live.stop()
@@ -256,6 +293,10 @@ class _LinePrinter:
         if self._stale and (ended or time.monotonic() - self._printed_at >= LINE_SECONDS):
             _write(self._console, line(self._watched.run))
             self._stale, self._printed_at = False, time.monotonic()
+        if ended:
+            self._watched.judge()
+            if self._watched.run.diagnosis:
+                _write(self._console, printable(self._watched.run.diagnosis))
         self._say()
 
     def _say(self) -> None:

@@ -138,7 +138,8 @@ def view(
     from rich.text import Text
 
     width = max(10, console.width - 4)
-    parts: list[RenderableType] = [] if run.last else [Text("no step yet", style="dim")]
+    parts: list[RenderableType] = [Text(printable(run.diagnosis), style="bold")] if run.diagnosis else []
+    parts += [] if run.last else [Text("no step yet", style="dim")]
     states = list(run.states.values())
     if len(states) == 1:
         parts += [_facts_table(facts(run) + optimizer_facts(states[0]), width)]

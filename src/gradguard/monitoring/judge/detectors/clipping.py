@@ -153,7 +153,8 @@ def _clipped_twice(part: Part, taken: Lines) -> list[Episode]:
     if any(clip.bound for clip in before) and all(twice.has("threshold")):  # one behind the other
         words += f"; {last_clip.name} only saw what {named([clip.name for clip in before])} had left"
     first, last = twice[0]["i"], twice[-1]["i"]
-    return [Episode(TWICE, part.index, first, last, len(twice), text=words)]
+    never = all(clip.bound == 0 for clip in clips)
+    return [Episode(TWICE, part.index, first, last, len(twice), text=words, harmless=never)]
 
 
 def _drifted(part: Part, clipped: Lines) -> list[Episode]:
@@ -207,6 +208,9 @@ def _drift(found: Episode) -> Words:
 
 
 def _twice(found: Episode) -> Words:
+    if found.harmless:
+        message = f"two clips or more looked at the gradients of {steps(found.count)}, and none of them ever bound"
+        return "info", message, "keep one of them, so that the threshold of the other need not be known"
     message = f"gradients were clipped more than once on {steps(found.count)}: {found.text}"
     advice = "keep one of them: a second clip compares what the first has left, and its threshold has no meaning"
     return "warning", message, advice

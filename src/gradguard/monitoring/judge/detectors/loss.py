@@ -27,6 +27,9 @@ NOTHING_LEFT = 0.8
 NOT_LEARNING_STEPS = 500
 """Fewer steps may be a warm-up."""
 
+FALLEN_AT_ONCE = 0.8
+"""Of the very first losses: a run that fell so far within its first steps has learned something."""
+
 NOT_FALLEN = 0.98
 """A loss whose best 100 steps are within 2 % of its first has not fallen."""
 
@@ -136,14 +139,33 @@ def loss_of_whole(part: Part) -> list[Episode]:
     losses = taken.column("loss")
     first = statistics.median(losses[BLOCK : BLOCK + _LONG])  # the first few fall, whatever the labels are
     best = min(statistics.median(losses[k : k + _LONG]) for k in range(BLOCK, len(losses) - _LONG, _LONG))
-    if min(losses) <= 0 or best < NOT_FALLEN * first or first < statistics.median(losses[:_START]) / 2:
+    if min(losses) <= 0 or best < NOT_FALLEN * first or best < FALLEN_AT_ONCE * statistics.median(losses[:_START]):
         return []
     numbers = {"first": first, "best": best}
     return [Episode(NOT_LEARNING, part.index, taken[0]["i"], taken[-1]["i"], len(taken), numbers=numbers)]
 
 
+def came_back(found: Episode, part: Part) -> bool:
+    """Return whether a loss that had risen is back at the end of the run, or nearly so.
+
+    Args:
+        found: The episode of a loss that rose.
+        part: The steps of its optimizer.
+    """
+    losses = [loss for loss in taken_steps(part.record).column("loss") if loss is not None and math.isfinite(loss)]
+    best, start = found.numbers["best"], found.numbers["start"]
+    end = statistics.median(losses[-BLOCK:]) if losses else math.inf
+    return end <= max(DIVERGED_TIMES * best, best + DIVERGED_PROGRESS * (start - best))
+
+
 def _diverging(found: Episode) -> Words:
     best, largest, start = (found.numbers[key] for key in ("best", "largest", "start"))
+    if found.harmless:
+        message = (
+            f"the loss rose from {number(best)}, the best it was, to {number(largest)} at step {found.first}, and came "
+            "back by the end"
+        )
+        return "info", message, "nothing, where the data or a target changed there; else a lower learning rate"
     message = (
         f"the loss rose from {number(best)}, the best it was, to {number(largest)} and stayed there from step "
         f"{found.first} on; it began at {number(start)}"

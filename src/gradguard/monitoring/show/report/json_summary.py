@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gradguard.monitoring.judge.acting_clips import ActingClip
+from gradguard.monitoring.judge.diagnosis import Cause, Diagnosis, diagnose
 from gradguard.monitoring.judge.health import Finding, findings
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.verdict import Verdict, verdict
@@ -63,6 +64,7 @@ def _judged(record: Record) -> dict[str, Any]:
     judged = verdict(record)
     return {
         "verdict": judged.sentence,
+        "diagnosis": _diagnosis(diagnose(record)),
         "decision": _decision(recommend(record)),
         "regime": judged.regime,
         "steps": judged.steps,
@@ -73,6 +75,28 @@ def _judged(record: Record) -> dict[str, Any]:
         "recovery": None if judged.recovery is None else asdict(judged.recovery),
         **_numbers(judged),
         "clips": [_clip(clip) for clip in judged.clips],
+    }
+
+
+def _diagnosis(found: Diagnosis) -> dict[str, Any]:
+    evidence = [
+        {"steps": list(one.steps), "params": list(one.params), "words": one.words} for one in found.cause.evidence
+    ]
+    return {
+        **_cause(found.cause),
+        "sentence": found.sentence,
+        "evidence": evidence,
+        "rules_out": list(found.cause.rules_out),
+        "others": [_cause(cause) for cause in found.causes[1:]],
+    }
+
+
+def _cause(cause: Cause) -> dict[str, Any]:
+    return {
+        "cause": cause.key,
+        "certainty": cause.certainty,
+        "sentence": cause.sentence,
+        "advice": cause.advice,
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.files.writing import write_whole
+from gradguard.monitoring.judge.diagnosis import Diagnosis, diagnose
 from gradguard.monitoring.judge.numbers import listed, number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.spikes import spikes_of
@@ -153,7 +154,7 @@ def _lead(records: Sequence[Record], subjects: Sequence[dict[str, Any]]) -> str:
     """The first sentence of a page about several runs or optimizers."""
     if len(records) > 1:
         return compared([(label, verdict(record)) for record, label in labelled(records)])
-    return recommend(records[0]).headline if len(subjects) > 1 else ""
+    return diagnose(records[0]).sentence if len(subjects) > 1 else ""
 
 
 def _label(part: Part, label: str, records: int) -> str:
@@ -162,7 +163,7 @@ def _label(part: Part, label: str, records: int) -> str:
 
 def _subject(part: Part, whole: Record, label: str, identity: str, among: int) -> dict[str, Any]:
     record = part.record
-    judged, recommendation = verdict(record), recommend(record)
+    judged, recommendation, diagnosis = verdict(record), recommend(record), diagnose(record)
     findings = advice.findings_of(whole, part.index)
     prefix = f"{identity}-" if among > 1 else ""
     return {
@@ -171,7 +172,8 @@ def _subject(part: Part, whole: Record, label: str, identity: str, among: int) -
         "label": label,
         "clip": clip_of(record),
         "verdict": judged,
-        "tone": _tone(judged, findings),
+        "tone": _tone(diagnosis),
+        "diagnosis": diagnosis,
         "recommendation": recommendation,
         "command": recommendation.rule and command(record, recommendation.rule, part.label),
         "figures": [
@@ -197,9 +199,8 @@ def _events(record: Record, whole: Record, index: int | None) -> list[dict[str, 
     return [*(lost if index == by_optimizer(whole)[0].index else ()), *record.events]
 
 
-def _tone(judged: Verdict, findings: Sequence[advice.Shown]) -> str:
-    bad = judged.faulty_steps or judged.diverged or any(finding.severity == "error" for finding in findings)
-    return "bad" if bad else judged.regime
+def _tone(diagnosis: Diagnosis) -> str:
+    return "guard" if diagnosis.is_well else "shaping" if diagnosis.cause.key == "unknown" else "bad"
 
 
 def _charts(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradguard.monitoring.judge.acting_clips import acting_clips
+from gradguard.monitoring.judge.diagnosis import Diagnosis, diagnose
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.verdict import Verdict, verdict
@@ -25,11 +26,10 @@ if TYPE_CHECKING:
 _MOST_FINDINGS = 4
 _COMPARED = ("run", "clip", "final loss", "best loss", "largest norm", "steps clipped")
 _MOST_COMPARED = 3
-_REGIME_STYLES = {"never": "blue", "guard": "green", "shaping": "yellow", "normalising": "red"}
 
 
 def print_summary(record: Record, console: "Console | None" = None) -> None:
-    """Print the verdict, what is wrong, the decision, the command that follows it, and what observing cost.
+    """Print the diagnosis, what to do, the decision on clipping with its command, findings, and what observing cost.
 
     Args:
         record: The record of a run.
@@ -39,10 +39,9 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
-    judged, recommendation = verdict(record), recommend(record)
-    faulty = judged.faulty_steps or judged.diverged
-    style = "red" if faulty else _REGIME_STYLES[judged.regime]
-    body = _body(judged, recommendation, findings_of(record))
+    judged, recommendation, diagnosis = verdict(record), recommend(record), diagnose(record)
+    style = "green" if diagnosis.is_well else "yellow" if diagnosis.cause.key == "unknown" else "red"
+    body = _body(judged, recommendation, diagnosis, findings_of(record))
     panel = Panel(body, title="gradguard", title_align="left", border_style=style, padding=(0, 1))
     console = console or Console()
     console.print(panel)
@@ -162,11 +161,12 @@ def text_summary(record: Record) -> str:
     Example:
         >>> steps = [{"t": "step", "i": i, "norm": 2.0} for i in range(9)]
         >>> record = Record(Path("run.jsonl"), {"t": "meta"}, steps, [], [], None, False)
-        >>> print(text_summary(record).splitlines()[1])
-        regime: never
+        >>> print(text_summary(record).splitlines()[0])
+        diagnosis: unknown
     """
     judged, recommendation = verdict(record), recommend(record)
-    facts = _facts(record, judged) | _found(findings_of(record)) | _advice(record, recommendation)
+    facts = _diagnosed(diagnose(record)) | _facts(record, judged)
+    facts |= _found(findings_of(record)) | _advice(record, recommendation)
     facts |= {f"warning_{place}": note for place, note in enumerate(notes(record), start=1)}
     for part in by_optimizer(record):
         if part.label:
@@ -205,19 +205,24 @@ def command(record: Record, rule: str, optimizer: str = "") -> str:
     return f"gradguard run --clip {f'norm={threshold}' if threshold else rule} {script}"
 
 
-def _body(judged: Verdict, recommendation: Recommendation, found: Sequence[Shown]) -> "Text":
+def _body(judged: Verdict, recommendation: Recommendation, diagnosis: Diagnosis, found: Sequence[Shown]) -> "Text":
+    """The diagnosis, then what to do, then the clip; below that what was measured, and the gravest findings."""
     from rich.text import Text
 
-    body = Text(judged.sentence)
+    body = Text(diagnosis.sentence, style="bold")
+    body.append("" if diagnosis.is_well else f"\n{diagnosis.cause.advice}", style="not bold")
+    if recommendation.kind != "fix":
+        body.append("\n\n").append(recommendation.headline, style="bold")
+        body.append(f" {recommendation.reason}" if recommendation.reason else "", style="not bold")
+    body.append(f"\n\n{judged.sentence}", style="not bold")
     grave = [item for item in found if item.severity != "info"]
     for item in grave[:_MOST_FINDINGS]:
         body.append("\n\n" if item is grave[0] else "\n")
-        body.append(f"{item.severity}: ", style="bold").append(f"{item.message} {item.advice}")
+        body.append(f"{item.severity}: ", style="bold").append(f"{item.message} {item.advice}", style="not bold")
     rest = [*grave[_MOST_FINDINGS:], *(item for item in found if item.severity == "info")]
     if grave and rest:
-        body.append(f"\nand {counted(rest)}, see the report", style="dim")
-    body.append("\n\n").append(recommendation.headline, style="bold")
-    return body.append(f"\n{recommendation.reason}" if recommendation.reason else "")
+        body.append(f"\nand {counted(rest)}, see the report", style="not bold dim")
+    return body
 
 
 def _facts(record: Record, judged: Verdict) -> dict[str, Any]:
@@ -257,6 +262,15 @@ def _advice(record: Record, recommendation: Recommendation, optimizer: str = "")
     }
 
 
+def _diagnosed(diagnosis: Diagnosis) -> dict[str, Any]:
+    return {
+        "diagnosis": diagnosis.cause.key,
+        "certainty": diagnosis.cause.certainty,
+        "sentence": diagnosis.sentence,
+        "advice": diagnosis.cause.advice,
+    }
+
+
 def _found(findings: Sequence[Shown]) -> dict[str, str]:
     lines = {"findings": f"{len(findings)}"}
     for place, item in enumerate(findings, start=1):
@@ -271,7 +285,8 @@ def _found(findings: Sequence[Shown]) -> dict[str, str]:
 
 def _of_optimizer(index: int | None, label: str, record: Record) -> dict[str, Any]:
     judged, recommendation = verdict(record), recommend(record)
-    facts = {"name": label} | _facts(record, judged) | _advice(record, recommendation, label)
+    facts = {"name": label} | _diagnosed(diagnose(record)) | _facts(record, judged)
+    facts |= _advice(record, recommendation, label)
     prefix = "optimizer_other" if index is None else f"optimizer_{index}"
     return {f"{prefix}_{key}": value for key, value in facts.items() if key != "events"}
 

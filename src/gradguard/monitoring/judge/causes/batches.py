@@ -1,0 +1,291 @@
+"""What the data do to a run: batches that are far out, data that change, and numbers that drift."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+
+from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.numbers import number, plain_threshold
+from gradguard.monitoring.judge.signals import BLOCKS, Signals, period_of
+
+FEWEST_OUTBURSTS = 3
+CALM_SHARE = 0.2
+"""Of the steps: where more of them are out of the ordinary, no batch is the exception."""
+
+MOST_SHIFTS, ONE_TIMES, FEW_TIMES, MOST_TIMES = 2, 1.7, 4, 12
+"""A loss that leaps more often, and not so far, does so by its making: a target that is set anew now and then."""
+
+FAR = 20.0
+"""Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
+
+MANY_BUMPS = 6
+"""Losses that stand out by little, as those of wrong labels do, in one rhythm."""
+
+_SHOWN = 4
+
+
+def bad_batches(signals: Signals) -> Cause | None:
+    """Return whether single batches are far out: losses and norms leap out of calm, at once."""
+    places = [place for place in signals.outbursts if place >= 3]
+    period = period_of(places)
+    if not places:
+        places = [place for place in signals.bumps if place >= 3]
+        period = period_of(places)
+        if period is None or len(places) < MANY_BUMPS or signals.curve is None or signals.curve.fallen() > 0.5:
+            return None
+    if period is not None:  # what lies beside the grid is what such a batch left behind
+        phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
+        places = [place for place in places if place % period == phase]
+    at_once = [place for place in places if _comes_at_once(signals, place)]
+    if places and _was_lost_before(signals, places[0]):
+        return None
+    if not _broken_by(signals, places):
+        few = len(places) < FEWEST_OUTBURSTS or len(places) > CALM_SHARE * signals.count
+        if few or len(at_once) < max(FEWEST_OUTBURSTS, 0.5 * len(places)) or not _losses_leap(signals, places):
+            return None
+    numbers = [signals.named(place) for place in places]
+    times = statistics.median(_times(signals, place) for place in places)
+    listed = f"{', '.join(map(str, numbers[:_SHOWN]))}{' …' if len(numbers) > _SHOWN else ''}"
+    several = f"{len(numbers)} times, on steps {listed}" if len(numbers) > 1 else f"first on step {listed}"
+    when = f"every {period} steps: {listed}" if period else several
+    calm = _calm(signals, places)
+    threshold = float(f"{calm:.1e}") if calm else None
+    clip = f" Until then, clip at {plain_threshold(threshold)}, which leaves ordinary steps alone." if threshold else ""
+    where = (
+        f"Look at the batches of steps {listed}: something comes back every {period} steps, such as one bad file or "
+        "shard of an epoch."
+        if period
+        else f"Look at the batches of steps {listed} for wrong labels, inputs that are "
+        "not normalised, or samples that are far too long."
+    )
+    words = (
+        f"The loss or the gradient norm leapt {len(numbers)} times out of calm, to {number(times)} times what it "
+        f"was just before: {when}."
+    )
+    return Cause(
+        "bad_batches",
+        "possible" if _are_harmless(signals, places) else "certain" if period and len(places) >= 5 else "likely",
+        f"Some batches are far out, {when}.",
+        f"{where}{clip}",
+        (Evidence((numbers[0], numbers[-1]), words, numbers=(("times", times), ("period", float(period or 0)))),),
+        ("The learning rate is not the cause: the steps before each of these were calm.",),
+        threshold=threshold,
+    )
+
+
+def _was_lost_before(signals: Signals, place: int) -> bool:
+    """Whether the loss was thrown up before the first leap, and never came below its start: not by a batch."""
+    curve = signals.curve
+    before = [loss for loss in signals.losses[1:place] if loss is not None]
+    if curve is None or not before:
+        return False
+    return max(before) > 1.5 * curve.start + 6 * min(curve.noise, curve.start) and curve.best > 0.85 * curve.start > 0
+
+
+def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
+    """Whether a clip bound on nearly all of them, and the loss is back at once: hard cases, and not bad ones."""
+    curve = signals.curve
+    if sum((signals.coefficients[place] or 1.0) < 1 for place in places) < 0.6 * len(places):
+        return False
+    if curve is None:
+        return True
+    if curve.final > curve.best + max(3 * curve.error, 0.25 * abs(curve.best)):
+        return False
+    harmed = 0
+    for place in places:
+        before = signals.usual(place, signals.losses)
+        after = [loss for loss in signals.losses[place + 1 : place + 6] if loss is not None]
+        harmed += before is not None and bool(after) and statistics.median(after) > 1.25 * before
+    return harmed < 0.4 * len(places)
+
+
+def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:
+    """Whether loss and norm of most of these steps stand out, where losses are known: those of a bad batch do."""
+    if signals.curve is None:
+        return True
+    leaps = 0
+    for place in places:
+        recent = [loss for loss in signals.losses[max(0, place - 24) : place] if loss is not None]
+        loss, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place)
+        if loss is not None and len(recent) >= 5 and (norm is None or usual is None or norm > 2.5 * usual):
+            middle = statistics.median(recent)
+            leaps += loss - middle > 4 * statistics.median(abs(one - middle) for one in recent)
+    return leaps >= 0.6 * len(places)
+
+
+def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
+    """Whether the first leap, out of calm and too far for any rate, threw the run to where it never came back from."""
+    if not places or not _comes_at_once(signals, places[0]) or _times(signals, places[0]) < FAR:
+        return False
+    place, curve, before = places[0], signals.curve, signals.usual(places[0], signals.losses)
+    here, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place)
+    if curve is None or before is None or here is None or not curve.final > 1.1 * before > 0:
+        return False
+    if norm is not None and usual is not None and norm < 2.5 * usual:  # heavy noise in the targets of a robust loss
+        return False
+    after = [loss for loss in signals.losses[place : place + 6] if loss is not None]
+    return max(after) > 2 * here or any(loss < 0.3 * before for before, loss in pairwise(after))  # else other data
+
+
+def _times(signals: Signals, place: int) -> float:
+    """How far a step stands above those just before it."""
+    found = [1.0]
+    for values in (signals.norms, signals.losses):
+        value, usual = values[place], signals.usual(place, values)
+        if value is not None and usual:
+            found.append(value / usual)
+    return max(found)
+
+
+def _comes_at_once(signals: Signals, place: int) -> bool:
+    """Whether the steps before were far below: what a rate does grows from step to step."""
+    found = False
+    for values in (signals.norms, signals.losses):
+        value, before = values[place], [one for one in values[max(0, place - 3) : place] if one]
+        if value is not None and before and value > 3 * max(before):
+            found = True
+    return found
+
+
+def _calm(signals: Signals, places: Sequence[int]) -> float | None:
+    """The 90th percentile of the norms of ordinary steps."""
+    near = {place + k for place in places for k in range(4)}
+    norms = sorted(norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5)
+    return norms[int(0.9 * len(norms))] if norms else None
+
+
+def data_shift(signals: Signals) -> Cause | None:
+    """Return whether the data are others from one step on: losses are at another level at once, and stay there."""
+    if signals.takes_turns or signals.count < 60:
+        return None
+    place = _level_shift(signals)
+    if place is None or _rate_jumped(signals, place):
+        return None
+    before, after = signals.losses[max(0, place - 20) : place], signals.losses[place : place + 20]
+    low, high = (statistics.median([loss for loss in values if loss is not None]) for values in (before, after))
+    step = signals.named(place)
+    words = (
+        f"The loss was {number(low)} up to step {signals.named(place - 1)} and {number(high)} from step {step} "
+        "on, at once."
+    )
+    return Cause(
+        "data_shift",
+        "likely",
+        f"The data are others from step {step} on: the loss is at another level at once, out of calm.",
+        f"Look at what the loader gives from step {step} on: another file, domain, length, normalisation or "
+        "labelling. If "
+        "that is meant, go on training; shuffle the parts together if both are to be learned.",
+        (Evidence((step, signals.span[1]), words, numbers=(("before", low), ("after", high))),),
+        ("The learning rate did not change, and the steps before were calm.",),
+    )
+
+
+def _level_shift(signals: Signals) -> int | None:
+    """The place at which the loss leaps to another level within one step; None where it does so again and again."""
+    values = signals.losses
+    leaps, found = list[int](), list[tuple[float, int]]()
+    for place in range(30, signals.count - 15):
+        here, previous = values[place], values[place - 1]
+        if here is None or previous is None or here < 1.3 * previous:
+            continue
+        before = [loss for loss in values[place - 20 : place] if loss is not None]
+        after = [loss for loss in values[place : place + 10] if loss is not None]
+        if len(before) < 15 or len(after) < 8:
+            continue
+        low, high = statistics.median(before), statistics.median(after)
+        if high < 1.5 * low or low <= 0:
+            continue
+        if not leaps or place - leaps[-1] > 10:
+            leaps.append(place)
+        spread = statistics.median(abs(one - low) for one in before) or 1e-12
+        if min(after) > max(before[-10:]) and (high - low) / spread > 6:
+            found.append((high / low, place))
+    times, place = max(found, default=(0.0, None))
+    needed = ONE_TIMES if len(leaps) == 1 else FEW_TIMES if len(leaps) <= MOST_SHIFTS else MOST_TIMES
+    return place if times > needed else None
+
+
+def _rate_jumped(signals: Signals, place: int) -> bool:
+    rates = [rate for rate in signals.rates[max(0, place - 3) : place + 1] if rate]
+    return bool(rates) and max(rates) > 2 * min(rates)
+
+
+def drift(signals: Signals) -> Cause | None:
+    """Return whether weights and norms grow step by step, without a jump, where they should settle."""
+    curve = signals.curve_until(signals.first_lost or signals.count)
+    if signals.count < 100 or curve is None:
+        return None
+    grown, runs_away = _growing_weight(signals), _runs_away(signals)
+    rising = _rising_norms(signals)
+    late = statistics.median(curve.levels[curve.levels.index(curve.best) :])
+    lost = max(late, curve.final) > curve.best + max(3 * curve.error, 0.25 * abs(curve.best))
+    if not (
+        (grown and (lost or (rising and curve.fallen() < 0.6)))
+        or runs_away
+        or (rising and lost and curve.fallen() < 0.5)
+    ):
+        return None
+    evidence = []
+    if runs_away:
+        evidence.append(Evidence(signals.span, runs_away))
+    if grown:
+        name, times = grown
+        words = f"The norm of {name} grew {number(times)} times, step by step."
+        evidence.append(Evidence(signals.span, words, (name,), (("times", times),)))
+    if rising:
+        evidence.append(Evidence(signals.span, f"The median gradient norm rose {number(rising)} times, step by step."))
+    end = "the loss falls without end" if runs_away else "the loss ends above its best" if lost else "do not settle"
+    return Cause(
+        "drift",
+        "likely",
+        f"Weights and gradients grow all through the run, step by step, and {end}.",
+        "Look for what rewards large weights: the sign of a penalty or of weight_decay, a target made by the "
+        "model itself, "
+        "or a loss without a lower bound. Normalisation layers or weight decay bound their growth.",
+        tuple(evidence),
+        ("It is no single batch and no single step: nothing leapt before.",),
+    )
+
+
+def _growing_weight(signals: Signals) -> tuple[str, float] | None:
+    """The weight that grows most, step by step; one that began at nearly 0 has to grow."""
+    found = []
+    for layer in signals.layers:
+        weights = layer.weights
+        if len(weights) < 3 or signals.begins_at_zero(layer) or weights[-1] < 3 * weights[0]:
+            continue
+        logs = [math.log(weight) for weight in weights]
+        steps = [after - before for before, after in pairwise(logs)]
+        if max(steps) < 0.7 * (logs[-1] - logs[0]) and sum(step > 0 for step in steps) > 0.8 * len(steps):
+            found.append((layer.name, weights[-1] / weights[0]))
+    return max(found, key=lambda one: one[1]) if found else None
+
+
+def _rising_norms(signals: Signals) -> float | None:
+    """How many times the median norm rose, where it rises all through the run."""
+    norms = [norm for norm in signals.norms[: signals.first_lost] if norm]
+    size = max(1, len(norms) // 10)
+    levels = [statistics.median(norms[k : k + size]) for k in range(0, len(norms) - size + 1, size)][1:]
+    rises = sum(after > before for before, after in pairwise(levels))
+    if len(levels) < 5 or rises < 0.75 * (len(levels) - 1) or levels[-1] < 1.5 * levels[0]:
+        return None
+    return levels[-1] / levels[0]
+
+
+def _runs_away(signals: Signals) -> str:
+    """Whether the loss falls below 0, faster and faster, while norms rise: nothing bounds it."""
+    curve = signals.curve_until(signals.first_lost or signals.count)
+    if curve is None or curve.best >= 0 or len(curve.levels) < BLOCKS:
+        return ""
+    levels = curve.levels[: curve.levels.index(curve.best) + 1]
+    quarter = len(levels) // 4
+    if quarter < 3:
+        return ""
+    last, before = levels[-quarter] - levels[-1], levels[-2 * quarter] - levels[-quarter]
+    norms = [norm for norm in signals.norms[: signals.first_lost] if norm]
+    size = max(1, len(norms) // 4)
+    rose = statistics.median(norms[2 * size : 3 * size]) * 1.2 < statistics.median(norms[-size:])
+    if before <= curve.error or last < 1.3 * before or not rose:
+        return ""
+    return f"The loss falls below 0 and faster and faster, to {number(curve.best)}, while the norms of gradients rise."

@@ -1,0 +1,237 @@
+"""Gradients that shrink or grow along the depth of a model, or along time."""
+
+import math
+import statistics
+from itertools import pairwise
+
+from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.findings import named
+from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.rates import lower_rate
+from gradguard.monitoring.judge.signals import Layer, Signals
+
+FEWEST_LAYERS = 4
+"""Fewer weights have no depth to speak of."""
+
+VANISHED = 1e-4
+"""A gradient this many times that of the top, element by element, where the optimizer does not cancel a scale."""
+
+SLOPE = 3e-3
+"""The same in the first steps of a run whose loss stands still, whatever the optimizer is."""
+
+OF_EPS = 3.0
+"""Below so many eps an optimizer that divides by the size of the gradient hardly moves."""
+
+EXPLODED = 1e3
+"""Of the gradients of the first layers over those of the last."""
+
+AMPLIFIES, DAMPS = 1.2, 0.3
+"""What a recurrent weight multiplies by at each step: 50 steps make 10^4 of the first and nothing of the second."""
+
+FAR_ABOVE = 100.0
+"""Times its weight: a first gradient as no layer has whose values keep their size."""
+
+HUGE = 30.0
+"""Times the norm of the weights: a first gradient that no learning rate in use fits."""
+
+RECURRENT_USES = 5
+"""Operations that take one weight in one forward: fewer may be a shared layer."""
+
+
+def vanishing(signals: Signals) -> Cause | None:
+    """Return whether gradients die out on the way down, judged absolutely and along depth."""
+    layers = signals.layers
+    if len(layers) < FEWEST_LAYERS:
+        return _vanishes_in_time(signals)
+    usual = [layer.gradient for layer in layers]
+    top = max(usual[-max(2, len(layers) // 4) :])
+    last = next((k for k, layer in enumerate(layers) if not _is_vanished(signals, layer, top)), len(layers))
+    gradients = usual
+    if last < 2:
+        gradients = [statistics.median(layer.gradients[:3]) for layer in layers]
+        last = _end_of_slope(gradients) if signals.is_stuck else 0
+    if last < 2 or not top:
+        return _vanishes_in_time(signals)
+    below, edge = layers[:last], layers[min(last, len(layers) - 1)].name
+    top = max(gradients)
+    share = statistics.median(gradients[:last]) / top
+    names = tuple(layer.name for layer in below)
+    size = f"{share:.0e}".replace("e-0", "e-")
+    words = f"An element's gradient is {number(gradients[0])} in {below[0].name} and {number(top)} at the top."
+    evidence = [Evidence(signals.span, words, names, (("share", share),))]
+    if signals.eps is not None:
+        words = f"The optimizer's eps is {signals.eps:g}."
+        evidence.append(Evidence(signals.span, words, numbers=(("eps", signals.eps),)))
+    return Cause(
+        "vanishing",
+        "likely",
+        f"Nothing is learnt below {edge}: gradients there are {size} of those above.",
+        "Keep gradients alive along depth: residual connections or normalisation between layers, ReLU or GELU in "
+        "place of "
+        "sigmoid or tanh, and an initialisation that keeps variances (torch.nn.init.kaiming_normal_, or xavier_normal_ "
+        "for tanh).",
+        tuple(evidence),
+        ("A higher learning rate does not help: the last layers would diverge before the first ones move.",),
+    )
+
+
+def _end_of_slope(gradients: list[float]) -> int:
+    """How many layers from the input lie below a thousandth of the top, where gradients fall from layer to layer."""
+    if not all(gradients):  # a layer that begins at 0 lets nothing through, and soon does
+        return 0
+    falls = sum(low < high for low, high in pairwise(gradients)) / (len(gradients) - 1)
+    top = max(gradients)
+    if falls < 0.75 or not top:
+        return 0
+    return next((k for k, gradient in enumerate(gradients) if gradient > SLOPE * top), len(gradients))
+
+
+def _is_vanished(signals: Signals, layer: Layer, top: float) -> bool:
+    if signals.eps is not None:
+        return layer.gradient < OF_EPS * signals.floor(layer)
+    return layer.gradient < VANISHED * top
+
+
+def exploding_depth(signals: Signals) -> Cause | None:
+    """Return whether gradients grow from layer to layer on the way down, from the first steps on."""
+    if any(layer.uses >= RECURRENT_USES for layer in signals.layers):
+        return None
+    for layers in (signals.biases, signals.layers):
+        if len(layers) < FEWEST_LAYERS:
+            continue
+        first = [layer.gradients[0] for layer in layers]
+        if not all(first):
+            continue
+        grows = sum(low > high for low, high in pairwise(first)) / (len(first) - 1)
+        times = statistics.median(first[: max(1, len(first) // 4)]) / statistics.median(
+            first[-max(1, len(first) // 4) :]
+        )
+        huge = (signals.norms[0] or 0.0) > HUGE * math.hypot(*(layer.weights[0] for layer in layers if layer.weights))
+        if (times > EXPLODED and grows >= 0.7) or (times > EXPLODED / 20 and grows >= 0.8 and huge):
+            return _explodes(signals, layers, times)
+    return _explodes_both_ways(signals)
+
+
+def _explodes_both_ways(signals: Signals) -> Cause | None:
+    """Whether every layer's first gradient is far larger than its weight: values grow upwards as gradients do down."""
+    layers = [layer for layer in signals.layers if layer.weights]
+    if len(layers) < FEWEST_LAYERS:
+        return None
+    roots = {layer.place: math.sqrt(signals.params[layer.place].get("numel") or 1) for layer in layers}
+    times = [layer.gradients[0] * roots[layer.place] / layer.weights[0] for layer in layers]
+    if min(times) < FAR_ABOVE:
+        return None
+    words = (
+        f"In the first step the gradient of every weight is at least {number(min(times))} times as large as the weight."
+    )
+    return _exploding(signals, layers, words, min(times))
+
+
+def _explodes(signals: Signals, layers: list[Layer], times: float) -> Cause:
+    each = math.exp(math.log(times) / max(1, len(layers) - 1))
+    words = (
+        f"In the first step an element's gradient is {number(layers[0].gradients[0])} in {layers[0].name} and "
+        f"{number(layers[-1].gradients[0])} in {layers[-1].name}: {each:.2g} times more with each layer down."
+    )
+    return _exploding(signals, layers, words, times)
+
+
+def _exploding(signals: Signals, layers: list[Layer], words: str, times: float) -> Cause:
+    fix = lower_rate(signals)
+    return Cause(
+        "exploding_depth",
+        "certain" if times > 10 * EXPLODED else "likely",
+        "Gradients explode along the depth of the model: the weights of each layer are too large from the start.",
+        "Initialise with a smaller gain (torch.nn.init.kaiming_normal_ for ReLU, xavier_normal_ for tanh), or put a "
+        "normalisation between layers.",
+        (Evidence(signals.span, words, tuple(layer.name for layer in layers), (("times", times),)),),
+        ("No learning rate fits all layers as long as their gradients differ so.",),
+        threshold=fix.threshold,
+    )
+
+
+def exploding_time(signals: Signals) -> Cause | None:
+    """Return whether a recurrence multiplies gradients, and the loss does not fall with them."""
+    recurrent, curve = _recurrent(signals), signals.curve
+    known = [norm for norm in signals.norms if norm]
+    radius = max((one for layer in recurrent if (one := _radius(signals, layer))), default=None)
+    broke = signals.ends_lost and radius is not None and radius > AMPLIFIES
+    if not recurrent or not known or (len(known) < 20 and not broke):
+        return None
+    low, largest = sorted(known)[len(known) // 10], max(known)
+    leaps = largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
+    amplifies = radius is not None and radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
+    learns = curve is not None and curve.fallen() > 0.5 and not signals.ends_lost
+    if not amplifies and not broke and (learns or not leaps):
+        return None
+    names = tuple(layer.name for layer in recurrent)
+    words = f"Gradient norms run from {number(low)} to {number(largest)}."
+    evidence = [Evidence(signals.span, words, names, (("low", low), ("largest", largest)))]
+    if radius is not None and radius > 1:
+        words = (
+            f"The weight {names[0]} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
+        )
+        evidence.append(Evidence(signals.span, words, names, (("radius", radius),)))
+    threshold = float(f"{statistics.median(known):.1e}")
+    return Cause(
+        "exploding_time",
+        "likely",
+        f"Gradients explode through time: {named(names)} multiplies them at each step of the sequence.",
+        "Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, and clip at "
+        f"{threshold:g}; "
+        "shorter sequences help as well.",
+        tuple(evidence),
+        ("It is no bad batch: large norms come from the recurrent weight and not from all layers alike.",),
+        threshold=threshold,
+    )
+
+
+def _recurrent(signals: Signals) -> list[Layer]:
+    """The square weights that a sequence runs through again and again, and those of gates."""
+    return [layer for layer in signals.layers if layer.uses >= RECURRENT_USES or "weight_hh" in layer.name]
+
+
+def _radius(signals: Signals, layer: Layer) -> float | None:
+    """By how much a random square matrix of this norm multiplies a vector; None for a weight that is not square."""
+    shape = signals.params[layer.place].get("shape") or []
+    if len(shape) != 2 or shape[0] != shape[1] or not layer.weights:
+        return None
+    return layer.weights[0] / math.sqrt(shape[0])
+
+
+def _share_of_large(signals: Signals, layers: list[Layer], low: float) -> float:
+    """On which share of the steps with large norms one of these layers has the largest share."""
+    places = {layer.place for layer in layers}
+    pairs = zip(signals.norms, signals.record.steps.column("top"), strict=True)
+    tops = [top for norm, top in pairs if norm and top and norm > 3 * low]
+    return sum(top[0] in places for top in tops) / len(tops) if tops else 0.0
+
+
+def _vanishes_in_time(signals: Signals) -> Cause | None:
+    """Whether a recurrence multiplies by so little that nothing comes through, while the loss does not fall."""
+    curve = signals.curve
+    weak = [
+        layer for layer in _recurrent(signals) if (radius := _radius(signals, layer)) is not None and radius < DAMPS
+    ]
+    if not weak or curve is None:
+        return None
+    after_start = curve.levels[
+        min(2, len(curve.levels) - 1)
+    ]  # an output's bias is learned without any gradient in time
+    if curve.final < 0.7 * after_start:
+        return None
+    names, radius = tuple(layer.name for layer in weak), _radius(signals, weak[0]) or 0.0
+    words = (
+        f"The weight {named(names)} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
+    )
+    return Cause(
+        "vanishing",
+        "likely",
+        f"Nothing is learnt over time: {named(names)} lets hardly anything through from one step of a sequence "
+        "to the next.",
+        "Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, whose gates let "
+        "gradients "
+        "through.",
+        (Evidence(signals.span, words, names, (("radius", radius),)),),
+        ("A higher learning rate does not help: gradients are lost on their way through the sequence.",),
+    )

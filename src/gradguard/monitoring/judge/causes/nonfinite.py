@@ -1,0 +1,180 @@
+"""Numbers that stopped being finite: by the data, by the range of a type, or because they had grown."""
+
+import statistics
+
+from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.findings import named
+from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.rates import lower_rate
+from gradguard.monitoring.judge.signals import Signals
+
+GROWN = 3.0
+"""Norms or losses so many times the recent ones, just before numbers were lost, had grown."""
+
+_BEFORE = 10  # steps in which growth must end
+_LAST = 3  # steps on which numbers that grow are at their largest
+_PAST = 60  # steps before these that say what was usual
+_NEVER_OVERFLOW = ("LogSoftmax", "Softmax")  # what is not finite in their result was so before them
+_SEARCHED_IN_A_ROW = 12  # skips after which a loss scale is no longer searched for
+
+_SMALL_TYPES = frozenset({"float16"})
+
+
+def nonfinite(signals: Signals) -> Cause | None:
+    """Return why gradients or losses were not finite, if some were not.
+
+    Growth is judged against the recent past: a run that has learned has norms far from its first ones, either way.
+    """
+    place = signals.first_lost
+    if place is None:
+        return _scale_collapse(signals)
+    step = signals.named(place)
+    lost = sum(signals.lost)
+    finding = signals.finding("nonfinite")
+    params = finding.params if finding is not None else ()
+    words = f"the loss or gradients were not finite on {lost:,} step{'s' * (lost != 1)}, first on step {step}"
+    words += f", in {named(params)}." if params else "."
+    seen = Evidence((step, signals.span[1] if signals.ends_lost else step), _sentence(words), tuple(params))
+    growth = _growth(signals, place)
+    origin = _origin(signals, place)
+    if origin is not None and origin[0] == "data":
+        return _by_data(signals, step, seen, "certain", "The data themselves held a number that is not finite.")
+    if growth is not None and growth.numbers[0][1] > GROWN and place:
+        return _by_growth(signals, place, seen, growth)
+    small = _small_type(signals, origin)
+    if small or (origin is not None and origin[0] == "Exp"):
+        return _by_range(signals, step, seen, small, origin)
+    if place <= 2 and not _is_calm_start(signals, place):
+        return _by_growth(signals, place, seen, growth) if place else _by_data(signals, step, seen, "likely", "")
+    return _by_data(signals, step, seen, "likely", "" if origin is None else _made_by(origin))
+
+
+def _is_calm_start(signals: Signals, place: int) -> bool:
+    """Whether the first update cannot have done it: a run that breaks right after it broke by its rate."""
+    return place == 0 or not signals.rates[place - 1]
+
+
+def _growth(signals: Signals, place: int) -> Evidence | None:
+    """How far losses and norms had grown when numbers were lost."""
+    best: Evidence | None = None
+    for name, values in (("norm", signals.norms), ("loss", signals.losses)):
+        before = [(k, value) for k, value in enumerate(values[:place]) if value is not None and value > 0]
+        if not before:
+            continue
+        recent = [value for k, value in before if place - _LAST <= k]
+        past = [value for k, value in before if place - _BEFORE - _PAST <= k < place - _BEFORE]
+        usual = statistics.median(past) if len(past) >= _BEFORE else min(value for _, value in before[:3])
+        if not recent or not usual:
+            continue
+        times = max(recent) / usual
+        if best is None or times > best.numbers[0][1]:
+            steps = signals.named(max(0, place - _BEFORE)), signals.named(place - 1)
+            what = "gradient norm" if name == "norm" else "loss"
+            words = f"The {what} had grown from {number(usual)} to {number(max(recent))} within {_BEFORE} steps."
+            best = Evidence(steps, words, numbers=(("times", times),))
+    return best
+
+
+def _origin(signals: Signals, place: int) -> tuple[str, str] | None:
+    """Where the forward first had a number that is not finite, and its type, if the record says."""
+    origins = [one for one in signals.record.steps.column("origin")[: place + 2] if one]
+    return (str(origins[-1][0]), str(origins[-1][1])) if origins and len(origins[-1]) == 2 else None
+
+
+def _small_type(signals: Signals, origin: tuple[str, str] | None) -> str:
+    """The type of 16 bits whose range numbers may have left."""
+    computed = {str(one) for one in signals.record.meta.get("compute") or ()}
+    stored = {str(parameter.get("dtype")) for parameter in signals.params}
+    if origin is not None and origin[0] not in _NEVER_OVERFLOW:
+        return origin[1] if origin[1] in _SMALL_TYPES else ""
+    if signals.record.steps.has_any("amp_scale"):
+        return "float16"
+    return next(iter(sorted((computed | stored) & _SMALL_TYPES)), "")
+
+
+def _made_by(origin: tuple[str, str]) -> str:
+    if origin[0] == "weights":
+        return "The weights were not finite before the forward began."
+    return f"The operation that first had such a number is {origin[0]}, in {origin[1]}."
+
+
+def _by_data(signals: Signals, step: int, seen: Evidence, certainty: str, why: str) -> Cause:
+    calm = Evidence((max(signals.span[0], step - _BEFORE), step), why or "Losses and norms were as usual before.")
+    return Cause(
+        "nonfinite_data",
+        certainty,
+        f"A number was not finite at step {step}, out of nothing: it comes from the batch or an operation on it.",
+        f"Look at the batch of step {step} for NaN, infinity, an empty or corrupt sample, and for a logarithm, root or "
+        "division of 0: docs/nan.md finds the sample, the operation and its line. To leave such steps out until then, "
+        'use gg.Guard(optimizer, nonfinite="skip").',
+        (seen, calm),
+        ("Neither a lower learning rate nor a clip keeps this away: nothing had grown before.",),
+    )
+
+
+def _by_range(signals: Signals, step: int, seen: Evidence, small: str, origin: tuple[str, str] | None) -> Cause:
+    made = () if origin is None else (Evidence((step, step), _made_by(origin)),)
+    curve = signals.curve_until(signals.first_lost or 0)
+    falling = curve is not None and curve.has_fallen
+    learned = " while the run was learning" if falling else ""
+    if small:
+        sentence = f"A number left the range of float16, above 65,504, at step {step}{learned}."
+        advice = (
+            "Use bfloat16 in place of float16, which has the range of float32; or compute what overflows in float32: "
+            "the logits and the loss with .float(), inside torch.autocast(enabled=False)."
+        )
+    else:
+        sentence = f"An exponential left the range of float32 at step {step}{learned}."
+        advice = (
+            "Compute it in a stable form: torch.logsumexp, log_softmax, softplus or cross_entropy in place of exp, or "
+            "subtract the largest value before exp."
+        )
+    ruled = ("The learning rate is not the cause: losses and norms were at their usual level before.",)
+    certainty = "certain" if origin is not None else "likely"
+    return Cause(
+        "nonfinite_range",
+        certainty,
+        sentence,
+        advice,
+        (seen, *made),
+        ruled,
+    )
+
+
+def _by_growth(signals: Signals, place: int, seen: Evidence, growth: Evidence | None) -> Cause:
+    step, fix = signals.named(place), lower_rate(signals, place)
+    return Cause(
+        "nonfinite_growth",
+        "certain" if growth is not None and growth.numbers[0][1] > 10 * GROWN else "likely",
+        f"Losses and gradients grew until they were not finite at step {step}.",
+        fix.advice,
+        (seen, *([growth] if growth is not None else [])),
+        ("It is no bad sample and no bad operation: numbers grew step by step before.",),
+        rate_factor=fix.factor,
+        threshold=fix.threshold,
+    )
+
+
+def _scale_collapse(signals: Signals) -> Cause | None:
+    """A loss scale that fell and fell: gradients overflow whatever it is."""
+    run = longest = 0
+    for searched in signals.searched:
+        run = run + 1 if searched else 0
+        longest = max(longest, run)
+    if longest < _SEARCHED_IN_A_ROW and "amp_scale_collapse" not in signals.kinds:
+        return None
+    end = signals.span
+    words = f"The loss scale was halved {longest} times in a row, and every one of these steps was skipped."
+    return Cause(
+        "nonfinite_range",
+        "likely",
+        "Gradients overflow float16 whatever the loss scale is, so that steps are skipped one after the other.",
+        "Use bfloat16 in place of float16 and no GradScaler; if numbers are not finite then either, docs/nan.md finds "
+        "the operation.",
+        (Evidence(end, words),),
+        (),
+    )
+
+
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}"

@@ -1,0 +1,273 @@
+"""A learning rate that is too high, too low, or gone before the run was done."""
+
+import statistics
+from itertools import pairwise
+
+from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.rates import lower_rate
+from gradguard.monitoring.judge.signals import Curve, Signals
+
+LARGE_UPDATE = 0.1
+"""Of its own norm: a weight that each step changes by so much is another one after ten steps."""
+
+GROWN = 2.0
+"""Times its first norm: a weight that is mostly noise by now."""
+
+WANDERING_UPDATE = 0.01
+"""The same where the loss stands still for a good part of the run."""
+
+TINY_MOVE = 0.05
+"""By which share of themselves weights can have moved in all steps together: with less a run has hardly begun."""
+
+SMALL_MOVE = 0.2
+"""The same where the loss falls at the end as fast as in the beginning."""
+
+GONE = 0.02
+"""Of its largest value: a learning rate below that moves little any more."""
+
+_OVERSHOT = 1.5  # times its start: a loss that the first steps raised so far
+
+
+def rate_too_high(signals: Signals) -> Cause | None:
+    """Return whether steps are too long: the loss jumped, stays above its best, goes to and fro, or is stuck."""
+    curve = signals.curve
+    if curve is None or signals.ends_lost or signals.rate == 0:
+        return None
+    signs = [
+        found
+        for found in (
+            _jumped(signals, curve),
+            _to_and_fro(signals, curve),
+            _large_updates(signals, curve),
+            _moved_for_nothing(signals, curve),
+            _risen(signals, curve),
+        )
+        if found
+    ]
+    if not signs:
+        return None
+    fix = lower_rate(signals)
+    certainty = "certain" if len(signs) >= 3 else "likely"
+    if len(signs) == 1 and signs[0].numbers and signs[0].numbers[0][0] == "weak":
+        certainty = "possible"
+    return Cause(
+        "rate_too_high",
+        certainty,
+        _headline(signals, curve),
+        fix.advice,
+        tuple(signs),
+        ("It is no bad batch: the loss does not come back by itself to where it was.",),
+        rate_factor=fix.factor,
+        threshold=fix.threshold,
+    )
+
+
+def _headline(signals: Signals, curve: Curve) -> str:
+    rate = f", {signals.rate:g}," if signals.rate else ""
+    if curve.final > curve.start * 1.05:
+        end = f"the loss ends at {number(curve.final)}, above its start of {number(curve.start)}"
+    elif curve.fallen() < 0.1:
+        end = f"the loss is stuck at {number(curve.final)}"
+    else:
+        end = f"steps are too long, and the loss ends at {number(curve.final)}"
+    return f"The learning rate{rate} is too high: {end}."
+
+
+def _jumped(signals: Signals, curve: Curve) -> Evidence | None:
+    """Whether the first steps threw the loss far above its start, and it ended no better than it began."""
+    if not curve.is_positive:
+        return None
+    early = [(loss, place) for place, loss in enumerate(signals.losses[:30]) if loss is not None and place]
+    if not early:
+        return None
+    loss, place = max(early)
+    usual_peak = max((one for one in signals.losses[30:] if one is not None), default=0.0)
+    if loss < max(1.2 * (signals.losses[0] or 0.0), usual_peak) or loss - curve.start < 6 * min(
+        curve.noise, curve.start
+    ):
+        return None
+    if (
+        loss < _OVERSHOT * curve.start
+        or (curve.final < 0.5 * curve.start and loss < 5 * curve.start)
+        or curve.final < 0.15 * curve.start
+    ):
+        return None
+    step = signals.named(place)
+    return Evidence(
+        (signals.span[0], step),
+        f"The first steps raised the loss from {number(curve.start)} to {number(loss)}, at step {step}.",
+    )
+
+
+def _to_and_fro(signals: Signals, curve: Curve) -> Evidence | None:
+    found = signals.finding("oscillation")
+    if found is None or curve.fallen() > 0.5:
+        return None
+    return Evidence((found.first_step, found.last_step), f"{found.message[:1].upper()}{found.message[1:]}.")
+
+
+def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
+    """Whether each step changes weights by a large share of themselves, while the loss does not fall."""
+    ratios = [layer.ratios for layer in signals.layers if layer.ratios]
+    if not ratios:
+        return None
+    first, later = statistics.median(one[0] for one in ratios), signals.ratio or 0.0
+    grown = _growth(signals)
+    wanders = not curve.is_falling and curve.fallen() < 0.9 and max(later, first / 3) > LARGE_UPDATE
+    if not wanders and not (signals.is_stuck and curve.fallen() < 0.5 and later > WANDERING_UPDATE and grown > GROWN):
+        return None
+    grew = f", and weights grew {number(grown)} times" if grown > GROWN else ""
+    words = (
+        f"A step changes the usual weight by {100 * max(first, later):.2g} % of itself{grew}; 0.1 % is the rule "
+        "of thumb."
+    )
+    weak = (("weak", 1.0),) if wanders and max(later, first / 10) < LARGE_UPDATE else ()
+    return Evidence(signals.span, words, numbers=weak)
+
+
+def _moved_for_nothing(signals: Signals, curve: Curve) -> Evidence | None:
+    """Whether weights have become others, and the loss has not fallen for it."""
+    grown = _growth(signals)
+    if not curve.is_positive or curve.fallen() > 0.1 or grown < GROWN:
+        return None
+    return Evidence(signals.span, f"Weights grew {number(grown)} times, and the loss has not fallen for it.")
+
+
+def _growth(signals: Signals) -> float:
+    """How many times its first norm the usual weight has at the end; 1 where that was not measured."""
+    layers = [layer for layer in signals.layers if len(layer.weights) > 1 and not signals.begins_at_zero(layer)]
+    return statistics.median(layer.weights[-1] / layer.weights[0] for layer in layers) if layers else 1.0
+
+
+def _risen(signals: Signals, curve: Curve) -> Evidence | None:
+    """Whether the loss ends far above the best it was, or has risen from the start."""
+    rise = curve.final - curve.best
+    if not curve.is_positive:
+        return None
+    if rise <= max(4 * curve.error, 0.5 * abs(curve.best), 0.02 * abs(curve.start)) or curve.fallen() > 0.5:
+        return None
+    at = curve.levels.index(curve.best) * max(1, curve.count // len(curve.levels))
+    words = (
+        f"The loss was {number(curve.best)} at its best, near step {signals.named(at)}, and ends at "
+        f"{number(curve.final)}."
+    )
+    return Evidence((signals.named(at), signals.span[1]), words)
+
+
+def rate_too_low(signals: Signals) -> Cause | None:
+    """Return whether all steps together can hardly have moved the weights, while the loss creeps down."""
+    curve, rate = signals.curve, signals.rate
+    if curve is None or not rate or signals.ends_lost or curve.fallen() > 0.3 or signals.ratio is None:
+        return None
+    if signals.is_warming_up:
+        return None
+    travel, creeps = _travel(signals), _creeps(curve)
+    if travel is None or (travel > (SMALL_MOVE if creeps else TINY_MOVE) and not (creeps and _stays(signals, curve))):
+        return None
+    moved = f"all {signals.count:,} steps can have moved it by {100 * travel:.2g} % at most"
+    words = f"A step changes the usual weight by {signals.ratio:.1g} of itself, so that {moved}."
+    factor = 10.0 if travel > 0.005 else 100.0
+    return Cause(
+        "rate_too_low",
+        "likely",
+        f"The learning rate, {rate:g}, is too low: the loss creeps from {number(curve.start)} to "
+        f"{number(curve.final)}.",
+        f"Multiply the learning rate by {factor:g}, to {float(f'{factor * rate:.2g}'):g}, and look again.",
+        (Evidence(signals.span, words, numbers=(("travel", travel),)),),
+        ("Gradients are there and steady: they do not vanish.",),
+        rate_factor=factor,
+    )
+
+
+def _creeps(curve: Curve) -> bool:
+    """Whether the loss falls all through the run, at the end about as fast as in the beginning."""
+    third = len(curve.levels) // 3
+    if third < 3:
+        return False
+    first, last = curve.levels[0] - curve.levels[third], curve.levels[-third - 1] - curve.levels[-1]
+    return last > max(curve.error, 0.4 * first)
+
+
+def _stays(signals: Signals, curve: Curve) -> bool:
+    """Whether gradients at the end are what they were in the beginning, so that the run is still where it began."""
+    norms = [norm for norm in signals.norms if norm]
+    size = max(1, len(norms) // 5)
+    first, last = statistics.median(norms[:size]), statistics.median(norms[-size:])
+    is_smooth = curve.noise < 0.005 * abs(curve.start) and all(
+        after < before for before, after in pairwise(curve.levels)
+    )
+    return is_smooth and curve.fallen() < 0.2 and 0.9 * first < last < 1.1 * first
+
+
+def _travel(signals: Signals) -> float | None:
+    """By which share of itself the usual weight can have moved in all steps together."""
+    ratios = [statistics.fmean(layer.ratios) for layer in signals.layers if layer.ratios]
+    return statistics.median(ratios) * signals.count if ratios else None
+
+
+def rate_decayed(signals: Signals) -> Cause | None:
+    """Return whether the rate was taken away while there was still to learn, or leapt up."""
+    curve = signals.curve
+    rates = [rate or 0.0 for rate in signals.rates]
+    largest = max(rates, default=0.0)
+    if curve is None or not largest or signals.ends_lost:
+        return None
+    gone = next(
+        (place for place, rate in enumerate(rates) if rate < GONE * largest and max(rates[place:]) < GONE * largest),
+        None,
+    )
+    peak = rates.index(largest)
+    if gone is None or gone <= peak or signals.count - gone < 0.3 * signals.count:
+        return _rate_leapt(signals, curve, rates)
+    before = signals.curve_until(max(gone, 12))
+    if before is None:
+        return None
+    step, left = signals.named(gone), signals.count - gone
+    words = (
+        f"The learning rate fell from {largest:g} to {rates[gone]:.2g} by step {step}, and {left:,} of "
+        f"{signals.count:,} steps came after."
+    )
+    third = max(1, len(before.levels) // 3)
+    lately = before.levels[-third] - before.levels[-1]
+    still = before.is_falling and lately > 0.05 * (before.start - before.best)
+    if not still and gone > 0.25 * signals.count:
+        return None
+    return Cause(
+        "rate_decayed",
+        "likely",
+        f"The learning rate was gone by step {step}, while the loss was still falling: it stays at "
+        f"{number(curve.final)}.",
+        f"Let the schedule end with the run: make its length {signals.count:,} steps, so that the rate falls to "
+        "a tenth at "
+        "about two thirds of them. Check whether scheduler.step() is called once for each step where once for "
+        "each epoch is "
+        "meant.",
+        (Evidence((step, signals.span[1]), words),),
+        ("The model and the data are not the cause: the loss fell as long as there was a rate.",),
+    )
+
+
+def _rate_leapt(signals: Signals, curve: Curve, rates: list[float]) -> Cause | None:
+    """Whether the loss broke where the learning rate leapt up."""
+    leaps = [place for place, (a, b) in enumerate(pairwise(rates), start=1) if a and b > 5 * a and place > 20]
+    for place in leaps:
+        before = [loss for loss in signals.losses[max(0, place - 20) : place] if loss is not None]
+        after = [loss for loss in signals.losses[place + 1 : place + 40] if loss is not None]
+        broke = before and after and statistics.median(after) > 1.3 * statistics.median(before)
+        if broke and curve.final > 1.1 * statistics.median(before):  # else a warm restart
+            step = signals.named(place)
+            words = (
+                f"The learning rate leapt from {rates[place - 1]:g} to {rates[place]:g} at step {step}, and the "
+                "loss with it."
+            )
+            return Cause(
+                "rate_decayed",
+                "likely",
+                f"The loss broke where the learning rate leapt up, at step {step}.",
+                f"Look at the schedule at step {step}: a restart, a warm-up that ends too high, or a resumed "
+                "scheduler.",
+                (Evidence((step, signals.span[1]), words),),
+                ("The data are not the cause: the loss follows the learning rate.",),
+            )
+    return None

@@ -1,0 +1,161 @@
+"""What is the matter with a run: its causes, ranked, from the findings and the numbers of its record."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradguard.monitoring.judge.cause import CERTAINTIES, KEYS, Cause, Evidence
+from gradguard.monitoring.judge.causes import CAUSES
+from gradguard.monitoring.judge.findings import steps
+from gradguard.monitoring.judge.followed import helped
+from gradguard.monitoring.judge.health import findings
+from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.signals import FEWEST_STEPS, Signals
+from gradguard.monitoring.record.file import Record, once
+from gradguard.monitoring.record.steps import by_optimizer
+
+__all__ = ["KEYS", "Cause", "Diagnosis", "Evidence", "diagnose"]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is the matter with a run.
+
+    Attributes:
+        causes: The causes, ranked; never empty.
+        helped: Whether the decision that this run followed has helped, in one sentence; empty where it followed none.
+        parts: The diagnosis of each optimizer with its label, where the record has several.
+    """
+
+    causes: tuple[Cause, ...]
+    helped: str = ""
+    parts: tuple[tuple[str, "Diagnosis"], ...] = ()
+
+    @property
+    def cause(self) -> Cause:
+        """The first cause."""
+        return self.causes[0]
+
+    @property
+    def sentence(self) -> str:
+        """The headline: whether the followed decision has helped, and what is the matter."""
+        return f"{self.helped} {self.cause.sentence}".lstrip()
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing is wrong with the run, as far as its record says."""
+        return self.cause.key == "healthy"
+
+
+@once
+def diagnose(record: Record) -> Diagnosis:
+    """Find what is the matter with a run.
+
+    Each cause is looked for by itself (`causes.CAUSES`). They are ranked by one rule: a cause that another one
+    explains, which is at least as sure, stands behind it; then the surest first; then what explains most of what
+    health finds; then the order of `KEYS`. Where nothing is at least likely, the run is well, or too short to say.
+
+    **Guarantees**: a run with an error among its findings is never well; a record always gives the same diagnosis.
+
+    **Edge cases**: each of several optimizers is judged by its own steps, and the gravest cause of all leads; losses of
+    optimizers that take turns are not judged, since those of networks that work against each other mean no progress.
+
+    Args:
+        record: The record of a run.
+
+    Returns:
+        At least one cause.
+
+    Example:
+        >>> from pathlib import Path
+        >>> steps = [{"t": "step", "i": i, "norm": 1.0, "loss": 2.0, "lr": 0.0} for i in range(300)]
+        >>> found = diagnose(Record(Path("run.jsonl"), {"t": "meta"}, steps, [], [], None, False))
+        >>> found.cause.key, found.sentence
+        ('rate_zero', 'The learning rate is 0: nothing is trained.')
+    """
+    parts = by_optimizer(record)
+    if len(parts) == 1:
+        signals = Signals(parts[0].record, findings(parts[0].record))
+        return Diagnosis(_ranked(signals), helped(signals))
+    each = [(part.label, diagnose(part.record)) for part in parts]
+    sick = [cause.of(label) for label, one in each for cause in one.causes if cause.key not in ("healthy", "unknown")]
+    sick.sort(key=lambda cause: CERTAINTIES.index(cause.certainty))
+    if sick and sick[0].certainty != "possible":
+        return Diagnosis(tuple(sick), parts=tuple(each))
+    firsts = [one.cause for _, one in each]
+    whole = next((cause for cause in firsts if cause.key == "unknown"), firsts[0])
+    return Diagnosis((whole, *sick), parts=tuple(each))
+
+
+def _ranked(signals: Signals) -> tuple[Cause, ...]:
+    found = signals.found
+    causes = [cause for look in CAUSES if (cause := look(signals)) is not None]
+    kinds = {one.kind for one in found if one.severity != "info"} | {cause.key for cause in causes}
+    causes = sorted(causes, key=lambda cause: _rank(cause, causes, kinds))
+    if not causes or causes[0].certainty == "possible":
+        causes.insert(0, _without_cause(signals))
+    return tuple(causes)
+
+
+def _rank(cause: Cause, causes: Sequence[Cause], kinds: set[str]) -> tuple[bool, int, int, int]:
+    sure = CERTAINTIES.index(cause.certainty)
+    explained = any(
+        cause.key in other.explains and CERTAINTIES.index(other.certainty) <= sure and other is not cause
+        and not (other.key in cause.explains and KEYS.index(cause.key) < KEYS.index(other.key))
+        for other in causes
+    )  # fmt: skip
+    return explained, sure, -len(kinds & cause.explains), KEYS.index(cause.key)
+
+
+def _without_cause(signals: Signals) -> Cause:
+    """The run is well; or the record cannot say; or a finding that is an error has no cause that is known."""
+    error = next((one for one in signals.found if one.severity == "error"), None)
+    if error is not None:
+        message = f"{error.message[:1].upper()}{error.message[1:]}."
+        evidence = (Evidence((error.first_step, error.last_step), message, error.params),)
+        sentence = f"Something is wrong, and the record does not show why: {error.message}."
+        return Cause("unknown", "likely", sentence, f"{error.advice[:1].upper()}{error.advice[1:]}.", evidence)
+    if not any(norm is not None for norm in signals.norms):
+        return Cause("unknown", "certain", "The record has no norms to judge by.", _no_norms(signals.record))
+    if signals.count < FEWEST_STEPS:
+        sentence = f"The record has {steps(signals.count)}, too few to say whether the run is well."
+        return Cause("unknown", "certain", sentence, f"Record at least {FEWEST_STEPS} steps, better 200.")
+    return _well(signals)
+
+
+def _well(signals: Signals) -> Cause:
+    curve = signals.curve
+    if curve is None:
+        words = f"Norms and layers are as they should be on {signals.count:,} steps; losses were not judged."
+        return Cause(
+            "healthy", "likely", "Your run is well.", "Nothing is to be done.", (Evidence(signals.span, words),)
+        )
+    fell = f"The loss went from {number(curve.start)} to {number(curve.final)} in {signals.count:,} steps."
+    if not curve.has_fallen:
+        moves = f"its loss goes to and fro, from {number(curve.start)} to {number(curve.final)}"
+        return Cause(
+            "healthy",
+            "possible",
+            f"Your run is well as far as its gradients show; {moves}, which need not measure what it learns.",
+            "Judge it by what it is for, such as a held-out loss or a return.",
+            (Evidence(signals.span, fell),),
+        )
+    ruled = ("No layer lacks a gradient, none vanishes or explodes, and no batch stands out.",)
+    return Cause(
+        "healthy", "likely", "Your run is well.", "Nothing is to be done.", (Evidence(signals.span, fell),), ruled
+    )
+
+
+def _no_norms(record: Record) -> str:
+    if not record.steps and record.end is not None:
+        clips = record.end.get("clips")
+        seen = f"Clip calls were seen ({clips:,}), but no step" if clips else "No step"
+        return (
+            f"{seen} of a torch.optim optimizer{'' if clips else ' was seen'}, so no norm was recorded: gradguard "
+            "measures at optimizer.step(), which a script that changes its weights by hand does not call."
+        )
+    if record.steps.has_any("post_norm"):
+        return (
+            "Only norms after clipping were recorded; a threshold read from those would repeat the old one; record the "
+            "run again with gradguard run, which sees the norms before clipping."
+        )
+    return "The record holds no gradient norms; record the run again with gradguard run."

@@ -1,0 +1,85 @@
+"""Whether what an earlier run was told has helped: the loss of the run that followed, against that one's."""
+
+import math
+import statistics
+from typing import Any
+
+from gradguard.monitoring.judge.cause import Cause
+from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.signals import Signals
+from gradguard.monitoring.record.file import Record
+
+
+def facts_of(record: Record, cause: Cause, rule: str | None) -> dict[str, Any]:
+    """Return what a run that follows this one has to know of it, as its record keeps it.
+
+    Args:
+        record: The record of the earlier run.
+        cause: The first cause of its diagnosis.
+        rule: The clip that it recommends.
+    """
+    signals = Signals(record, ())
+    curve = signals.curve
+    facts = {
+        "record": "/".join(record.path.parts[-3:] if not record.path.is_absolute() else record.path.parts[-2:]),
+        "cause": cause.key,
+        "advice": cause.advice,
+        "rule": rule,
+        "rate_factor": cause.rate_factor,
+        "rate": signals.rate,
+        "steps": signals.count,
+        "lost": signals.ends_lost or None,
+        "loss": None if curve is None or signals.ends_lost else curve.final,
+        "error": None if curve is None else curve.error,
+    }
+    return {key: value for key, value in facts.items() if value is not None}
+
+
+def helped(signals: Signals) -> str:
+    """Return whether the advice that this run followed has helped, in one sentence; empty where it followed none.
+
+    The losses are compared at the same step, and the difference with what chance makes of both.
+
+    Args:
+        signals: What the run shows.
+    """
+    before = signals.record.meta.get("followed") or {}
+    if before.get("cause") in (None, "healthy", "unknown") or not signals.count:
+        return ""
+    whose = f"{before.get('record', 'the run before')}, which was found to be {_words(str(before['cause']))}"
+    if signals.ends_lost:
+        again = " again" if before.get("lost") else ""
+        return f"Against {whose}, it did not help: numbers are not finite{again}."
+    place = min(signals.count, int(before.get("steps") or signals.count))
+    curve = None if signals.takes_turns else signals.curve_until(place)
+    if curve is None:
+        return ""
+    if before.get("lost"):
+        return f"Against {whose}, it helped: the loss is finite and ends at {number(curve.final)}."
+    loss = before.get("loss")
+    if loss is None:
+        return ""
+    noise = math.hypot(curve.error, before.get("error") or 0.0)
+    difference = loss - curve.final
+    ends = f"the loss is {number(curve.final)} at step {signals.named(place - 1)} in place of {number(loss)}"
+    told = f"a difference of {number(abs(difference))} ± {number(noise)}"
+    if abs(difference) <= max(noise, 0.01 * abs(loss)):
+        return f"Against {whose}, no difference can be told: {ends}, {told}."
+    return f"Against {whose}, it {'helped' if difference > 0 else 'did harm'}: {ends}, {told}."
+
+
+def follows_clip(signals: Signals) -> bool:
+    """Return whether the clip in use is the one that the earlier run was told."""
+    rule = str((signals.record.meta.get("followed") or {}).get("rule") or "")
+    used = [one for one in signals.record.steps.column("threshold") if one is not None]
+    name, _, value = rule.partition("=")
+    if name != "norm" or not used:
+        return False
+    try:
+        return math.isclose(float(value), statistics.median(used), rel_tol=0.02)
+    except ValueError:
+        return False
+
+
+def _words(cause: str) -> str:
+    return f"sick ({cause.replace('_', ' ')})"

@@ -1,0 +1,175 @@
+"""What the graph of a loss tells of a run, read once before its backward: nothing is computed, no hook is called."""
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gradguard.tensors.layout import are_readable
+from gradguard.torch_private import input_metadata_of, saved_tensors_of, sequence_number_of
+
+MOST_NODES = 50_000
+"""Of one graph: a larger one is read in part."""
+
+
+@dataclass(slots=True)
+class GraphFacts:
+    """What the graphs of the first losses tell.
+
+    Attributes:
+        leaves: Every tensor that a backward gives a gradient, not kept alive, with the number of the first operation
+            that uses it (operations are numbered in the order of the forward), and how many use it.
+        dtypes: The floating-point types that operations computed in.
+        factor: What the last operation multiplied the loss by, as in ``loss / 4``; None if that is no number.
+    """
+
+    leaves: dict[int, tuple[weakref.ref, int, int]] = field(default_factory=dict)
+    dtypes: set[str] = field(default_factory=set)
+    factor: float | None = None
+
+    def read(self, loss: Tensor, scaled: bool) -> None:
+        """Add what the graph of a loss tells.
+
+        Args:
+            loss: What backward is called on.
+            scaled: Whether a GradScaler has multiplied it.
+        """
+        last = loss.grad_fn
+        if last is not None and scaled:
+            last = last.next_functions[0][0]
+        if last is None:
+            return
+        self.factor = _factor(last)
+        for node, users in _nodes(last):
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor):
+                first, uses = min(users, default=0), len(users)
+                known = self.leaves.get(id(variable))
+                if known is not None and known[0]() is variable:
+                    first, uses = min(first, known[1]), max(uses, known[2])
+                self.leaves[id(variable)] = weakref.ref(variable), first, uses
+            else:
+                self.dtypes.update(_dtypes(node))
+
+    def of(self, parameters: Sequence[Tensor]) -> list[dict[str, int]]:
+        """Return of each parameter that was reached ``order``, its place in the forward from 0, and ``uses``.
+
+        ``uses``, the number of operations that take it, is left out where it is 1: a recurrent weight has many.
+
+        Args:
+            parameters: The parameters.
+        """
+        known = [self.leaves.get(id(p)) for p in parameters]
+        found = [one if one and one[0]() is p else None for one, p in zip(known, parameters, strict=True)]
+        order = {number: place for place, number in enumerate(sorted({one[1] for one in found if one}))}
+        return [
+            {} if one is None else {"order": order[one[1]]} | ({"uses": one[2]} if one[2] > 1 else {}) for one in found
+        ]
+
+
+DATA, WEIGHTS = "data", "weights"
+
+
+def origin_of(loss: Tensor) -> tuple[str, str] | None:
+    """Return where the forward of a loss first had a number that is not finite, and the dtype of that number.
+
+    Only what autograd has saved anyway is looked at, and nothing that a hook has packed away.
+
+    Args:
+        loss: A loss that is not finite, before its backward.
+
+    Returns:
+        An operation, ``"data"`` for what no operation made, or ``"weights"``, as in ``("Mul", "float16")``; None where
+        nothing that was saved shows it.
+    """
+    if loss.grad_fn is None:
+        return None
+    operations = [node for node, _ in _nodes(loss.grad_fn) if _variable(node) is None]
+    for node in sorted(operations, key=sequence_number_of):
+        bad = {name: saved for name, saved in saved_tensors_of(node).items() if _is_bad(saved)}
+        if bad:
+            return _name(node, *next(iter(bad.items())))
+    return None
+
+
+def _name(node: Node, saved_as: str, saved: Tensor) -> tuple[str, str]:
+    """What made a tensor that ``node`` saved: itself, an operation before it, or none."""
+    before = [_beyond_views(one) for one, _ in node.next_functions if one is not None]
+    leaves = [variable for one in before if (variable := _variable(one)) is not None]
+    made = [one for one in before if _variable(one) is None]
+    dtype = saved.dtype
+    if saved_as == "result" and not (made and _dtype(made[0]) != dtype):  # else what it was given was so already
+        made = [node]
+    elif any(_is_bad(leaf) for leaf in leaves):
+        return WEIGHTS, _plain(dtype)
+    elif made:
+        dtype = _dtype(made[0]) or dtype
+    return (made[0].name().rstrip("0").removesuffix("Backward") if made else DATA), _plain(dtype)
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    return next((one.dtype for one in input_metadata_of(node)), None)
+
+
+def _beyond_views(node: Node) -> Node:
+    while node.name().startswith(_VIEWS) and node.next_functions and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    return node
+
+
+_VIEWS = ("TBackward", "ToCopyBackward", "TransposeBackward", "ViewBackward", "ExpandBackward", "UnsafeViewBackward")
+
+
+def _variable(node: Node) -> Tensor | None:
+    variable = getattr(node, "variable", None)
+    return variable.detach() if isinstance(variable, Tensor) else None
+
+
+def _is_bad(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and are_readable(tensor) and not bool(torch.isfinite(tensor).all())
+
+
+def _nodes(last: Node) -> Iterator[tuple[Node, list[int]]]:
+    """Yield the nodes of a graph, each with the numbers of those that use what it made."""
+    users: dict[Node, list[int]] = {last: []}
+    waiting = [last]
+    while waiting and len(users) < MOST_NODES:
+        node = waiting.pop()
+        number = sequence_number_of(node)
+        for before, _ in node.next_functions:
+            if before is None:
+                continue
+            if before not in users:
+                users[before] = []
+                waiting.append(before)
+            users[before].append(number)
+    yield from users.items()
+
+
+def _dtypes(node: Node) -> Iterator[str]:
+    for made in input_metadata_of(node):
+        dtype = getattr(made, "dtype", None)
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+            yield _plain(dtype)
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _factor(last: Node) -> float | None:
+    name = last.name()
+    divides, multiplies = name.startswith("DivBackward"), name.startswith("MulBackward")
+    if not (divides or multiplies):
+        return None
+    numbers = [saved for saved in saved_tensors_of(last).values() if saved.dim() == 0 and are_readable(saved)]
+    if len(numbers) != 1:
+        return None
+    number = float(numbers[0])
+    if not number or not math.isfinite(number):
+        return None
+    return 1 / number if divides else number

@@ -1,0 +1,408 @@
+"""What is the matter with a run: each cause on a record made up for it, and what no record may be told."""
+
+import math
+import random
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from synthetic import changed, log_normal, make_record, steps_of, write_char_rnn, write_gan, write_sick
+
+from gradguard.monitoring.judge.cause import KEYS
+from gradguard.monitoring.judge.causes import CAUSES
+from gradguard.monitoring.judge.diagnosis import Cause, diagnose
+from gradguard.monitoring.judge.health import findings
+from gradguard.monitoring.judge.recommend import recommend
+from gradguard.monitoring.judge.signals import period_of
+from gradguard.monitoring.record.steps import by_optimizer
+
+COUNT = 400
+NAMES = [f"layers.{k}.weight" for k in range(10)]
+
+
+def falling(count=COUNT, start=2.0, end=0.2, noise=0.03, seed=0):
+    """Losses of a run that learns."""
+    generator = random.Random(seed)
+    size = count / 5
+    return [end + (start - end) * math.exp(-i / size) + start * generator.gauss(0, noise) * 0.3 for i in range(count)]
+
+
+def flat(count=COUNT, level=2.0, noise=0.02, seed=1):
+    """Losses of a run that does not."""
+    generator = random.Random(seed)
+    return [level * (1 + generator.gauss(0, noise)) for _ in range(count)]
+
+
+def calm(count=COUNT, seed=0):
+    return log_normal(count, spread=0.2, seed=seed)
+
+
+def run(losses=None, norms=None, lr=0.1, optimizer="SGD", eps=None, meta=None, tensors=(), events=(), end=None, **more):
+    """A record of one optimizer; ``lr`` is a number or one for each step."""
+    norms = calm(len(losses or range(COUNT))) if norms is None else norms
+    rates = lr if isinstance(lr, list) else [lr] * len(norms)
+    steps = [
+        {"t": "step", "i": i, "norm": norm, "lr": rate} | more
+        for i, (norm, rate) in enumerate(zip(norms, rates, strict=True))
+    ]
+    for step, loss in zip(steps, losses or (), strict=False):
+        step["loss"] = loss
+    about = {"t": "meta", "optimizers": [optimizer], "eps": [eps], "argv": ["train.py"]} | (meta or {})
+    return make_record(meta=about, steps=steps, tensors=list(tensors), events=list(events), end=end)
+
+
+def params(names=NAMES, shape=(16, 16), **more):
+    return [
+        {"name": name, "shape": list(shape), "numel": math.prod(shape), "dtype": "float32", "group": 0, "order": k}
+        | more
+        for k, name in enumerate(names)
+    ]
+
+
+def lines(norms, ratio=1e-3, weight=4.0, count=COUNT, every=10, grow=1.0, **more):
+    """Lines of per-tensor numbers that are the same all along, with weights that grow by so much in all."""
+    return [
+        {"t": "tensors", "i": i, "norm": list(norms), "weight": [weight * grow ** (i / count)] * len(norms),
+         "update": [ratio * weight * grow ** (i / count)] * len(norms)} | more
+        for i in range(0, count, every)
+    ]  # fmt: skip
+
+
+def told(kind, **more):
+    """What only the watched process can say."""
+    return {"t": "event", "i": 9, "kind": kind, "severity": "error", "message": "m", "advice": "a"} | more
+
+
+def with_bad_batches(every=40, times=60.0):
+    losses, norms = falling(), calm()
+    for i in range(every - 1, COUNT, every):
+        losses[i] *= times
+        norms[i] *= times
+    return losses, norms
+
+
+def clipped(threshold, losses=None, optimizer="SGD", norms=None, **more):
+    record = run(losses, norms, optimizer=optimizer, threshold=threshold, rule="norm", **more)
+    return changed(record, lambda step: step.update(coefficient=min(1.0, threshold / step["norm"])))
+
+
+TENTH = [0.1] * 10
+NAN_AT = 250
+LOST = {"loss": None, "norm": None, "nonfinite": 4}
+DEPTH = [10.0 ** (k - 9) for k in range(10)]
+FLAT_META = {"params": params()}
+
+
+def lost(record, at=NAN_AT, **first):
+    record = changed(record, lambda step: step.update(LOST), slice(at, None))
+    return changed(record, lambda step: step.update(first), slice(at, at + 1))
+
+
+def scaled():
+    """Norms that double with the loss scale."""
+    record = clipped(1.0, flat(), norms=[7e4 * (1 + (i > 200)) * x for i, x in enumerate(calm())])
+    steps = list(record.steps)
+    for i, step in enumerate(steps):
+        step["amp_scale"] = 65536.0 * (1 + (i > 200))
+    return replace(record, steps=steps)
+
+
+CASES = {
+    # name: record, key, words of the headline, the advice or the evidence
+    "healthy": (run(falling()), "healthy", "^Your run is well"),
+    "healthy, Adam with a rate that ends at 0": (
+        run(falling(), lr=[0.001 * (1 + math.cos(math.pi * i / COUNT)) for i in range(COUNT)], optimizer="Adam"),
+        "healthy", "well"),
+    "healthy, norms that rise tenfold in a warm-up": (
+        run(falling(), norms=[x * (0.1 + 0.9 * min(1, i / 200)) for i, x in enumerate(calm())]), "healthy", "well"),
+    "healthy, a guard": (clipped(2.0, falling()), "healthy", "well"),
+    "healthy, heavy tails": (run(falling(), log_normal(COUNT, spread=0.8)), "healthy", "well"),
+    "one spike": (run(falling(), [x * (50 if i == 200 else 1) for i, x in enumerate(calm())]), "healthy", "well"),
+    "too short": (run(falling(30)), "unknown", "30 steps, too few"),
+    "nothing": (make_record(), "unknown", "no norms"),
+    "rate 0": (run(flat(), lr=0.0), "rate_zero", "learning rate is 0.*Set lr above 0"),
+    "rate too low": (
+        run([2.0 - i / 4000 for i in range(COUNT)], lr=1e-6, meta=FLAT_META, tensors=lines(TENTH, ratio=1e-6)),
+        "rate_too_low", r"1e-06, is too low.*Multiply the learning rate by 100, to 0.0001.*0.04 % at most"),
+    "rate halved every 10 steps": (
+        run([1.4 + 0.6 * math.exp(-i / 15) for i in range(COUNT)], lr=[0.1 / 2 ** (i // 10) for i in range(COUNT)]),
+        "rate_decayed", "gone by step 60, while the loss was still falling"),
+    "rate that leapt": (
+        run(falling(200) + flat(200, 3.0, 0.1), lr=[0.01] * 200 + [1.0] * 200), "rate_decayed",
+        "leapt up, at step 200.*from 0.01 to 1"),
+    "rate too high, thrown up": (
+        run([2.0, 9.0, 30.0, 12.0, *flat(396, 2.4, 0.05)]), "rate_too_high",
+        r"ends at 2.\d\d, above its start.*by 0.3, from 0.1 to 0.03.*raised the loss from 2.* to 30"),
+    "rate too high, Adam without a sign in the norms": (
+        run(flat(), lr=0.1, optimizer="Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH, 0.2, grow=8.0)),
+        "rate_too_high", "by 0.1, from 0.1 to 0.01.*changes the usual weight by 20 %"),
+    "bad batches, every 40": (
+        run(*with_bad_batches()), "bad_batches", r"every 40 steps: 39, 79, 119, 159 ….*Until then, clip at 1\.\d"),
+    "a batch that broke the run": (
+        run([*falling(100), 300.0, 9000.0, 40.0, 700.0, *flat(296, 50.0)], [*calm(100), 900.0, *calm(299)]),
+        "bad_batches", "first on step 100"),
+    "NaN out of nothing": (lost(run(falling())), "nonfinite_data", "step 250, out of nothing.*docs/nan.md"),
+    "NaN in the data": (
+        lost(run(falling()), origin=["data", "float32"]), "nonfinite_data", "The data themselves held"),
+    "NaN before the first update": (lost(run(falling()), 0), "nonfinite_data", "step 0"),
+    "overflow of float16 in a run that learns": (
+        lost(run(falling(), meta={"compute": ["float16", "float32"]}), origin=["Mul", "float16"]), "nonfinite_range",
+        "left the range of float16, above 65,504, at step 250 while the run was learning.*bfloat16.*Mul, in float16"),
+    "overflow of float16, without its place": (
+        lost(run(falling(), amp_scale=1024.0)), "nonfinite_range", "float16"),
+    "overflow of exp": (lost(run(falling()), origin=["Exp", "float32"]), "nonfinite_range", "logsumexp"),
+    "grown until infinite": (
+        lost(run([2.0 * 1.5 ** max(0, i - 230) for i in range(COUNT)], [1.5 ** max(0, i - 230) for i in range(COUNT)])),
+        "nonfinite_growth", "grew until.*step 250.*by 0.3.*Clip at 0.1 as well"),
+    "grown, but far below the first norms": (
+        lost(run(falling(), [90.0 * math.exp(-i / 50) * (1.6 ** max(0, i - 235)) for i in range(COUNT)])),
+        "nonfinite_growth", "grew"),
+    "clip below eps": (
+        clipped(1e-7, flat(), "Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH)), "clip_starves",
+        "The clip at 1e-07 starves.*drowns in eps, 1e-08.*Raise the threshold to 1"),
+    "clip that is the rate": (
+        clipped(0.01, [2.0 - i / 2000 for i in range(COUNT)]), "clip_starves", "multiplies the learning rate by 0.01"),
+    "clip on scaled gradients": (scaled(), "clip_before_unscale", r"scaler.unscale_\(optimizer\) before the clip"),
+    "clip twice": (
+        changed(clipped(1.0, flat()), lambda step: step.update(
+            coefficient=0.01, clips=[["norm", 1.0, 0.9], ["value", 0.001, 0.01]])),
+        "clip_twice", "clipped 2 times for each step"),
+    "gradients kept": (
+        run(falling(), kept_gradients=True), "accumulation", r"Call optimizer.zero_grad\(\) once for each step"),
+    "micro-batches summed": (
+        run([2.0, 5.0, 20.0, *flat(397, 3.0)], backwards=8), "accumulation", r"\(loss / 8\).backward"),
+    "another model's optimizer": (
+        make_record(
+            meta={"t": "meta", "optimizers": ["SGD"], "leaves": 6, "params": [{"name": "a", "shape": [2], "numel": 2}]},
+            events=[told("optimizer_without_gradient", params=["a"], value=10)], end={"t": "end", "idle_steps": 300}),
+        "no_gradient", "stepped 300 times.*of the very model that computes the loss"),
+    "zero_grad after backward": (
+        make_record(
+            meta={"t": "meta", "optimizers": ["SGD"], "leaves": 6, "params": params(["a"])},
+            events=[told("optimizer_without_gradient", params=["a"], value=10)], end={"t": "end", "idle_steps": 300}),
+        "no_gradient", r"Call optimizer.zero_grad\(\) before backward\(\), or after"),
+    "a loss that is cut off": (
+        make_record(
+            meta={"t": "meta", "optimizers": ["SGD"], "leaves": 0, "params": [{"name": "a", "shape": [2], "numel": 2}]},
+            events=[told("optimizer_without_gradient", params=["a"], value=10)], end={"t": "end", "idle_steps": 300}),
+        "no_gradient", r"Look between the model's output and the loss for detach\(\)"),
+    "gradients of 0": (run(flat(), [0.0] * COUNT), "no_gradient", "Every gradient is exactly 0"),
+    "half of the model cut off": (
+        run(falling(), meta=FLAT_META, tensors=lines([0.0] * 5 + [0.1] * 5, absent=[0, 1, 2, 3, 4])), "no_gradient",
+        r"5 of 10 parameters never get a gradient up to layers.4.weight.*detach\(\)"),
+    "dead from the start": (
+        run(flat(), meta=FLAT_META, tensors=lines([0.0] * 9 + [0.1])), "not_started", "exactly 0 from the first step"),
+    "a warm-up longer than the run": (
+        run(flat(), lr=[1e-6 * (i + 1) for i in range(COUNT)]), "not_started", "warm-up is longer than the run"),
+    "labels of others": (run(flat()), "not_started", "Check that labels belong to their inputs"),
+    "vanishing along depth, SGD": (
+        run(flat(), meta=FLAT_META, tensors=lines(DEPTH)), "vanishing",
+        r"Nothing is learnt below layers.\d.weight: gradients there are \de-\d+ of those above"),
+    "vanishing below eps, Adam": (
+        run(falling(), optimizer="Adam", eps=1e-8, meta=FLAT_META, tensors=lines([1e-12] * 6 + [0.1] * 4)), "vanishing",
+        "below layers.6.weight.*eps is 1e-08"),
+    "exploding along depth": (
+        run([900.0, *flat(399)], [2e5] * COUNT, meta=FLAT_META, tensors=lines(DEPTH[::-1])), "exploding_depth",
+        "smaller gain.*each layer down"),
+    "exploding through time": (
+        run(flat(), [0.5 if i % 3 else 80.0 for i in range(COUNT)], top=[1, 0.9],
+            meta={"params": params(["rnn.weight_ih_l0", "rnn.weight_hh_l0", "head.weight"])},
+            tensors=lines([0.1, 0.1, 0.1], weight=8.0)),
+        "exploding_time", "rnn.weight_hh_l0 multiplies them.*orthogonal"),
+    "data of another kind": (
+        run(falling(200) + [3.0 + x for x in falling(200)], calm(200) + [4 * x for x in calm(200)]), "data_shift",
+        "others from step 200 on"),
+    "weights that grow without end": (
+        run([1.0 - i / 400 if i < 200 else 0.5 + (i - 200) / 100 for i in range(COUNT)],
+            [x * math.exp(i / 100) for i, x in enumerate(calm())], meta=FLAT_META, tensors=lines(TENTH, grow=6.0)),
+        "drift", "step by step"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "key", "words"), CASES.values(), ids=CASES)
+def test_causes(record, key, words):
+    found = diagnose(record)
+    said = " ".join([found.sentence, found.cause.advice, *(one.words for one in found.cause.evidence)])
+    assert found.cause.key == key, [(cause.key, cause.certainty) for cause in found.causes]
+    assert re.search(words, said), said
+    assert diagnose(record) == found
+
+
+def test_every_key_has_a_case():
+    assert {key for _, key, _ in CASES.values()} == set(KEYS)
+
+
+@pytest.mark.parametrize("record", [case[0] for case in CASES.values()], ids=CASES)
+def test_every_cause_is_said_in_whole_sentences(record):
+    for cause in diagnose(record).causes:
+        said = [cause.sentence, cause.advice, *cause.rules_out, *(one.words for one in cause.evidence)]
+        assert all(text[0].isupper() or text[0].isdigit() for text in said), said
+        assert all(text.endswith(".") for text in said), said
+        assert not any("  " in text or ";;" in text or ".." in text for text in said), said
+        assert cause.evidence or cause.key == "unknown"
+        assert all(one.steps[0] <= one.steps[1] for one in cause.evidence)
+        assert len({cause.key for cause in diagnose(record).causes}) == len(diagnose(record).causes)
+
+
+@cache
+def all_records():
+    """Every record that the tests of this folder judge."""
+    import test_json_summary
+    import test_recommend
+
+    made = {f"cause: {name}": case[0] for name, case in CASES.items()}
+    return made | {f"decision: {name}": case[0] for name, case in test_recommend.DECISIONS.items()}, test_json_summary
+
+
+def check_no_contradiction(record):
+    found, made = diagnose(record), recommend(record)
+    errors = [one for one in findings(record) if one.severity == "error"]
+    parts = [recommend(part.record) for part in by_optimizer(record)]
+    for one in [made, *parts]:
+        assert one.kind not in ("keep", "nothing") or not errors, (one.headline, errors)
+    if errors:
+        assert not found.is_well, errors
+    if made.kind in ("keep", "nothing"):
+        assert found.cause.key == "healthy"
+    if found.cause.key not in ("healthy", "unknown"):
+        assert made.kind in ("fix", "constant", "unknown")
+
+
+def test_nothing_is_kept_and_nothing_left_alone_beside_an_error(tmp_path):
+    records, summaries = all_records()
+    assert len(records) > 60
+    for record in records.values():
+        check_no_contradiction(record)
+    for name, make in summaries.RECORDS.items():
+        (tmp_path / name).mkdir()
+        check_no_contradiction(make(tmp_path / name))
+    for k, write in enumerate((write_char_rnn, write_gan, write_sick)):
+        check_no_contradiction(write(tmp_path / f"{k}.jsonl"))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_record_is_contradicted(seed):
+    """Records of any shape: curves, leaps, gaps, zeros and what is not finite, drawn at random."""
+    draw = random.Random(seed)
+    count = draw.choice([0, 3, 40, 120, 500])
+    scale = 10.0 ** draw.uniform(-12, 12)
+    slope = draw.uniform(-0.03, 0.03)
+    norms = [scale * math.exp(slope * i + draw.gauss(0, draw.choice([0.1, 1.0]))) for i in range(count)]
+    losses = [draw.choice([1.0, -1.0]) * abs(draw.gauss(2, 0.3)) * math.exp(slope * i) for i in range(count)]
+    norms = [draw.choice([None, 0.0, 1e6 * norm]) if draw.random() < 0.02 else norm for norm in norms]
+    tensors = [
+        {"t": "tensors", "i": i, "norm": [abs(draw.gauss(0, 1)) * 10.0 ** draw.uniform(-20, 5) for _ in range(6)]}
+        for i in range(0, count, 5)
+    ]
+    optimizer, eps = draw.choice([("SGD", None), ("Adam", 1e-8)])
+    record = run(
+        losses, norms, lr=draw.choice([0.0, 0.1, 1e-6]), optimizer=optimizer, eps=eps, tensors=tensors,
+        meta={"params": params(NAMES[:6])},
+    )  # fmt: skip
+    check_no_contradiction(record)
+    for look in CAUSES:
+        assert look.__doc__
+    assert recommend(record).headline.endswith(".")
+
+
+def test_a_cause_that_another_explains_stands_behind_it():
+    record, _, _ = CASES["bad batches, every 40"]
+    found = diagnose(record)
+    for cause in found.causes[1:]:
+        assert isinstance(cause, Cause)
+        assert cause.key in found.cause.explains or cause.certainty != "certain"
+
+
+def test_an_error_without_a_known_cause_is_no_healthy_run():
+    record = run(falling(), events=[told("optimizer_without_gradient", params=["a"], value=300)])
+    assert any(one.severity == "error" for one in findings(record))
+    assert not diagnose(record).is_well
+    assert recommend(record).kind in ("fix", "unknown")
+
+
+def test_what_is_usual_is_the_recent_past():
+    """Logits that overflow at a norm far above the first ones, which had grown in a warm-up: no explosion."""
+    norms = [x * min(1.0, 0.02 + i / 100) for i, x in enumerate(calm())]
+    record = lost(run(falling(), norms, meta={"compute": ["float16"]}))
+    assert diagnose(record).cause.key == "nonfinite_range"
+
+
+@pytest.mark.parametrize(
+    ("places", "period"),
+    [([39, 79, 119, 159], 40), ([39, 79, 81, 119, 159, 199], 40), ([10, 20, 31, 40, 55], None), ([5, 9], None),
+     ([], None), ([50, 150, 250, 350, 352], 100)],
+)  # fmt: skip
+def test_periods(places, period):
+    assert period_of(places) == period
+
+
+# --- several optimizers -----------------------------------------------------------------------------------------------
+
+
+def two_trainings(second=None):
+    """One training after the other: the first optimizer has no number, since it was alone when it stepped."""
+    first, later = falling(), falling(seed=3) if second is None else second
+    steps = steps_of(calm() + calm(seed=4), lr=0.1)
+    for i, (step, loss) in enumerate(zip(steps, first + later, strict=True)):
+        step["loss"] = loss
+        if i >= COUNT:
+            step["optimizer"] = 1
+    return make_record(meta={"t": "meta", "optimizers": ["SGD"], "argv": ["cv.py"]}, steps=steps)
+
+
+def test_two_trainings_one_after_the_other_are_two_runs():
+    record = two_trainings()
+    assert [part.label for part in by_optimizer(record)] == ["optimizer 0 (SGD)", "optimizer 1 (that came later)"]
+    assert diagnose(record).is_well
+    sick = diagnose(two_trainings([2.0, 9.0, 30.0, 12.0, *flat(396, 2.4, 0.05)]))
+    assert sick.cause.key == "rate_too_high"
+    assert sick.sentence.startswith("Optimizer 1 (that came later): The learning rate")
+
+
+def test_losses_of_networks_that_work_against_each_other_are_not_judged():
+    steps = steps_of(calm(800), lr=0.1)
+    for i, step in enumerate(steps):
+        step |= {"optimizer": i % 2, "loss": 1.0 + i / 100}
+    record = make_record(meta={"t": "meta", "optimizers": ["Adam", "Adam"]}, steps=steps)
+    assert diagnose(record).is_well
+    assert [one.cause.key for _, one in diagnose(record).parts] == ["healthy", "healthy"]
+
+
+# --- a decision that was followed -------------------------------------------------------------------------------------
+
+BEFORE = {
+    "record": "runs/first/run.jsonl",
+    "cause": "rate_too_high",
+    "rule": "norm=0.1",
+    "loss": 2.0,
+    "error": 0.1,
+    "steps": COUNT,
+}
+
+
+@pytest.mark.parametrize(
+    ("followed", "losses", "words"),
+    [
+        (
+            BEFORE,
+            falling(),
+            r"^Against runs/first/run.jsonl, .*rate too high.*it helped: .*in place of 2.00, .*Your run is well",
+        ),
+        (BEFORE | {"loss": 0.1}, falling(), "it did harm: the loss is 0.2.* in place of 0.1"),
+        (BEFORE | {"loss": 2.01}, flat(), "no difference can be told: .*±"),
+        (BEFORE | {"lost": True}, falling(), "it helped: the loss is finite"),
+        (BEFORE | {"cause": "healthy"}, falling(), "^Your run is well"),
+        ({}, falling(), "^Your run is well"),
+    ],
+)
+def test_a_run_that_followed_is_told_whether_it_helped(followed, losses, words):
+    assert re.search(words, diagnose(run(losses, meta={"followed": followed})).sentence)
+
+
+def test_a_clip_that_was_followed_and_helped_is_not_told_to_be_fixed_again():
+    losses = [2.0 - i / 500 for i in range(COUNT)]
+    assert diagnose(clipped(0.1, losses, norms=[10.0] * COUNT)).cause.key == "clip_starves"
+    found = diagnose(clipped(0.1, losses, norms=[10.0] * COUNT, meta={"followed": BEFORE | {"loss": 30.0}}))
+    assert "it helped" in found.sentence
+    assert found.cause.key == "healthy"
