@@ -173,7 +173,7 @@ def advice_of(page: dict[str, Any], scenario: Scenario) -> Followed:
     if cause == scenario.label and cause not in (*BY_NUMBERS, "healthy"):
         said = rule is not None and rule.partition("=")[2] in page["diagnosis"]["advice"]
         return Followed(rate, rule if said else None, fixed=True)
-    return Followed(rate, rule)
+    return Followed(rate, None if decision["kind"] == "keep" else rule)
 
 
 def scenarios(sets: Iterable[str], seeds: int, only: str) -> list[Scenario]:
