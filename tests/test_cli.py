@@ -784,6 +784,23 @@ def test_clip_from_a_record_uses_its_recommendation(run):
     assert record.meta["clip"] == recommend(read_record("first.jsonl")).rule
 
 
+def test_a_run_knows_what_the_last_run_of_its_script_was_told(run):
+    """The first one does not move: its learning rate is 0."""
+    from gradguard.monitoring.judge.diagnosis import diagnose
+
+    source = script().replace("range(6)", "range(120)")
+    _, first = run(source.replace("lr=0.1", "lr=0.0"))
+    assert "followed" not in first.meta
+    assert diagnose(first).cause.key == "rate_zero"
+    _, second = run(source.replace("lr=0.1", "lr=0.001"))
+    assert (second.meta["followed"]["cause"], second.meta["followed"]["steps"]) == ("rate_zero", len(first.steps))
+    assert second.dropped == 0
+    assert diagnose(second).sentence.startswith("Against out/run.jsonl, which was found to be sick (rate zero), ")
+    Path("out/run.jsonl").write_text("{")  # one that cannot be read is none to follow
+    _, third = run(source)
+    assert "followed" not in third.meta
+
+
 WRONG = """
 import torch
 class Wrong(torch.autograd.Function):

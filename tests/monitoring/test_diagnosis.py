@@ -161,6 +161,10 @@ CASES = {
     "clip below eps": (
         clipped(1e-7, flat(), "Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH)), "clip_starves",
         "The clip at 1e-07 starves.*drowns in eps, 1e-08.*Raise the threshold to 1"),
+    "one module a billion times the others, Adam": (
+        clipped(1.0, flat(), "Adam", norms=[1e9 * x for x in calm()], eps=1e-8, meta=FLAT_META,
+                tensors=lines([0.1] * 9 + [1e9])),
+        "clip_starves", "The clip at 1.0 starves"),
     "clip that is the rate": (
         clipped(0.01, [2.0 - i / 2000 for i in range(COUNT)]), "clip_starves", "multiplies the learning rate by 0.01"),
     "clip on scaled gradients": (scaled(), "clip_before_unscale", r"scaler.unscale_\(optimizer\) before the clip"),

@@ -18,7 +18,8 @@ from gradguard.monitoring.show.report import json_summary, text_summary
 
 OF_EACH = [
     "verdict", "diagnosis", "decision", "regime", "steps", "taken_steps", "skipped_steps", "skipped_spikes",
-    "nonfinite_steps", "recovery", "clip_share", "threshold", "median_coefficient", "median_norm", "max_norm", "spike_share", "final_loss",
+    "nonfinite_steps", "recovery", "clip_share", "threshold", "median_coefficient", "median_norm", "max_norm",
+    "spike_share", "final_loss",
     "best_loss", "diverged", "overhead_share", "clips",
 ]  # fmt: skip
 KEYS = ["schema", "record", *OF_EACH, "findings", "events", "notes", "optimizers"]

@@ -148,7 +148,7 @@ def _by_growth(signals: Signals, place: int, seen: Evidence, growth: Evidence | 
         "certain" if growth is not None and growth.numbers[0][1] > 10 * GROWN else "likely",
         f"Losses and gradients grew until they were not finite at step {step}.",
         fix.advice,
-        (seen, *([growth] if growth is not None else [])),
+        (seen, *([growth] if growth is not None and growth.numbers[0][1] > 1 else [])),
         ("It is no bad sample and no bad operation: numbers grew step by step before.",),
         rate_factor=fix.factor,
         threshold=fix.threshold,
