@@ -936,33 +936,5 @@ def tiny_start(run: Run) -> float:
         return max(0.05, float(loss_of(500)))
 
 
-@TASKS.add()
-def penalised_gan(run: Run) -> float:
-    """A Wasserstein GAN in one dimension with a penalty on slopes; two Adams, two critic steps to one."""
-
-    def real(count: int) -> Tensor:
-        return torch.randn(count, 1) * 0.3 + (torch.randint(2, (count, 1)) * 2 - 1) * 1.5
-
-    generator, critic = mlp(3, 32, 32, 1), mlp(1, 32, 32, 1)
-    of_generator = torch.optim.Adam(generator.parameters(), lr=2e-3 * run.rate, betas=(0.0, 0.9))
-    of_critic = torch.optim.Adam(critic.parameters(), lr=2e-3 * run.rate, betas=(0.0, 0.9))
-    for step in range(450):
-        if step % 3 == 2:
-            of_generator.zero_grad()
-            (-critic(generator(torch.randn(64, 3))).mean()).backward()
-            of_generator.step()
-            continue
-        a, b = real(64), generator(torch.randn(64, 3)).detach()
-        between = (a + torch.rand(64, 1) * (b - a)).requires_grad_()
-        (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
-        loss = critic(b).mean() - critic(a).mean() + (slope.abs() - 1).square().mean()
-        of_critic.zero_grad()
-        loss.backward()
-        of_critic.step()
-    with torch.no_grad():
-        a, b = generator(torch.randn(2000, 3)).sort(0).values, real(2000).sort(0).values
-        return float((a - b).abs().mean())
-
-
 if __name__ == "__main__":
     main(TASKS)
