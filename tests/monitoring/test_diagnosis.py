@@ -11,7 +11,7 @@ from synthetic import changed, log_normal, make_record, steps_of, write_char_rnn
 
 from gradguard.monitoring.judge.cause import KEYS
 from gradguard.monitoring.judge.causes import CAUSES
-from gradguard.monitoring.judge.diagnosis import Cause, diagnose
+from gradguard.monitoring.judge.diagnosis import SYMPTOMS, Cause, diagnose, weighed_findings
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.signals import period_of
@@ -249,6 +249,16 @@ def test_every_cause_is_said_in_whole_sentences(record):
         assert len({cause.key for cause in diagnose(record).causes}) == len(diagnose(record).causes)
 
 
+def test_a_symptom_is_a_remark_where_the_run_is_well_and_a_warning_where_it_is_not():
+    clipped = {"threshold": 1e-3, "coefficient": 1e-3, "rule": "norm"}
+    well, sick = run(falling(), **clipped), run(flat(), lr=0.0, **clipped)
+    for record, severity in ((well, "info"), (sick, "warning")):
+        (before,) = [one for one in findings(record) if one.kind == "clipping_always_on"]
+        (found,) = [one for one in weighed_findings(record) if one.kind == "clipping_always_on"]
+        assert (before.severity, found.severity) == ("warning", severity)
+    assert diagnose(well).is_well
+
+
 @cache
 def all_records():
     """Every record that the tests of this folder judge."""
@@ -269,6 +279,8 @@ def check_no_contradiction(record):
         assert not found.is_well, errors
     if made.kind in ("keep", "nothing"):
         assert found.cause.key == "healthy"
+    if found.is_well:
+        assert not any(one.severity != "info" and one.kind in SYMPTOMS for one in weighed_findings(record))
     if found.cause.key not in ("healthy", "unknown"):
         assert made.kind in ("fix", "constant", "unknown")
 

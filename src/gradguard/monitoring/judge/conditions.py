@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradguard.errors import CommandError
-from gradguard.monitoring.judge.health import KINDS, Finding, findings, lock_in_share
+from gradguard.monitoring.judge.diagnosis import weighed_findings
+from gradguard.monitoring.judge.health import KINDS, Finding, lock_in_share
 from gradguard.monitoring.judge.norm_statistics import drift_ratio
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import Record
@@ -114,7 +115,7 @@ def holding(conditions: list[Condition], record: Record) -> list[str]:
     """
     parts, judged = by_optimizer(record), verdict(record)
     verdicts = [judged] if len(parts) == 1 else [one for _, one in judged.parts]
-    found = findings(record) if any(condition.kind or condition.severity for condition in conditions) else []
+    found = weighed_findings(record) if any(condition.kind or condition.severity for condition in conditions) else []
     said = []
     for condition in conditions:
         if condition.kind or condition.severity:

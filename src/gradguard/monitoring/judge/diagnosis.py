@@ -1,11 +1,11 @@
 """What is the matter with a run: its causes, ranked, from the findings and the numbers of its record."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradguard.monitoring.judge.cause import CERTAINTIES, KEYS, Cause, Evidence
 from gradguard.monitoring.judge.causes import CAUSES
-from gradguard.monitoring.judge.findings import steps
+from gradguard.monitoring.judge.findings import SEVERITIES, Finding, steps
 from gradguard.monitoring.judge.followed import helped
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import number
@@ -84,6 +84,29 @@ def diagnose(record: Record) -> Diagnosis:
     firsts = [one.cause for _, one in each]
     whole = next((cause for cause in firsts if cause.key == "unknown"), firsts[0])
     return Diagnosis((whole, *sick), parts=tuple(each))
+
+
+SYMPTOMS = ("clipping_always_on", "dominating_layer", "half_dead_layer", "recurring_spikes")
+"""Kinds of findings that warn where something is wrong, and are remarks where the run is well."""
+
+
+@once
+def weighed_findings(record: Record) -> list[Finding]:
+    """Return what health finds, with the severity that it has in this run.
+
+    **Guarantees**: as `findings`, but that `SYMPTOMS` are ``"info"`` on a run that is well.
+
+    Args:
+        record: The record of a run.
+
+    Returns:
+        The findings, errors first, then in the order of steps.
+    """
+    found = findings(record)
+    if not diagnose(record).is_well:
+        return found
+    found = [replace(one, severity="info") if one.kind in SYMPTOMS else one for one in found]
+    return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), one.first_step, one.kind))
 
 
 def _ranked(signals: Signals) -> tuple[Cause, ...]:

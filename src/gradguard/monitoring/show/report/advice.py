@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradguard.monitoring.judge.health import findings
+from gradguard.monitoring.judge.diagnosis import weighed_findings
 from gradguard.monitoring.judge.numbers import number, percent
 from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.judge.replay import COUNTERFACTUAL, DEFAULT_RULES, WhatIf, what_if
@@ -81,7 +81,7 @@ def findings_of(record: Record, optimizer: int | None = None) -> list[Shown]:
     Returns:
         The findings.
     """
-    found = [item for item in findings(record) if optimizer is None or item.optimizer in (optimizer, None)]
+    found = [item for item in weighed_findings(record) if optimizer is None or item.optimizer in (optimizer, None)]
     return [_in_words(item) for item in sorted(found, key=lambda item: (_rank(item.severity), item.first_step or 0))]
 
 

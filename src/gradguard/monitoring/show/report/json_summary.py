@@ -11,8 +11,8 @@ from dataclasses import asdict
 from typing import Any
 
 from gradguard.monitoring.judge.acting_clips import ActingClip
-from gradguard.monitoring.judge.diagnosis import Cause, Diagnosis, diagnose
-from gradguard.monitoring.judge.health import Finding, findings
+from gradguard.monitoring.judge.diagnosis import Cause, Diagnosis, diagnose, weighed_findings
+from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import Record
@@ -47,7 +47,7 @@ def json_summary(records: Sequence[Record]) -> str:
 
 
 def _of_record(record: Record) -> dict[str, Any]:
-    parts, found = by_optimizer(record), findings(record)
+    parts, found = by_optimizer(record), weighed_findings(record)
     severities = Counter(one.severity for one in found)
     return {
         "schema": SCHEMA,
