@@ -796,6 +796,10 @@ def test_a_run_knows_what_the_last_run_of_its_script_was_told(run):
     assert (second.meta["followed"]["cause"], second.meta["followed"]["steps"]) == ("rate_zero", len(first.steps))
     assert second.dropped == 0
     assert diagnose(second).sentence.startswith("Against out/run.jsonl, which was found to be sick (rate zero), ")
+    for *arguments, follows in (("--task", "a", False), ("--task", "b", False), ("--task", "b", "--lr=1e-3", False),
+                                ("--task", "b", "--lr=0.5", True)):  # fmt: skip
+        _, other = run(source, arguments=arguments)
+        assert ("followed" in other.meta) is follows, arguments
     Path("out/run.jsonl").write_text("{")  # one that cannot be read is none to follow
     _, third = run(source)
     assert "followed" not in third.meta

@@ -197,13 +197,18 @@ def _followed(clip: str, folder: Path, typed: list[str]) -> dict[str, Any] | Non
 
 
 def _last_record(folder: Path, typed: list[str]) -> Path | None:
-    """The newest record of the same script in a folder beside this one; the one that this run replaces comes first."""
-    from gradguard.monitoring.record.file import begins_as
+    """Return the newest record of the same command in a folder beside this one.
 
-    script = typed[: 2 if typed[:1] == ["-m"] else 1]
+    Numbers may differ: a learning rate is one, and so is a seed. Any other argument may name another task, whose losses
+    are no others to compare with.
+    """
+    from gradguard.monitoring.observe.meta import program_facts
+    from gradguard.monitoring.record.file import is_of_command
+
+    argv = program_facts(typed)["argv"]
     known = [path for path in [folder, *folder.parent.glob("*")] if (path / "run.jsonl").is_file()]
     newest = sorted({path / "run.jsonl" for path in known}, key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((path for path in newest[:_MOST_FOLLOWED] if begins_as(path, script)), None)
+    return next((path for path in newest[:_MOST_FOLLOWED] if is_of_command(path, argv)), None)
 
 
 _LONGEST_FOLLOWED = 4 * 2**20

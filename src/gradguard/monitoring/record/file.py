@@ -10,6 +10,7 @@ import functools
 import itertools
 import operator
 import os
+import re
 import shlex
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -264,22 +265,26 @@ _BYTES_AT_ONCE = 2**18
 _ADVICE = "Make one: gradguard run --out DIR train.py"
 
 
-def begins_as(path: Path, argv: list[str]) -> bool:
-    """Tell whether a record is of a program whose arguments begin like this; only its first line is read.
+def is_of_command(path: Path, argv: list[str]) -> bool:
+    """Tell whether a record is of the same command, but for numbers; only its first line is read.
 
     Args:
         path: The record.
-        argv: The script, and perhaps arguments.
+        argv: The script with its arguments, as records have them.
 
     Returns:
-        Whether it is.
+        Whether each argument is that of the record, numbers apart.
     """
     try:
         with open_regular(path) as file:
             line, _ = parse_line(file.readline(LONGEST_LINE))
     except (OSError, ValueError, RecursionError, RecordError):
         return False
-    return bool(argv) and (line.get("argv") or [])[: len(argv)] == argv
+    theirs = [str(word) for word in line.get("argv") or []]
+    return bool(argv) and [_NUMBER.sub("#", word) for word in theirs] == [_NUMBER.sub("#", word) for word in argv]
+
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?(?![\w.])")
 
 
 def _created(path: Path) -> tuple[Path, FileIO]:
