@@ -449,12 +449,14 @@ _IN_ORDER = (
 
 
 def _in_order(values: list[tuple[Node, int]], outputs: Outputs, depends: Dependence) -> bool:
-    """Whether nothing from values to the layers of the module that they come from changes the order of the samples."""
+    """Whether nothing between values and what the module returned, or a layer inside, changes the order of samples."""
     if not outputs.batch_first:
         return False
-    nodes = [one for node, _ in values for one in _behind(node, depends, ())]
-    taps = [tap for node in nodes for tap in parents(node) if tap[0].name() in TAPS]
-    in_front = all(shape_of(*tap)[:1] == (outputs.batch_size,) for tap in taps if shape_of(*tap))
+    returned = outputs.values
+    nodes = [one for value in values if value not in returned for one in _behind(value[0], depends, returned)]
+    ends = [value for value in values if value in returned]
+    ends += [end for node in nodes for end in parents(node) if end in returned or end[0].name() in TAPS]
+    in_front = all(shape_of(*end)[:1] == (outputs.batch_size,) for end in ends if shape_of(*end))
     return in_front and all(operation(node) in _IN_ORDER or _turns_rows_only(node) for node in nodes)
 
 
