@@ -23,6 +23,9 @@ _CLEAR = 20.0
 _DECISIVE = 0.3
 _ROUNDED = 1e-9
 _SMALL = 1e-6
+_FEW_ROUNDINGS = 5.0
+LITTLE_OF_TYPICAL = 1e-3
+"""A bar of no more than this share of a usual derivative is no lack of power."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def examine(differences: Differences, direction: Tensor, sizes: list[float]) -> 
         own = differences.gradients[k][direction != 0]
         value = float(own.sum()) if bool(broken[k]) else float(analytical[k].sum())
         nothing = float(negligible[k]) / max(sizes)
-        found.append(diagnose(value, steps[k], differences.relative, _typical(differences, k), nothing))
+        found.append(diagnose(value, steps[k], differences.relative, typical_size(differences, k), nothing))
     return found
 
 
@@ -88,6 +91,9 @@ def diagnose(analytical: float, steps: list[_Step], relative: float, typical: fl
     Below ``nothing`` all derivatives are rounding.
     """
     two_sided = [s for s in steps if math.isfinite(s.above) and math.isfinite(s.below)]
+    if analytical == typical == 0 and two_sided and all(_is_level(s, relative) for s in two_sided):
+        best = min(two_sided, key=lambda s: s.rounding)
+        return Diagnosis("ok", False, 0.0, best.central, best.rounding, best.size)
     typical = max([typical, *(abs(s.central) for s in two_sided)])
     kind, series, order = _usable_side(steps, two_sided)
     limits = _limits(series, order)
@@ -137,11 +143,17 @@ def _usable_side(steps: list[_Step], two_sided: list[_Step]) -> tuple[str, list[
     return "jump" if jumps_above or jumps_below else "singular", series, 1
 
 
+def _is_level(step: _Step, relative: float) -> bool:
+    """Whether a function rises by as much on both sides, but for rounding: at a minimum, such as that of a loss."""
+    slope = max(abs(step.above), abs(step.below))
+    return abs(step.central) <= max(_FEW_ROUNDINGS * step.rounding, relative * slope)
+
+
 def _agrees(analytical: float, limit: _Limit, relative: float, typical: float, nothing: float) -> bool:
     if abs(analytical) <= nothing and abs(limit.value) <= nothing + limit.bar and limit.bar <= 1e3 * nothing:
         return True
     largest = max(abs(limit.value), abs(analytical))
-    decisive = limit.bar < _DECISIVE * largest or limit.bar <= 1e-3 * typical
+    decisive = limit.bar < _DECISIVE * largest or limit.bar <= LITTLE_OF_TYPICAL * typical
     off = abs(limit.value - analytical)
     return math.isfinite(analytical) and decisive and off <= 5 * limit.bar + relative * largest
 
@@ -150,7 +162,13 @@ def _at_kink(analytical: float, s: _Step, is_wrong: bool) -> Diagnosis:
     return Diagnosis("kink", is_wrong, analytical, s.central, s.rounding, s.size, s.low, s.high)
 
 
-def _typical(differences: Differences, k: int) -> float:
+def typical_size(differences: Differences, k: int) -> float:
+    """Return the size that an element of the gradient for one cotangent usually has.
+
+    Args:
+        differences: The function at its point.
+        k: Which cotangent.
+    """
     finite = differences.gradients[k][differences.gradients[k].isfinite()]
     return float(norms(finite[None])[0]) / len(finite) ** 0.5 if finite.numel() else 0.0
 

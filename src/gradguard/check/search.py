@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradguard.check.differences import Differences, Disagreement, are_finite, directions, mean_size
-from gradguard.check.element import Diagnosis, examine
+from gradguard.check.element import LITTLE_OF_TYPICAL, Diagnosis, examine, typical_size
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.nearby import Pieces, pieces_around
 from gradguard.check.report import Finding
@@ -243,8 +243,10 @@ class Search:
             return shown
         found = self.differences.along(direction)
         off, allowed = float(found.error[k].abs()), float(found.allowed(self.differences.relative)[k])
-        bar = 10 * shown.bar * float(direction.abs().max())
-        return replace(shown, kind="undecided") if allowed < off < bar else shown
+        moved = float(direction.abs().max())
+        bar = 10 * shown.bar * moved
+        is_little = bar <= LITTLE_OF_TYPICAL * typical_size(self.differences, k) * moved
+        return replace(shown, kind="undecided") if allowed < off < bar and not is_little else shown
 
     def _examine_jointly(self, direction: Tensor, found: Disagreement, is_wrong: bool) -> None:
         """Look at a direction as at one element: kinks, ties and noise of many elements show there as well."""
