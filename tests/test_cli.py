@@ -158,8 +158,6 @@ def test_measuring_with_an_infinite_threshold_is_no_clip(run):
 
 KEYS = ("norm", "post_norm", "coefficient", "threshold")
 FOLLOWING = {
-    "median": "gg.ClipByMedian()",
-    "median=0.1": "gg.ClipByMedian(k=0.1)",
     "autoclip": "gg.AutoClip()",
     "autoclip=50": "gg.AutoClip(percentile=50)",
     "zclip": "gg.ZClip()",
@@ -168,6 +166,8 @@ FOLLOWING = {
     "adagc": "gg.AdaGC()",
     "adagc=inf": "gg.AdaGC(absolute=float('inf'))",
 }
+GUARDED = {"median": "gg.ClipByMedian()", "median=0.1": "gg.ClipByMedian(k=0.1)"}
+"""Rules that look at the optimizer, which a guard knows."""
 
 
 @pytest.mark.parametrize(
@@ -182,10 +182,11 @@ FOLLOWING = {
             "clipper(model)  # gg.ClipAdaptive(1, exclude=[model[0], model[3].bias])",
         ),
         *[(option, f"clipper(model)  # {call}") for option, call in FOLLOWING.items()],
+        *[(option, f"pass  # gg.Guard(optimizer, {call})") for option, call in GUARDED.items()],
     ],
 )
 def test_clip_does_what_the_call_in_the_script_would(run, option, call):
-    made = f"import gradguard as gg; clipper = {call.split('# ')[-1]}" if call.startswith("clipper") else ""
+    made = f"import gradguard as gg; clipper = {call.split('# ')[-1]}" if "  # " in call else ""
     code, record = run(script(setup=made, clip=call))
     expected = weights()
     code, clipped = run(script(), "--clip", option)

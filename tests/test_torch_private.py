@@ -987,3 +987,26 @@ def test_layouts_of_ordinary_tensors_are_their_dtypes():
     spread = SimpleNamespace(_spec="its spec")
     tensors = [torch.zeros(2), spread, torch.zeros(3, dtype=torch.float64)]
     assert torch_private.layouts_of(tensors) == [torch.float32, "its spec", torch.float64]
+
+
+def test_have_hooks():
+    x = torch.ones(2, requires_grad=True)
+    nodes = [x.exp().grad_fn, x.sin().grad_fn]
+    assert not torch_private.have_hooks(nodes, ())
+    handle = nodes[1].register_hook(lambda *grads: None)
+    assert torch_private.have_hooks(nodes, ())
+    assert not torch_private.have_hooks(nodes, {handle.id})
+    handle.remove()
+    assert not torch_private.have_hooks(nodes, ())
+    other = nodes[0].register_prehook(lambda grads: None)
+    assert torch_private.have_hooks(nodes, ())
+    other.remove()
+
+
+def test_saved_tensors_of():
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    found = torch_private.saved_tensors_of((x * torch.tensor([3.0, 4.0])).grad_fn)
+    assert any(torch.equal(one, torch.tensor([3.0, 4.0])) for one in found.values())
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.tolist(), torch.tensor):
+        packed = (x * torch.tensor([3.0, 4.0])).grad_fn
+    assert torch_private.saved_tensors_of(packed) == {}

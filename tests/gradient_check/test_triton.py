@@ -25,6 +25,7 @@ CASES = [
     {"name": "silu_without_the_last_tile", "count": 10, "options": ""},
     {"name": "silu_without_the_last_tile", "count": 8, "options": ""},
     {"name": "silu_without_the_last_tile", "count": 8, "options": ", sizes={8: 4}"},
+    {"name": "silu", "count": 8, "options": ", sizes={8: 4}"},
 ]
 
 
@@ -53,3 +54,7 @@ def test_other_sizes_find_a_last_tile_that_is_full_at_the_size_given(said):
     assert said[2].startswith("PASS")
     assert said[3].startswith("FAIL")
     assert "with 5 in place of 8" in said[3]
+
+
+def test_a_right_kernel_passes_at_other_sizes_also_one_element_whose_bits_contiguous_leaves(said):
+    assert said[4].startswith("PASS")

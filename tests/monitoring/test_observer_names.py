@@ -39,6 +39,6 @@ def test_names_do_not_depend_on_the_order_in_which_the_collector_holds_things(mo
         "optimizer 0 (Adam, Sequential#0.0.weight ...)",
         "optimizer 1 (Adam, parameter 4)",
         "optimizer 2 (Adam, Sequential#1.0)",
-        "optimizer 3",
-        "an optimizer that came later",
+        "optimizer 3 (that came later)",
+        "optimizer 0 (Adam, Sequential#0.0.weight ...)",
     ]

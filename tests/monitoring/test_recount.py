@@ -293,4 +293,4 @@ def test_the_clip_of_the_command_beside_the_scripts_own(own, applied, last, tmp_
     ]
     against_the_diary(told | {"threshold": last}, diary)
     held_against(found, told | {"threshold": last})
-    assert f"the script's own norm={own} bound on" in capsys.readouterr().out.replace("\n", " ")
+    assert f"the script's own norm={own} bound on" in capsys.readouterr().err.replace("\n", " ")

@@ -70,7 +70,7 @@ def noisy_run(folder):
 
 
 PAGES = {
-    "a long run": (long_run, 6),
+    "a long run": (long_run, 7),
     "a sick run": (lambda folder: [write_sick(folder / "run.jsonl")], 6),
     "two optimizers": (lambda folder: [write_gan(folder / "run.jsonl")], 10),
     "two runs": (two_runs, 11),

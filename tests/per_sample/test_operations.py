@@ -1,5 +1,7 @@
 """Parameters that code multiplies with, adds, or gives to a function by itself: exact, and run only once."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -261,20 +263,42 @@ OTHERS = {
 
 @pytest.mark.usefixtures("_told_nothing")
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_use_that_was_not_planned_is_refused(name):
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_a_use_that_was_not_planned_is_exact_or_refused(name, mode):
+    """It is tried out again on the very step; what cannot be followed layer by layer then runs sample by sample."""
     model, x = model_of(lambda: Changing(weight=(D,))), data()
-    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0), mode=mode)
     for _ in range(2):
         losses(model, x).mean().backward()
         clipper.clip_and_accumulate()
         clipper.pre_step()
         model.zero_grad()
     TOLD["other"] = OTHERS[name]
-    losses(model, x).mean().backward()
-    with pytest.raises(UnsupportedGradientError, match=r"used 1\.weight in another way than when the model was"):
-        clipper.clip_and_accumulate()
+    seen, refused = [], False
+    for _ in range(2):  # the second knows what the first has found
+        try:
+            losses(model, x).mean().backward()
+            seen.append({} if mode == "fast" else clipper.per_sample_gradients())
+            clipper.clip_and_accumulate()
+        except UnsupportedGradientError as error:
+            assert re.search(r"used 1\.weight in another way than when the model was", str(error))
+            refused = True
+            break
+        clipper.pre_step()
+        seen.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        model.zero_grad()
     model.zero_grad()
     clipper.detach()
+    if refused:
+        return
+    alone = [per_sample(model, x[i : i + 1]) for i in range(B)]
+    rows = {name: torch.cat([own[name] for own in alone]) for name in alone[0]}
+    factors = (1 / torch.stack([torch.cat([g.flatten() for g in own.values()]).norm() for own in alone])).clamp(max=1)
+    assert bool((factors < 1).all())
+    clipped = {name: torch.einsum("b,b...->...", factors, values) / B for name, values in rows.items()}
+    for found, expected in zip(seen, [rows, clipped] * 2, strict=True):
+        for name, values in found.items():
+            torch.testing.assert_close(values, expected[name], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.usefixtures("_told_nothing")

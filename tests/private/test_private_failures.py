@@ -156,7 +156,10 @@ def test_tokens_in_place_of_samples_are_refused(draws):
     before = standing(private, model)
     (x,) = next(loader)
     assert len(x) > TOKENS
-    with pytest.raises(GradguardError, match=f"rows where {len(x)} samples|saw {TOKENS} samples where {len(x)} were"):
+    with pytest.raises(
+        GradguardError,
+        match=f"rows where {len(x)} samples|saw {TOKENS} samples where {len(x)} were|a length that changes",
+    ):
         step_on(private, model, x.transpose(0, 1))
     assert standing(private, model) == before
     assert private.steps == private.accountant.steps == len(draws) == 1

@@ -46,15 +46,16 @@ def _within(tensor: Tensor) -> Tensor:
 
 
 def _has_flag(tensor: Tensor) -> bool:
-    return tensor.is_complex() or tensor.dtype in (torch.float32, torch.float64)
+    """Tell whether a bit can say it; not of one element: whatever its stride, ``contiguous()`` leaves it the bit."""
+    return tensor.numel() > 1 and (tensor.is_complex() or tensor.dtype in (torch.float32, torch.float64))
 
 
 def _flagged(tensor: Tensor) -> Tensor:
     """Return a copy whose memory holds the conjugate, or the negative, which a bit on the tensor says."""
-    if tensor.is_complex():
-        return _strided(tensor.conj().resolve_conj()).conj()
     if not _has_flag(tensor):
         return _strided(tensor)
+    if tensor.is_complex():
+        return _strided(tensor.conj().resolve_conj()).conj()
     return torch.complex(torch.full_like(tensor, torch.nan), -tensor).conj().imag
 
 

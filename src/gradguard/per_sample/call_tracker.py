@@ -59,6 +59,16 @@ class LastCall:
         """Return the arguments for some of the samples."""
         return take_samples(self.arguments, batch_first, self.batch_size, indices, self.pattern.whole)
 
+    def finite_samples(self, batch_first: bool, number: int) -> list[int]:
+        """Return the first ``number`` samples without NaN or inf; fewer if there are not as many."""
+        found: list[int] = []
+        for i in range(self.batch_size):
+            if len(found) == number:
+                break
+            if all(bool(t.isfinite().all()) for t in Skeleton(self.samples(batch_first, [i])).tensors):
+                found.append(i)
+        return found
+
 
 class CallTracker:
     """Hooks on every layer of ``module``, until `remove`.
@@ -268,11 +278,11 @@ class CallTracker:
             if self._loop is not None:
                 return self._end_loop(output)
             changed = self._capture.end(running, self._stack[-1] if self._stack else None, args, kwargs, output)
-            if not self._stack:
-                self._look_at_operations(module, output if changed is None else changed)
+            one_by_one = not self._stack and self._look_at_operations(module, output if changed is None else changed)
             if not self._stack and self._witnessed is not None:
                 witnessed, self._witnessed = self._witnessed, None
-                follows = not self.last_calls[module].pattern.looped  # or no longer, because of what it did just now
+                # or no longer, because of what it did just now
+                follows = not one_by_one and not self.last_calls[module].pattern.looped
                 tapped = self._capture.tap_loop(witnessed, output if changed is None else changed, witnessed=follows)
                 changed = changed if tapped is None else tapped
             return self._refuse_unowned(module, changed, output)
@@ -290,33 +300,42 @@ class CallTracker:
             self._trace.made(output)
             self._trace.resume()
 
-    def _look_at_operations(self, module: nn.Module, output: Any) -> None:
+    def _look_at_operations(self, module: nn.Module, output: Any) -> bool:
         """An outermost call ends: look closely at it if it did what no call has done that was found to be right.
+
+        Returns:
+            Whether the samples of this call run one by one, for too few are finite to see whether they are separate;
+            what it did is then as new as before.
 
         Raises:
             UnsupportedGradientError: If samples are found to be mixed, or it cannot be looked at.
         """
         trace, self._trace = self._trace, None
         if trace is None or self.witness is None:
-            return
+            return False
         trace.ends(Skeleton(output).tensors)
         if self._rehearsed is not None:
             if not self._rehearsed.sizes:  # two samples are compared in this trial, not sizes alone
                 self._rehearsed.operations.learn(trace)
-            return
+            return False
         call = self.last_calls[module]
         if call.pattern.operations.is_new(trace, call.batch_size):
-            self._look_again(call, Skeleton(output).tensors)
+            number = min(2, call.batch_size)
+            few = len(call.finite_samples(self.batch_first, number)) < number
+            self._look_again(call, Skeleton(output).tensors, tries=not few)
+            if few:
+                return True
         elif trace.by_value and self._witnessed is not None:
             self._take_samples(self._witnessed, call, SOME)
         self._untried.append((call, trace))
+        return False
 
-    def _look_again(self, call: LastCall, outputs: Sequence[Tensor]) -> None:
-        """Try a call out once more, and let each of its samples run alone, because of what it did."""
+    def _look_again(self, call: LastCall, outputs: Sequence[Tensor], tries: bool) -> None:
+        """Try a call out once more if ``tries``, and let its samples run alone, because of what it did."""
         assert self.witness is not None
         witnessed, self._witnessed = self._witnessed, None
         with substituted(self._buffers_before):
-            if call.pattern.sizes and self._rehearse is not None:
+            if tries and call.pattern.sizes and self._rehearse is not None:
                 sizes, call.pattern.sizes = call.pattern.sizes, set()
                 try:
                     self._rehearse(self, call)

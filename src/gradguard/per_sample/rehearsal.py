@@ -216,12 +216,9 @@ def _finite_samples(tracker: CallTracker, call: LastCall, number: int) -> list[i
     Raises:
         UnsupportedGradientError: If there are fewer than ``number``.
     """
-    found: list[int] = []
-    for i in range(call.batch_size):
-        if all(bool(t.isfinite().all()) for t in Skeleton(call.samples(tracker.batch_first, [i])).tensors):
-            found.append(i)
-            if len(found) == number:
-                return found
+    found = call.finite_samples(tracker.batch_first, number)
+    if len(found) == number:
+        return found
     raise UnsupportedGradientError(
         f"only {len(found)} of the {call.batch_size} samples that {type(call.pattern.module).__name__} is called with "
         f"are finite: it takes {number} to see whether samples are separate. {_NOT_FINITE}"

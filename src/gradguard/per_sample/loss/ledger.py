@@ -70,7 +70,7 @@ class _Kept:
     def narrowed(self, other: "_Kept", close: float) -> "_Kept":
         row, total, numbers, average = (
             mine if mine is not None and theirs is not None and _same(mine, theirs, close) else None
-            for mine, theirs in zip(self._values, other._values, strict=True)
+            for mine, theirs in zip(self._weighed, other._weighed, strict=True)
         )
         if row is None and self.row is not None and other.row is not None:
             numbers = None  # a tensor that has one value for all rows is a number
@@ -79,7 +79,7 @@ class _Kept:
         return _Kept(row, total, numbers, average)
 
     @property
-    def _values(self) -> tuple[Values | None, ...]:
+    def _weighed(self) -> tuple[Values | None, ...]:
         return self.row, self.total, self.numbers, self.average
 
 
@@ -235,7 +235,7 @@ def _changed(old: _Kept, new: _Kept) -> str:
     was, now = next(
         (
             (one, other)
-            for one, other in zip(old._values, new._values, strict=True)
+            for one, other in zip(old._weighed, new._weighed, strict=True)
             if one is not None and other is not None and not _same(one, other, _CLOSE)
         ),
         ((), ()),
