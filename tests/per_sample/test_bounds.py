@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradguard.errors import GradguardError
+from gradguard.errors import GradguardError, UnsupportedGradientError
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.norm_clippers import FlatNormClipper
 from per_sample.case import B, Model, case, numbers
@@ -124,6 +124,48 @@ def test_a_batch_of_nothing_but_nan(mode):
     assert int(clipper.statistics.nonfinite) == B
     clipper.pre_step()
     assert all(bool((g == 0).all()) for g in filled(made.model).values())
+
+
+class Repairing(nn.Module):
+    """Makes numbers of NaN, and does something else once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(DONE["with"](self.first(x.nan_to_num(0.3)).tanh()))
+
+
+DONE = {"with": lambda hidden: hidden}
+"""No attribute, which would be seen."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("finite", [0, 1])
+@pytest.mark.parametrize("mixes", [False, True])
+def test_what_is_new_with_too_few_finite_samples_runs_one_by_one(mixes, finite, mode, monkeypatch):
+    monkeypatch.setitem(DONE, "with", DONE["with"])
+    torch.manual_seed(5)
+    made = case(Repairing(), numbers(B, 4))
+    clipper = make(made, 0.1, mode=mode)
+    made.losses(made.inputs).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.discard()
+    made.inputs[0][finite:, 0] = float("nan")
+    DONE["with"] = (lambda hidden: hidden - hidden.mean(0)) if mixes else (lambda hidden: 2 * hidden)
+    if mixes:
+        made.losses(made.inputs).mean().backward()
+        with pytest.raises(UnsupportedGradientError, match="something else than in the batch"):
+            clipper.clip_and_accumulate()
+        return
+    made.losses(made.inputs).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    found = filled(made.model)
+    clipper.detach()
+    gradients = per_sample_gradients(made.model, lambda s: made.losses(s).sum(), made.samples())
+    assert error(found, total(clip_samples(gradients, 0.1), "mean")) < 1e-12
 
 
 @pytest.mark.parametrize("mode", MODES)

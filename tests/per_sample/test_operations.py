@@ -1,7 +1,5 @@
 """Parameters that code multiplies with, adds, or gives to a function by itself: exact, and run only once."""
 
-import re
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -274,22 +272,22 @@ def test_a_use_that_was_not_planned_is_exact_or_refused(name, mode):
         clipper.pre_step()
         model.zero_grad()
     TOLD["other"] = OTHERS[name]
-    seen, refused = [], False
+    seen, refusal = [], ""
     for _ in range(2):  # the second knows what the first has found
         try:
             losses(model, x).mean().backward()
             seen.append({} if mode == "fast" else clipper.per_sample_gradients())
             clipper.clip_and_accumulate()
         except UnsupportedGradientError as error:
-            assert re.search(r"used 1\.weight in another way than when the model was", str(error))
-            refused = True
+            refusal = str(error)
             break
         clipper.pre_step()
         seen.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
         model.zero_grad()
     model.zero_grad()
     clipper.detach()
-    if refused:
+    if refusal:
+        assert "used 1.weight in another way than when the model was" in refusal
         return
     alone = [per_sample(model, x[i : i + 1]) for i in range(B)]
     rows = {name: torch.cat([own[name] for own in alone]) for name in alone[0]}

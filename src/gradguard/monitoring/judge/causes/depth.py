@@ -150,6 +150,10 @@ def _exploding(signals: Signals, layers: list[Layer], words: str, times: float) 
     )
 
 
+EXPLODES_IN_TIME = 1e4
+"""Times the smallest norms: a rate that is too high takes a run that learns not so far."""
+
+
 def exploding_time(signals: Signals) -> Cause | None:
     """Return whether a recurrence multiplies gradients, and the loss does not fall with them."""
     recurrent, curve = _recurrent(signals), signals.curve
@@ -160,9 +164,10 @@ def exploding_time(signals: Signals) -> Cause | None:
         return None
     low, largest = sorted(known)[len(known) // 10], max(known)
     leaps = largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
+    explodes = leaps and largest > EXPLODES_IN_TIME * low  # so far that it hurts a run that learns as well
     amplifies = radius is not None and radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
     learns = curve is not None and curve.fallen() > 0.5 and not signals.ends_lost
-    if not amplifies and not broke and (learns or not leaps):
+    if not amplifies and not broke and not explodes and (learns or not leaps):
         return None
     names = tuple(layer.name for layer in recurrent)
     words = f"Gradient norms run from {number(low)} to {number(largest)}."
