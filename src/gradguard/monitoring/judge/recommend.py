@@ -120,6 +120,8 @@ def _decide(record: Record, diagnosis: Diagnosis) -> Recommendation:
     share = None
     if kind == "constant" and threshold is not None and norms:
         share = sum(norm > threshold for norm in norms) / len(norms)
+        if plain_threshold(threshold) in headline or f"{threshold:g}" in headline:  # the advice is said already
+            headline = f"Clip at {plain_threshold(threshold)}."
     return Recommendation(
         kind, headline, reason, threshold, rule, cause.rate_factor, cause.certainty != "certain", share, len(norms),
         drift_of(record),
