@@ -42,7 +42,7 @@ _NEARBY = {torch.float64: (1e-7, 1e-4), torch.float32: (1e-4, 1e-2)}
 """A point is regular if such a relative move of the inputs changes values and gradient by no more than that."""
 
 _OF_RUNS = ("layout", "linearity", "outputs", "state", "needs_input_grad")
-"""What a backward that gives something else each time may seem to break."""
+"""Kinds of findings that a backward with varying results may cause by itself."""
 
 _AT_ONCE = 2**16
 _LARGE = 1e250

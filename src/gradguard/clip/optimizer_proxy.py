@@ -120,7 +120,7 @@ def _divisor(coefficient: Tensor, scale: Tensor | None) -> Tensor:
 
 
 class Snapshot:
-    """What an optimizer will be set back to: weights, state, groups and plain attributes.
+    """A copy of an optimizer for going back: weights, state, groups and plain attributes.
 
     Args:
         optimizer: The optimizer, before its step.

@@ -97,7 +97,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Cause:
-    """What explains a run.
+    """A cause that explains a run.
 
     Attributes:
         key: One of `KEYS`.

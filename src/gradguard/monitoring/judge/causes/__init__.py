@@ -1,4 +1,4 @@
-"""What can be the matter with a run: one small function for each cause, from its signals to a cause or None."""
+"""The causes that a run can suffer from: one small function each, from its signals to a cause or None."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What the data do to a run: batches that are far out, data that change, and numbers that drift."""
+"""Causes that lie in the data: batches that are far out, data that change, and numbers that drift."""
 
 import math
 import statistics

@@ -17,7 +17,7 @@ VANISHED = 1e-4
 """A gradient this many times that of the top, element by element, where the optimizer does not cancel a scale."""
 
 SLOPE = 3e-3
-"""The same in the first steps of a run whose loss stands still, whatever the optimizer is."""
+"""Vanishing gradients in the first steps of a run whose loss stands still, whatever the optimizer is."""
 
 OF_EPS = 3.0
 """Below so many eps an optimizer that divides by the size of the gradient hardly moves."""
@@ -26,7 +26,7 @@ EXPLODED = 1e3
 """Of the gradients of the first layers over those of the last."""
 
 AMPLIFIES, DAMPS = 1.2, 0.3
-"""What a recurrent weight multiplies by at each step: 50 steps make 10^4 of the first and nothing of the second."""
+"""Factors of a recurrent weight for each step: over 50 steps the first makes 10^4, the second nothing."""
 
 FAR_ABOVE = 100.0
 """Times its weight: a first gradient as no layer has whose values keep their size."""

@@ -1,4 +1,4 @@
-"""What is wrong with the loop or the model's connections: gradients that are kept, missing, or zero from the start."""
+"""Causes in the loop or the model's connections: gradients that are kept, missing, or zero from the start."""
 
 import statistics
 
