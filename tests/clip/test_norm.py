@@ -432,7 +432,7 @@ def test_the_default_device_does_not_leak_into_the_norm(call, dtype):
     p = parameter(torch.tensor([[3.0, 4.0]], dtype=dtype))
     with torch.device("meta"):
         found = call(p)
-    norm = getattr(found, "norm", None) if isinstance(found, gg.types.ClipResult) else found
+    norm = getattr(found, "norm", None) if isinstance(found, gg.results.ClipResult) else found
     assert norm is None or norm.device.type == "cpu"
 
 

@@ -42,7 +42,7 @@ POINT = torch.linspace(-1, 1, 6, dtype=torch.float64)
 
 def test_a_right_gradient_gives_the_report():
     report = assert_grad(nn.Linear(6, 2, dtype=torch.float64), POINT)
-    assert isinstance(report, gg.types.GradientReport)
+    assert isinstance(report, gg.results.GradientReport)
     assert report.verdict == "PASS"
 
 

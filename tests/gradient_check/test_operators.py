@@ -44,7 +44,7 @@ def samples():
     return list(database.samples(per_operator=1 if STRIDE > 1 else 3, every=STRIDE))
 
 
-def checked(sample: database.Sample) -> gg.types.GradientReport:
+def checked(sample: database.Sample) -> gg.results.GradientReport:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some operators are deprecated
         torch.manual_seed(0)

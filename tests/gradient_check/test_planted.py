@@ -18,7 +18,7 @@ def drawn(cases: list[Case], stride: int) -> list:
     ]
 
 
-def checked(case: Case, seed: int = 0) -> gg.types.GradientReport:
+def checked(case: Case, seed: int = 0) -> gg.results.GradientReport:
     problem = case.problem(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

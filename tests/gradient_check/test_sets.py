@@ -35,7 +35,7 @@ def at_seeds(cases: list[Case]) -> list:
     return chosen
 
 
-def checked(case: Case, seed: int) -> gg.types.GradientReport:
+def checked(case: Case, seed: int) -> gg.results.GradientReport:
     problem = case.problem(seed)
     return gg.gradcheck(problem.fn, *problem.inputs, **problem.options)
 

@@ -29,7 +29,7 @@ def apply_gradient_clipping(
     fsdp_enabled: bool = False,
     *,
     exclude: Any = (),
-) -> gg.types.ClipResult:
+) -> gg.results.ClipResult:
     """Clip all gradients of ``model``, in place, with the arguments of Composer's function of this name.
 
     The same call as `gradguard.apply_gradient_clipping`, and one argument more.
@@ -125,7 +125,7 @@ class ClipGradients:
                 f"clipper is {type(clipper).__name__}: expected a clipper, such as ClipByGlobalNorm(1.0)."
             )
         self.clipper = clipper
-        self.last: gg.types.ClipResult | None = None
+        self.last: gg.results.ClipResult | None = None
         self._nonfinite: NonFinitePolicy = check_policy(nonfinite)
         self._log = log
 

@@ -14,7 +14,7 @@ from gradguard.integrations.versions import require
 require("deepspeed", "0.19", "0.20", extra="deepspeed")  # not imported: whoever has an engine has done that
 
 
-def last_clip(engine: Any) -> gg.types.ClipResult | None:
+def last_clip(engine: Any) -> gg.results.ClipResult | None:
     """Return what the clip of the last ``engine.step()`` did, in the form that gradguard's clippers use.
 
     **Guarantees.** Nothing is changed, and the engine measures nothing anew.
@@ -128,11 +128,11 @@ def _parameters_of(zero: Any, part: Any) -> list[Tensor]:
     return [p for group in zero.optimizer.param_groups for p in group["params"] if id(p.grad) in clipped]
 
 
-def _result(value: Tensor, threshold: float) -> gg.types.ClipResult:
+def _result(value: Tensor, threshold: float) -> gg.results.ClipResult:
     norm = torch.where(value < 0, torch.inf, value.double())  # -1 stands for what is not finite
     nonfinite = ~norm.isfinite()
     clipped = (norm > threshold) & ~nonfinite if threshold > 0 else torch.zeros_like(nonfinite)
-    return gg.types.ClipResult(
+    return gg.results.ClipResult(
         norm=norm.float(),
         coefficient=torch.where(clipped, threshold / norm, 1.0),
         clipped=clipped,

@@ -113,7 +113,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer = inner_optimizer
         self.clipper, self.max_consecutive_skips = clipper, max_consecutive_skips
         self.nonfinite: GuardPolicy = nonfinite
-        self.last: gg.types.ClipResult | None = None
+        self.last: gg.results.ClipResult | None = None
         self.skipped_steps = 0
         self._skips_in_a_row = 0
         self._applied: Sequence[Any] | None = None

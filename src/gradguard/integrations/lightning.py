@@ -250,7 +250,7 @@ class GradGuardCallback(Callback, OnlyClip):
         for position, guard in self.guards.items():
             self._shares[position].follow(guard)
 
-    def _log(self, pl_module: LightningModule, position: int, result: gg.types.ClipResult) -> None:
+    def _log(self, pl_module: LightningModule, position: int, result: gg.results.ClipResult) -> None:
         name = self._prefix if len(self._optimizers) == 1 else f"{self._prefix}/{position}"
         values = {
             "norm": result.norm,

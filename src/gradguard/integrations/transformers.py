@@ -359,7 +359,7 @@ class _Window:
         self._rows: list[Tensor] = []  # [norm, coefficient, clipped], a step each
         self._blocks: list[Tensor] = []  # many of them in one: a row takes a kilobyte by itself
 
-    def add(self, result: gg.types.ClipResult) -> None:
+    def add(self, result: gg.results.ClipResult) -> None:
         numbers = (result.norm, result.coefficient, result.clipped)
         self._rows.append(torch.stack([number.to(result.norm.dtype) for number in numbers]))
         if len(self._rows) == _BLOCK:

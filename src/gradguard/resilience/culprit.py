@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gradguard.errors import GradguardError, InvalidValueError
 from gradguard.json_values import jsonable
 from gradguard.resilience.batches import Batches, MicroBatch, SampleId
-from gradguard.types import ClipResult
+from gradguard.results import ClipResult
 
 ENOUGH = 8
 """So many losses tell what is usual."""
