@@ -139,3 +139,59 @@ def test_a_run_goes_on_with_another_number_of_processes(pool, later):
     assert through[0][1][-1][2] == 1
     for _, told in after:
         assert before[0][1] + told == expected
+
+
+def linear_everywhere():
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2)
+
+
+def clip_samples_of(model, x):
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    model(x).square().mean(1).mean().backward()
+    clipper.clip_and_accumulate()
+    return clipper.pre_step
+
+
+def other_collectives(folder):
+    """All that processes do together beside clipping, each ready to be called, and the purpose that it names."""
+    x, model = torch.ones(4, 3), linear_everywhere()
+    batches = gg.resilience.Batches()
+    for step in range(2):
+        batches.saw([step])
+        batches.loss(torch.tensor(1.0))
+        batches.end_step()
+    snapshot = gg.Snapshot(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    snapshot.take()
+    model(x).sum().backward()
+    bad = gg.resilience.BadSamples()
+    return {
+        "add up the clipped gradients": clip_samples_of(torch.nn.parallel.DistributedDataParallel(linear_everywhere()), x),
+        "compare gradients": lambda: gg.save_gradients(None, model, lambda: model(x).sum()),
+        "audit a norm": lambda: gg.audit_norm(model, lambda: 1.0),
+        "share bad samples": lambda: bad.add([1], gather=True),
+        "look for the culprit of a spike": lambda: gg.resilience.find_culprit(batches, 1),
+        "save a snapshot": lambda: snapshot.save(folder / "snapshot"),
+    }
+
+
+def call_without_the_other(folder):
+    """What rank 0 says when rank 1 has been killed before each of the calls."""
+    agreement._PATIENCE = TIMEOUT
+    ready = other_collectives(folder)
+    give_up_after(TIMEOUT)
+    dist.barrier()
+    if dist.get_rank() == WHO:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {task: refusal(call) for task, call in ready.items()}
+
+
+@pytest.mark.slow
+def test_every_collective_names_a_rank_that_is_gone(pool, tmp_path):
+    with pool.fresh(2) as processes:
+        said, gone = processes.outcomes(call_without_the_other, tmp_path)
+    assert "has died" in str(gone)
+    for task, (kind, words) in said.items():
+        assert kind == "DistributedError", (task, words)
+        assert f"rank {WHO} did not come" in words
+        assert task in words

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradguard.distributed.processes import rank_and_size, ranks_of
 from gradguard.errors import UnsupportedGradientError
 
 
@@ -86,7 +86,7 @@ def slices_of(engine: Any) -> list[Slice]:
 def _of_group(zero: Any, group: int, tensors: Sequence[Tensor], names: dict[int, str]) -> list[Slice]:
     third = hasattr(zero, "_get_norm_groups")
     params = zero.fp16_groups[group] if third else zero.params_in_partition[group]
-    ranks = _ranks(zero.dp_process_group if third else zero.real_dp_process_group[group])
+    ranks = ranks_of(zero.dp_process_group if third else zero.real_dp_process_group[group])
     real = [t for t in tensors if not getattr(t, "_zero_padding", False)]
     if len(real) != len(params):
         raise UnsupportedGradientError(
@@ -95,11 +95,7 @@ def _of_group(zero: Any, group: int, tensors: Sequence[Tensor], names: dict[int,
     found = []
     for p, tensor in zip(params, real, strict=True):
         whole = int(p.ds_numel if third else p.numel())
-        before = ranks.index(dist.get_rank()) * tensor.numel() if third else 0  # equal parts, the last ones padded
+        before = ranks.index(rank_and_size()[0]) * tensor.numel() if third else 0  # equal parts, the last ones padded
         ours = max(0, min(tensor.numel(), whole - before))
         found.append(Slice(names.get(id(p), f"group {group}"), tensor, ranks, whole, ours))
     return found
-
-
-def _ranks(group: Any) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))

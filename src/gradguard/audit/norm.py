@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradguard.audit.coefficients import Applied, coefficient_findings
@@ -17,8 +16,7 @@ from gradguard.audit.held import Tensor as WholeTensor
 from gradguard.audit.pieces import Piece, modules_of, pieces_of
 from gradguard.audit.probe import Ask, Counted, Probe, classes_of, elements_value, finding_of, norm_classes
 from gradguard.audit.report import NormAudit, NormClass, NormFinding, verdict_of
-from gradguard.distributed.agreement import gather_objects
-from gradguard.distributed.reduction_group import ReductionGroup, several_processes
+from gradguard.distributed.processes import gather, rank_and_size
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
 
 NormFunction = Callable[[], float | Tensor]
@@ -210,7 +208,7 @@ class _Audit:
         groups: Mapping[str, Claim] | None = None,
     ) -> None:
         self._pieces, self._tensors, self._setting, self._groups = pieces, tensors, setting, groups
-        self._me = dist.get_rank() if several_processes() else 0
+        self._me, _ = rank_and_size()
         self._reported = reported
         self._true = true_norm(tensors) / setting.loss_scale
         self._classes = classes_of(tensors)
@@ -323,7 +321,7 @@ class _Audit:
                 raise InvalidTypeError("norm() returned None: expected the norm, as clip_grad_norm_ returns it.")
         except Exception as raised:
             error = raised
-        said = _all(None if error is None else f"{type(error).__name__}: {error}", self._setting.world)
+        said = everywhere(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         others = [(rank, one) for rank, one in enumerate(said) if one is not None]
@@ -340,7 +338,7 @@ class _Audit:
                     place = self._place[index]
                     piece.fill(elements_value(place, self._tensors[place].numel, again) if place in wanted else 0.0)
             try:
-                return _all(self._called(norm) * self._setting.loss_scale, self._setting.world)
+                return everywhere(self._called(norm) * self._setting.loss_scale)
             finally:
                 self.put_back()
 
@@ -357,13 +355,13 @@ class _Audit:
             self._judge("norm() returned", computed, norm_classes(self._tensors, self._classes, ()), ())
             return norm_classes(self._tensors, self._classes, ())
         counted = probe.counts(self._classes)
-        if self._is_rounded(probe, counted, _all(computed, self._setting.world)):
+        if self._is_rounded(probe, counted, everywhere(computed)):
             self._tolerance = self._precision = _OF_HALVES
             self._notes.append("norm() is computed in 16 bits: it is compared to 1 percent")
             probe = Probe(self._tensors, ask, self._setting.world, self._setting, self._tolerance)
             counted = probe.counts(self._classes)
         self._findings += [finding_of(one, self._tensors) for one in counted if one.kind]
-        everything = _all(computed, self._setting.world)
+        everything = everywhere(computed)
         if math.isnan(self._true):
             pass
         elif not any(one.kind for one in counted):
@@ -416,7 +414,7 @@ class _Audit:
         return is_one_of(norm, expected, self._tolerance)
 
     def _judge_coefficients(self, max_norm: float | None, applied: Sequence[Applied]) -> None:
-        all_applied: list[Applied] = [one for of_rank in _all(applied, self._setting.world) for one in of_rank]
+        all_applied: list[Applied] = [one for of_rank in everywhere(applied) for one in of_rank]
         anew = tuple(dict.fromkeys(one.name for one in all_applied if math.isnan(one.coefficient)))
         all_applied = [one for one in all_applied if not math.isnan(one.coefficient)]
         if anew:
@@ -429,12 +427,12 @@ class _Audit:
             self._notes.append("coefficients were not judged: the true norm is not known")
             return
         found = coefficient_findings(all_applied, max_norm, self._true, self._setting.loss_scale, self._precision)
-        self._findings += _all(found, self._setting.world)[0]
+        self._findings += everywhere(found)[0]
 
     def _compared(
         self, reported: float, classes: tuple[NormClass, ...], earlier: Sequence[NormAudit], was_probed: bool
     ) -> tuple[NormClass, ...]:
-        everything = _all(reported, self._setting.world)
+        everything = everywhere(reported)
         if all(map(has_16_bits, everything)):
             self._tolerance = max(self._tolerance, _OF_HALVES)
         if not all(self._is(x, everything[0]) or (math.isnan(x) and math.isnan(everything[0])) for x in everything):
@@ -539,35 +537,27 @@ def has_16_bits(norm: float) -> bool:
 
 def everywhere(value: Any) -> list[Any]:
     """Return the ``value`` of every process, by its rank; a collective."""
-    return _all(value, dist.get_world_size() if several_processes() else 1)
-
-
-def _all(value: Any, world: int) -> list[Any]:
-    """The ``value`` of every process, by its rank."""
-    if world == 1:
-        return [value]
-    return gather_objects(ReductionGroup(dist.group.WORLD, frozenset(range(world))), value)
+    return gather(value, task="audit a norm")
 
 
 def _described(
     models: Sequence[nn.Module], wanted: Collection[int] | None = None
 ) -> tuple[list[Piece], list[list[Held]]]:
     """What this process holds, and all processes do in short. Where one must refuse, all do."""
-    world = dist.get_world_size() if several_processes() else 1
     pieces, mine, error = [], [], None
     try:
         pieces = pieces_of(models, wanted)
     except GradguardError as raised:
         error = raised
-    _raise_together(error, world)
+    _raise_together(error)
     mine = [piece.held(i) for i, piece in enumerate(pieces)]
     bad = next((h.names[0] for h in mine if not math.isfinite(h.square)), None)
     if bad is not None:
         error = UnsupportedGradientError(
             f"the gradient of {bad} is not finite, or its square leaves float64: audit a step with finite gradients."
         )
-    _raise_together(error, world)
-    processes = _all(mine, world)
+    _raise_together(error)
+    processes = everywhere(mine)
     if not any(processes):
         raise UnsupportedGradientError(
             "no parameter has a gradient: expected .grad after backward and before the step. An engine that keeps "
@@ -593,8 +583,8 @@ def _check_whole(processes: Sequence[Sequence[Held]]) -> None:
             )
 
 
-def _raise_together(error: GradguardError | None, world: int) -> None:
-    said = _all(None if error is None else str(error), world)
+def _raise_together(error: GradguardError | None) -> None:
+    said = everywhere(None if error is None else str(error))
     if error is not None:
         raise error
     for rank, text in enumerate(said):

@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,6 +12,7 @@ from gradguard.audit.coefficients import Applied
 from gradguard.audit.engines import holds_gradients_itself, slices_of
 from gradguard.audit.held import SUMS, Claim, Held, Sketch
 from gradguard.distributed.placements import added_up, gradient_of, is_partial, is_sharded, local_part, placement_of
+from gradguard.distributed.processes import rank_and_size, ranks_of
 from gradguard.distributed.wrappers import flat_placements, named_parameters
 from gradguard.errors import InvalidTypeError, UnsupportedGradientError
 from gradguard.torch_private import padding_of_flat
@@ -110,10 +110,8 @@ class Piece:
             return self._before
         if None in (laid_out, placements) or now.device_mesh != self.grad.device_mesh or is_partial(now):
             return None
-        from torch.distributed.tensor import DTensor
-
         mesh, shape, stride = self.grad.device_mesh, self.grad.shape, self.grad.stride()
-        before = DTensor.from_local(self._before, mesh, laid_out, run_check=False, shape=shape, stride=stride)
+        before = type(self.grad).from_local(self._before, mesh, laid_out, run_check=False, shape=shape, stride=stride)
         return local_part(added_up(before).redistribute(mesh, placements))  # type: ignore[attr-defined]
 
     def _adds_up(self, value: float) -> bool:
@@ -145,7 +143,7 @@ def pieces_of(models: Sequence[nn.Module], wanted: Collection[int] | None = None
         front = f"{number}." if len(models) > 1 else ""
         if holds_gradients_itself(model):
             of_engines += [
-                Piece((front + s.name,), [s], s.group, (dist.get_rank(),), s.real, s.whole)  # type: ignore[list-item]
+                Piece((front + s.name,), [s], s.group, (rank_and_size()[0],), s.real, s.whole)  # type: ignore[list-item]
                 for s in slices_of(model)
             ]
             continue
@@ -175,7 +173,7 @@ def _layout(p: Any, grad: Any, flat: Any, replicated: dict[int, tuple[int, ...]]
     """The processes of a tensor, the part of this one, and how many of its elements are no padding."""
     if id(p) in flat:
         placement = flat[id(p)]
-        part = (dist.get_rank(),) if placement.replicas == 1 else ()
+        part = (rank_and_size()[0],) if placement.replicas == 1 else ()
         return tuple(sorted(placement.ranks)), part, grad.numel() - padding_of_flat(p)
     local = local_part(grad)
     if not is_sharded(grad):
@@ -189,7 +187,7 @@ def _layout(p: Any, grad: Any, flat: Any, replicated: dict[int, tuple[int, ...]]
 def _replicated(model: nn.Module) -> dict[int, tuple[int, ...]]:
     """The processes over which DistributedDataParallel replicates each parameter."""
     return {
-        id(p): tuple(sorted(dist.get_process_group_ranks(module.process_group)))
+        id(p): tuple(sorted(ranks_of(module.process_group)))
         for module in model.modules()
         if isinstance(module, DistributedDataParallel)
         for p in module.parameters()

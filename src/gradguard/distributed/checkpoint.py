@@ -3,13 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from gradguard.distributed.sums import number_of_processes, sum_over
 from gradguard.errors import InvalidValueError
 
 _PATIENCE = 60.0
@@ -48,29 +42,3 @@ def _size(file: Path) -> int:
         return file.stat().st_size
     except OSError:
         return -1
-
-
-def rank_in(group: Any) -> int:
-    """Return the number of this process among those of ``group``."""
-    return dist.get_rank(group) if number_of_processes(group) > 1 else 0
-
-
-def numbers_of_all(number: int, group: Any, task: str) -> list[int]:
-    """Return the ``number`` of each process of ``group``, by its rank there; whole, below 2**53. A collective."""
-    table = torch.zeros(number_of_processes(group), dtype=torch.float64, device="cpu")
-    table[rank_in(group)] = number
-    return [int(one) for one in sum_over(table, group, task).tolist()]
-
-
-def raise_together(error: Exception | None, group: Any, task: str) -> None:
-    """Raise ``error``, or that another process of ``group`` has one; nothing if none has. A collective.
-
-    Raises:
-        InvalidValueError: If another process has an error.
-    """
-    mine = torch.full((), float(error is not None), dtype=torch.float64, device="cpu")
-    others: Tensor = sum_over(mine, group, task)
-    if error is not None:
-        raise error
-    if others > 0:
-        raise InvalidValueError(f"another process refuses to {task}, so this one does too: its own error says why.")

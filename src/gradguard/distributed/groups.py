@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradguard.distributed import processes
 from gradguard.distributed.fully_sharded import group_of_fully_sharded
 from gradguard.errors import UnsupportedGradientError
+
+_TASK = "add up the clipped gradients"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -63,7 +67,7 @@ def _refuse_flat_parameters(model: nn.Module) -> None:
 
 def rank_and_size(group: Any) -> tuple[int, int]:
     """Return the number of this process in ``group``, and how many there are; (0, 1) for no group."""
-    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    return (0, 1) if group is None else processes.rank_and_size(group)
 
 
 def from_first_rank(value: bytes, group: Any, device: torch.device) -> bytes:
@@ -71,7 +75,8 @@ def from_first_rank(value: bytes, group: Any, device: torch.device) -> bytes:
     if group is None:
         return value
     shared = torch.tensor(list(value), dtype=torch.uint8, device=device)
-    dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
+    send = partial(dist.broadcast, shared, src=dist.get_global_rank(group, 0), group=group)
+    processes.run(send, group, _TASK, on_host=shared.is_cpu)
     return bytes(shared.tolist())
 
 
@@ -80,6 +85,6 @@ def all_reduce_sum(tensors: Sequence[Tensor], group: Any) -> None:
     if group is None or not tensors:
         return
     together = torch.cat([tensor.reshape(-1) for tensor in tensors])  # float64 if any of them is
-    dist.all_reduce(together, group=group)
+    processes.run(partial(dist.all_reduce, together, group=group), group, _TASK, on_host=together.is_cpu)
     for tensor, part in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))

@@ -1,6 +1,7 @@
 """Which part of a tensor this process holds, and how many others hold the same part."""
 
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -201,3 +202,18 @@ def laid_out_as(gradient: Tensor | None, parameter: Tensor, placements: Sequence
     if not is_sharded(gradient) or is_laid_out_as(gradient, parameter):
         return gradient
     return _redistributed(gradient, reduced(parameter.placements))  # type: ignore[attr-defined]
+
+
+_REDUCTIONS = ("sum", "avg", "product", "max", "min")
+
+
+def placement_from_text(text: str) -> Any:
+    """Return the placement whose ``repr`` is ``text``: a replica, a shard or a partial result; None for any other."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if text == repr(Replicate()):
+        return Replicate()
+    if shard := re.fullmatch(r"Shard\(dim=(\d{1,2})\)", text):
+        return Shard(int(shard[1]))
+    partial = re.fullmatch(r"Partial\((\w+)\)", text)
+    return Partial(partial[1]) if partial and partial[1] in _REDUCTIONS else None

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.parity.replay import Replay, digest, precision_of
 from gradguard.parity.saved import SavedGradients, write
 from gradguard.parity.scales import DOUBLED, is_linear, scale_of
-from gradguard.parity.shards import LocalParameter, ShardOf, gathered, local_parameters, processes
+from gradguard.parity.shards import LocalParameter, ShardOf, gathered, local_parameters
 from gradguard.parity.sketch import HASH_VERSION
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights, versions
 
@@ -103,7 +104,7 @@ def save_gradients(
         saved = run.measure(step, perturbed, parts or {}, facts or {}, dtype)
     finally:
         run.replay.restore()
-    if file is not None and processes()[0] == 0:
+    if file is not None and rank_and_size()[0] == 0:
         write(file, saved)
     return saved
 
@@ -212,7 +213,7 @@ class _Run:
             own = float(returned.detach())
         elif isinstance(returned, int | float):
             own = float(returned)
-        return sum(gathered(own)) / processes()[1]
+        return sum(gathered(own)) / rank_and_size()[1]
 
     def _check_after(self, changed: bool) -> None:
         if changed:

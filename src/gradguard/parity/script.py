@@ -15,11 +15,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 
 from gradguard.clip_events import ClipEvent, listen
+from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import GradguardError, UnsupportedGradientError
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.parity.replay import flip_weights, generator_states, has_drawn, precision_of
 from gradguard.parity.saved import SavedGradients, write
-from gradguard.parity.shards import LocalParameter, gathered, local_parameters, processes
+from gradguard.parity.shards import LocalParameter, gathered, local_parameters
 from gradguard.parity.sketch import HASH_VERSION
 from gradguard.parity.summation import backwards
 from gradguard.parity.whole import About, WholeParameters, about, local_gradients, local_weights, versions
@@ -262,7 +263,7 @@ class ScriptGradients:
         try:
             act()
         except GradguardError as error:
-            rank, world = processes()
+            rank, world = rank_and_size()
             self.refusal = f"rank {rank}: {error}" if world > 1 else str(error)
             raise SystemExit(2) from error
 

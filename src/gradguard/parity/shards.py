@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.distributed.placements import added_up, gradient_of, is_sharded, local_part, placement_of
+from gradguard.distributed.processes import gather
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.sketch import flat_chunks, hashed
@@ -237,18 +237,9 @@ class Whole:
         return max((len(self.sharers(rank)) for rank, key in self.holders.items() if 0 not in key[0]), default=1)
 
 
-def processes() -> tuple[int, int]:
-    """Return this process' rank and how many there are."""
-    joined = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-
-
 def gathered(value: Any) -> list[Any]:
     """Return the ``value`` of every process, by rank."""
-    found: list[Any] = [value] * processes()[1]
-    if len(found) > 1:
-        dist.all_gather_object(found, value)
-    return found
+    return gather(value, task=TASK)
 
 
 def agree_on(local: Sequence[LocalParameter]) -> dict[str, Whole]:
@@ -271,6 +262,9 @@ def agree_on(local: Sequence[LocalParameter]) -> dict[str, Whole]:
         _check_complete(whole)
     return wholes
 
+
+TASK = "compare gradients"
+"""For the message of a collective to which a process does not come."""
 
 _SAY = "Say with shard_of=lambda name: (whole name, whole shape, where this rank's part begins)."
 

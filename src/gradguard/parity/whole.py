@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gradguard.distributed.placements import gradient_of
+from gradguard.distributed.processes import rank_and_size, sum_over
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.replay import epsilon_of
 from gradguard.parity.saved import SavedParameter
-from gradguard.parity.shards import LocalParameter, Whole, agree_on, gathered, processes
+from gradguard.parity.shards import TASK, LocalParameter, Whole, agree_on, gathered
 from gradguard.parity.sketch import ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
 from gradguard.parity.summation import most_of_sums, rounding_of_sums
 
@@ -44,7 +44,7 @@ class WholeParameters:
         if not self.wholes:
             raise InvalidValueError("the model has no parameter that requires a gradient, so there is nothing to save.")
         self._local = local
-        self._rank, self._world = processes()
+        self._rank, self._world = rank_and_size()
         self._device = next((p.weights()[1].device for p in local), torch.device("cpu"))
 
     # Sketches, the same on all processes.
@@ -97,9 +97,7 @@ class WholeParameters:
         return table
 
     def _sum(self, table: Tensor) -> Sketches:
-        if self._world > 1:
-            dist.all_reduce(table)
-        return table.tolist()
+        return sum_over(table, task=TASK).tolist()
 
     # What else is worth knowing.
 

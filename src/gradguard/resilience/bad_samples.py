@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -25,6 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from gradguard.distributed import processes
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
 from gradguard.files.json_text import decode_json
 from gradguard.files.opening import read_whole
@@ -114,17 +114,14 @@ class BadSamples:
         listed = checked_ids(ids)
         listed = listed.tolist() if isinstance(listed, Tensor) else listed
         given = [BadSample(one, reason, step, rank) for one in listed]
-        joined = dist.is_available() and dist.is_initialized()
-        if gather and joined:
-            told: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(told, given, group)
-            given = [one for part in told for one in part]
+        if gather:
+            given = [one for part in processes.gather(given, group, "share bad samples") for one in part]
         new: dict[SampleId, BadSample] = {}
         for one in given:
             if one.id not in self._of:
                 new.setdefault(one.id, one)
         self._of.update(new)
-        if new and self.file is not None and not (joined and dist.get_rank(group)):
+        if new and self.file is not None and processes.rank_and_size(group)[0] == 0:
             self._write(self.file, new.values())
         return len(new)
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.parity.replay import generator_states
 from gradguard.tensors.layout import are_readable
@@ -143,7 +143,7 @@ class Batches:
         Raises:
             InvalidValueError: If the step is not in the ring.
         """
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        rank, _ = rank_and_size()
         return tuple(
             MicroBatch(step, rank, number, _listed(one.ids), None if one.loss is None else float(one.loss))
             for number, one in enumerate(self._of(step))

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-import torch.distributed as dist
-
+from gradguard.distributed.processes import gather
 from gradguard.errors import GradguardError, InvalidValueError
 from gradguard.json_values import jsonable
 from gradguard.resilience.batches import Batches, MicroBatch, SampleId
@@ -15,6 +14,8 @@ from gradguard.results import ClipResult
 
 ENOUGH = 8
 """So many losses tell what is usual."""
+
+_TASK = "look for the culprit of a spike"
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def find_culprit(
         >>> find_culprit(batches, 8).ids
         (34, 35)
     """
-    told = _gathered(_own(batches, [step]), group)
+    told = gather(_own(batches, [step]), group, _TASK)
     if errors := [one for (one,), _ in told if isinstance(one, str)]:
         raise InvalidValueError(errors[0])
     return _culprit(step, [one for (one,), _ in told], _usual(told), result, k)
@@ -118,7 +119,7 @@ def find_culprits(batches: Batches, steps: Sequence[int], *, k: float = 6.0, gro
     Returns:
         Who is blamed for each, the same on all processes.
     """
-    told = _gathered(_own(batches, steps), group)
+    told = gather(_own(batches, steps), group, _TASK)
     usual, of_steps = _usual(told), zip(*(of_rank for of_rank, _ in told), strict=True)
     return tuple(
         _culprit(step, here, usual, None, k)
@@ -201,14 +202,6 @@ def _own(batches: Batches, steps: Sequence[int]) -> Any:
         except GradguardError as error:
             found.append(str(error))
     return found, [loss for loss in earlier if loss is not None and math.isfinite(loss)]
-
-
-def _gathered(own: Any, group: Any) -> list[Any]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return [own]
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, own, group)
-    return told
 
 
 def _judge(

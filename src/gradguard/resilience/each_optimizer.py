@@ -6,13 +6,13 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradguard.clip.guard import Guard
 from gradguard.clip.rules import ClipByGlobalNorm
 from gradguard.clip_events import ClipEvent
+from gradguard.distributed.reduction_group import several_processes
 from gradguard.errors import GradguardError
 from gradguard.monitoring.observe.intercept import ClipCall, patched
 from gradguard.monitoring.observe.observer import Losses
@@ -143,7 +143,7 @@ class GuardEachOptimizer:
 
     def _attach(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if several_processes():
             self.refused[name] = (
                 "several processes train together, and whether all of them are guarded cannot be known from outside. "
                 "Put gradguard.Guard(optimizer, clipper, spikes=gradguard.SkipSpikes()) into the script."

@@ -10,9 +10,9 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradguard.distributed.processes import rank_and_size
 from gradguard.distributed.wrappers import plain_names
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, RecordError, UnsupportedGradientError
 from gradguard.files.writing import replacing
@@ -140,7 +140,7 @@ def write_evidence(
     """
     weights = {batches.step if before is None else before: gathered_weights(model), **(older or {})}
     writer = culprit.blamed[0].rank if culprit.blamed else 0
-    if writer != (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0):
+    if writer != rank_and_size()[0]:
         return None
     numbers = [one.number for one in culprit.blamed if one.rank == writer]
     numbers = numbers or [one.number for one in batches.of_step(culprit.step)]

@@ -6,7 +6,6 @@ each save, so that files of two saves are told apart. Nothing in a file is run: 
 """
 
 import errno
-import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,9 +15,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from gradguard.distributed.checkpoint import first_missing, numbers_of_all, raise_together, rank_in, wait_for
-from gradguard.distributed.placements import is_sharded, sharded_as
-from gradguard.distributed.sums import number_of_processes
+from gradguard.distributed.checkpoint import first_missing, wait_for
+from gradguard.distributed.placements import is_sharded, placement_from_text, sharded_as
+from gradguard.distributed.processes import numbers_of_all, raise_together, rank_and_size
 from gradguard.errors import GradguardError, InvalidValueError, UnsupportedGradientError
 from gradguard.files.blocks import is_count, number_of_elements
 from gradguard.files.opening import is_regular
@@ -30,7 +29,6 @@ from gradguard.state.copies import PINNED, Copier, PlainCopy, Restorer, TensorCo
 _FORMAT = 3
 _KIND = "snapshot"
 _TASK = "save a snapshot"
-_REDUCTIONS = ("sum", "avg", "product", "max", "min")
 
 
 class StoredShard(NamedTuple):
@@ -221,7 +219,7 @@ def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> No
         OSError: If the disk is full, or the like; nothing is left behind then.
     """
     number = numbers_of_all(1 << 52 | secrets.randbits(52), group, _TASK)[0]  # no generator of the run draws
-    rank, processes = rank_in(group), number_of_processes(group)
+    rank, processes = rank_and_size(group)
     filled, packer, document = beside_name(directory, number), Packer(), ""
     own = filled / file_of(rank)
 
@@ -281,7 +279,8 @@ class SavedPart:
     """
 
     def __init__(self, directory: Path, group: Any) -> None:
-        self._directory, rank, processes = directory, rank_in(group), number_of_processes(group)
+        self._directory = directory
+        rank, processes = rank_and_size(group)
         file = directory / file_of(rank)
         if not is_regular(file):
             _refuse_other_number(directory, processes)
@@ -423,22 +422,12 @@ def _damaged(directory: Path, error: Exception) -> str:
     )
 
 
-_SHARD, _PARTIAL = re.compile(r"Shard\(dim=(\d{1,2})\)"), re.compile(r"Partial\((\w+)\)")
-
-
 def _placement(told: str, live: Mapping[str, Any]) -> Any:
-    """The placement that is written so: one of the run's, or one of the three that DTensors know in public."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    if told in live:
-        return live[told]
-    if found := _SHARD.fullmatch(told):
-        return Shard(int(found[1]))
-    if (found := _PARTIAL.fullmatch(told)) and found[1] in _REDUCTIONS:
-        return Partial(found[1])
-    if told != repr(Replicate()):
+    """Return the placement of a text: one of the run's own, or one that PyTorch knows."""
+    found = live.get(told) or placement_from_text(told)
+    if found is None:
         raise PlainError("a shard has a placement that is not known")
-    return Replicate()
+    return found
 
 
 def check_save(directory: Path, number: int, error: Exception | None, group: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradguard.arguments import check_number
 from gradguard.distributed.placements import is_sharded
-from gradguard.distributed.sums import number_of_processes, sum_over
+from gradguard.distributed.processes import number_of_processes, sum_over
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.spikes.base import Detector
 from gradguard.spikes.detector import SpikeDetector

@@ -1,0 +1,127 @@
+"""Who this process is, what every process has, and sums over all: each collective names the process that did not come.
+
+Only this folder talks to other processes; the others ask here. A collective waits as long as its process group allows.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradguard.distributed.agreement import device_of, together
+from gradguard.distributed.reduction_group import ReductionGroup, check_alive, several_processes
+from gradguard.errors import InvalidValueError
+from gradguard.tensors.layout import move
+
+
+def rank_and_size(group: Any = None) -> tuple[int, int]:
+    """Return the number of this process among those of ``group``, and how many there are.
+
+    Args:
+        group: A process group; None for all processes, or for this one alone if `torch.distributed` joins no others.
+
+    Returns:
+        Both; ``(0, 1)`` where this process is alone.
+    """
+    if group is None and not several_processes():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def number_of_processes(group: Any = None) -> int:
+    """Return how many processes ``group`` has; None is as in `rank_and_size`."""
+    return rank_and_size(group)[1]
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of the processes of a group, in its order."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def gather(value: Any, group: Any = None, task: str = "") -> list[Any]:
+    """Return the ``value`` of every process of ``group``, by its rank there. A collective; values are pickled.
+
+    Args:
+        value: That of this process.
+        group: As in `rank_and_size`.
+        task: The purpose, such as "save a snapshot"; a clip if it is empty.
+
+    Raises:
+        DistributedError: If a process does not come.
+        InvalidValueError: If the group was destroyed.
+    """
+    size = number_of_processes(group)
+    if size == 1:
+        return [value]
+    found: list[Any] = [None] * size
+    chosen = _alive(group)
+    run(lambda async_op: dist.all_gather_object(found, value, group=chosen), group, task)
+    return found
+
+
+def sum_over(values: Tensor, group: Any = None, task: str = "") -> Tensor:
+    """Return the sum of ``values`` over the processes of ``group``, the same bits on all: one all-reduce.
+
+    Args:
+        values: The numbers of this process.
+        group: As in `rank_and_size`.
+        task: The purpose, such as "save a snapshot"; a clip if it is empty.
+
+    Raises:
+        DistributedError: If a process does not come.
+        InvalidValueError: If the group was destroyed.
+    """
+    if number_of_processes(group) == 1:
+        return values
+    chosen = _alive(group)
+    added = move(values, device_of(chosen, values.device)).clone()
+    run(partial(dist.all_reduce, added, group=chosen), group, task, on_host=added.is_cpu)
+    return move(added, values.device)
+
+
+def numbers_of_all(number: int, group: Any, task: str) -> list[int]:
+    """Return the ``number`` of each process of ``group``, by its rank there; whole, below 2**53. A collective."""
+    rank, size = rank_and_size(group)
+    table = torch.zeros(size, dtype=torch.float64, device="cpu")
+    table[rank] = number
+    return [int(one) for one in sum_over(table, group, task).tolist()]
+
+
+def raise_together(error: Exception | None, group: Any, task: str) -> None:
+    """Raise ``error``, or that another process of ``group`` has one; nothing if none has. A collective.
+
+    Raises:
+        InvalidValueError: If another process has an error.
+    """
+    mine = torch.full((), float(error is not None), dtype=torch.float64, device="cpu")
+    others: Tensor = sum_over(mine, group, task)
+    if error is not None:
+        raise error
+    if others > 0:
+        raise InvalidValueError(f"another process refuses to {task}, so this one does too: its own error says why.")
+
+
+def run(collective: Callable[..., Any], group: Any = None, task: str = "", *, on_host: bool = True) -> None:
+    """Run a collective of ``group``; if it fails, say which processes did not come.
+
+    Args:
+        collective: Starts it; called with ``async_op``.
+        group: As in `rank_and_size`; it has several processes.
+        task: The purpose, such as "save a snapshot"; a clip if it is empty.
+        on_host: Whether the host waits for it.
+
+    Raises:
+        DistributedError: If a process does not come.
+    """
+    chosen = _alive(group)
+    union = ReductionGroup(chosen, frozenset(ranks_of(chosen)))
+    together(collective, union, [task or "loss and norms"], on_host=on_host, task=task)
+
+
+def _alive(group: Any) -> Any:
+    chosen = dist.group.WORLD if group is None else group
+    check_alive(chosen)
+    return chosen
