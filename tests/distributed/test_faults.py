@@ -165,8 +165,9 @@ def other_collectives(folder):
     snapshot.take()
     model(x).sum().backward()
     bad = gg.resilience.BadSamples()
+    replicated = torch.nn.parallel.DistributedDataParallel(linear_everywhere())
     return {
-        "add up the clipped gradients": clip_samples_of(torch.nn.parallel.DistributedDataParallel(linear_everywhere()), x),
+        "add up the clipped gradients": clip_samples_of(replicated, x),
         "compare gradients": lambda: gg.save_gradients(None, model, lambda: model(x).sum()),
         "audit a norm": lambda: gg.audit_norm(model, lambda: 1.0),
         "share bad samples": lambda: bad.add([1], gather=True),
