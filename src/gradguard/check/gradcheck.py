@@ -26,8 +26,8 @@ from gradguard.check.report import Finding, GradientReport, Power, Verdict
 from gradguard.check.search import Search
 from gradguard.check.second_order import GradientOf
 from gradguard.check.sizes import with_other_sizes
-from gradguard.check.state import generators
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.state.generators import generator_states, restore_generators
 
 _COTANGENTS = 2
 _UNLIKE_THE_CALLERS = 7_919_190_301
@@ -140,7 +140,7 @@ def gradcheck(
         fn = fn.apply
     if len(inputs) == 1 and type(inputs[0]) is tuple:
         inputs = inputs[0]
-    randomness = generators()
+    randomness = generator_states()
     options = (inputs_to_check, rtol, seed)
     seen = Branches(fn) if branches else None
     with Progress() as progress, seen or nullcontext(), full_float32():
@@ -153,8 +153,7 @@ def gradcheck(
                     check.include(_Check(fn, *other, *options, progress), said, reference, exhaustive, order)
         finally:
             check.put_back()
-            for put_back, state in randomness:
-                put_back(state)
+            restore_generators(randomness)
     check.notes += seen.unvisited() if seen is not None else []
     return check.report(time.perf_counter() - started)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from gradguard.state.generators import States, generator_states, restore_generators
 from gradguard.torch_private import buffer_slots
 
 _DEEPEST = 4
@@ -24,11 +23,11 @@ class State:
         modules += _modules_in(list(arguments))
         owners = {id(one): one for module in modules for one in module.modules()}.values()
         self._buffers = [(one, name, b) for one in owners for name, b in buffer_slots(one).items() if b is not None]
-        self._generators: list[tuple[Callable[[Any], Any], Any]] = []
+        self._generators: States | None = None
 
     def keep_random(self) -> None:
         """From now on start each call with the random numbers that would come next."""
-        self._generators = generators()
+        self._generators = generator_states()
 
     def share_random(self, other: State) -> None:
         """Start each call with the random numbers that ``other`` starts with."""
@@ -37,35 +36,21 @@ class State:
     @property
     def is_seeded(self) -> bool:
         """Whether calls draw random numbers."""
-        return bool(self._generators)
+        return self._generators is not None
 
     def begin_call(self) -> None:
         """Lend the modules copies of their buffers, which a graph may keep, and start from the same random numbers."""
         for module, name, buffer in self._buffers:
             buffer_slots(module)[name] = buffer.detach().clone()
-        for put_back, state in self._generators:
-            put_back(state)
+        if self._generators is not None:
+            restore_generators(self._generators)
 
     def put_back(self) -> None:
         """Leave everything as it was."""
         for module, name, buffer in self._buffers:
             buffer_slots(module)[name] = buffer
-        for put_back, state in self._generators:
-            put_back(state)
-
-
-def generators() -> list[tuple[Callable[[Any], Any], Any]]:
-    """Return the state of all random number generators, each with what sets it."""
-    found: list[tuple[Callable[[Any], Any], Any]] = [
-        (torch.set_rng_state, torch.get_rng_state()),
-        (random.setstate, random.getstate()),
-    ]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"]
-        found.append((numpy.random.set_state, numpy.random.get_state()))
-    return found
+        if self._generators is not None:
+            restore_generators(self._generators)
 
 
 def _modules_in(value: Any) -> list[nn.Module]:

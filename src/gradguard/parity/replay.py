@@ -1,7 +1,5 @@
 """Run a step again as it was, or with weights that differ by rounding; then all is as before, to the last bit."""
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +12,7 @@ from gradguard.errors import InvalidValueError
 from gradguard.parity.shards import LocalParameter, Part
 from gradguard.parity.sketch import CHUNK, hashed
 from gradguard.parity.summation import Backwards, backwards
+from gradguard.state.generators import generator_states, have_drawn, restore_generators
 from gradguard.torch_private import is_compiled
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -94,40 +93,6 @@ def _digest(part: Part, weights: Tensor) -> int:
 # Everything else that a step reads and changes.
 
 
-def generator_states() -> dict[str, Any]:
-    """Return the states of all generators that a step may draw from without being handed one."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        states["numpy"] = numpy.random.get_state()
-    return states
-
-
-def set_generator_states(states: dict[str, Any]) -> None:
-    """Set the generators to what `generator_states` returned."""
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
-
-
-def has_drawn(before: dict[str, Any]) -> bool:
-    """Tell whether random numbers have been drawn since ``before``."""
-    now = generator_states()
-    return any(not _same(value, now[name]) for name, value in before.items())
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return bool((a == b).all()) if hasattr(a, "all") else a == b  # an array of numpy's
-
-
 class Replay:
     """What a step reads besides its weights, so that it runs again as it did.
 
@@ -164,11 +129,11 @@ class Replay:
                     kept.zero_()
             for buffer, before in self._buffers:
                 buffer.copy_(before)
-        set_generator_states(self._states)
+        restore_generators(self._states)
 
     def has_drawn(self) -> bool:
         """Tell whether the last run has drawn random numbers."""
-        return has_drawn(self._states)
+        return have_drawn(self._states)
 
     @contextmanager
     def perturbed(self, epsilon: float, run: int) -> Iterator[None]:

@@ -18,12 +18,13 @@ from gradguard.clip_events import ClipEvent, listen
 from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import GradguardError, UnsupportedGradientError
 from gradguard.optimizer_hooks import EveryStep
-from gradguard.parity.replay import flip_weights, generator_states, has_drawn, precision_of
+from gradguard.parity.replay import flip_weights, precision_of
 from gradguard.parity.saved import SavedGradients, write
 from gradguard.parity.shards import LocalParameter, gathered, local_parameters
 from gradguard.parity.sketch import HASH_VERSION
 from gradguard.parity.summation import backwards
 from gradguard.parity.whole import About, WholeParameters, about, local_gradients, local_weights, versions
+from gradguard.state.generators import generator_states, have_drawn
 from gradguard.torch_private import never_compiled
 
 
@@ -249,7 +250,7 @@ class ScriptGradients:
                 "contrasts": contrasts,
             },
             facts={**whole.facts(), **facts},
-            random=any(gathered(has_drawn(self._states))),
+            random=any(gathered(have_drawn(self._states))),
             epsilon=whole.epsilon(set().union(*self._seen)),
             hash_version=HASH_VERSION,
             versions=versions(),

@@ -25,7 +25,6 @@ from gradguard.per_sample.operation_trace import OperationTrace
 from gradguard.per_sample.refusals import refuse_batch_norm, refuse_sharded_since, refuse_stand_ins
 from gradguard.per_sample.rerun import (
     Draws,
-    RandomState,
     Snapshot,
     copied_buffers,
     substituted,
@@ -34,6 +33,7 @@ from gradguard.per_sample.rerun import (
 )
 from gradguard.per_sample.sample_loop import LoopedCall, same_rows
 from gradguard.per_sample.witness import MANY, SOME, Witness
+from gradguard.state.generators import States, accelerators_of, generator_states, restore_generators
 from gradguard.torch_private import current_graph_task, hook_order, never_compiled, parameter_slots, stop_compiling
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
@@ -105,7 +105,7 @@ class CallTracker:
         self.witness: Witness | None = None
         self._trace: OperationTrace | None = None
         self._untried: list[tuple[LastCall, OperationTrace]] = []
-        self._state_before: RandomState | None = None
+        self._state_before: States | None = None
         self._buffers_before: dict[Slot, Tensor] = {}
         self._unverified: list[LastCall] = []
         self._given: list[tuple[Tensor, int]] = []
@@ -407,7 +407,7 @@ class CallTracker:
             if not rehearsal:
                 self._given = [(tensor, changes_of(tensor)) for tensor in Skeleton(arguments).tensors]
                 self._buffers_before = copied_buffers(module) if pattern.changes_buffers else {}
-                self._state_before = None if self._witnessed is not None else RandomState(module)
+                self._state_before = None if self._witnessed is not None else generator_states(accelerators_of(module))
 
     def _look_at_state(self) -> int:
         """Look whether the model may compute something else than in the last call; return the number of its state."""
@@ -462,7 +462,7 @@ class CallTracker:
             return None
         assert self._state_before is not None
         with self.quietly(), undisturbed(call.pattern.module, drop_rate=None):
-            self._state_before.restore()
+            restore_generators(self._state_before)
             loop = self._record(call)
             args, kwargs = call.samples(self.batch_first, range(call.batch_size))
             with Draws(must_tell=False) as loop.draws, without_graph(call.pattern.module):

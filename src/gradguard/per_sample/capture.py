@@ -31,6 +31,7 @@ from gradguard.per_sample.plain_sum import Leaves
 from gradguard.per_sample.rerun import Quietly, substituted
 from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.vmap_fallback import NestedCall, VmapFallback
+from gradguard.state.generators import device_state
 from gradguard.torch_private import current_graph_task, parameter_slots
 
 Receiver = Callable[[Sequence[Tensor], Sequence[Tensor | None], int], None]
@@ -539,8 +540,7 @@ def _receive_all(
 
 
 def _generator_state(module: nn.Module) -> Tensor:
-    parameter = next(module.parameters())
-    return torch.cuda.get_rng_state(parameter.device) if parameter.is_cuda else torch.get_rng_state()
+    return device_state(next(module.parameters()).device)
 
 
 def autocast_of(arguments: Skeleton) -> tuple[str, torch.dtype] | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gradguard.distributed.fully_sharded import GatheredLayers
 from gradguard.errors import UnsupportedGradientError
+from gradguard.state.generators import device_state
 from gradguard.torch_private import (
     arguments_of,
     buffer_slots,
@@ -116,7 +117,7 @@ class Snapshot:
     def __init__(self, module: nn.Module, buffers: bool = True) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()] if buffers else []
         self._gathered = GatheredLayers(module)
-        self._generators = generators()
+        self._generators = host_generators()
         self._contents: list[_Content] = []
         seen: set[int] = set()
         waiting: list[Any] = [vars(m) for m in module.modules()]
@@ -132,7 +133,7 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back, in the same containers and buffers."""
-        restore_generators(self._generators)
+        restore_host_generators(self._generators)
         self._gathered.shard_again()  # before its parameters are put back, which it would not notice
         for content in self._contents:
             content.put_back()
@@ -182,7 +183,7 @@ class _Content:
             base.extend(container, before)
 
 
-def generators() -> tuple[Any, Any]:
+def host_generators() -> tuple[Any, Any]:
     """Return the states of Python's generator and of NumPy's, in a program that uses NumPy; they can be compared."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -191,28 +192,7 @@ def generators() -> tuple[Any, Any]:
     return random.getstate(), (name, tuple(key.tolist()), *rest)
 
 
-class RandomState:
-    """The states of all generators that a module may draw from.
-
-    Args:
-        module: Its parameters' devices are looked at.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-        self._torch = torch.get_rng_state(), [(device, torch.cuda.get_rng_state(device)) for device in self._devices]
-        numpy = sys.modules.get("numpy")
-        self._others = random.getstate(), None if numpy is None else numpy.random.get_state()
-
-    def restore(self) -> None:
-        """Put the generators into these states."""
-        restore_generators(self._others)
-        torch.set_rng_state(self._torch[0])
-        for device, state in self._torch[1]:
-            torch.cuda.set_rng_state(state, device)
-
-
-def restore_generators(states: tuple[Any, Any]) -> None:
+def restore_host_generators(states: tuple[Any, Any]) -> None:
     """Put them into ``states``."""
     random.setstate(states[0])
     if states[1] is not None:
@@ -287,7 +267,7 @@ class Draws:
         self._untold: UntoldDrawsError | None = None
         self.drawn: list[tuple[str, Tensor]] = []
         self.precision = torch.finfo(torch.float64).eps
-        self._generators = generators()
+        self._generators = host_generators()
         self._replayed: dict[bytes, Tensor] = {}
 
     def __enter__(self) -> "Draws":
@@ -334,14 +314,14 @@ class Draws:
         """
         if self._untold is not None:
             raise self._untold
-        now = generators()
-        restore_generators(self._generators)
+        now = host_generators()
+        restore_host_generators(self._generators)
         replay = _Share(self.drawn, samples, batch_size, last)
         try:
             with each_operation(replay.draw):
                 yield
         finally:
-            restore_generators(now)
+            restore_host_generators(now)
         replay.finish()
         self._replayed = replay.given
 
@@ -424,8 +404,7 @@ def _state_of_generator(args: Any, kwargs: Any) -> bytes:
         return generator.get_state().numpy().tobytes()
     device = kwargs.get("device") or next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
     device = torch.device(device)
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return state.numpy().tobytes()
+    return device_state(device).numpy().tobytes()
 
 
 def is_draw(func: Any, args: Any, kwargs: Any) -> bool:

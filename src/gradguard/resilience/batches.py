@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.parity.replay import generator_states
+from gradguard.state.generators import generator_states
 from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import loader_has_begun, versions_of
 

@@ -1,6 +1,5 @@
 """`gradguard replay-step`: compute a spike again, and say whether the data or the weights made it."""
 
-import importlib
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +16,9 @@ from gradguard.clip.functional import get_total_norm
 from gradguard.errors import CommandError, GradguardError
 from gradguard.files.opening import open_regular, refuse_compressed
 from gradguard.json_values import jsonable
-from gradguard.parity.replay import generator_states, set_generator_states
 from gradguard.resilience.culprit import deviations
 from gradguard.resilience.evidence import Evidence, EvidenceBatch, read_evidence
+from gradguard.state.generators import States, generator_states, restore_generators
 
 FEWEST = 4
 """So many other batches tell what is usual on the same weights."""
@@ -138,7 +137,7 @@ def replay_step(file: str | Path, target: str, states: Sequence[str | Path] = ()
     try:
         results = tuple(run.on(number, label, one) for number, label, one in weights)
     finally:
-        set_generator_states(generators)
+        restore_generators(generators)
     verdict, cause, reason = judge(evidence, results)
     ids = tuple(dict.fromkeys(one for batch in evidence.suspects for one in batch.ids or ()))
     return ReplayReport(verdict, cause, reason, evidence.step, evidence.rank, ids, results)
@@ -349,12 +348,9 @@ class _Run:
             modules[name].training = False
 
 
-def _set_generators(states: dict[str, Any]) -> None:
-    if "numpy" in states:
-        importlib.import_module("numpy")
-    if "cuda" in states and not (torch.cuda.is_available() and torch.cuda.device_count() == len(states["cuda"])):
-        states = {name: one for name, one in states.items() if name != "cuda"}
-    set_generator_states(states)
+def _set_generators(states: States) -> None:
+    here = {device for device, _ in generator_states()["devices"]}
+    restore_generators({**states, "devices": [pair for pair in states["devices"] if pair[0] in here]})
 
 
 def _made(target: str) -> tuple[nn.Module, Callable[[Any], Any]]:

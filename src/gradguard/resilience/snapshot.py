@@ -25,7 +25,7 @@ from gradguard.resilience.saved_snapshot import (
     save_parts,
 )
 from gradguard.state.copies import Copier, Restorer, StreamOrder, TensorCopy, inner_tensors
-from gradguard.state.generators import Generators
+from gradguard.state.generators import States, check_states, generator_states, restore_generators
 from gradguard.state.optimizer_attributes import NOT_ATTRIBUTES, attributes_of
 from gradguard.torch_private import buffer_slots, has_scheduler, is_fsdp1
 
@@ -110,7 +110,7 @@ class Snapshot:
         self._others = [OtherState(one) for one in others if optimizer_of(one) is None]
         self._schedulers = [OtherState(one) for one in others if optimizer_of(one) is not None]
         self._modules = [_ModuleState(module) for module in modules]
-        self._generators = Generators()
+        self._generators: States = {}
         self._copier = Copier()
         self._order = StreamOrder()
         self.taken = False
@@ -138,7 +138,7 @@ class Snapshot:
         self._copier.begin()
         for part in self._parts():
             part.take(self._copier)
-        self._generators.take(self._order.devices)
+        self._generators = generator_states(self._order.devices)
         self._copier.end()
         self._order.done()
         self.taken = True
@@ -170,7 +170,7 @@ class Snapshot:
         for other in [*self._others, *(self._schedulers if rewind_schedule else [])]:
             other.restore(restorer)
         if rewind_generators:
-            self._generators.restore()
+            restore_generators(self._generators)
         self._order.done()
 
     def weights(self) -> dict[str, Tensor]:
@@ -256,7 +256,7 @@ class Snapshot:
             raise InvalidValueError("there is no snapshot that could be saved: call take() first.")
         self.synchronize()
         parts = [part.packed(packer) for part in self._parts()]
-        return {"kinds": [*map(_kind_of, self._parts())], "parts": parts, "generators": self._generators.states()}
+        return {"kinds": [*map(_kind_of, self._parts())], "parts": parts, "generators": self._generators}
 
     @torch.no_grad()
     def _unpack(self, directory: Path, group: Any) -> int:
@@ -269,7 +269,9 @@ class Snapshot:
             for part, packed in zip(self._parts(), content["parts"], strict=True):
                 part.unpack(packed, unpacker)
             unpacker.fill(saved)
-            self._generators.set_states(saved.values(content["generators"]))
+            states = saved.values(content["generators"])
+            check_states(states)
+            self._generators = states
             return saved.number
 
     def synchronize(self) -> None:

@@ -1,4 +1,16 @@
-"""The states of the random generators that code uses without naming one: Python's, NumPy's, torch's on each device."""
+"""The states of the random generators that code uses without naming one: Python's, NumPy's, torch's on each device.
+
+================================  ============================================================================
+generator                         kept
+================================  ============================================================================
+Python's ``random``               always
+NumPy's global one                where the program has imported NumPy
+torch's on the CPU                always
+torch's on accelerators           on the devices asked for; by default on all of the current accelerator (CUDA, XPU,
+                                  MPS ...), once the program has used it
+a ``torch.Generator`` by name     not: the object that holds it has a state of its own
+================================  ============================================================================
+"""
 
 import importlib
 import random
@@ -7,44 +19,65 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+States = dict[str, Any]
+"""``python``, ``numpy`` (None where NumPy is not imported), ``torch``, and ``devices``: pairs of a name and a state."""
 
 
-class Generators:
-    """A copy of these states."""
+def generator_states(devices: Iterable[torch.device] | None = None) -> States:
+    """Return the states of all generators, as plain values and tensors on the CPU.
 
-    def take(self, devices: Iterable[torch.device]) -> None:
-        """Keep the states as they are, on the CPU and on ``devices``."""
-        self._python = random.getstate()
-        self._numpy = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None
-        self._cpu = torch.get_rng_state()
-        self._devices = [(device, torch.get_device_module(device).get_rng_state(*_index(device))) for device in devices]
-
-    def states(self) -> dict[str, Any]:
-        """Return the states as plain values, for a file."""
-        devices = [(str(device), state) for device, state in self._devices]
-        return {"python": self._python, "numpy": self._numpy, "torch": self._cpu, "devices": devices}
-
-    def set_states(self, states: dict[str, Any]) -> None:
-        """Take the states that `states` has returned, as a file says; nothing is restored yet.
-
-        Raises:
-            ValueError: They are none of such generators.
-        """
-        check_states(states)
-        self._python, self._numpy, self._cpu = states["python"], states["numpy"], states["torch"]
-        self._devices = [(torch.device(device), state) for device, state in states["devices"]]
-
-    def restore(self) -> None:
-        """Make them what they were."""
-        random.setstate(self._python)
-        if self._numpy is not None:
-            importlib.import_module("numpy").random.set_state(self._numpy)
-        torch.set_rng_state(self._cpu)
-        for device, state in self._devices:
-            torch.get_device_module(device).set_rng_state(state, *_index(device))
+    Args:
+        devices: Accelerators to look at; None for all of the current kind that the program has used.
+    """
+    numpy = sys.modules.get("numpy")
+    return {
+        "python": random.getstate(),
+        "numpy": None if numpy is None else numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "devices": [(str(device), device_state(device)) for device in (_used() if devices is None else devices)],
+    }
 
 
-def check_states(states: dict[str, Any]) -> None:
+def restore_generators(states: States) -> None:
+    """Put the generators into these states."""
+    random.setstate(states["python"])
+    if states["numpy"] is not None:
+        importlib.import_module("numpy").random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    for device, state in states["devices"]:
+        set_device_state(torch.device(device), state)
+
+
+def have_drawn(before: States) -> bool:
+    """Tell whether random numbers have been drawn since ``before``."""
+    now = generator_states([torch.device(device) for device, _ in before["devices"]])
+    kept = before.keys() if before["numpy"] is not None else before.keys() - {"numpy"}  # imported since
+    return not all(_same(before[name], now[name]) for name in kept)
+
+
+def accelerators_of(module: nn.Module) -> set[torch.device]:
+    """Return the devices of a module's parameters that have a generator of their own."""
+    return {parameter.device for parameter in module.parameters()} - {torch.device("cpu"), torch.device("meta")}
+
+
+def device_state(device: torch.device) -> Tensor:
+    """Return the state of torch's generator on one device; of tensors without data, the CPU's."""
+    if device.type in ("cpu", "meta"):
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(*_index(device))
+
+
+def set_device_state(device: torch.device, state: Tensor) -> None:
+    """Put torch's generator on one device into ``state``."""
+    if device.type in ("cpu", "meta"):
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, *_index(device))
+
+
+def check_states(states: States) -> None:
     """Check states from a file: generators of our own take them, so that those of the program will.
 
     NumPy takes any position without a look, also one outside of its table.
@@ -55,14 +88,34 @@ def check_states(states: dict[str, Any]) -> None:
     try:
         random.Random().setstate(states["python"])
         torch.Generator().set_state(states["torch"])
-        if (of_numpy := states.get("numpy")) is not None:
+        if (of_numpy := states["numpy"]) is not None:
             kind, key, position, has_gauss, gauss = of_numpy
             right = (kind, key.dtype.str[1:], key.shape) == ("MT19937", "u4", (624,)) and type(gauss) is float
             if not (right and type(position) is int and 0 <= position <= 624 and has_gauss in (0, 1)):
                 raise ValueError("the state of NumPy's generator is none")
+        for device, state in states["devices"]:
+            torch.device(device)
+            if not isinstance(state, Tensor) or state.dtype is not torch.uint8:
+                raise ValueError("the state of a device's generator is none")
     except (TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"the state of a random generator is none ({error})") from error
 
 
+def _used() -> list[torch.device]:
+    """Return the devices of the current accelerator; none before the program has used one."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not getattr(torch.get_device_module(accelerator), "is_initialized", lambda: True)():
+        return []
+    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+
+
 def _index(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)  # which has one device, and functions that take none
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool((a == b).all()) if hasattr(a, "all") else a == b  # an array of NumPy's

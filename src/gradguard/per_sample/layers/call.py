@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.contributions import Contribution, Materialized, wide
+from gradguard.state.generators import device_state, set_device_state
 from gradguard.torch_private import tree_leaves
 
 
@@ -190,14 +191,12 @@ def replaying(call: LayerCall, device: torch.device, random: bool) -> Iterator[N
 @contextmanager
 def _restored(state: Tensor, device: torch.device) -> Iterator[None]:
     """Put the generator into ``state``, and back afterwards."""
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(state)
-            yield
-    else:
-        with torch.random.fork_rng(devices=[device.index], device_type=device.type):
-            torch.get_device_module(device).set_rng_state(state, device)
-            yield
+    before = device_state(device)
+    set_device_state(device, state)
+    try:
+        yield
+    finally:
+        set_device_state(device, before)
 
 
 def require_same(call: LayerCall, repeated: list[Tensor], batch_dims: list[int]) -> None:
