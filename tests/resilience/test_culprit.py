@@ -137,7 +137,7 @@ def of_ranks(monkeypatch, rings, step):
         ((here,), losses) = own
         here = here if isinstance(here, str) else tuple(replace(one, rank=rank) for one in here)
         parts.append(([here], losses))
-    monkeypatch.setattr(module, "_gathered", lambda own, group: parts)
+    monkeypatch.setattr(module, "gather", lambda own, group, task: parts)
     return find_culprit(rings[0], step)
 
 
