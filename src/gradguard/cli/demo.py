@@ -1,0 +1,62 @@
+"""`gradguard demo`: the story of a real run and of the same run healed, from two records that come with gradguard."""
+
+import argparse
+import gzip
+import sys
+import webbrowser
+from pathlib import Path
+
+from gradguard.errors import CommandError
+from gradguard.monitoring.record.text import encodable
+
+_RECORDS = ("unclipped", "clipped")
+
+
+def add_to(commands) -> None:
+    """Add the command to those of the parser."""
+    demo = commands.add_parser("demo", help="a sick run and its cure, from records that come with gradguard: seconds")
+    demo.add_argument("--out", type=Path, default=Path("gradguard-demo"), metavar="DIR", help="where the page goes")
+    demo.add_argument("--no-open", action="store_true", help="do not open the page in a browser")
+    demo.set_defaults(call=_demo)
+
+
+def _demo(parsed: argparse.Namespace) -> int:
+    from gradguard.monitoring.judge.diagnosis import diagnose
+    from gradguard.monitoring.judge.recommend import recommend
+    from gradguard.monitoring.judge.verdict import verdict
+    from gradguard.monitoring.record.file import read_record
+    from gradguard.monitoring.show.report import write_report
+
+    records = []
+    for name in _RECORDS:
+        folder = parsed.out / name
+        if folder.exists() and not (folder / "run.jsonl").is_file():
+            raise CommandError(f"{folder} exists and is no record of this demo: choose another --out.")
+        folder.mkdir(parents=True, exist_ok=True)
+        packed = Path(__file__).with_name("demo_records") / f"{name}.jsonl.gz"
+        (folder / "run.jsonl").write_bytes(gzip.decompress(packed.read_bytes()))
+        records.append(read_record(folder))
+    page = write_report(records, parsed.out / "report.html")
+    sick, healed = records
+    decision = recommend(sick)
+    before, after = (f"{verdict(record).final_loss:.3g}" for record in records)
+    story = [
+        f"A language model of characters (examples/char_lm.py) was trained for {len(sick.steps):,} steps, unclipped.",
+        "What gradguard says of the record:",
+        "",
+        f"  {diagnose(sick).sentence}",
+        f"  {decision.headline}",
+        "",
+        f"The same script again, as `gradguard run --clip {decision.rule} char_lm.py`:",
+        "",
+        f"  The loss ends at {after} instead of {before}.",
+        f"  {diagnose(healed).sentence}",
+        "",
+        f"The page, with every norm: {page}",
+        "On your own script, without a change to it: gradguard run train.py",
+    ]
+    with encodable(sys.stdout):
+        print("\n".join(story))
+    if not parsed.no_open and sys.stdout.isatty():
+        webbrowser.open(page.resolve().as_uri())
+    return 0
