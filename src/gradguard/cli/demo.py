@@ -3,6 +3,7 @@
 import argparse
 import gzip
 import sys
+import textwrap
 import webbrowser
 from pathlib import Path
 
@@ -56,7 +57,12 @@ def _demo(parsed: argparse.Namespace) -> int:
         "On your own script, without a change to it: gradguard run train.py",
     ]
     with encodable(sys.stdout):
-        print("\n".join(story))
+        print("\n".join(map(_wrapped, story)))
     if not parsed.no_open and sys.stdout.isatty():
         webbrowser.open(page.resolve().as_uri())
     return 0
+
+
+def _wrapped(line: str) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False)
