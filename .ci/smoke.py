@@ -37,4 +37,6 @@ Path("train.py").write_text(
 command = [str(Path(sys.executable).with_name("gradguard")), "run", "--out", "out", "--clip", "norm=1", "train.py"]
 subprocess.run(command, check=True)
 assert Path("out/run.html").stat().st_size > 100_000
+for words in (["explain", "spike"], ["skill"], ["demo", "--no-open"]):  # pages and records that the wheel brings
+    subprocess.run([command[0], *words], check=True, stdout=subprocess.DEVNULL)
 print("the wheel works")
