@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from gradguard.errors import InvalidTypeError, RecordError
 from gradguard.files.opening import open_regular
-from gradguard.monitoring.record.fields import LONGEST_LINE, ManyLines, begins_run, parse_line, parse_lines
+from gradguard.monitoring.record.fields import LONGEST_LINE, begins_run, parse_line
 from gradguard.monitoring.record.lines import Lines
 from gradguard.monitoring.record.text import printable
 
@@ -261,7 +261,7 @@ def read_record(path: str | Path, told: Callable[[float], object] | None = None)
         raise RecordError(f"cannot read {path}: {error.strerror or error}. {_ADVICE}") from error
 
 
-_BYTES_AT_ONCE = 2**18
+_LINES_UNTOLD = 1000
 _ADVICE = "Make one: gradguard run --out DIR train.py"
 
 
@@ -364,30 +364,17 @@ class _Run:
     def __init__(self, meta: Line, earlier: int) -> None:
         self.meta, self.earlier, self.end = meta, earlier, None
         self.lines = {"step": Lines(), "tensors": Lines()}
-        self._waiting: dict[str, list[Line]] = {"step": [], "tensors": []}  # columns take many at once
         self.events: list[Line] = []
         self.unreadable, self.dropped, self.first_fault = 0, 0, ""
 
     def add(self, line: Line) -> None:
         kind = line["t"]
-        if kind in self._waiting:
-            self._waiting[kind].append(line)
+        if kind in self.lines:
+            self.lines[kind].append(line)
         elif kind == "event":
             self.events.append(line)
         elif kind == "end":
             self.end = line
-
-    def add_many(self, many: ManyLines) -> None:
-        self.settle()
-        for kind, (shapes, columns) in many.columns.items():
-            self.lines[kind].extend_columns(shapes, columns)
-        for line in many.others:
-            self.add(line)
-
-    def settle(self) -> None:
-        for kind, lines in self._waiting.items():
-            self.lines[kind].extend(lines)
-            lines.clear()
 
     def fault(self, count: int, words: str) -> None:
         self.unreadable += count
@@ -399,7 +386,6 @@ class _Run:
             self.fault(1, words)
 
     def record(self, path: Path, torn: bool) -> Record:
-        self.settle()
         steps, tensors = (_ascending(lines) for lines in self.lines.values())
         lost = sum(map(len, self.lines.values())) - len(steps) - len(tensors)
         if lost:
@@ -412,39 +398,28 @@ class _Run:
 
 def _read(path: Path, file: BufferedReader, told: Callable[[float], object] | None) -> Record:
     refuse_at_once(path, file.peek(64)[:64])
-    run, last_is_bad, number = None, "", 0
-    for content in _parts_of(file):
-        if told is not None and number:
+    run, last_is_bad = None, ""
+    for number, raw in enumerate(_lines_of(file), 1):
+        if told is not None and number % _LINES_UNTOLD == 0:
             told(file.tell() / max(1, os.fstat(file.fileno()).st_size))
-        many = None if run is None else parse_lines(content)
-        if run is not None and many is not None:
-            run.fault_before(last_is_bad)
-            last_is_bad = ""
-            run.add_many(many)
-            number += content.count(b"\n") + (not content.endswith(b"\n"))
+        if raw.isspace():
             continue
-        for raw in content.removesuffix(b"\n").split(b"\n"):
-            number += 1
-            if not raw or raw.isspace():
-                continue
-            if run is not None:
-                run.fault_before(last_is_bad)
-            last_is_bad = ""
-            try:
-                line, dropped = parse_line(raw + b"\n")
-            except (ValueError, RecursionError) as error:
-                words = f"line {number}: {printable(error)}"
-                if run is None:
-                    raise RecordError(f"{path} is not a gradguard record: {words}. {_ADVICE}") from error
-                last_is_bad, line, dropped = words, begins_run(raw) or {"t": ""}, 0
-            if line["t"] == "meta":
-                run, last_is_bad = _Run(line, 0 if run is None else run.earlier + 1), ""
+        if run is not None:
+            run.fault_before(last_is_bad)
+        last_is_bad = ""
+        try:
+            line, dropped = parse_line(raw)
+        except (ValueError, RecursionError) as error:
+            words = f"line {number}: {printable(error)}"
             if run is None:
-                raise RecordError(
-                    f'{path} is not a gradguard record: line {number} is not {{"t": "meta", ...}}. {_ADVICE}'
-                )
-            run.add(line)
-            run.dropped += dropped
+                raise RecordError(f"{path} is not a gradguard record: {words}. {_ADVICE}") from error
+            last_is_bad, line, dropped = words, begins_run(raw) or {"t": ""}, 0
+        if line["t"] == "meta":
+            run, last_is_bad = _Run(line, 0 if run is None else run.earlier + 1), ""
+        if run is None:
+            raise RecordError(f'{path} is not a gradguard record: line {number} is not {{"t": "meta", ...}}. {_ADVICE}')
+        run.add(line)
+        run.dropped += dropped
     if run is None:
         raise RecordError(f"{path} is empty: the run wrote nothing. {_ADVICE}")
     return run.record(path, torn=bool(last_is_bad))
@@ -470,21 +445,17 @@ def refuse_at_once(path: Path, head: bytes) -> None:
 _GZIP, _BOM = b"\x1f\x8b", b"\xef\xbb\xbf"
 
 
-def _parts_of(file: BufferedReader) -> Iterator[bytes]:
-    """Whole lines, many at a time; nothing of one that is longer than any line may be."""
-    content = file.read(_BYTES_AT_ONCE).removeprefix(_BOM)
-    while content:
-        begin = content.rfind(b"\n") + 1  # of a line that has not been read to its end
-        if begin < len(content):
-            content += file.readline(LONGEST_LINE - (len(content) - begin))
-            if len(content) - begin == LONGEST_LINE and not content.endswith(b"\n"):
-                content = content[:begin] + b"\0"
-                while rest := file.readline(2**20):
-                    if rest.endswith(b"\n"):
-                        content += b"\n"
-                        break
-        yield content
-        content = file.read(_BYTES_AT_ONCE)
+def _lines_of(file: BufferedReader) -> Iterator[bytes]:
+    """Yield each line; a zero byte in place of one that is longer than any line may be."""
+    raw = file.readline(LONGEST_LINE).removeprefix(_BOM)
+    while raw:
+        if len(raw) < LONGEST_LINE or raw.endswith(b"\n"):
+            yield raw
+        else:
+            yield b"\0"
+            while (rest := file.readline(2**20)) and not rest.endswith(b"\n"):
+                pass
+        raw = file.readline(LONGEST_LINE)
 
 
 def _ascending(lines: Lines) -> Lines:

@@ -1,25 +1,21 @@
-"""Records read and judged by columns say what they say line by line, as the slow twins here have it."""
+"""Records are read and judged line by line: what comes out is what the plain JSON of each line says, in its order."""
 
 import json
 import math
 import random
-from array import array
-from dataclasses import replace
 from itertools import count
 
 import pytest
-from synthetic import make_record, write_char_rnn, write_gan, write_sick
+from synthetic import make_record
 from test_fuzzed_records import damaged, sound  # noqa: F401 (a fixture)
 
 from gradguard.errors import RecordError
-from gradguard.monitoring.judge import health
-from gradguard.monitoring.judge.health import findings
-from gradguard.monitoring.judge.verdict import last_and_best_mean, window_means
-from gradguard.monitoring.judge.whole_run import in_order
-from gradguard.monitoring.record import file as record_file
-from gradguard.monitoring.record.fields import parse_line, parse_lines
+from gradguard.monitoring.judge.health import HealthMonitor, findings
+from gradguard.monitoring.judge.verdict import window_means
 from gradguard.monitoring.record.file import read_record
-from gradguard.monitoring.record.lines import MOST_COLUMNS, Lines, Tops, Vectors
+from gradguard.monitoring.record.lines import Lines
+from gradguard.monitoring.record.reader import JsonlReader
+from gradguard.monitoring.record.steps import in_order
 from gradguard.threshold_formulas import PLAIN, per_tensor_average, per_tensor_factor
 from gradguard.threshold_rules import LockInAlarm, PerTensor, lock_in_on
 
@@ -87,128 +83,96 @@ def content_of(seed):
     return b"".join(json.dumps(line).encode() + b"\n" for line in made_up(seed))
 
 
-def slowly(monitor, record):
-    for line in in_order(record):
-        monitor.see(line)
+def episodes(lines):
+    """What a monitor has found after these lines, told in words."""
+    monitor = HealthMonitor()
+    for line in lines:
+        if line["t"] == "meta":
+            monitor = HealthMonitor(line)
+        else:
+            monitor.see(line)
+    monitor.finish()
+    return [episode.finding() for episode in monitor.episodes]
 
 
-def said(path):
-    """What a record says, read as it is now: every field of each line, in its order."""
-    try:
-        record = read_record(path)
-    except RecordError as error:
-        return str(error)
-    steps, tensors = ([list(line.items()) for line in lines] for lines in (record.steps, record.tensors))
-    counts = record.torn, record.unreadable, record.dropped, record.first_fault, record.earlier_runs
-    return repr((record.meta, steps, tensors, record.events, record.end, counts))
+@pytest.mark.parametrize("seed", range(24))
+def test_a_sound_record_says_and_shows_what_its_lines_do_in_the_order_of_the_file(tmp_path, seed):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(content_of(seed))
+    lines = [json.loads(raw) for raw in path.read_bytes().splitlines()]
+    record = read_record(path)
+    of_kind = {kind: [line for line in lines if line["t"] == kind] for kind in ("meta", "step", "tensors", "event")}
+    read = {"meta": [record.meta], "step": list(record.steps), "tensors": list(record.tensors), "event": record.events}
+    assert repr(read) == repr(of_kind)  # also 1 and 1.0 are not the same, nor is another order of keys
+    late = [line for line in lines if line["t"] == "event" and line["i"] >= len(record.steps)]
+    lines = [line for line in lines if line not in late] + late  # events of steps that never came are judged last
+    assert repr([record.meta, *in_order(record)]) == repr(lines)
+    assert episodes([record.meta, *in_order(record)]) == episodes(lines)
+
+
+def test_what_is_compared_has_findings():
+    kinds = {one.kind for seed in range(24) for one in episodes(made_up(seed))}
+    assert len(kinds) > 6, kinds
 
 
 @pytest.mark.parametrize("some", range(4))
-def test_findings_from_columns_are_those_of_line_after_line(monkeypatch, tmp_path, some):
-    path, kinds = tmp_path / "run.jsonl", set()
+def test_a_damaged_record_is_read_alike_at_once_and_while_it_grows(tmp_path, sound, some):  # noqa: F811
+    compared = 0
     for seed in range(12 * some, 12 * some + 12):
-        path.write_bytes(content_of(seed))
-        record = read_record(path)
-        fast = findings(record)
-        with monkeypatch.context() as patch:
-            patch.setattr(health, "see_all", slowly)
-            assert findings(replace(record)) == fast, f"seed {seed}"
-        kinds |= {one.kind for one in fast}
-    assert len(kinds) > 4, kinds  # or nothing is compared
-
-
-@pytest.mark.parametrize("write", [write_char_rnn, write_sick, write_gan])
-def test_so_they_are_of_longer_runs(monkeypatch, tmp_path, write):
-    record = write(tmp_path / "run.jsonl", steps=1500)
-    fast = findings(record)
-    monkeypatch.setattr(health, "see_all", slowly)
-    assert findings(replace(record)) == fast != []
-
-
-def test_lines_read_at_once_are_those_read_one_by_one(monkeypatch, tmp_path, sound):  # noqa: F811
-    path = tmp_path / "run.jsonl"
-    contents = [damaged(sound, random.Random(seed)) for seed in range(60)] + [content_of(seed) for seed in range(12)]
-    for content in contents:
+        path, draw = tmp_path / f"{seed}.jsonl", random.Random(seed)
+        content = damaged(sound, draw)
+        content = content if content.endswith(b"\n") else content + b"\n"
         path.write_bytes(content)
-        with monkeypatch.context() as patch:
-            patch.setattr(record_file, "parse_lines", lambda content: None)
-            slow = said(path)
-        for bytes_at_once in (300, 5000, 2**18):
-            monkeypatch.setattr(record_file, "_BYTES_AT_ONCE", bytes_at_once)
-            assert said(path) == slow
+        try:
+            record = read_record(path)
+        except RecordError:
+            continue
+        grows, lines = JsonlReader(tmp_path / f"grows{seed}.jsonl"), []
+        end = 0
+        while end < len(content):
+            begin, end = end, end + draw.choice((1, 100, 10_000, 100_000))
+            with grows.path.open("ab") as file:
+                file.write(content[begin:end])
+            lines += grows.poll()
+        last = max(place for place, line in enumerate(lines) if line["t"] == "meta")
+        steps = {line["i"]: line for line in lines[last:] if line["t"] == "step"}
+        assert all(repr(steps[line["i"]]) == repr(line) or line in lines for line in record.steps)
+        assert repr(record.meta) == repr(lines[last])
+        assert repr(record.events) == repr([line for line in lines[last:] if line["t"] == "event"])
+        compared += 1
+    assert compared > 6
 
 
 STEP = b'{"t": "step", "i": 7}'
-LOOKED_AT_ONE_BY_ONE = {
-    "an object over two lines": b'{"t": "step", "i": 7, "x": [1\n2]}',
-    "two such lines": b'{"t": "step", "i": 7, "x": [{}\n{}]}\n' + STEP,
-    "two objects on a line": STEP + b"," + STEP + b"\n",
-    "two with a break between": STEP + b",-Infinity," + STEP,
-    "a break in a list": b'{"t": "step", "i": 7, "x": [1,-Infinity,2]}',
-    "a break in a text": b'{"t": "step", "i": 7, "x": "\n"}',
-    "a list": b"[1]",
-    "no kind": b'{"i": 7}',
-    "a kind that is no text": b'{"t": ["step"], "i": 7}',
-    "a step without a number": b'{"t": "step"}',
-    "a number that is none": b'{"t": "step", "i": 7.0}',
-    "a field that is dropped": b'{"t": "step", "i": 7, "norm": -1.0}',
-    "a float that is too large": b'{"t": "step", "i": 7, "norm": 1e999}',
-    "a row that is dropped": b'{"t": "tensors", "i": 7, "norm": [1.0, -1.0]}',
-    "an event that is dropped": b'{"t": "event", "i": 7, "value": "x"}',
-    "another run": b'{"t": "meta"}',
-    "a blank line": STEP + b"\n\n" + STEP,
-    "no UTF-8": b'{"t": "step", "i": 7, "x": "\xff"}',
-    "too deep": STEP[:-1] + b', "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "a mark of the byte order": b"\xef\xbb\xbf" + STEP,
+BETWEEN = {
+    "an object over two lines": (b'{"t": "step", "i": 8, "x": [1\n2]}', 2, 0),
+    "two objects on a line": (b'{"t": "step", "i": 8},{"t": "step", "i": 9}', 1, 0),
+    "a break in a text": (b'{"t": "step", "i": 8, "x": "\n"}', 2, 0),
+    "a list": (b"[1]", 1, 0),
+    "no kind": (b'{"i": 8}', 1, 0),
+    "a kind that is no text": (b'{"t": ["step"], "i": 8}', 1, 0),
+    "a step without a number": (b'{"t": "step"}', 1, 0),
+    "a number that is none": (b'{"t": "step", "i": 8.0}', 1, 0),
+    "a field that is dropped": (b'{"t": "step", "i": 8, "norm": -1.0}', 0, 1),
+    "a float that is too large": (b'{"t": "step", "i": 8, "norm": 1e999}', 0, 1),
+    "a row that is dropped": (b'{"t": "tensors", "i": 8, "norm": [1.0, -1.0]}', 1, 0),
+    "an event that is dropped": (b'{"t": "event", "i": 8, "value": "x"}', 0, 1),
+    "a blank line": (b" ", 0, 0),
+    "no UTF-8": (b'{"t": "step", "i": 8, "x": "\xff"}', 1, 0),
+    "too deep": (STEP[:-1] + b', "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 1, 0),
+    "a mark of the byte order": (b"\xef\xbb\xbf" + STEP, 1, 0),
+    "NaN": (b'{"t": "step", "i": 8, "norm": NaN}', 0, 0),
 }
 
 
-@pytest.mark.parametrize("content", LOOKED_AT_ONE_BY_ONE.values(), ids=LOOKED_AT_ONE_BY_ONE)
-def test_what_is_not_sound_is_looked_at_line_by_line(content):
-    assert parse_lines(STEP + b"\n" + content + b"\n" + STEP) is None
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        {
-            "t": "step",
-            "i": 3,
-            "wall": 1,
-            "loss": -1e308,
-            "norm": 1e308,
-            "lr": 2**53,
-            "skipped": False,
-            "mine": [1e308] * 3,
-        },
-        {
-            "t": "step",
-            "i": 3,
-            "rule": "a\x1b",
-            "clips": [["norm", None, 0.5]],
-            "top": [3, 1],
-            "threshold": float("nan"),
-        },
-        {"t": "tensors", "i": 3, "norm": [1e308] * 9, "max": [1, None], "absent": [0], "zero_rows": [-1.0]},
-        {"t": "event", "i": 3, "kind": "spike\n", "value": 10**17, "severity": "info"},
-        {"t": "hologram", "depth": 3},
-        {"t": "end", "exit": -1, "wall": 0.5},
-    ],
-)
-def test_a_sound_line_is_read_as_it_is_alone(line):
-    raw = json.dumps(line).encode()
-    many = parse_lines(raw + b"\n" + raw)
-    assert many is not None
-    lines = [one for columns in many.columns.values() for one in _lines(columns)] + many.others
-    alone, dropped = parse_line(raw)
-    assert dropped == 0
-    assert list(map(repr, lines)) == [repr(alone)] * 2  # also 1 and 1.0 are not the same
-
-
-def _lines(columns):
-    lines = Lines()
-    lines.extend_columns(*columns)
-    return lines
+@pytest.mark.parametrize(("content", "unreadable", "dropped"), BETWEEN.values(), ids=BETWEEN)
+def test_a_bad_line_takes_none_beside_it(tmp_path, content, unreadable, dropped):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"\n".join([b'{"t": "meta"}', STEP, content, b'{"t": "step", "i": 10}', b""]))
+    record = read_record(path)
+    assert (record.unreadable, record.dropped) == (unreadable, dropped)
+    numbers = [line["i"] for line in record.steps]
+    assert (numbers[0], numbers[-1]) == (7, 10)
 
 
 VALUES = (
@@ -224,52 +188,35 @@ def test_every_line_is_what_was_added(values, gap):
     lines = [{"i": place, "x": value} | ({"y": value} if place % 2 else {}) for place, value in enumerate(values * 3)]
     if gap is not None:
         del lines[gap]["x"]
-    for cut in range(len(lines)):
-        kept = Lines(lines[:cut])
-        kept.extend(lines[cut:])
-        chosen = [place % 3 != 1 for place in range(len(lines))]
-        some = [line for line, is_chosen in zip(lines, chosen, strict=True) if is_chosen]
-        assert repr(list(kept)) == repr(lines)
-        assert repr(list(kept.where(chosen))) == repr(some)
-        assert repr(list(kept[2:5])) == repr(lines[2:5])
-        assert repr(kept[-1]) == repr(lines[-1])
-        assert repr(list(kept.column("x"))) == repr([line.get("x") for line in lines])
-        assert list(kept.has("y")) == ["y" in line for line in lines]
-        kept.append({"x": "new"})
-        assert kept[-1] == {"x": "new"}
+    kept, chosen = Lines(lines), [place % 3 != 1 for place in range(len(lines))]
+    some = [line for line, is_chosen in zip(lines, chosen, strict=True) if is_chosen]
+    assert repr(list(kept)) == repr(lines)
+    assert repr(list(kept.where(chosen))) == repr(some)
+    assert repr(list(kept[2:5])) == repr(lines[2:5])
+    assert repr(kept[-1]) == repr(lines[-1])
+    assert repr(list(kept.column("x"))) == repr([line.get("x") for line in lines])
+    assert list(kept.has("y")) == ["y" in line for line in lines]
+    kept.extend([{"x": "new"}])
+    assert kept[-1] == {"x": "new"}
+    assert kept.column("x")[-1] == "new"
 
 
 @pytest.mark.parametrize("place", [3, -4])
 def test_there_is_no_line_behind_the_last(place):
-    for values in VALUES:
-        with pytest.raises(IndexError, match="range"):
-            Lines([{"x": value} for value in values])[place]
-    assert [list(Vectors(2)), list(Tops()), list(Lines())] == [[], [], []]
-
-
-def test_numbers_stand_in_arrays():
-    """A million steps with lists in place of arrays would take a gigabyte."""
-    lines = Lines([{"i": i, "norm": 0.5, "top": [i, 0.5], "norms": [0.5, 1.5]} for i in range(9)])
-    assert [type(lines.column(key)) for key in ("i", "norm", "top", "norms")] == [array, array, Tops, Vectors]
-
-
-def test_keys_without_number_cost_no_column_each():
-    lines = [{"i": i, f"key {i}": i} for i in range(3 * MOST_COLUMNS)]
-    kept = Lines(lines)
-    kept.extend(lines)
-    assert list(kept) == lines * 2
-    assert len(kept._columns) == MOST_COLUMNS + 1
+    with pytest.raises(IndexError, match="range"):
+        Lines([{"x": value} for value in range(3)])[place]
 
 
 @pytest.mark.parametrize("width", [1, 7, 50, 500])
 @pytest.mark.parametrize("scale", [1.0, 1e-300, 1e300])
-def test_the_last_and_the_best_mean_are_those_of_all_windows(width, scale):
+def test_the_mean_of_each_window_is_rounded_once_and_divided(width, scale):
     draw, numbers = random.Random(width), count()
     values = [None if next(numbers) % 97 == 5 else draw.gauss(1, 1) * scale for _ in range(300)]
     for known in (values, values[6:90], [value for value in values if value is not None], [None] * 9, [0.0, 1e-9], []):
-        means = window_means(known, width)
-        best = min((mean for mean in means if mean is not None), default=None)
-        assert last_and_best_mean(known, width) == (means[-1] if means else None, best)
+        size = min(width, len(known))
+        windows = [known[k : k + size] for k in range(len(known) - size + 1)] if size else []
+        means = [None if None in window else math.fsum(window) / size for window in windows]
+        assert window_means(known, width) == means
 
 
 def test_a_spike_after_many_zeros_is_told():
@@ -351,8 +298,5 @@ ODD = {
 
 
 @pytest.mark.parametrize(("record", "kinds"), ODD.values(), ids=ODD)
-def test_a_fault_within_a_calm_run_is_found(monkeypatch, record, kinds):
-    fast = findings(record)
-    assert {one.kind for one in fast} == kinds
-    monkeypatch.setattr(health, "see_all", slowly)
-    assert findings(replace(record)) == fast
+def test_a_fault_within_a_calm_run_is_found(record, kinds):
+    assert {one.kind for one in findings(record)} == kinds
