@@ -33,7 +33,7 @@ class RecordBuffer:
 
     Args:
         sinks: Where lines go.
-        every: Write the norm of each parameter every so many steps; None for about 200 bytes a step, and less in a long run.
+        every: Write the norm of each parameter every so many steps; None as `lines_of` has it.
         arrived: Called with each step when its numbers are known, before its lines are made.
         failed: Called with what went wrong with a step; the others are written all the same.
         copy: How numbers come from a device, for tests.
