@@ -61,7 +61,7 @@ def whole(low: int = 0, high: int = MOST - 1) -> Rule:
     return check
 
 
-def a(kind: type) -> Rule:
+def of_type(kind: type) -> Rule:
     """Return the rule of a value of exactly one type, so that a truth value is no number.
 
     Args:
@@ -76,7 +76,7 @@ def a(kind: type) -> Rule:
     return check
 
 
-text, truth, _list, _object = a(str), a(bool), a(list), a(dict)
+text, truth, _list, _object = of_type(str), of_type(bool), of_type(list), of_type(dict)
 
 
 def list_of(rule: Rule) -> Rule:
@@ -107,15 +107,10 @@ def mapping_of(rule: Rule, name: Rule = text) -> Rule:
     return lambda value: {name(key): rule(one) for key, one in _object(value).items()}
 
 
-def checked(fields: Any, table: Mapping[str, Rule]) -> dict[str, Any]:
-    """Return the fields of an object, each of which follows its rule.
+def object_of(table: Mapping[str, Rule]) -> Rule:
+    """Return the rule of an object, each field of which follows its own; another field raises KeyError.
 
     Args:
-        fields: The object.
         table: The rule of each field that it may have.
-
-    Raises:
-        ValueError: A field does not follow its rule.
-        KeyError: There is another field.
     """
-    return {key: table[key](value) for key, value in _object(fields).items()}
+    return lambda value: {key: table[key](one) for key, one in _object(value).items()}

@@ -12,7 +12,7 @@ from math import isfinite
 from sys import intern
 from typing import Any
 
-from gradguard.files.fields import MOST, Rule, a, list_of, mapping_of, number, row_of, text, truth, whole
+from gradguard.files.fields import MOST, Rule, list_of, mapping_of, number, of_type, row_of, text, truth, whole
 from gradguard.files.json_text import is_deep, refuse_many_values
 from gradguard.monitoring.record.text import printable
 
@@ -170,7 +170,7 @@ def _params(value: Any) -> list[Any]:
 
 
 _number, _amount, _seconds = number(null=True), number(0, null=True), number(0, MOST)
-_count, _each_amount, _list, _object = whole(), list_of(_amount), a(list), a(dict)
+_count, _each_amount, _list, _object = whole(), list_of(_amount), of_type(list), of_type(dict)
 _FACTS: Mapping[type, Rule] = {str: _text, bool: truth}
 
 _PARAMETER: Mapping[str, Rule] = {
