@@ -12,6 +12,7 @@ from test_fuzzed_records import damaged, sound  # noqa: F401 (a fixture)
 from gradguard.errors import RecordError
 from gradguard.monitoring.judge.health import HealthMonitor, findings
 from gradguard.monitoring.judge.verdict import window_means
+from gradguard.monitoring.observe.step import ParameterTable, StepMeasurement, lines_of
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.record.lines import Lines
 from gradguard.monitoring.record.reader import JsonlReader
@@ -300,3 +301,19 @@ ODD = {
 @pytest.mark.parametrize(("record", "kinds"), ODD.values(), ids=ODD)
 def test_a_fault_within_a_calm_run_is_found(record, kinds):
     assert {one.kind for one in findings(record)} == kinds
+
+
+def test_a_long_run_has_the_norms_of_each_parameter_on_fewer_steps():
+    table = ParameterTable([{"name": "w"}])
+
+    def written(turns, every=None):
+        lines = (
+            (turn, line)
+            for turn in turns
+            for line in lines_of(StepMeasurement(turn, [1.0], [0], turn=turn), table, every)
+        )
+        return [turn for turn, line in lines if line["t"] == "tensors"]
+
+    assert written(range(99_990, 100_010)) == [*range(99_990, 100_000), *range(100_000, 100_010, 2)]
+    assert written(range(399_990, 400_020)) == [399_992, 399_996, 400_000, 400_008, 400_016]
+    assert written(range(400_000, 400_008), every=3) == [400_002, 400_005]

@@ -1,6 +1,7 @@
 """What the norms of single tensors show: one that jumps alone, updates out of proportion, units that are dead."""
 
 import math
+import statistics
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
@@ -105,12 +106,12 @@ class Corruption:
         return self._log.begin(f"corrupt {place}", CORRUPT, i, i, params=[name], numbers={"largest": times})
 
     def _alone(self, i: int, place: int, norms: Sequence[float]) -> tuple[int, int, float, float] | None:
-        others = sorted(
+        others = [
             norm / usual
             for k, (norm, usual) in enumerate(zip(norms, self._usual, strict=True))
             if k != place and usual > 0
-        )
-        calm = len(others) + 1 >= CORRUPT_TENSORS and others[len(others) // 2] < CALM_TIMES
+        ]
+        calm = len(others) + 1 >= CORRUPT_TENSORS and statistics.median_high(others) < CALM_TIMES
         total = math.hypot(*norms)
         if not calm or norms[place] < math.sqrt(CORRUPT_SHARE) * total:
             return None
@@ -123,7 +124,7 @@ class Corruption:
             low, middle, high = (ordered[int(share * len(ordered))] for share in (0.16, 0.5, 0.84))
             middles.append(middle if low > 0 else 0.0)  # an expert that many batches leave alone is not judged
             spreads.append(max(high / middle, middle / low) if low > 0 else 1.0)
-        usual = sorted(spreads)[len(spreads) // 2] if spreads else 1.0
+        usual = statistics.median_high(spreads) if spreads else 1.0
         self._usual = middles
         self._limits = [
             middle * max(CORRUPT_TIMES, _power(max(spread, usual))) if middle else math.inf
@@ -169,7 +170,7 @@ class Diagnostics:
         }
         if not ratios:
             return []
-        median = sorted(ratios.values())[len(ratios) // 2]
+        median = statistics.median_high(ratios.values())
         large = [place for place, ratio in ratios.items() if ratio > LARGE_UPDATE]
         small = [place for place, ratio in ratios.items() if ratio < SMALL_UPDATE and median > ORDINARY_UPDATE]
         found = []
