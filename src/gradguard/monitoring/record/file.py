@@ -307,7 +307,7 @@ def _rounded(value: Any, form: str = SCALAR, in_list: str = ARRAY) -> Any:
         in_list: How a float in a list is; one in a list of lists is no number of a parameter, and keeps its digits.
     """
     if isinstance(value, float):
-        number = float(form % value)
+        number = float(form % value) + 0.0  # which is no -0.0
         return number if math.isfinite(number) else None
     if isinstance(value, str):  # an argument that is not UTF-8 arrives with surrogates, which no file can hold
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode("utf-8")
