@@ -163,30 +163,12 @@ def _norms(record: Record) -> dict[str, Any]:
 
 def _losses(record: Record) -> dict[str, Any]:
     losses = list(compress(record.steps.column("loss"), record.steps.has("loss")))
-    final, best = last_and_best_mean(losses, max(10, len(losses) // 20))
+    means = window_means(losses, max(10, len(losses) // 20))
     return {
-        "final_loss": final,
-        "best_loss": best,
+        "final_loss": means[-1] if means else None,
+        "best_loss": min((mean for mean in means if mean is not None), default=None),
         "diverged": bool(losses) and losses[-1] is None,
     }
-
-
-def last_and_best_mean(values: Sequence[float | None], width: int) -> tuple[float | None, float | None]:
-    """The last and the smallest of the `window_means`.
-
-    Args:
-        values: Numbers, None for a value that was not finite.
-        width: The window; a shorter sequence is one window.
-
-    Returns:
-        The mean of the last window, None where it holds None; the smallest of all means, None if there is none.
-
-    Example:
-        >>> last_and_best_mean([1.0, 3.0, None, 5.0, 7.0], 2)
-        (6.0, 2.0)
-    """
-    means = window_means(values, width)
-    return means[-1] if means else None, min((mean for mean in means if mean is not None), default=None)
 
 
 def window_means(values: Sequence[float | None], width: int) -> list[float | None]:
@@ -207,15 +189,19 @@ def window_means(values: Sequence[float | None], width: int) -> list[float | Non
     if not width:
         return []
     # As whole multiples of one power of two the values have exact sums: an outlier that has left leaves nothing behind.
-    ratios = [(value or 0.0).as_integer_ratio() for value in values]
-    unit = max(denominator for _, denominator in ratios)
-    totals = list(accumulate((numerator * (unit // denominator) for numerator, denominator in ratios), initial=0))
+    unit = max(denominator for _, denominator in map(_ratio, values))
+    whole = (numerator * (unit // denominator) for numerator, denominator in map(_ratio, values))
+    totals = list(accumulate(whole, initial=0))
     gaps = list(accumulate((value is None for value in values), initial=0))
     places = range(len(values) - width + 1)
     return [
         None if gaps[k + width] > gaps[k] else (totals[k + width] - totals[k]) / (unit * _LARGER) / width * _LARGER
         for k in places
     ]
+
+
+def _ratio(value: float | None) -> tuple[int, int]:
+    return (value or 0.0).as_integer_ratio()
 
 
 _LARGER = 2**20
