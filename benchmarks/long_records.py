@@ -1,7 +1,8 @@
 """What the commands that look at a record cost where it is long: processor time and the most memory that they held.
 
 python benchmarks/long_records.py [--steps 100000] [--tensors 10]: fresh processes, over a record with the norm of each
-tensor on as many steps as `gradguard run` writes it; what a loop in Python takes stands above, so that machines, and their load, can be compared.
+tensor on as many steps as `gradguard run` writes it; what a loop in Python takes stands above, so that machines, and
+their load, can be compared.
 """
 
 import argparse
