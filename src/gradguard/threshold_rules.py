@@ -412,25 +412,6 @@ class LockInAlarm:
         self._bound = 0
         self._same = 0  # for how many steps the threshold has been what it is, to the last digit
 
-    def pass_over(self, clipped: Sequence[bool], threshold: Sequence[float]) -> bool:
-        """Follow many steps, if the threshold stays what it was and the alarm cannot be on.
-
-        Args:
-            clipped: On which steps the clip binds.
-            threshold: What it compared with on each.
-
-        Returns:
-            Whether it followed them; else nothing has changed.
-        """
-        thresholds, bound, count = self._thresholds, sum(clipped), len(threshold)
-        window = thresholds.maxlen or 0
-        if not thresholds or threshold.count(thresholds[-1]) != count or (self._bound + bound) * 2 > window:
-            return False
-        thresholds.extend(threshold)
-        self._bound_on.extend(clipped)
-        self._bound, self._same = sum(self._bound_on), self._same + count
-        return True
-
     def follow(self, clipped: bool, threshold: float) -> bool:
         """Return the verdict after one more step.
 

@@ -4,15 +4,25 @@ import json
 import os
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from math import isfinite
 from sys import float_info
 from typing import Any
 
 from gradguard.errors import RecordError
 from gradguard.files.blocks import BlockFile, NewBlock, number_of_elements, write_blocks
+from gradguard.files.fields import (
+    LARGEST,
+    Rule,
+    list_of,
+    mapping_of,
+    number,
+    object_of,
+    text,
+    truth,
+    whole,
+)
 from gradguard.files.json_text import decode_json
 from gradguard.files.writing import replacing
 from gradguard.parity.judge import Measured
@@ -131,10 +141,10 @@ def read(path: str | os.PathLike[str]) -> SavedGradients:
 
 def _saved(about: dict[str, Any], blocks: dict[str, Runs]) -> SavedGradients:
     """Return the object that a file describes; raise ValueError if the description is impossible."""
-    parameters = tuple(SavedParameter(**_checked(p, _PARAMETER)) for p in _is(list, about.pop("parameters")))
+    parameters = tuple(SavedParameter(**one) for one in _parameters(about.pop("parameters")))
     rows = {name.removeprefix(_ROWS): runs for name, runs in blocks.items() if name.startswith(_ROWS)}
     sketches = {name: runs for name, runs in blocks.items() if not name.startswith(_ROWS)}
-    told = _checked(about, _ABOUT)
+    told = _about(about)
     _check_sketches(sketches, len(parameters), len(told["parts"]))
     known = {p.name: p for p in parameters}
     if len(known) != len(parameters) or not rows.keys() <= known.keys():
@@ -164,69 +174,28 @@ def _widths(runs: Runs) -> set[int]:
     return {len(sketch) for run in runs for sketch in run}
 
 
-# What each field must be: a function that returns it, or raises.
-
-
-def _is(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"a {type(value).__name__}")
-    return value
-
-
-def _number(least: float, most: float) -> Callable[[Any], float]:
-    def check(value: Any) -> float:
-        if type(value) not in (int, float) or not least <= value <= most:
-            raise ValueError("a number")
-        return float(value)
-
-    return check
-
-
-def _count(least: int, most: int) -> Callable[[Any], int]:
-    def check(value: Any) -> int:
-        if not least <= _is(int, value) <= most:
-            raise ValueError("a count")
-        return value
-
-    return check
-
-
 def _size(value: Any) -> tuple[int, ...]:
     number_of_elements(value)
     return tuple(value)
 
 
+def _real(low: float, high: float = LARGEST) -> Rule:
+    return lambda value: float(number(low, high)(value))
+
+
 def _loss(value: Any) -> float:
-    return value if type(value) is float else _number(-_MOST, _MOST)(value)
+    return value if type(value) is float else float(number()(value))
 
 
-def _texts(value: Any) -> dict[str, str]:
-    return {key: _is(str, text) for key, text in _is(dict, value).items()}
-
-
-def _text(value: Any) -> str:
-    return _is(str, value)
-
-
-def _facts(value: Any) -> dict[str, float]:
-    return {key: _number(_LEAST, _MOST)(fact) for key, fact in _is(dict, value).items()}
-
-
-_LEAST, _MOST = float_info.min, float_info.max
-_PARAMETER: Mapping[str, Callable[[Any], Any]] = {
-    "name": _text, "shape": _size, "dtype": _text, "rounding": _number(0, 1), "has_gradient": partial(_is, bool),
-    "copies": _count(1, 2**31), "layout": _text, "weight_rounding": _number(0, 1), "one_sided": _number(0, _MOST),
-}  # fmt: skip
-_ABOUT: Mapping[str, Callable[[Any], Any]] = {
-    "parts": lambda value: tuple(map(_text, _is(list, value))), "facts": _facts,
-    "losses": lambda value: tuple(map(_loss, _is(list, value))), "random": partial(_is, bool), "epsilon": _number(0, 1),
-    "hash_version": _count(0, 2**31), "versions": _texts, "clipped": partial(_is, bool),
-}  # fmt: skip
-
-
-def _checked(fields: Any, table: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-    """Return fields that are what the table says; those that are missing have a default, or the class raises."""
-    return {key: table[key](value) for key, value in _is(dict, fields).items()}
+_parameters = list_of(object_of({
+    "name": text, "shape": _size, "dtype": text, "rounding": _real(0, 1), "has_gradient": truth,
+    "copies": whole(1, 2**31), "layout": text, "weight_rounding": _real(0, 1), "one_sided": _real(0),
+}))  # fmt: skip
+_about = object_of({
+    "parts": lambda value: tuple(list_of(text)(value)), "facts": mapping_of(_real(float_info.min)),
+    "losses": lambda value: tuple(list_of(_loss)(value)), "random": truth, "epsilon": _real(0, 1),
+    "hash_version": whole(0, 2**31), "versions": mapping_of(text), "clipped": truth,
+})  # fmt: skip
 
 
 def _shape(runs: Runs) -> list[int]:

@@ -13,9 +13,8 @@ from gradguard.monitoring.judge.detectors.rhythm import OSCILLATION, REPEATED, r
 from gradguard.monitoring.judge.detectors.tensors import CORRUPT
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, SEVERITIES, Episode, Finding
 from gradguard.monitoring.judge.live import HealthMonitor
-from gradguard.monitoring.judge.whole_run import see_all
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.steps import bound_on, by_optimizer, taken_steps, thresholds_of
+from gradguard.monitoring.record.steps import bound_on, by_optimizer, in_order, taken_steps, thresholds_of
 from gradguard.threshold_rules import lock_in_on
 
 __all__ = ["KINDS", "Finding", "HealthMonitor", "findings", "lock_in_share"]
@@ -83,7 +82,8 @@ def findings(record: Record) -> list[Finding]:
         clipping_inactive: info: clipping at 5.0 never bound in 300 steps: the largest norm was 0.500
     """
     monitor = HealthMonitor(record.meta)
-    see_all(monitor, record)
+    for line in in_order(record):
+        monitor.see(line)
     monitor.finish()
     parts = by_optimizer(record)
     if len(parts) == 1:  # however many the script has: one stepped

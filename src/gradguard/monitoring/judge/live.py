@@ -46,7 +46,7 @@ class HealthMonitor:
         self._meta = meta or {}
         self._optimizers = [str(name) for name in self._meta.get("optimizers") or []]
         self._tracks: dict[int | None, Track] = {}
-        self.last: Track | None = None  # of the step before this line
+        self._last: Track | None = None  # of the step before this line
 
     @property
     def episodes(self) -> list[Episode]:
@@ -61,22 +61,22 @@ class HealthMonitor:
         """
         kind = line.get("t", "step")
         if kind == "step":
-            self.last = self.track(line.get("optimizer"))
-            return self.last.step(line)
-        track = self.last or self.track(None)
+            self._last = self._track(line.get("optimizer"))
+            return self._last.step(line)
+        track = self._last or self._track(None)
         if kind == "tensors":
             return track.tensors(line)
         if kind != "event":
             return []
         if is_setup_event(line):  # an optimizer without gradients has no step that it could belong to
-            return self.track(line.get("optimizer")).setup.event(line)
+            return self._track(line.get("optimizer")).setup.event(line)
         return track.event(line)
 
     def finish(self) -> list[Finding]:
         """Return what the last steps show, when there are no more; call it once."""
         return [found for track in self._tracks.values() for found in track.outliers.finish()]
 
-    def track(self, optimizer: int | None) -> "Track":
+    def _track(self, optimizer: int | None) -> "Track":
         """Return what watches the steps of an optimizer.
 
         Args:
@@ -137,11 +137,6 @@ class Track:
         found = self.layers.norms(i, norms, absent) + self.setup.tensors(i, norms, absent)
         if len(norms) == len(names):
             found += self.corruption.follow(i, norms)
-        return found + self.diagnose(i, line)
-
-    def diagnose(self, i: int, line: dict[str, Any]) -> list[Finding]:
-        """Return what is new after what a line says beside norms."""
-        found = []
         if line.get("weight") and line.get("update"):
             found += self.diagnostics.updates(i, line["weight"], line["update"])
         if line.get("zero_rows") or line.get("zeros"):

@@ -4,6 +4,8 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
+from statistics import median_high
 
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import usable_norms
@@ -66,35 +68,6 @@ class SpikeFinder:
             return self._spikes(NEIGHBOURS, NEIGHBOURS + 1)
         return self._spikes(0, NEIGHBOURS + 1)  # the first ones have no others before them
 
-    def follow_until(self, norms: Sequence[float], begin: int = 0) -> tuple[int, list[int]]:
-        """Follow norms up to the first one that makes others known to be spikes.
-
-        Args:
-            norms: The next norms.
-            begin: The place of the first of them.
-
-        Returns:
-            The place behind the last norm that was followed, and what `follow` returned for that.
-        """
-        window, ordered, log, inf, least = self._window, self._sorted, math.log, math.inf, _LEAST
-        for place in range(begin, len(norms)):
-            norm = norms[place]
-            if len(window) < _WIDTH or not 0 < norm < inf:
-                positions = self.follow(norm)
-                if positions:
-                    return place + 1, positions
-                continue
-            self._position += 1  # as in `follow`, without its call
-            logarithm = log(norm)
-            window.append((self._position, logarithm))
-            insort(ordered, logarithm)
-            del ordered[bisect_left(ordered, window.popleft()[1])]
-            if window[NEIGHBOURS][1] > ordered[NEIGHBOURS] + least:
-                positions = self._spikes(NEIGHBOURS, NEIGHBOURS + 1)
-                if positions:
-                    return place + 1, positions
-        return len(norms), []
-
     def finish(self) -> list[int]:
         """Return the spikes among the last norms, which have no others after them; call it once, at the end."""
         if len(self._window) < _FEWEST:
@@ -135,11 +108,8 @@ def find_spikes(norms: Sequence[float]) -> list[int]:
         >>> find_spikes([16.0 if i in (40, 90) else 1.0 + 0.01 * (i % 7) for i in range(200)])
         [40, 90]
     """
-    finder, found, place = SpikeFinder(), list[int](), 0
-    while place < len(norms):
-        place, positions = finder.follow_until(norms, place)
-        found += positions
-    return found + finder.finish()
+    finder = SpikeFinder()
+    return [*chain.from_iterable(map(finder.follow, norms)), *finder.finish()]
 
 
 @once
@@ -158,15 +128,5 @@ def spikes_of(record: Record) -> list[int]:
 def _limit(ordered: Sequence[float]) -> float:
     """What a logarithm must exceed, from all of the window in their order."""
     middle = ordered[len(ordered) // 2]
-    deviation = _TO_STANDARD_DEVIATION * _median_distance(ordered, len(ordered) // 2)
+    deviation = _TO_STANDARD_DEVIATION * median_high(abs(one - middle) for one in ordered)
     return middle + DEVIATIONS * max(deviation, LEAST_DEVIATION)
-
-
-def _median_distance(ordered: Sequence[float], middle: int) -> float:
-    """The median distance of the window from its own median."""
-    # The half that is nearest to the median lies in one piece around it: the piece whose far end is nearest.
-    centre, half = ordered[middle], len(ordered) // 2
-    begins = range(len(ordered) - half)
-    begin = bisect_left(begins, 0.0, key=lambda b: (ordered[b + half] - centre) - (centre - ordered[b]))
-    nearest = begins[max(begin - 1, 0) : begin + 1]
-    return min(max(centre - ordered[b], ordered[b + half] - centre) for b in nearest)

@@ -1,11 +1,9 @@
 """One sentence with numbers about what clipping did to a run, and the numbers themselves."""
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, compress, repeat
-from operator import eq, mul, sub
+from itertools import accumulate, compress
 from typing import Any
 
 from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, shares_in_words
@@ -165,48 +163,12 @@ def _norms(record: Record) -> dict[str, Any]:
 
 def _losses(record: Record) -> dict[str, Any]:
     losses = list(compress(record.steps.column("loss"), record.steps.has("loss")))
-    final, best = last_and_best_mean(losses, max(10, len(losses) // 20))
+    means = window_means(losses, max(10, len(losses) // 20))
     return {
-        "final_loss": final,
-        "best_loss": best,
+        "final_loss": means[-1] if means else None,
+        "best_loss": min((mean for mean in means if mean is not None), default=None),
         "diverged": bool(losses) and losses[-1] is None,
     }
-
-
-def last_and_best_mean(values: Sequence[float | None], width: int) -> tuple[float | None, float | None]:
-    """The last and the smallest of the `window_means`, in a tenth of the time.
-
-    Args:
-        values: Numbers, None for a value that was not finite.
-        width: The window; a shorter sequence is one window.
-
-    Returns:
-        The mean of the last window, None where it holds None; the smallest of all means, None if there is none.
-
-    Example:
-        >>> last_and_best_mean([1.0, 3.0, None, 5.0, 7.0], 2)
-        (6.0, 2.0)
-    """
-    width = min(width, len(values))
-    known = [abs(value) for value in values if value]
-    # As whole multiples of a power of two all values have exact sums, of which the smallest has the smallest mean.
-    shift = 53 - min(math.frexp(min(known, default=1.0))[1], 53)
-    if not width or shift + max(math.frexp(max(known, default=0.0))[1], 0) > _MOST_BITS:
-        means = window_means(values, width)
-        return means[-1] if means else None, min((mean for mean in means if mean is not None), default=None)
-    whole = map(int, map(mul, (value or 0.0 for value in values), repeat(2.0**shift)))
-    totals = list(accumulate(whole, initial=0))
-    gaps = list(accumulate((value is None for value in values), initial=0))
-    sums = list(map(sub, totals[width:], totals))
-    full = list(map(eq, gaps[width:], gaps))
-    unit = 2**shift * 2**20  # as `window_means` rounds
-    last, best = sums[-1] if full[-1] else None, min(compress(sums, full), default=None)
-    final, smallest = (None if total is None else total / unit / width / _SMALLER for total in (last, best))
-    return final, smallest
-
-
-_MOST_BITS = 500
-"""Of a value as a whole number: losses are further apart in no run, and a power of two has to be a float."""
 
 
 def window_means(values: Sequence[float | None], width: int) -> list[float | None]:
@@ -226,44 +188,24 @@ def window_means(values: Sequence[float | None], width: int) -> list[float | Non
     width = min(width, len(values))
     if not width:
         return []
-    window, gaps, means = _ExactSum(), 0, list[float | None]()
-    for end, value in enumerate(values, start=1):
-        window.add((value or 0.0) * _SMALLER)
-        gaps += value is None
-        if end > width:
-            window.add(-(values[end - width - 1] or 0.0) * _SMALLER)
-            gaps -= values[end - width - 1] is None
-        if end >= width:
-            means.append(None if gaps else window.value() / width / _SMALLER)
-    return means
+    # As whole multiples of one power of two the values have exact sums: an outlier that has left leaves nothing behind.
+    unit = max(denominator for _, denominator in map(_ratio, values))
+    whole = (numerator * (unit // denominator) for numerator, denominator in map(_ratio, values))
+    totals = list(accumulate(whole, initial=0))
+    gaps = list(accumulate((value is None for value in values), initial=0))
+    places = range(len(values) - width + 1)
+    return [
+        None if gaps[k + width] > gaps[k] else (totals[k + width] - totals[k]) / (unit * _LARGER) / width * _LARGER
+        for k in places
+    ]
 
 
-_SMALLER = 2.0**-20
-"""A window of the largest floats has a sum then; powers of two round nothing."""
+def _ratio(value: float | None) -> tuple[int, int]:
+    return (value or 0.0).as_integer_ratio()
 
 
-class _ExactSum:
-    """A sum of floats without rounding, so that what is added and taken away again leaves nothing behind.
-
-    Reference: Shewchuk (1997), "Adaptive precision floating-point arithmetic and fast robust geometric predicates".
-    """
-
-    def __init__(self) -> None:
-        self._parts: list[float] = []  # none overlaps another one; smallest first
-
-    def add(self, number: float) -> None:
-        """Add a number."""
-        parts = []
-        for part in self._parts:
-            large, small = (number, part) if abs(number) >= abs(part) else (part, number)
-            number = large + small
-            if lost := small - (number - large):
-                parts.append(lost)
-        self._parts = [*parts, number] if number else parts
-
-    def value(self) -> float:
-        """The sum, rounded once."""
-        return math.fsum(self._parts)
+_LARGER = 2**20
+"""A window of the largest floats has a sum that is divided by it; powers of two round nothing."""
 
 
 def _overhead_share(record: Record) -> float | None:

@@ -33,7 +33,7 @@ class RecordBuffer:
 
     Args:
         sinks: Where lines go.
-        every: Write the norm of each parameter every so many steps; None for about 200 bytes a step.
+        every: Write the norm of each parameter every so many steps; None as `lines_of` has it.
         arrived: Called with each step when its numbers are known, before its lines are made.
         failed: Called with what went wrong with a step; the others are written all the same.
         copy: How numbers come from a device, for tests.
@@ -185,8 +185,7 @@ class RecordBuffer:
         try:
             if isinstance(entry, StepMeasurement):
                 self._arrived(entry)
-            every = self._every or max(1, len(self._table.names) // 20)
-            for line in lines_of(entry, self._table, every):
+            for line in lines_of(entry, self._table, self._every):
                 lines += self._judge.follow(line)
         except Exception as error:  # one bad step must not take the others, or the end, with it
             self._failed(error)

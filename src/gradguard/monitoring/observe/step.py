@@ -226,13 +226,18 @@ class ParameterTable:
 Entry = StepMeasurement | ScaleUpdate | SetupEvent | RecoveryNote
 
 
-def lines_of(step: Entry, table: ParameterTable, every: int) -> Iterator[Line]:
+THINNED_FROM = 100_000
+"""The number of a step from which on norms of each parameter are written half as often; from its double a quarter."""
+
+
+def lines_of(step: Entry, table: ParameterTable, every: int | None) -> Iterator[Line]:
     """Yield the ``step`` line, a ``tensors`` line every so many steps, and an ``event`` where one is due.
 
     Args:
         step: What was measured, its numbers on the host.
         table: The parameters, in the order of ``meta``.
-        every: A ``tensors`` line every so many steps of each optimizer.
+        every: A ``tensors`` line every so many steps of each optimizer; None for about 200 bytes a step, and from
+            `THINNED_FROM` on fewer: a million steps of a small model have 262,500 of these lines.
     """
     if isinstance(step, StepMeasurement):
         lines = _lines_of_step(step, table, every)
@@ -244,13 +249,17 @@ def lines_of(step: Entry, table: ParameterTable, every: int) -> Iterator[Line]:
         yield {key: value for key, value in line.items() if value is not None}
 
 
-def _lines_of_step(step: StepMeasurement, table: ParameterTable, every: int) -> Iterator[Line]:
+def _every(turn: int, parameters: int) -> int:
+    return max(1, parameters // 20) << (turn // THINNED_FROM).bit_length()
+
+
+def _lines_of_step(step: StepMeasurement, table: ParameterTable, every: int | None) -> Iterator[Line]:
     if not step.clips and step.guard_rule is None:  # which tell more
         _take_logged(step)
     norms = _numbers(step.norms)
     line = _step_line(step, norms)
     yield line
-    due = step.turn % every == 0 or step.diagnostics is not None
+    due = step.turn % (every or _every(step.turn, len(table.names))) == 0 or step.diagnostics is not None
     if due and max(step.places, default=-1) >= 0:  # else it is not known whose norms they are
         yield _tensors_line(step, norms, table)
     overflowed = step.found_inf is not None and float(step.found_inf)

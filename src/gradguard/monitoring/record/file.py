@@ -8,6 +8,8 @@ measured has no key, so that "not measured", "not finite" and 0 stay three diffe
 import errno
 import functools
 import itertools
+import json
+import math
 import operator
 import os
 import re
@@ -17,13 +19,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BufferedReader, FileIO
-from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any, TypeVar
 
 from gradguard.errors import InvalidTypeError, RecordError
 from gradguard.files.opening import open_regular
-from gradguard.monitoring.record.fields import LONGEST_LINE, ManyLines, begins_run, parse_line, parse_lines
+from gradguard.monitoring.record.fields import LONGEST_LINE, begins_run, parse_line
 from gradguard.monitoring.record.lines import Lines
 from gradguard.monitoring.record.text import printable
 
@@ -175,8 +176,7 @@ class RecordWriter:
         """
         if self._file.closed:
             raise RecordError(f"the record {self.path} is closed; write before close(), or open a new one")
-        fields = [f"{_string(key)}: {_json(value)}" for key, value in line.items() if value is not None]
-        text = f"{{{', '.join(fields)}}}"
+        text = _ENCODER.encode(_rounded({key: value for key, value in line.items() if value is not None}))
         self._lines.append(text)
         self._size += len(text)
         if self._size > MOST_BUFFERED:
@@ -261,7 +261,7 @@ def read_record(path: str | Path, told: Callable[[float], object] | None = None)
         raise RecordError(f"cannot read {path}: {error.strerror or error}. {_ADVICE}") from error
 
 
-_BYTES_AT_ONCE = 2**18
+_LINES_UNTOLD = 1000
 _ADVICE = "Make one: gradguard run --out DIR train.py"
 
 
@@ -298,54 +298,34 @@ def _created(path: Path) -> tuple[Path, FileIO]:
     raise AssertionError  # numbers do not end
 
 
-def _json(value: Any, form: str = SCALAR) -> str:
-    """Write ``value`` as JSON, floats in ``form``: rounding and writing in one is three times as fast."""
-    kind = type(value)
-    if kind is float:
-        text = form % value
-        return text if "." in text or "e" in text else _whole(text)
-    if kind is str:
-        return _string(value)
-    if kind is int:
-        return str(value)
-    if value is None or kind is bool:
-        return "null" if value is None else "true" if value else "false"
+def _rounded(value: Any, form: str = SCALAR, in_list: str = ARRAY) -> Any:
+    """Return ``value`` with floats as a record has them: rounded, and None for one that is not finite.
+
+    Args:
+        value: What a line may hold.
+        form: How a float is rounded.
+        in_list: How a float in a list is; one in a list of lists is no number of a parameter, and keeps its digits.
+    """
+    if isinstance(value, float):
+        number = float(form % value) + 0.0  # which is no -0.0
+        return number if math.isfinite(number) else None
+    if isinstance(value, str):  # an argument that is not UTF-8 arrives with surrogates, which no file can hold
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, list | tuple):
-        if value and set(map(type, value)) == {float}:
-            texts = (f"{ARRAY} " * len(value) % tuple(value)).split()
-            return f"[{', '.join([text if '.' in text or 'e' in text else _whole(text) for text in texts])}]"
-        rows = bool(value) and isinstance(value[0], list | tuple)  # no array: what stands in them are scalars
-        return f"[{', '.join([_row(item) if rows else _json(item, ARRAY) for item in value])}]"
+        return [_rounded(one, in_list, SCALAR) for one in value]
     if isinstance(value, dict):
-        return f"{{{', '.join([f'{_string(str(key))}: {_json(item)}' for key, item in value.items()])}}}"
-    for plain in (float, int, str):  # of a class of its own, such as NumPy's
-        if isinstance(value, plain):
-            return _json(plain(value), form)
-    raise _refusal(value)
+        return {_rounded(str(key)): _rounded(one) for key, one in value.items()}
+    return value
 
 
-@functools.lru_cache(maxsize=256)
-def _string(text: str) -> str:
-    """Write a string: an argument that is not UTF-8 arrives with surrogates, which no file can hold."""
-    return encode_basestring(text.encode("utf-8", "backslashreplace").decode("utf-8"))
-
-
-def _row(row: Any) -> str:
-    return f"[{', '.join(map(_json, row))}]"
-
-
-def _whole(text: str) -> str:
-    """What a float that was written without a point or an exponent is in JSON."""
-    if text in ("nan", "inf", "-inf"):
-        return "null"
-    return "0.0" if text == "-0" else f"{text}.0"
-
-
-def _refusal(value: object) -> InvalidTypeError:
-    return InvalidTypeError(
+def _refuse(value: object) -> Any:
+    raise InvalidTypeError(
         f"a record holds plain numbers, strings, lists and dictionaries, got {type(value).__name__}; "
         "turn a tensor into numbers first, with .item() or .tolist()"
     )
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, default=_refuse)
 
 
 def _locate(path: Path) -> Path:
@@ -364,30 +344,17 @@ class _Run:
     def __init__(self, meta: Line, earlier: int) -> None:
         self.meta, self.earlier, self.end = meta, earlier, None
         self.lines = {"step": Lines(), "tensors": Lines()}
-        self._waiting: dict[str, list[Line]] = {"step": [], "tensors": []}  # columns take many at once
         self.events: list[Line] = []
         self.unreadable, self.dropped, self.first_fault = 0, 0, ""
 
     def add(self, line: Line) -> None:
         kind = line["t"]
-        if kind in self._waiting:
-            self._waiting[kind].append(line)
+        if kind in self.lines:
+            self.lines[kind].append(line)
         elif kind == "event":
             self.events.append(line)
         elif kind == "end":
             self.end = line
-
-    def add_many(self, many: ManyLines) -> None:
-        self.settle()
-        for kind, (shapes, columns) in many.columns.items():
-            self.lines[kind].extend_columns(shapes, columns)
-        for line in many.others:
-            self.add(line)
-
-    def settle(self) -> None:
-        for kind, lines in self._waiting.items():
-            self.lines[kind].extend(lines)
-            lines.clear()
 
     def fault(self, count: int, words: str) -> None:
         self.unreadable += count
@@ -399,7 +366,6 @@ class _Run:
             self.fault(1, words)
 
     def record(self, path: Path, torn: bool) -> Record:
-        self.settle()
         steps, tensors = (_ascending(lines) for lines in self.lines.values())
         lost = sum(map(len, self.lines.values())) - len(steps) - len(tensors)
         if lost:
@@ -412,39 +378,28 @@ class _Run:
 
 def _read(path: Path, file: BufferedReader, told: Callable[[float], object] | None) -> Record:
     refuse_at_once(path, file.peek(64)[:64])
-    run, last_is_bad, number = None, "", 0
-    for content in _parts_of(file):
-        if told is not None and number:
+    run, last_is_bad = None, ""
+    for number, raw in enumerate(_lines_of(file), 1):
+        if told is not None and number % _LINES_UNTOLD == 0:
             told(file.tell() / max(1, os.fstat(file.fileno()).st_size))
-        many = None if run is None else parse_lines(content)
-        if run is not None and many is not None:
-            run.fault_before(last_is_bad)
-            last_is_bad = ""
-            run.add_many(many)
-            number += content.count(b"\n") + (not content.endswith(b"\n"))
+        if raw.isspace():
             continue
-        for raw in content.removesuffix(b"\n").split(b"\n"):
-            number += 1
-            if not raw or raw.isspace():
-                continue
-            if run is not None:
-                run.fault_before(last_is_bad)
-            last_is_bad = ""
-            try:
-                line, dropped = parse_line(raw + b"\n")
-            except (ValueError, RecursionError) as error:
-                words = f"line {number}: {printable(error)}"
-                if run is None:
-                    raise RecordError(f"{path} is not a gradguard record: {words}. {_ADVICE}") from error
-                last_is_bad, line, dropped = words, begins_run(raw) or {"t": ""}, 0
-            if line["t"] == "meta":
-                run, last_is_bad = _Run(line, 0 if run is None else run.earlier + 1), ""
+        if run is not None:
+            run.fault_before(last_is_bad)
+        last_is_bad = ""
+        try:
+            line, dropped = parse_line(raw)
+        except (ValueError, RecursionError) as error:
+            words = f"line {number}: {printable(error)}"
             if run is None:
-                raise RecordError(
-                    f'{path} is not a gradguard record: line {number} is not {{"t": "meta", ...}}. {_ADVICE}'
-                )
-            run.add(line)
-            run.dropped += dropped
+                raise RecordError(f"{path} is not a gradguard record: {words}. {_ADVICE}") from error
+            last_is_bad, line, dropped = words, begins_run(raw) or {"t": ""}, 0
+        if line["t"] == "meta":
+            run, last_is_bad = _Run(line, 0 if run is None else run.earlier + 1), ""
+        if run is None:
+            raise RecordError(f'{path} is not a gradguard record: line {number} is not {{"t": "meta", ...}}. {_ADVICE}')
+        run.add(line)
+        run.dropped += dropped
     if run is None:
         raise RecordError(f"{path} is empty: the run wrote nothing. {_ADVICE}")
     return run.record(path, torn=bool(last_is_bad))
@@ -470,21 +425,17 @@ def refuse_at_once(path: Path, head: bytes) -> None:
 _GZIP, _BOM = b"\x1f\x8b", b"\xef\xbb\xbf"
 
 
-def _parts_of(file: BufferedReader) -> Iterator[bytes]:
-    """Whole lines, many at a time; nothing of one that is longer than any line may be."""
-    content = file.read(_BYTES_AT_ONCE).removeprefix(_BOM)
-    while content:
-        begin = content.rfind(b"\n") + 1  # of a line that has not been read to its end
-        if begin < len(content):
-            content += file.readline(LONGEST_LINE - (len(content) - begin))
-            if len(content) - begin == LONGEST_LINE and not content.endswith(b"\n"):
-                content = content[:begin] + b"\0"
-                while rest := file.readline(2**20):
-                    if rest.endswith(b"\n"):
-                        content += b"\n"
-                        break
-        yield content
-        content = file.read(_BYTES_AT_ONCE)
+def _lines_of(file: BufferedReader) -> Iterator[bytes]:
+    """Yield each line; a zero byte in place of one that is longer than any line may be."""
+    raw = file.readline(LONGEST_LINE).removeprefix(_BOM)
+    while raw:
+        if len(raw) < LONGEST_LINE or raw.endswith(b"\n"):
+            yield raw
+        else:
+            yield b"\0"
+            while (rest := file.readline(2**20)) and not rest.endswith(b"\n"):
+                pass
+        raw = file.readline(LONGEST_LINE)
 
 
 def _ascending(lines: Lines) -> Lines:

@@ -1,10 +1,10 @@
 """What the steps of a record say: whether clipping bound, what counts, and which optimizer each is of."""
 
 import math
-from array import array
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, takewhile
+from itertools import chain, compress, takewhile
 from operator import not_, or_
 from typing import Any
 
@@ -81,11 +81,8 @@ def thresholds_of(steps: Lines) -> Sequence[float | None]:
     Args:
         steps: Steps of a record.
     """
-    thresholds = steps.column("threshold")
-    if type(thresholds) is array:
-        return thresholds
-    has = steps.has("threshold")
-    return [math.inf if value is None and there else value for value, there in zip(thresholds, has, strict=True)]
+    pairs = zip(steps.column("threshold"), steps.has("threshold"), strict=True)
+    return [math.inf if value is None and there else value for value, there in pairs]
 
 
 def rules_on(steps: Lines) -> list[Any]:
@@ -104,11 +101,8 @@ def nonfinite_on(steps: Lines) -> list[bool]:
     Args:
         steps: Steps of a record.
     """
-    counts, norms = map(bool, steps.column("nonfinite")), steps.column("norm")
-    if type(norms) is array:
-        return list(counts)
-    lost = (there and norm is None for norm, there in zip(norms, steps.has("norm"), strict=True))
-    return list(map(or_, counts, lost))
+    known = zip(steps.column("nonfinite"), steps.column("norm"), steps.has("norm"), strict=True)
+    return [bool(count) or (there and norm is None) for count, norm, there in known]
 
 
 def skipped_on(steps: Lines) -> list[bool]:
@@ -118,6 +112,35 @@ def skipped_on(steps: Lines) -> list[bool]:
         steps: Steps of a record.
     """
     return list(map(bool, steps.column("skipped")))
+
+
+def in_order(record: Record) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a record as they were written: each step, then what belongs to it.
+
+    Lines of per-tensor numbers and events without a step come last, such as skips before a step that never came.
+
+    Args:
+        record: The record of a run, whose steps and lines of per-tensor numbers ascend.
+    """
+    events, late = defaultdict(list), defaultdict[int, list[dict[str, Any]]](list)
+    for event in record.events:
+        events[event["i"]].append(event)
+    tensors = iter(record.tensors)
+    line = next(tensors, None)
+    for step in record.steps:
+        yield step
+        i = step["i"]
+        while line is not None and line["i"] <= i:
+            if line["i"] == i:
+                yield line
+            else:
+                late[line["i"]].append(line)
+            line = next(tensors, None)
+        yield from events.pop(i, ())
+    for lost in chain([] if line is None else [line], tensors, *events.values()):
+        late[lost["i"]].append(lost)
+    for lines in late.values():
+        yield from lines
 
 
 @once

@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
 from itertools import compress
 from operator import or_
 
@@ -77,25 +76,6 @@ class Clipping:
         if self.fixed and self._held <= FIXED_PATIENCE:
             return []
         return self._locked_in(i, threshold)
-
-    def follow_all(
-        self, numbers: Sequence[int], thresholds: Sequence[float], coefficients: Sequence[float | None]
-    ) -> None:
-        """Follow many steps, as `follow` does each.
-
-        Args:
-            numbers: The steps.
-            thresholds: What the clip compared with.
-            coefficients: What it multiplied by, where that is known.
-        """
-        bound_on = [coefficient is not None and coefficient < BINDS_BELOW for coefficient in coefficients]
-        if not self._alarm.pass_over(bound_on, thresholds):
-            for i, threshold, coefficient in zip(numbers, thresholds, coefficients, strict=True):
-                self.follow(i, threshold, coefficient)
-            return
-        bound = [coefficient for coefficient in coefficients if coefficient is not None and coefficient < BINDS_BELOW]
-        self._steps, self._bound, self._held = self._steps + len(thresholds), self._bound + len(bound), 0
-        self._coefficients.extend(bound)
 
     def _locked_in(self, i: int, threshold: float) -> list[Finding]:
         share = self._bound / self._steps

@@ -82,41 +82,6 @@ class Layers:
             f"dominating {name}", DOMINATING, i, i, params=[name], numbers={"share": count / LOCK_IN_WINDOW}
         )  # fmt: skip
 
-    def tops(self, numbers: Sequence[int], tops: Sequence[tuple[int, float]]) -> None:
-        """Follow many steps, as `top` does each.
-
-        Args:
-            numbers: The steps.
-            tops: For each the place of the parameter with the largest gradient, and its share.
-        """
-        if self._seen + len(tops) < LOCK_IN_WINDOW:
-            self._seen += len(tops)
-            self._tops.update([place for place, share in tops if share > DOMINATING_SHARE])
-            return
-        for i, top in zip(numbers, tops, strict=True):
-            self.top(i, *top)
-
-    def pass_over(self, count: int, least: Sequence[float], largest: Sequence[float]) -> bool:
-        """Follow many lines, if none of them can show a fault.
-
-        Args:
-            count: How many lines, on which every parameter had a gradient.
-            least: The smallest norm of each parameter on them.
-            largest: The largest.
-
-        Returns:
-            Whether it followed them; else nothing has changed.
-        """
-        sizes = [(least[place] / root, largest[place] / root) for place, root in self._roots.items()]
-        weak = sizes and min(size for size, _ in sizes) < WEAK_LAYER_SHARE * max(size for _, size in sizes)
-        if self._several or self._absences or weak or min(least) <= 0:
-            return False
-        self._alive, self._lines = [True] * len(self.names), self._lines + count
-        self._dead.follow(0, [])
-        if len(self._roots) >= _FEWEST_WEIGHTS:
-            self._weak.follow(0, [])
-        return True
-
     def norms(self, i: int, norms: Sequence[float], absent: Sequence[int] = ()) -> list[Finding]:
         """Return what is new after a line with the norm of each parameter.
 

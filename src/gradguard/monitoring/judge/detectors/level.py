@@ -106,28 +106,6 @@ class Level:
             self._exploding(i, norm, loss, clipped, top) if norm > self._high else self._vanishing(i, norm, loss)
         )  # fmt: skip
 
-    @property
-    def to_next_block(self) -> int:
-        """How many norms there are until it is known better what is usual."""
-        return BLOCK - len(self._block)
-
-    def is_usual(self, norms: Sequence[float]) -> bool:
-        """Return whether `finite` would find nothing in norms that do not reach the end of the block.
-
-        Args:
-            norms: Fewer than `to_next_block`.
-        """
-        return self._blocks > _EARLY_BLOCKS and self._low < min(norms) and max(norms) <= self._high
-
-    def pass_over(self, norms: Sequence[float]) -> None:
-        """Follow norms of which `is_usual` holds.
-
-        Args:
-            norms: Fewer than `to_next_block`.
-        """
-        self._norm, self._run = norms[-1], 0
-        self._block += norms
-
     def nonfinite(self, i: int, skipped: bool, amp: bool) -> list[Finding]:
         """Return what is new after a step with gradients that are not finite.
 

@@ -87,22 +87,6 @@ class Setup:
         names = self._names(sorted(self._unused))
         return found + self._log.begin(UNUSED.name, UNUSED, 0, i, count=UNUSED_LINES, params=names)
 
-    def pass_over(self, count: int, coefficients: Sequence[float | None]) -> bool:
-        """Follow many lines, if none of them can show a fault.
-
-        Args:
-            count: How many lines with norms.
-            coefficients: What the steps were multiplied by, where that is known.
-
-        Returns:
-            Whether it followed them; else nothing has changed.
-        """
-        least = min((c for c in coefficients if c is not None), default=1.0)
-        if self._low or self._lines < UNUSED_LINES or min(least, self._coefficient) <= EPS_COEFFICIENT:
-            return False
-        self._lines += count
-        return True
-
     def event(self, event: Mapping[str, Any]) -> list[Finding]:
         """Return what an event of these kinds says, the same as when it was told.
 

@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
 
 from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, steps
 from gradguard.monitoring.judge.numbers import number
@@ -76,27 +75,6 @@ class Loss:
             return []
         self._block.append(loss)
         return self._close_block(i) if len(self._block) == BLOCK else []
-
-    def follow_all(self, numbers: Sequence[int], losses: Sequence[float]) -> None:
-        """Follow many steps, as `follow` does each.
-
-        Args:
-            numbers: The steps.
-            losses: Their losses.
-        """
-        if not self._judged or not losses:
-            return
-        if min(losses) <= 0:
-            for i, loss in zip(numbers, losses, strict=True):
-                self.follow(i, loss)
-            return
-        begin = 0
-        while begin < len(losses):
-            end = begin + BLOCK - len(self._block)
-            self._block += losses[begin:end]
-            if len(self._block) == BLOCK:
-                self._close_block(numbers[end - 1])
-            begin = end
 
     def _close_block(self, i: int) -> list[Finding]:
         level, self._block = statistics.median(self._block), []

@@ -37,10 +37,6 @@ class LossScale:
             return []
         return self._log.begin("amp", COLLAPSE, i, i, numbers={"smallest": scale})
 
-    def pass_over(self) -> None:
-        """Follow steps that were taken, whose scale was at least `AMP_LEAST_SCALE`."""
-        self._skipped_steps = 0
-
     def skip(self, i: int) -> list[Finding]:
         """Return what is new after a skip that left no step behind.
 

@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Sequence
 from itertools import pairwise
 
 from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words
@@ -72,26 +71,6 @@ class Outliers:
         self._seen += 1
         positions = self._finder.follow(norm)
         return self._told(positions) if positions else []
-
-    def follow_all(
-        self, numbers: Sequence[int], norms: Sequence[float], tops: Sequence[Top], clipped: Sequence[bool]
-    ) -> None:
-        """Follow many steps, as `follow` does each.
-
-        Args:
-            numbers: The steps, a few dozen at most.
-            norms: Their norms.
-            tops: Their largest gradients.
-            clipped: On which a clip bound.
-        """
-        steps = zip(range(self._seen, self._seen + len(norms)), numbers, norms, tops, clipped, strict=True)
-        self._steps.extend(steps if min(norms) > 0 else [step for step in steps if step[2] > 0])
-        self._seen += len(norms)
-        place = 0
-        while place < len(norms):
-            place, positions = self._finder.follow_until(norms, place)
-            if positions:
-                self._told(positions)
 
     def finish(self) -> list[Finding]:
         """Return what the last norms show, at the end of a run."""

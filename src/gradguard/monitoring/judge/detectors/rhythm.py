@@ -5,7 +5,6 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from operator import mul, sub
 
 from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, steps
 from gradguard.monitoring.judge.numbers import percent
@@ -69,31 +68,6 @@ class Oscillation:
         if not seen or self._turns.bit_count() < OSCILLATING_TURNS:
             return []
         return self._oscillating(i)
-
-    def follow_all(self, numbers: Sequence[int], losses: Sequence[float], clipped: Sequence[bool]) -> None:
-        """Follow many steps, as `follow` does each.
-
-        Args:
-            numbers: The steps.
-            losses: Their losses.
-            clipped: On which a clip bound.
-        """
-        if not self._judged or not losses:
-            return
-        rises = list(map(sub, losses, (self._loss, *losses)))
-        turns = self._turns
-        for product in map(mul, rises, (self._rise, *rises)):
-            turns = turns << 1 | (product < 0)
-        if turns.bit_count() >= OSCILLATING_TURNS:  # else no 64 of these can have so many
-            for i, loss, bound in zip(numbers, losses, clipped, strict=True):
-                self.follow(i, loss, bound)
-            return
-        self._loss, self._rise, self._turns = losses[-1], rises[-1], turns & _ALL
-        self._losses.extend(zip(numbers, losses, strict=True))
-        bound_on = self._clipped
-        for bound in clipped:
-            bound_on = bound_on << 1 | bound
-        self._clipped = bound_on & _ALL
 
     def _oscillating(self, i: int) -> list[Finding]:
         losses, middle = [loss for _, loss in self._losses], OSCILLATING_STEPS // 2

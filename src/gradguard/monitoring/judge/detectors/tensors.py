@@ -1,6 +1,7 @@
 """What the norms of single tensors show: one that jumps alone, updates out of proportion, units that are dead."""
 
 import math
+import statistics
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
@@ -77,48 +78,6 @@ class Corruption:
         self._limits, self._usual = [math.inf] * len(names), [0.0] * len(names)
         self._beyond: list[int] = []
         self._suspect: tuple[int, int, float, float] | None = None  # step, place, times, limit
-        self._least: deque[Sequence[float]] = deque(maxlen=_WINDOW // _REFRESH)
-        self._put_off = False
-
-    @property
-    def to_refresh(self) -> int:
-        """How many lines there are until it is known better what is usual."""
-        return _REFRESH - self._since
-
-    def pass_over(self, lines: Sequence[Sequence[float]], least: Sequence[float], largest: Sequence[float]) -> bool:
-        """Follow lines, if none of them can show a fault.
-
-        Args:
-            lines: The norms of each parameter on them, at most `to_refresh` lines.
-            least: The smallest norm of each parameter on them.
-            largest: The largest.
-
-        Returns:
-            Whether it followed them; else each has to be followed by itself.
-        """
-        if self._suspect is not None:
-            return False
-        whole = len(lines) == _REFRESH
-        if self._put_off:
-            # A limit is never below so many times the smallest norm: where none comes near, it need not be known.
-            usual = map(min, *self._least) if len(self._least) > 1 else self._least[0]
-            near = any(high > CORRUPT_TIMES * low for low, high in zip(usual, largest, strict=True))
-            if near or not whole:
-                self._refresh()
-        if not self._put_off and any(high > limit for high, limit in zip(largest, self._limits, strict=True)):
-            return False
-        self._beyond = []
-        self._lines.extend(lines)
-        self._since += len(lines)
-        if whole:
-            self._least.append(least)
-        else:
-            self._least.clear()
-        if self._since == _REFRESH:
-            self._since, self._put_off = 0, len(self._least) * _REFRESH == len(self._lines)
-            if not self._put_off:
-                self._refresh()
-        return True
 
     def follow(self, i: int, norms: Sequence[float]) -> list[Finding]:
         """Return what is new after a line with the norm of each parameter.
@@ -127,9 +86,6 @@ class Corruption:
             i: The step.
             norms: One finite norm for each.
         """
-        if self._put_off:
-            self._refresh()
-        self._least.clear()
         beyond = [place for place, (norm, limit) in enumerate(zip(norms, self._limits, strict=True)) if norm > limit]
         found = self._returned(self._suspect, norms) if self._suspect is not None else []
         self._suspect = self._alone(i, beyond[0], norms) if len(beyond) == 1 and beyond != self._beyond else None
@@ -150,26 +106,25 @@ class Corruption:
         return self._log.begin(f"corrupt {place}", CORRUPT, i, i, params=[name], numbers={"largest": times})
 
     def _alone(self, i: int, place: int, norms: Sequence[float]) -> tuple[int, int, float, float] | None:
-        others = sorted(
+        others = [
             norm / usual
             for k, (norm, usual) in enumerate(zip(norms, self._usual, strict=True))
             if k != place and usual > 0
-        )
-        calm = len(others) + 1 >= CORRUPT_TENSORS and others[len(others) // 2] < CALM_TIMES
+        ]
+        calm = len(others) + 1 >= CORRUPT_TENSORS and statistics.median_high(others) < CALM_TIMES
         total = math.hypot(*norms)
         if not calm or norms[place] < math.sqrt(CORRUPT_SHARE) * total:
             return None
         return i, place, norms[place] / self._usual[place], self._limits[place]
 
     def _refresh(self) -> None:
-        self._put_off = False
         middles, spreads = [], []
         for its in zip(*self._lines, strict=True):
             ordered = sorted(its)
             low, middle, high = (ordered[int(share * len(ordered))] for share in (0.16, 0.5, 0.84))
             middles.append(middle if low > 0 else 0.0)  # an expert that many batches leave alone is not judged
             spreads.append(max(high / middle, middle / low) if low > 0 else 1.0)
-        usual = sorted(spreads)[len(spreads) // 2] if spreads else 1.0
+        usual = statistics.median_high(spreads) if spreads else 1.0
         self._usual = middles
         self._limits = [
             middle * max(CORRUPT_TIMES, _power(max(spread, usual))) if middle else math.inf
@@ -215,7 +170,7 @@ class Diagnostics:
         }
         if not ratios:
             return []
-        median = sorted(ratios.values())[len(ratios) // 2]
+        median = statistics.median_high(ratios.values())
         large = [place for place, ratio in ratios.items() if ratio > LARGE_UPDATE]
         small = [place for place, ratio in ratios.items() if ratio < SMALL_UPDATE and median > ORDINARY_UPDATE]
         found = []

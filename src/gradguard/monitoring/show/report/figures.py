@@ -2,6 +2,7 @@
 
 import html
 import math
+import statistics
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any
@@ -267,18 +268,14 @@ def _windows_table(record: Record) -> Table:
 
 
 def _window_row(steps: Lines) -> tuple[str, ...]:
-    norms = sorted(norm for norm in steps.column("norm") if norm is not None)
-    losses = sorted(loss for loss in steps.column("loss") if loss is not None)
-    after = max((norm for norm in steps.column("post_norm") if norm is not None), default=None)
-    middle = norms[len(norms) // 2] if norms else None
-    loss = losses[len(losses) // 2] if losses else None
+    norms, after = _known(steps, "norm"), _known(steps, "post_norm")
     return (
         f"{steps[0]['i']:,} to {steps[-1]['i']:,}",
-        number(norms[0] if norms else None),
-        number(middle),
-        number(norms[-1] if norms else None),
-        number(after),
-        number(loss),
+        number(min(norms, default=None)),
+        number(_median(steps, "norm")),
+        number(max(norms, default=None)),
+        number(max(after, default=None)),
+        number(_median(steps, "loss")),
         f"{sum(nonfinite_on(steps)):,}",
     )
 
@@ -298,8 +295,12 @@ def _is_known(records: Sequence[Record], key: str) -> bool:
 
 
 def _median(steps: Lines, key: str) -> float | None:
-    known = sorted(value for value in steps.column(key) if value is not None)
-    return known[len(known) // 2] if known else None
+    known = _known(steps, key)
+    return statistics.median_high(known) if known else None
+
+
+def _known(steps: Lines, key: str) -> list[float]:
+    return [value for value in steps.column(key) if value is not None]
 
 
 _MEDIANS = ("median norm", "median loss")

@@ -7,11 +7,9 @@ import sys
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from operator import mul
 from typing import Any
 
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.lines import Vectors
 from gradguard.monitoring.show.report.series import Number, buckets
 
 MOST_COLUMNS = 600
@@ -147,7 +145,7 @@ def _matrix(
     most_cells: int,
     rows: Sequence[int] | None,
 ) -> LayerMatrix | None:
-    count = min([len(record.names), *_lengths(values)])
+    count = min([len(record.names), *map(len, values)])
     kept = [row for row in (range(count) if rows is None else rows) if row < count]
     if not len(values) or not kept:
         return None
@@ -164,16 +162,8 @@ def _matrix(
     )
 
 
-def _lengths(values: Sequence[list[Number]]) -> set[int]:
-    if isinstance(values, Vectors) and not values.other:
-        return {values.width} if len(values) else set()
-    return set(map(len, values))
-
-
 def _largest(rows: Sequence[list[Number]], count: int) -> list[Number]:
     # One column of the matrix: the largest value of each parameter in a bucket of lines.
-    if isinstance(rows, Vectors) and not rows.other and len(rows) > 1:
-        return [*map(max, rows.columns(0, len(rows)))][:count]
     if len(rows) == 1:
         return rows[0][:count]
     short = [row[:count] for row in rows]
@@ -224,10 +214,6 @@ def _hundredths(cell: Number) -> int:
 def _totals(norms: Sequence[list[Number]], count: int) -> Sequence[float]:
     # The sum of the squares of each row; 0 for one with a hole in it, which has no shares. A product overflows to
     # infinity where a power would raise.
-    if isinstance(norms, Vectors) and not norms.other and norms.width == count:
-        return array(
-            "d", map(sum, zip(*[map(mul, column, column) for column in norms.columns(0, len(norms))], strict=True))
-        )
     whole = [row if len(row) == count and None not in row else [] for row in norms]
     return [float(sum([norm * norm for norm in row if norm is not None])) for row in whole]
 

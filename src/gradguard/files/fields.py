@@ -1,0 +1,116 @@
+"""What a field of a file that somebody else may have made must be: rules for types and bounds, to be put in tables.
+
+A rule takes the value that JSON has for a field. It returns what to keep of it, or raises ValueError.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Rule = Callable[[Any], Any]
+
+LARGEST = sys.float_info.max
+MOST = 2**53
+"""Beyond it floats do not tell whole numbers apart."""
+
+
+def number(low: float = -LARGEST, high: float = LARGEST, *, null: bool = False) -> Rule:
+    """Return the rule of a number from ``low`` to ``high``.
+
+    A whole number from `MOST` on becomes a float: what is computed with it then overflows as floats do.
+
+    Args:
+        low: The least number.
+        high: The largest.
+        null: Whether None is kept too.
+
+    Example:
+        >>> rule = number(0, null=True)
+        >>> rule(0.5), rule(3), rule(None)
+        (0.5, 3, None)
+        >>> rule(-1)
+        Traceback (most recent call last):
+        ValueError: expected a number from 0 to 1.7976931348623157e+308
+    """
+
+    def check(value: Any) -> Any:
+        if type(value) is float and low <= value <= high:
+            return value
+        if type(value) is int and low <= value <= high:
+            return value if -MOST < value < MOST else float(value)
+        if value is None and null:
+            return None
+        raise ValueError(f"expected a number from {low} to {high}")
+
+    return check
+
+
+def whole(low: int = 0, high: int = MOST - 1) -> Rule:
+    """Return the rule of a whole number from ``low`` to ``high``; a truth value is none.
+
+    Args:
+        low: The least number.
+        high: The largest.
+    """
+
+    def check(value: Any) -> int:
+        if type(value) is int and low <= value <= high:
+            return value
+        raise ValueError(f"expected a whole number from {low} to {high}")
+
+    return check
+
+
+def of_type(kind: type) -> Rule:
+    """Return the rule of a value of exactly one type, so that a truth value is no number.
+
+    Args:
+        kind: The type.
+    """
+
+    def check(value: Any) -> Any:
+        if type(value) is kind:
+            return value
+        raise ValueError(f"expected a value of type {kind.__name__}")
+
+    return check
+
+
+text, truth, _list, _object = of_type(str), of_type(bool), of_type(list), of_type(dict)
+
+
+def list_of(rule: Rule) -> Rule:
+    """Return the rule of a list, each item of which follows ``rule``.
+
+    Args:
+        rule: The rule of an item.
+    """
+    return lambda value: [rule(item) for item in _list(value)]
+
+
+def row_of(*rules: Rule) -> Rule:
+    """Return the rule of a list with one item for each of ``rules``.
+
+    Args:
+        *rules: The rule of each item.
+    """
+    return lambda value: [rule(item) for rule, item in zip(rules, _list(value), strict=True)]
+
+
+def mapping_of(rule: Rule, name: Rule = text) -> Rule:
+    """Return the rule of an object, each value of which follows ``rule``.
+
+    Args:
+        rule: The rule of a value.
+        name: The rule of a key.
+    """
+    return lambda value: {name(key): rule(one) for key, one in _object(value).items()}
+
+
+def object_of(table: Mapping[str, Rule]) -> Rule:
+    """Return the rule of an object, each field of which follows its own; another field raises KeyError.
+
+    Args:
+        table: The rule of each field that it may have.
+    """
+    return lambda value: {key: table[key](one) for key, one in _object(value).items()}
