@@ -1,15 +1,21 @@
-"""The formulas of the rules that choose a threshold, once: for tensors on a device and for plain numbers.
+"""The rules that choose a threshold, once: for tensors on a device and for plain numbers.
 
-They take the operations that differ between the two as ``ops``: `PLAIN` for floats, and what
-`gradguard.clip.thresholds.base` has for tensors, with which nothing is read by the host. What a rule remembers is the
-caller's: tensors of fixed length there, lists in `gradguard.threshold_rules`.
+A rule is a function of the norm of this step and of what it remembers. It takes the operations that differ between the
+two kinds of number as ``ops``: `PLAIN` for floats, and `gradguard.tensors.number_operations.TENSORS`, with which the
+host reads nothing. The norms of earlier steps are in a `History`: a tensor of fixed length in
+`gradguard.clip.thresholds.base`, lists in `gradguard.threshold_rules`. All else that a rule remembers is an argument,
+and its next value a result.
 """
 
 import math
+import operator
 from typing import Any, Protocol
 
 Number = Any
 """A float, or a tensor: 0-dim, or with one entry for each gradient where a rule treats each by itself."""
+
+Numbers = Any
+"""A tuple of them."""
 
 Truth = Any
 """A bool, or a tensor of them."""
@@ -24,20 +30,69 @@ class Operations(Protocol):
     def within(self, x: Number, low: float, high: float, /) -> Number:
         """Return ``x``, or the bound that it exceeds."""
 
+    def larger(self, x: Number, y: Number, /) -> Number:
+        """Return the larger of two numbers."""
+
     def ratio(self, x: Number, y: Number, /) -> Number:
         """Return x / y; of a zero y infinity, or NaN if x is zero too."""
 
-    def number(self, condition: Truth, like: Number, /) -> Number:
-        """Return 1 where ``condition`` holds, else 0, of the type of ``like``."""
+    def number(self, x: Number | Truth, like: Number, /) -> Number:
+        """Return ``x`` as a number of the type of ``like``; 1 of a condition that holds, else 0."""
 
     def is_infinite(self, x: Number, /) -> Truth:
         """Tell whether ``x`` is positive infinity."""
 
+    def logical_not(self, condition: Truth, /) -> Truth:
+        """Return whether ``condition`` does not hold."""
+
+    def possible(self, condition: Truth, /) -> Truth:
+        """Return False only where the host knows that ``condition`` does not hold: never of a tensor."""
+
     def exp(self, x: Number, /) -> Number:
         """Return e to the power of ``x``."""
 
+    def log(self, x: Number, /) -> Number:
+        """Return the natural logarithm of ``x``, negative infinity of 0 and below."""
+
     def sqrt(self, x: Number, /) -> Number:
         """Return the square root of ``x``."""
+
+    def floor(self, x: Number, /) -> Number:
+        """Return the largest whole number up to ``x``."""
+
+
+class History(Protocol):
+    """Some of the norms so far, or their logarithms. ``count`` is how many norms entered the rule before."""
+
+    def put(self, count: Number, value: Number, enters: Truth, /) -> None:
+        """Remember ``value`` where ``enters`` holds; the oldest value goes where there is no room."""
+
+
+class WindowHistory(History, Protocol):
+    """The last values."""
+
+    def median(self, count: Number, /) -> Number:
+        """Return their median; any number if there are none."""
+
+    def median_distance(self, count: Number, middle: Number, /) -> Number:
+        """Return the median of their distances from ``middle``; any number if there are none."""
+
+
+class OrderedHistory(History, Protocol):
+    """Values in order."""
+
+    def last(self, count: Number, /) -> Number:
+        """Return the number of the largest value, counted from 0; 0 if there are none."""
+
+    def neighbours(self, place: Number, last: Number, /) -> Numbers:
+        """Return the value of number ``place`` and the next one, which is the same at the end."""
+
+
+class FirstHistory(History, Protocol):
+    """The first values."""
+
+    def moments(self) -> Numbers:
+        """Return mean and variance, added from the first value to the last."""
 
 
 class _Plain:
@@ -58,9 +113,9 @@ class _Plain:
         return math.nan if x == 0 else math.copysign(math.inf, x)
 
     @staticmethod
-    def number(condition: bool, like: float) -> float:
+    def number(x: float | bool, like: float) -> float:
         del like
-        return float(condition)
+        return float(x)
 
     @staticmethod
     def is_infinite(x: float) -> bool:
@@ -74,8 +129,14 @@ class _Plain:
             return math.inf
 
     @staticmethod
-    def sqrt(x: float) -> float:
-        return math.sqrt(x)
+    def log(x: float) -> float:
+        return math.log(x) if x > 0 else -math.inf
+
+    logical_not = staticmethod(operator.not_)
+    possible = staticmethod(bool)
+    larger = staticmethod(max)
+    sqrt = staticmethod(math.sqrt)
+    floor = staticmethod(math.floor)
 
 
 PLAIN: Operations = _Plain()
@@ -189,6 +250,65 @@ def median_start(
     return most * ops.exp((1 - progress) * math.log(start)), ops.where(norm < most, norm, most)
 
 
+def median_step(
+    ops: Operations,
+    logarithms: WindowHistory,
+    count: Number,
+    norm: Number,
+    enters: Truth,
+    *,
+    k: float,
+    warmup: int,
+    floor: float,
+    start: float,
+    times: float,
+) -> tuple[Number, Number]:
+    """Return `ClipByMedian`'s threshold from the norms before this one, and the next ``count``; remember this norm.
+
+    Args:
+        ops: The operations.
+        logarithms: The logarithms of the last norms.
+        count: How many norms entered before.
+        norm: The norm of this step.
+        enters: Whether it may be remembered.
+        k: How many robust deviations above the median.
+        warmup: How many norms the start has.
+        floor: The least robust deviation.
+        start: The share of the first norm that passes.
+        times: Within the start, how many times the median a norm is remembered as at most.
+    """
+    progress = ops.within(ops.number(count, norm) / warmup, 0.0, 1.0)
+    middle = logarithms.median(count)
+    early, remembered = median_start(ops, norm, middle, progress, start, times)
+    later = median_threshold(ops, middle, logarithms.median_distance(count, middle), k, floor)
+    starts = progress < 1
+    threshold = ops.where((count > 0) | enters, ops.where(starts, early, later), math.inf)
+    logarithms.put(count, ops.log(ops.where(starts, remembered, norm)), enters)
+    return threshold, count + enters
+
+
+def percentile_step(
+    ops: Operations, history: OrderedHistory, count: Number, norm: Number, enters: Truth, percent: float
+) -> tuple[Number, Number]:
+    """Return `AutoClip`'s threshold, a percentile of the norms with this one among them, and the next ``count``.
+
+    Args:
+        ops: The operations.
+        history: The norms.
+        count: How many norms entered before.
+        norm: The norm of this step.
+        enters: Whether it may be remembered.
+        percent: From 0 to 100.
+    """
+    history.put(count, norm, enters)
+    count = count + enters
+    last = history.last(count)
+    place = ops.number(last, norm) * (percent / 100)
+    below = ops.floor(place)
+    low, high = history.neighbours(below, last)
+    return ops.where(count > 0, interpolated(ops, low, high, place - below), math.inf), count
+
+
 def interpolated(ops: Operations, low: Number, high: Number, fraction: Number) -> Number:
     """Return what lies between two neighbours of a percentile, to the last digit as NumPy has it: from the nearer."""
     return ops.where(fraction < 0.5, low + (high - low) * fraction, high - (high - low) * (1 - fraction))
@@ -242,6 +362,59 @@ def moving_moments(mean: Number, variance: Number, norm: Number, decay: float) -
     """Return mean and variance after one more norm."""
     mean = decay * mean + (1 - decay) * norm
     return mean, decay * variance + (1 - decay) * (norm - mean) ** 2
+
+
+def z_score_step(
+    ops: Operations,
+    first: FirstHistory,
+    count: Number,
+    moments: Numbers,
+    norm: Number,
+    enters: Truth,
+    *,
+    alpha: float,
+    z_threshold: float,
+    warmup: int,
+    ceiling: float,
+    clip_factor: float = 1.0,
+    mode: str = "adaptive_scaling",
+    skip_update_on_spike: bool = False,
+) -> tuple[Number, Number, Numbers]:
+    """Return `ZClip`'s threshold, and the next ``count`` and ``moments``.
+
+    Args:
+        ops: The operations.
+        first: The norms of the warm-up.
+        count: How many norms entered before.
+        moments: Mean and variance of the norms before; NaN in the warm-up, in which nothing is a spike.
+        norm: The norm of this step.
+        enters: Whether it may be remembered.
+        alpha: The decay of both moments.
+        z_threshold: The z-score that is too high.
+        warmup: How many norms make the first mean and variance.
+        ceiling: A threshold that always holds.
+        clip_factor: What ``"adaptive_scaling"`` multiplies its bound by.
+        mode: As `ZClip` has it.
+        skip_update_on_spike: Whether mean and variance stay where the rule binds.
+    """
+    warm = count >= warmup
+    mean, variance = moments
+    bounds = z_score_bounds(ops, norm, mean, variance, z_threshold, clip_factor, mode)
+    _, bound, spike = bounds
+    threshold = z_score_threshold(ops, norm, *bounds, warm, ceiling)
+    collects, follows = enters & ops.logical_not(warm), enters & warm & ops.logical_not(spike & skip_update_on_spike)
+    first.put(count, norm, collects)
+    count = count + enters
+    complete = collects & (count == warmup)
+    if ops.possible(follows):
+        moments = _where(ops, follows, moving_moments(mean, variance, ops.where(spike, bound, norm), alpha), moments)
+    if ops.possible(complete):
+        moments = _where(ops, complete, first.moments(), moments)
+    return threshold, count, moments
+
+
+def _where(ops: Operations, condition: Truth, yes: Numbers, no: Numbers) -> Numbers:
+    return tuple(ops.where(condition, new, old) for new, old in zip(yes, no, strict=True))
 
 
 def fraction_threshold(

@@ -1,8 +1,8 @@
 """The rules that choose a threshold, on plain numbers: for records.
 
-Each is told the finite norms of the steps that were taken, one after the other, and answers with the coefficient of
-that step and the threshold that it compared with. A norm of 0 tells nothing of the scale and enters no state. The
-defaults are those of the clippers, and so are the formulas (`gradguard.threshold_formulas`).
+Each is given the finite norms of the steps that were taken, one after the other, and returns the coefficient of that
+step and the threshold that it compared with. A norm of 0 tells nothing of the scale and enters no state. The
+arithmetic is that of the clippers (`gradguard.threshold_formulas`), and so are the names and defaults of arguments.
 """
 
 import heapq
@@ -11,8 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate, repeat
-from operator import sub
+from itertools import repeat
 
 from gradguard.threshold_formulas import (
     LOCK_IN_WINDOW,
@@ -23,17 +22,14 @@ from gradguard.threshold_formulas import (
     PLAIN,
     coefficient_of,
     fraction_threshold,
-    interpolated,
     locked_in,
-    median_start,
-    median_threshold,
-    moving_moments,
+    median_step,
     per_tensor_average,
     per_tensor_factor,
+    percentile_step,
     pytorch_coefficient,
     update_bound,
-    z_score_bounds,
-    z_score_threshold,
+    z_score_step,
 )
 
 
@@ -89,33 +85,30 @@ class FixedNorm(Rule):
 class Median(Rule):
     """So many robust deviations above the median of the last log-norms (`ClipByMedian`).
 
-    A record of norms does not tell the weights, so that this is the rule without a guard, or under one with
-    ``update=None``: with its gentle start, and without a bound on the update. `choose_within` is the
-    rule of a guard, for who knows what the steps would do to the weights.
+    A record of norms does not hold the weights, so this is the rule without a guard, or under one with ``update=None``:
+    with its gentle start, and without a bound on the update. `choose_within` is the rule under a guard.
 
     Args:
-        deviations: How many.
+        k: How many deviations.
         window: How many norms are remembered.
-        warm_up: For how many norms it starts gently.
+        warmup: For how many norms it starts gently.
         floor: The least deviation.
-        start: The share of the first norm that is let through.
+        start: The share of the first norm that passes.
         update: The share of their norm by which a step may move the weights, in `choose_within`.
     """
 
     def __init__(
         self,
-        deviations: float = 6.0,
+        k: float = 6.0,
         window: int = 128,
-        warm_up: int = 32,
+        warmup: int = 32,
         floor: float = 0.05,
         start: float = MEDIAN_START,
         update: float = MEDIAN_UPDATE,
     ) -> None:
-        self.deviations, self.warm_up, self.floor, self.start = deviations, warm_up, floor, start
-        self.update, self._held = update, 0.0
-        self._recent: deque[float] = deque(maxlen=window)
-        self._ordered: list[float] = []
-        self._count = 0
+        self.start, self.update = start, update
+        self._settings = {"k": k, "warmup": warmup, "floor": floor}
+        self._logarithms, self._count, self._held = _SortedWindow(window), 0, 0.0
 
     def choose(self, norm: float) -> float:
         """Return the threshold of the norms before this one, and remember this one.
@@ -138,40 +131,21 @@ class Median(Rule):
         return min(threshold, bound)
 
     def _by_norms(self, norm: float, start: float, times: float) -> float:
-        middle = median_of(self._ordered) if self._ordered else 0.0
-        progress = self._count / self.warm_up
-        if progress < 1:
-            threshold, remembered = median_start(PLAIN, norm, middle, progress, start, times)
-        else:
-            deviation = median_distance(self._ordered, middle)
-            threshold, remembered = median_threshold(PLAIN, middle, deviation, self.deviations, self.floor), norm
-        if norm == 0:
-            return threshold if self._count else math.inf
-        self._push(math.log(remembered))
-        self._count += 1
+        before, settings = (self._logarithms, self._count), self._settings
+        threshold, self._count = median_step(PLAIN, *before, norm, norm > 0, start=start, times=times, **settings)
         return threshold
-
-    def _push(self, logarithm: float) -> None:
-        if len(self._recent) == self._recent.maxlen:
-            del self._ordered[bisect_left(self._ordered, self._recent[0])]
-        self._recent.append(logarithm)
-        insort(self._ordered, logarithm)
 
 
 class Percentile(Rule):
     """A percentile of all norms so far, this one among them (`AutoClip`).
 
-    Two heaps meet at the percentile, whose place moves by less than one for each norm: a run of a million steps needs
-    no sorted list of a million norms.
-
     Args:
-        percent: From 0 to 100.
+        percentile: From 0 to 100.
     """
 
-    def __init__(self, percent: float = 10.0) -> None:
-        self.percent = percent
-        self._below: list[float] = []  # the smallest ones, negated, so that their largest comes first
-        self._above: list[float] = []
+    def __init__(self, percentile: float = 10.0) -> None:
+        self.percentile = percentile
+        self._history, self._count = _HeapHistory(), 0
 
     def choose(self, norm: float) -> float:
         """Return the percentile of all norms, after remembering this one.
@@ -179,16 +153,9 @@ class Percentile(Rule):
         Args:
             norm: As for `Rule.step`.
         """
-        if norm > 0:
-            heapq.heappush(self._above, -heapq.heappushpop(self._below, -norm))
-        count = len(self._below) + len(self._above)
-        if not count:
-            return math.inf
-        place = (count - 1) * (self.percent / 100)
-        while len(self._below) < math.floor(place) + 1:
-            heapq.heappush(self._below, -heapq.heappop(self._above))
-        low, fraction = -self._below[0], place - math.floor(place)
-        return interpolated(PLAIN, low, self._above[0] if self._above else low, fraction)
+        before = self._history, self._count
+        threshold, self._count = percentile_step(PLAIN, *before, norm, norm > 0, self.percentile)
+        return threshold
 
 
 class ZScore(Rule):
@@ -196,15 +163,15 @@ class ZScore(Rule):
 
     Args:
         ceiling: A threshold that always holds; the published default is 1.0, infinity is none.
-        limit: The z-score that is too high.
-        decay: Of the moving averages.
-        warm_up: How many norms make the first mean and variance.
+        z_threshold: The z-score that is too high.
+        alpha: The decay of the moving averages.
+        warmup: How many norms make the first mean and variance.
     """
 
-    def __init__(self, ceiling: float = 1.0, limit: float = 2.5, decay: float = 0.97, warm_up: int = 25) -> None:
-        self.ceiling, self.limit, self.decay, self.warm_up = ceiling, limit, decay, warm_up
-        self._first: list[float] = []
-        self._mean = self._variance = math.nan
+    def __init__(self, ceiling: float = 1.0, z_threshold: float = 2.5, alpha: float = 0.97, warmup: int = 25) -> None:
+        self._settings = {"ceiling": ceiling, "z_threshold": z_threshold, "alpha": alpha, "warmup": warmup}
+        self._first = _FirstNorms()
+        self._count, self._moments = 0, (math.nan, math.nan)
 
     def choose(self, norm: float) -> float:
         """Return what a spike is cut back to, or the norm from which on one would be; follow what was passed.
@@ -212,22 +179,9 @@ class ZScore(Rule):
         Args:
             norm: As for `Rule.step`.
         """
-        if len(self._first) < self.warm_up:
-            self._collect(norm)
-            return self.ceiling
-        bounds = z_score_bounds(PLAIN, norm, self._mean, self._variance, self.limit, 1.0, "adaptive_scaling")
-        _, bound, spike = bounds
-        if norm > 0:
-            passed = bound if spike else norm
-            self._mean, self._variance = moving_moments(self._mean, self._variance, passed, self.decay)
-        return z_score_threshold(PLAIN, norm, *bounds, True, self.ceiling)
-
-    def _collect(self, norm: float) -> None:
-        if norm > 0:
-            self._first.append(norm)
-        if len(self._first) == self.warm_up:
-            self._mean = sum(self._first) / self.warm_up
-            self._variance = sum((value - self._mean) ** 2 for value in self._first) / self.warm_up
+        before = self._first, self._count, self._moments
+        threshold, self._count, self._moments = z_score_step(PLAIN, *before, norm, norm > 0, **self._settings)
+        return threshold
 
 
 class Fraction(Rule):
@@ -235,11 +189,11 @@ class Fraction(Rule):
 
     Args:
         target: The share.
-        rate: How fast the threshold moves.
+        learning_rate: How fast the threshold moves.
     """
 
-    def __init__(self, target: float, rate: float = 0.2) -> None:
-        self.target, self.rate = target, rate
+    def __init__(self, target: float, learning_rate: float = 0.2) -> None:
+        self.target, self.learning_rate = target, learning_rate
         self._threshold = math.inf
 
     def choose(self, norm: float) -> float:
@@ -248,7 +202,8 @@ class Fraction(Rule):
         Args:
             norm: As for `Rule.step`.
         """
-        threshold, moved = fraction_threshold(PLAIN, norm, self._threshold, self.target, self.rate, 0.0, math.inf)
+        settings = self.target, self.learning_rate, 0.0, math.inf
+        threshold, moved = fraction_threshold(PLAIN, norm, self._threshold, *settings)
         if norm > 0:
             self._threshold = moved
         return threshold
@@ -287,12 +242,12 @@ class PerTensor:
     Args:
         absolute: The threshold of the global norm in the warm-up; infinity for none.
         relative: How many times its average a norm may be.
-        decay: Of the averages.
-        warm_up: The warm-up has one step less.
+        beta: The decay of the averages.
+        warmup: The warm-up has one step less.
     """
 
-    def __init__(self, absolute: float = 1.0, relative: float = 1.05, decay: float = 0.98, warm_up: int = 100) -> None:
-        self.absolute, self.relative, self.decay, self.warm_up = absolute, relative, decay, warm_up
+    def __init__(self, absolute: float = 1.0, relative: float = 1.05, beta: float = 0.98, warmup: int = 100) -> None:
+        self.absolute, self.relative, self.beta, self.warmup = absolute, relative, beta, warmup
         self._averages: dict[int, float] = {}
         self._seen: dict[int, int] = {}
 
@@ -309,20 +264,83 @@ class PerTensor:
         return (math.hypot(*after) / total if clipped else 1.0), math.hypot(*self._averages.values())
 
     def _scaled(self, place: int, norm: float, together: float) -> float:
-        """The norm of one tensor after the clip; its average follows."""
+        """Return the norm of one tensor after the clip; its average follows."""
         if norm == 0:
             return 0.0
         average, seen = self._averages.get(place, math.inf), self._seen.get(place, 0)
-        warm = seen + 1 < self.warm_up
-        if warm or not seen or norm == math.inf:
-            scaled = norm * per_tensor_factor(PLAIN, norm, average, warm, together, self.relative)
-            self._averages[place] = per_tensor_average(PLAIN, scaled, average, seen, warm, self.decay)
-        else:  # the same, without a call for each operation
-            factor = self.relative * average / norm
-            scaled = norm * factor if factor < 1.0 else norm
-            self._averages[place] = self.decay * average + (1 - self.decay) * scaled
+        warm = seen + 1 < self.warmup
+        scaled = norm * per_tensor_factor(PLAIN, norm, average, warm, together, self.relative)
+        self._averages[place] = per_tensor_average(PLAIN, scaled, average, seen, warm, self.beta)
         self._seen[place] = seen + 1
         return scaled
+
+
+class _SortedWindow:
+    """The last values, in the order in which they came and sorted: a median takes logarithmic time.
+
+    Args:
+        length: How many.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._recent: deque[float] = deque(maxlen=length)
+        self._ordered: list[float] = []
+
+    def put(self, count: int, value: float, enters: bool) -> None:
+        del count
+        if not enters:
+            return
+        if len(self._recent) == self._recent.maxlen:
+            del self._ordered[bisect_left(self._ordered, self._recent[0])]
+        self._recent.append(value)
+        insort(self._ordered, value)
+
+    def median(self, count: int) -> float:
+        return median_of(self._ordered) if count else 0.0
+
+    def median_distance(self, count: int, middle: float) -> float:
+        return median_distance(self._ordered, middle) if count else 0.0
+
+
+class _HeapHistory:
+    """All values, in two heaps that meet at a place.
+
+    The place of a percentile moves by less than one for each value: a run of a million steps needs no sorted list.
+    """
+
+    def __init__(self) -> None:
+        self._below: list[float] = []  # the smallest ones, negated, so that their largest comes first
+        self._above: list[float] = []
+
+    def put(self, count: int, value: float, enters: bool) -> None:
+        del count
+        if enters:
+            heapq.heappush(self._above, -heapq.heappushpop(self._below, -value))
+
+    def last(self, count: int) -> int:
+        return max(count, 1) - 1
+
+    def neighbours(self, place: int, last: int) -> tuple[float, float]:
+        while self._above and len(self._below) <= place:
+            heapq.heappush(self._below, -heapq.heappop(self._above))
+        low = -self._below[0] if self._below else math.inf
+        return low, self._above[0] if place < last else low
+
+
+class _FirstNorms:
+    """The first norms."""
+
+    def __init__(self) -> None:
+        self._norms: list[float] = []
+
+    def put(self, count: int, value: float, enters: bool) -> None:
+        del count
+        if enters:
+            self._norms.append(value)
+
+    def moments(self) -> tuple[float, float]:
+        mean = sum(self._norms) / len(self._norms)
+        return mean, sum((norm - mean) ** 2 for norm in self._norms) / len(self._norms)
 
 
 def median_of(ordered: Sequence[float]) -> float:
@@ -361,33 +379,6 @@ def median_distance(ordered: Sequence[float], middle: float) -> float:
     rest = ordered[low + 1 : low + nearest] if left > right else ordered[low : low + nearest - 1]
     within = max(abs(middle - rest[0]), abs(rest[-1] - middle)) if rest else max(left, right)
     return (max(left, right) + within) / 2
-
-
-def lock_in_on(clipped: Sequence[bool], thresholds: list[float]) -> list[bool]:
-    """Return what a new `LockInAlarm` says on each of many steps, in a fraction of the time.
-
-    Args:
-        clipped: On which steps the clip binds.
-        thresholds: What it compared with on each.
-
-    Example:
-        >>> sum(lock_in_on([True] * 150, [1.0] * 150))
-        51
-    """
-    window, bound, on, same = LOCK_IN_WINDOW, list(accumulate(clipped, initial=0)), [False] * len(clipped), False
-    counts = list(map(sub, bound[window:], bound))  # of the windows that end at the 100th step and those after it
-    if not counts or not locked_in(window, max(counts), 1.0, 1.0, window):
-        return on
-    for last, count in enumerate(counts, start=window - 1):
-        if not locked_in(window, count, 1.0, 1.0, window):
-            same = False
-            continue
-        # Thresholds that are the same as those of the window before need not be looked through.
-        same = same and thresholds[last] == thresholds[last - 1]
-        recent = thresholds[last + 1 - window : last + 1]
-        same = same or recent.count(recent[0]) == window
-        on[last] = same or locked_in(window, count, min(recent), max(recent), window)
-    return on
 
 
 class LockInAlarm:

@@ -21,7 +21,7 @@ WEIGHTS = [16.0, 16.0, 16.0, 1.0, 16.0, 64.0, NAN, 16.0, 0.0, 16.0, 4.0]
 class OnDevice(SpikeDetector):
     """Judges on the CPU as on an accelerator."""
 
-    _judge = SpikeDetector._judge_on_device
+    _judge = SpikeDetector._judge_tensors
 
 
 def see(detector, *values):

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number, check_threshold
-from gradguard.clip.thresholds.base import TENSORS, ThresholdClipper, check, scalar
+from gradguard.clip.thresholds.base import ThresholdClipper, check, scalar
+from gradguard.tensors.number_operations import TENSORS
 from gradguard.threshold_formulas import fraction_threshold
 
 

@@ -8,25 +8,23 @@ from torch import Tensor
 from gradguard.arguments import check_number, check_threshold
 from gradguard.clip.gradients import Gradients
 from gradguard.clip.thresholds.base import (
-    TENSORS,
+    RingHistory,
     ThresholdClipper,
     check,
     counter,
     empty_history,
-    median_of_history,
-    push_norm,
     scalar,
     whole,
 )
 from gradguard.distributed.settings import Settings
 from gradguard.tensors.layout import move
+from gradguard.tensors.number_operations import TENSORS
 from gradguard.threshold_formulas import (
     MEDIAN_START,
     MEDIAN_START_TIMES,
     MEDIAN_START_TIMES_BOUNDED,
     MEDIAN_UPDATE,
-    median_start,
-    median_threshold,
+    median_step,
     update_bound,
 )
 
@@ -164,16 +162,10 @@ class ClipByMedian(ThresholdClipper):
         super().load_state_dict({"held": scalar(0.0), **state_dict})
 
     def _by_norms(self, norm: Tensor, enters: Tensor, start: float, times: float) -> Tensor:
-        logarithms, count = self.state["logarithms"], self.state["count"]
-        middle = median_of_history(logarithms.sort().values, count)
-        deviations = (logarithms - middle).abs().sort().values
-        deviation = median_of_history(deviations, count)
-        progress = (count / self.warmup).clamp(max=1).to(norm.dtype)
-        early, remembered = median_start(TENSORS, norm, middle, progress, start, times)
-        later = median_threshold(TENSORS, middle, deviation, self.k, self.floor)
-        threshold = torch.where(progress < 1, early, later)
-        threshold = torch.where((count > 0) | enters, threshold, torch.inf)
-        push_norm(logarithms, count, torch.where(progress < 1, remembered, norm).log(), enters)
+        logarithms = RingHistory(self.state["logarithms"])
+        settings = {"k": self.k, "warmup": self.warmup, "floor": self.floor, "start": start, "times": times}
+        threshold, count = median_step(TENSORS, logarithms, self.state["count"], norm, enters, **settings)
+        self._set(count=count)
         return threshold
 
 
