@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import math
+import random
 from typing import get_args
 
 import pytest
@@ -11,10 +12,10 @@ from torch import Tensor
 
 import gradguard as gg
 from gradguard import threshold_formulas
-from gradguard.clip.thresholds.base import TENSORS
 from gradguard.clip.thresholds.zclip import Mode
+from gradguard.tensors.number_operations import TENSORS
 from gradguard.threshold_formulas import PLAIN
-from gradguard.threshold_rules import Fraction, Median, Percentile, PerTensor, ZScore
+from gradguard.threshold_rules import Fraction, LockInAlarm, Median, Percentile, PerTensor, ZScore
 
 NORMS = (0.0, 1e-30, 0.3, 1.0, 2.5, 1e30, math.inf)
 POSITIVE = NORMS[1:-1]
@@ -78,13 +79,28 @@ def test_locked_in(seen, bound, least, most, expected):
 @pytest.mark.parametrize(
     ("plain", "clipper", "same"),
     [
-        (Median, gg.ClipByMedian, {"deviations": "k", "window": "window", "warm_up": "warmup", "floor": "floor"}),
-        (Percentile, gg.AutoClip, {"percent": "percentile"}),
-        (ZScore, gg.ZClip, {"ceiling": "ceiling", "limit": "z_threshold", "decay": "alpha", "warm_up": "warmup"}),
-        (Fraction, gg.ClipFraction, {"rate": "learning_rate"}),
-        (PerTensor, gg.AdaGC, {"absolute": "absolute", "relative": "relative", "decay": "beta", "warm_up": "warmup"}),
+        (Median, gg.ClipByMedian, ("k", "window", "warmup", "floor", "start", "update")),
+        (Percentile, gg.AutoClip, ("percentile",)),
+        (ZScore, gg.ZClip, ("ceiling", "z_threshold", "alpha", "warmup")),
+        (Fraction, gg.ClipFraction, ("target", "learning_rate")),
+        (PerTensor, gg.AdaGC, ("absolute", "relative", "beta", "warmup")),
     ],
 )
 def test_the_defaults_on_plain_numbers_are_the_clippers(plain, clipper, same):
     ours, theirs = inspect.signature(plain).parameters, inspect.signature(clipper).parameters
-    assert {a: ours[a].default for a in same} == {a: theirs[b].default for a, b in same.items()}
+    assert {a: ours[a].default for a in same} == {a: theirs[a].default for a in same}
+    assert set(ours) == set(same)
+
+
+@pytest.mark.parametrize("bound", [0.3, 0.5, 0.52, 0.6, 1.0])
+@pytest.mark.parametrize("moves", [0.0, 0.01, 0.3, 1.0])
+def test_the_alarm_says_what_its_window_says(bound, moves):
+    draw, alarm, threshold = random.Random(3), LockInAlarm(), 1.0
+    clipped, thresholds = [], []
+    for place in range(900):
+        threshold *= draw.choice((1.004, 0.997, 1.2)) if draw.random() < moves else 1.0
+        thresholds.append(math.inf if 300 < place < 430 else threshold)
+        clipped.append(draw.random() < bound)
+        recent, on = thresholds[-100:], sum(clipped[-100:])
+        expected = place >= 99 and on > 50 and max(recent) <= 1.01 * min(recent)
+        assert alarm.follow(clipped[-1], thresholds[-1]) == expected, place

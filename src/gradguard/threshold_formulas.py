@@ -407,14 +407,12 @@ def z_score_step(
     count = count + enters
     complete = collects & (count == warmup)
     if ops.possible(follows):
-        moments = _where(ops, follows, moving_moments(mean, variance, ops.where(spike, bound, norm), alpha), moments)
+        moved = moving_moments(mean, variance, ops.where(spike, bound, norm), alpha)
+        mean, variance = ops.where(follows, moved[0], mean), ops.where(follows, moved[1], variance)
     if ops.possible(complete):
-        moments = _where(ops, complete, first.moments(), moments)
-    return threshold, count, moments
-
-
-def _where(ops: Operations, condition: Truth, yes: Numbers, no: Numbers) -> Numbers:
-    return tuple(ops.where(condition, new, old) for new, old in zip(yes, no, strict=True))
+        made = first.moments()
+        mean, variance = ops.where(complete, made[0], mean), ops.where(complete, made[1], variance)
+    return threshold, count, (mean, variance)
 
 
 def fraction_threshold(

@@ -108,7 +108,7 @@ class Median(Rule):
     ) -> None:
         self.start, self.update = start, update
         self._settings = {"k": k, "warmup": warmup, "floor": floor}
-        self._logarithms, self._count, self._held = _SortedWindow(window), 0, 0.0
+        self._logarithms, self._count, self._held = SortedWindow(window), 0, 0.0
 
     def choose(self, norm: float) -> float:
         """Return the threshold of the norms before this one, and remember this one.
@@ -275,7 +275,7 @@ class PerTensor:
         return scaled
 
 
-class _SortedWindow:
+class SortedWindow:
     """The last values, in the order in which they came and sorted: a median takes logarithmic time.
 
     Args:
@@ -287,7 +287,13 @@ class _SortedWindow:
         self._ordered: list[float] = []
 
     def put(self, count: int, value: float, enters: bool) -> None:
-        del count
+        """Remember ``value`` if it ``enters``.
+
+        Args:
+            count: Not looked at.
+            value: A number.
+            enters: Whether it does.
+        """
         if not enters:
             return
         if len(self._recent) == self._recent.maxlen:
@@ -296,9 +302,20 @@ class _SortedWindow:
         insort(self._ordered, value)
 
     def median(self, count: int) -> float:
+        """Return the median, 0 if there are no values.
+
+        Args:
+            count: How many values entered.
+        """
         return median_of(self._ordered) if count else 0.0
 
     def median_distance(self, count: int, middle: float) -> float:
+        """Return the median of the distances from ``middle``, 0 if there are no values.
+
+        Args:
+            count: How many values entered.
+            middle: Any number.
+        """
         return median_distance(self._ordered, middle) if count else 0.0
 
 

@@ -2,7 +2,9 @@
 
 import math
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Sequence
+from itertools import repeat
 from operator import sub
 from typing import Any, NamedTuple
 
@@ -13,8 +15,8 @@ from gradguard.errors import InvalidValueError
 from gradguard.spikes.base import Detector, NumberVerdict, SpikeVerdict, number_above_0, whole_number
 from gradguard.tensors.layout import are_readable
 from gradguard.tensors.number_operations import TENSORS, median_of_stored
-from gradguard.threshold_formulas import PLAIN, Number, Numbers, Operations
-from gradguard.threshold_rules import median_of
+from gradguard.threshold_formulas import PLAIN, Number, Operations
+from gradguard.threshold_rules import SortedWindow, median_of
 
 MAD_TO_SIGMA = 1.4826
 """Times the median absolute deviation is the standard deviation, of a normal distribution."""
@@ -194,9 +196,9 @@ class SpikeDetector(Detector):
         return self._tensors
 
     def _judge_numbers(self, values: Sequence[float], weight: float) -> NumberVerdict:
-        numbers = self._numbers = self._numbers or _Numbers(self._tensors)
+        numbers = self._numbers = self._numbers or _Numbers(self._tensors, self.recent)
         known_weight = weight if 0 < weight < math.inf else math.nan
-        scores = [self._score(*pair, known_weight) for pair in zip(numbers.signals, values, strict=True)]
+        scores = [self._look(*pair, known_weight) for pair in zip(numbers.signals, values, strict=True)]
         if any([score > self.k for score in scores]):
             self._weight = weight
             found = self._judge_tensors(torch.tensor(values, dtype=torch.float64, device="cpu"))
@@ -211,11 +213,27 @@ class SpikeDetector(Detector):
         scores = [score if known else math.nan for score, known in zip(scores, judged, strict=True)]
         return NumberVerdict(False, scores, in_a_row, False, False)
 
-    def _score(self, signal: "_Signal", value: float, weight: float) -> float:
+    def _look(self, signal: "_Signal", value: float, weight: float) -> float:
+        """Return the score of one signal, NaN where it cannot be told."""
         if signal.stored < min(FIRST_LOOK, self.warmup) or not math.isfinite(value):
             return math.nan
         value = PLAIN.log(value) if signal.in_logarithms else value
-        return _score(PLAIN, value, signal.usual(self.recent, weight), weight, self.floor)[0]
+        return self._score(PLAIN, value, signal.usual(weight), weight)[0]
+
+    def _score(self, ops: Operations, value: Number, usual: "_Usual", weight: Number) -> tuple[Number, Number, Number]:
+        """Return the score of ``value``, NaN without a measure, how far it is above the median, and one deviation.
+
+        Args:
+            ops: The operations.
+            value: The new value, or its logarithm.
+            usual: The usual values.
+            weight: What the step counts, above 0 and finite; NaN if that is not known.
+        """
+        least = ops.where(usual.in_logarithms, self.floor, self.floor * abs(usual.middle))
+        deviation = ops.larger(ops.larger(MAD_TO_SIGMA * usual.spread, JUMP_TO_SIGMA * usual.jumps), least)
+        slack = ops.sqrt(ops.ratio(usual.weight, weight))
+        above = (value - usual.middle) / ops.where(slack > 1, slack, 1.0)
+        return ops.where(deviation > 0, ops.ratio(above, deviation), math.nan), above, deviation
 
     def _judge_tensors(self, values: Tensor) -> SpikeVerdict:
         self._settled()
@@ -253,7 +271,7 @@ class SpikeDetector(Detector):
         usual_weight = median_of_stored(torch.where(weights > 0, weights, torch.inf), heavy)
         usual_weight = torch.where(heavy > 0, usual_weight, torch.nan)
         usual = _Usual(middle, spread, jumps, positive, usual_weight)
-        scores, above, deviation = _score(TENSORS, new, usual, weight, self.floor)
+        scores, above, deviation = self._score(TENSORS, new, usual, weight)
         far = torch.where(positive, math.log(self.alone), (self.alone - 1) * torch.maximum(middle.abs(), deviation))
         return torch.where(stored >= min(FIRST_LOOK, self.warmup), scores, torch.nan), above > far
 
@@ -333,27 +351,11 @@ class _Usual(NamedTuple):
     weight: Any
 
 
-def _score(ops: Operations, value: Number, usual: _Usual, weight: Number, floor: float) -> Numbers:
-    """Return the score of ``value``, NaN without a measure, how far it is above the median, and one deviation.
-
-    Args:
-        ops: The operations.
-        value: The new value, or its logarithm.
-        usual: The usual values.
-        weight: What the step counts, above 0 and finite; NaN if that is not known.
-        floor: The least deviation, in units of the logarithm.
-    """
-    least = ops.where(usual.in_logarithms, floor, floor * abs(usual.middle))
-    deviation = ops.larger(ops.larger(MAD_TO_SIGMA * usual.spread, JUMP_TO_SIGMA * usual.jumps), least)
-    slack = ops.sqrt(ops.ratio(usual.weight, weight))
-    above = (value - usual.middle) / ops.where(slack > 1, slack, 1.0)
-    return ops.where(deviation > 0, ops.ratio(above, deviation), math.nan), above, deviation
-
-
 class _Signal:
     """The history of one signal in plain numbers, and its usual values, kept up to date value by value.
 
     Args:
+        recent: How many values the median is of.
         ring: The history; empty places are not looked at.
         count: How many values have entered it, the last at ``count`` - 1 modulo its length.
         weights: Those of the last ones, the newest last; 0 where it is not known.
@@ -361,32 +363,34 @@ class _Signal:
     Attributes:
         past: The values, the oldest first.
         in_logarithms: Whether all are above 0.
-        x: What the rule compares: their logarithms then, else themselves.
-        jumps: The distances of neighbours in ``x``, sorted.
     """
 
-    def __init__(self, ring: list[float], count: int, weights: list[float]) -> None:
-        self.ring, self.count, self.weights = ring, count, weights
+    def __init__(self, recent: int, ring: list[float], count: int, weights: list[float]) -> None:
+        self.ring, self.count, self.weights, self._length = ring, count, weights, min(recent, len(ring))
         at = count % len(ring)
-        self.past = ring[:count] if count <= len(ring) else ring[at:] + ring[:at]
+        self.past = deque(ring[:count] if count <= len(ring) else ring[at:] + ring[:at])
+        self._at_most_0 = sum(value <= 0 for value in self.past)
         self._study()
 
     def _study(self) -> None:
-        self.in_logarithms = bool(self.past) and min(self.past) > 0
-        self.x = list(map(math.log, self.past)) if self.in_logarithms else list(self.past)
-        self.jumps = sorted(map(abs, map(sub, self.x[1:], self.x)))
+        """Look at all values anew: their logarithms if all are above 0, else themselves."""
+        self.in_logarithms = bool(self.past) and not self._at_most_0
+        self._x = deque(map(math.log, self.past) if self.in_logarithms else self.past)
+        self._recent, values = SortedWindow(self._length), list(self._x)
+        for x in values[-self._length :]:
+            self._recent.put(0, x, True)
+        self._jumps = sorted(map(abs, map(sub, values[1:], values)))  # the distances of neighbours
 
     @property
     def stored(self) -> int:
         """How many values there are."""
         return len(self.past)
 
-    def usual(self, recent: int, weight: float) -> _Usual:
-        """Return the usual values of the last ``recent`` ones; their weight only where ``weight`` is a number."""
-        x = self.x[-recent:]
-        middle = median_of(sorted(x))
-        spread = median_of(sorted([abs(y - middle) for y in x]))
-        jumps = median_of(self.jumps) if self.jumps else 0.0
+    def usual(self, weight: float) -> _Usual:
+        """Return the usual values; their weight only where ``weight`` is a number."""
+        middle = self._recent.median(self.count)
+        spread = self._recent.median_distance(self.count, middle)
+        jumps = median_of(self._jumps) if self._jumps else 0.0
         weights = sorted(filter(None, self.weights)) if weight > 0 else []
         return _Usual(middle, spread, jumps, self.in_logarithms, median_of(weights) if weights else math.nan)
 
@@ -397,20 +401,23 @@ class _Signal:
         self.ring[self.count % len(self.ring)] = value
         self.count += 1
         self.past.append(value)
+        self._at_most_0 += value <= 0
         is_full = len(self.past) > len(self.ring)
         if is_full:
-            del self.past[0]
-        if self.in_logarithms and value > 0:
-            self._follow(math.log(value), is_full)
+            self._at_most_0 -= self.past.popleft() <= 0
+        if self.in_logarithms == (not self._at_most_0):
+            self._follow(math.log(value) if self.in_logarithms else value, is_full)
         else:
             self._study()
 
     def _follow(self, x: float, is_full: bool) -> None:
-        insort(self.jumps, abs(x - self.x[-1]))
-        self.x.append(x)
+        if self._x:
+            insort(self._jumps, abs(x - self._x[-1]))
+        self._x.append(x)
+        self._recent.put(0, x, True)
         if is_full:
-            del self.jumps[bisect_left(self.jumps, abs(self.x[1] - self.x[0]))]
-            del self.x[0]
+            oldest = self._x.popleft()
+            del self._jumps[bisect_left(self._jumps, abs(self._x[0] - oldest))]
 
 
 class _Numbers:
@@ -418,11 +425,12 @@ class _Numbers:
 
     Args:
         state: The tensors.
+        recent: How many values a median is of.
     """
 
-    def __init__(self, state: dict[str, Tensor]) -> None:
+    def __init__(self, state: dict[str, Tensor], recent: int) -> None:
         histories = state["history"].tolist(), state["count"].tolist(), state["weights"].tolist()
-        self.signals = list(map(_Signal, *histories))
+        self.signals = list(map(_Signal, repeat(recent), *histories))
         self.in_a_row = int(state["in_a_row"])
         self._accepted = 0
 
