@@ -10,25 +10,23 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 
 from gradguard.threshold_formulas import (
     LOCK_IN_WINDOW,
     MEDIAN_START,
-    MEDIAN_START_TIMES,
-    MEDIAN_START_TIMES_BOUNDED,
     MEDIAN_UPDATE,
     PLAIN,
+    Memory,
     coefficient_of,
-    fraction_threshold,
+    fraction_step,
     locked_in,
     median_step,
     per_tensor_average,
     per_tensor_factor,
     percentile_step,
     pytorch_coefficient,
-    update_bound,
     z_score_step,
 )
 
@@ -82,7 +80,33 @@ class FixedNorm(Rule):
         return self.max_norm
 
 
-class Median(Rule):
+class _Stepwise(Rule):
+    """A rule of `gradguard.threshold_formulas`.
+
+    Args:
+        step: The rule.
+        memory: What it remembers before the first step.
+        settings: Its arguments.
+    """
+
+    def __init__(self, step: Callable[..., tuple[float, Memory]], memory: Memory, **settings: float) -> None:
+        self._next, self._memory, self._settings = step, dict(memory), settings
+
+    def choose(self, norm: float) -> float:
+        """Return the threshold for ``norm``, and remember it.
+
+        Args:
+            norm: As for `Rule.step`.
+        """
+        return self._advance(norm)
+
+    def _advance(self, norm: float, **known: float) -> float:
+        threshold, changed = self._next(PLAIN, self._memory, norm, norm > 0, **self._settings, **known)
+        self._memory.update(changed)
+        return threshold
+
+
+class Median(_Stepwise):
     """So many robust deviations above the median of the last log-norms (`ClipByMedian`).
 
     A record of norms does not hold the weights, so this is the rule without a guard, or under one with ``update=None``:
@@ -106,17 +130,8 @@ class Median(Rule):
         start: float = MEDIAN_START,
         update: float = MEDIAN_UPDATE,
     ) -> None:
-        self.start, self.update = start, update
-        self._settings = {"k": k, "warmup": warmup, "floor": floor}
-        self._logarithms, self._count, self._held = SortedWindow(window), 0, 0.0
-
-    def choose(self, norm: float) -> float:
-        """Return the threshold of the norms before this one, and remember this one.
-
-        Args:
-            norm: As for `Rule.step`.
-        """
-        return self._by_norms(norm, self.start, MEDIAN_START_TIMES)
+        memory = {"logarithms": SortedWindow(window), "count": 0, "held": 0.0}
+        super().__init__(median_step, memory, k=k, warmup=warmup, floor=floor, start=start, update=update)
 
     def choose_within(self, norm: float, longest: float) -> float:
         """Return the threshold under a guard that knows what the step does.
@@ -125,18 +140,10 @@ class Median(Rule):
             norm: As for `Rule.step`.
             longest: The norm of gradients that would move the weights by as much as they are long.
         """
-        threshold = self._by_norms(norm, 1.0, MEDIAN_START_TIMES_BOUNDED)
-        bound, held = update_bound(PLAIN, norm, longest, self._held, self.update)
-        self._held = held if norm > 0 else self._held
-        return min(threshold, bound)
-
-    def _by_norms(self, norm: float, start: float, times: float) -> float:
-        before, settings = (self._logarithms, self._count), self._settings
-        threshold, self._count = median_step(PLAIN, *before, norm, norm > 0, start=start, times=times, **settings)
-        return threshold
+        return self._advance(norm, longest=longest)
 
 
-class Percentile(Rule):
+class Percentile(_Stepwise):
     """A percentile of all norms so far, this one among them (`AutoClip`).
 
     Args:
@@ -144,21 +151,10 @@ class Percentile(Rule):
     """
 
     def __init__(self, percentile: float = 10.0) -> None:
-        self.percentile = percentile
-        self._history, self._count = _HeapHistory(), 0
-
-    def choose(self, norm: float) -> float:
-        """Return the percentile of all norms, after remembering this one.
-
-        Args:
-            norm: As for `Rule.step`.
-        """
-        before = self._history, self._count
-        threshold, self._count = percentile_step(PLAIN, *before, norm, norm > 0, self.percentile)
-        return threshold
+        super().__init__(percentile_step, {"history": _HeapHistory(), "count": 0}, percentile=percentile)
 
 
-class ZScore(Rule):
+class ZScore(_Stepwise):
     """A norm whose z-score is too high is cut back (`ZClip`), with moving averages of what was passed.
 
     Args:
@@ -169,22 +165,12 @@ class ZScore(Rule):
     """
 
     def __init__(self, ceiling: float = 1.0, z_threshold: float = 2.5, alpha: float = 0.97, warmup: int = 25) -> None:
-        self._settings = {"ceiling": ceiling, "z_threshold": z_threshold, "alpha": alpha, "warmup": warmup}
-        self._first = _FirstNorms()
-        self._count, self._moments = 0, (math.nan, math.nan)
-
-    def choose(self, norm: float) -> float:
-        """Return what a spike is cut back to, or the norm from which on one would be; follow what was passed.
-
-        Args:
-            norm: As for `Rule.step`.
-        """
-        before = self._first, self._count, self._moments
-        threshold, self._count, self._moments = z_score_step(PLAIN, *before, norm, norm > 0, **self._settings)
-        return threshold
+        memory = {"first": _FirstNorms(), "count": 0, "mean": math.nan, "variance": math.nan}
+        settings = {"ceiling": ceiling, "z_threshold": z_threshold, "alpha": alpha, "warmup": warmup}
+        super().__init__(z_score_step, memory, **settings)
 
 
-class Fraction(Rule):
+class Fraction(_Stepwise):
     """A controller that keeps the share of clipped steps at a target (`ClipFraction`).
 
     Args:
@@ -193,20 +179,7 @@ class Fraction(Rule):
     """
 
     def __init__(self, target: float, learning_rate: float = 0.2) -> None:
-        self.target, self.learning_rate = target, learning_rate
-        self._threshold = math.inf
-
-    def choose(self, norm: float) -> float:
-        """Return the threshold, and move it.
-
-        Args:
-            norm: As for `Rule.step`.
-        """
-        settings = self.target, self.learning_rate, 0.0, math.inf
-        threshold, moved = fraction_threshold(PLAIN, norm, self._threshold, *settings)
-        if norm > 0:
-            self._threshold = moved
-        return threshold
+        super().__init__(fraction_step, {"threshold": math.inf}, target=target, learning_rate=learning_rate)
 
 
 class TwiceTheMedian(Rule):

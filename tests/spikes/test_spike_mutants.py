@@ -33,7 +33,6 @@ BOTH = {
     "a heavy step varies less": ("_score", "ops.where(slack > 1, slack, 1.0)", "ops.where(slack > 0, slack, 1.0)"),
     "the cap is ignored": ("_reject", "row == self.cap", "row < 0"),
     "the cap one later": ("_reject", "row == self.cap", "row == self.cap + 1"),
-    "a step of NaN ends the row": ("_reject", "(heard, (in_a_row", "(known.any() | True, (in_a_row"),
     "the row is not begun anew": ("_reject", "row * ~adopted", "row"),
     "the last one alone is blamed": ("_reject", "(too_high | over) & spike", "over & spike"),
     "all signals are adopted": ("_reject", "self._adopt(adopted & blamed)", "self._adopt(adopted.expand(len(values)))"),
@@ -83,6 +82,7 @@ DEVICE = {
     "what is not finite enters the history": ("_judge_tensors", "known & ~spike", "torch.ones_like(known) & ~spike"),
     "the first look is late": ("_scores", "min(FIRST_LOOK, self.warmup)", "self.warmup"),
     "all stand out": ("_judge_tensors", "torch.where(stands_out, STOOD_OUT, ORDINARY)", "STOOD_OUT"),
+    "a step of NaN ends the row": ("_reject", "(heard, (in_a_row", "(known.any() | True, (in_a_row"),
     "steps of NaN are noted": ("_became", "torch.where(is_known, newer, steps)", "newer"),
     "a row that no healthy step ends": ("_reject", "(in_a_row + 1) * spike", "in_a_row + spike"),
 }  # fmt: skip

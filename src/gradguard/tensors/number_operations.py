@@ -25,6 +25,7 @@ class _Tensors:
         return True
 
     larger = staticmethod(torch.maximum)
+    smaller = staticmethod(torch.minimum)
     ratio = staticmethod(torch.div)
     is_infinite = staticmethod(torch.isposinf)
     logical_not = staticmethod(torch.logical_not)

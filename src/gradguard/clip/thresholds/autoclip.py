@@ -80,8 +80,8 @@ class AutoClip(ThresholdClipper):
         if self.window is None:
             self._make_room()
         history = (WholeHistory if self.window is None else RingHistory)(self.state["history"])
-        threshold, count = percentile_step(TENSORS, history, self.state["count"], norm, enters, self.percentile)
-        self._set(count=count)
+        memory = {**self.state, "history": history}
+        threshold = self._advance(percentile_step, memory, norm, enters, percentile=self.percentile)
         return torch.where(history.values.isnan().any(), torch.nan, threshold)
 
     def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.host_copy import refuse_capture
 from gradguard.tensors.layout import wide_dtype
 from gradguard.tensors.number_operations import TENSORS, median_of_stored
-from gradguard.threshold_formulas import coefficient_of
+from gradguard.threshold_formulas import Memory, coefficient_of
 
 
 class StatefulClipper(Clipper):
@@ -86,10 +86,6 @@ class StatefulClipper(Clipper):
         if self.state["counts"].device != device:
             refuse_capture(device, f"the state of {type(self).__name__}")
             self.to(device)
-
-    def _set(self, **values: Tensor) -> None:
-        for name, value in values.items():
-            self.state[name].copy_(value)
 
     def _count(self, clipped: Tensor, nonfinite: Tensor) -> None:
         self.state["counts"].add_(torch.stack([torch.ones_like(clipped), clipped, nonfinite]))
@@ -170,6 +166,15 @@ class ThresholdClipper(StatefulClipper):
         """
         del grads
         return self.choose(norm, enters)
+
+    def _advance(
+        self, step: Callable[..., tuple[Tensor, Memory]], memory: Memory, norm: Tensor, enters: Tensor, **settings: Any
+    ) -> Tensor:
+        """Return the threshold of a rule in `gradguard.threshold_formulas`, and take over what it has changed."""
+        threshold, changed = step(TENSORS, memory, norm, enters, **settings)
+        for name, value in changed.items():
+            self.state[name].copy_(value)
+        return threshold
 
     def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:
         """Return what gradients of ``norm`` are multiplied by."""

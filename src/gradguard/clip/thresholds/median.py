@@ -18,15 +18,7 @@ from gradguard.clip.thresholds.base import (
 )
 from gradguard.distributed.settings import Settings
 from gradguard.tensors.layout import move
-from gradguard.tensors.number_operations import TENSORS
-from gradguard.threshold_formulas import (
-    MEDIAN_START,
-    MEDIAN_START_TIMES,
-    MEDIAN_START_TIMES_BOUNDED,
-    MEDIAN_UPDATE,
-    median_step,
-    update_bound,
-)
+from gradguard.threshold_formulas import MEDIAN_START, MEDIAN_UPDATE, median_step
 
 
 class ClipByMedian(ThresholdClipper):
@@ -140,18 +132,19 @@ class ClipByMedian(ThresholdClipper):
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
         """Return c of the norms so far, and remember this one."""
-        return self._by_norms(norm, enters, self.start, MEDIAN_START_TIMES).clamp(max=self.ceiling)
+        return self._choose(norm, enters, None)
 
     def choose_for(self, grads: Gradients, norm: Tensor, enters: Tensor) -> Tensor:
         """Return c of the norms so far, and of what the step would do to the weights, where that is known."""
-        reach, held = grads.reach, self.state["held"]
-        if reach is None or self.update == torch.inf:
+        if grads.reach is None or self.update == torch.inf:
             return self.choose(norm, enters)
-        threshold = self._by_norms(norm, enters, 1.0, MEDIAN_START_TIMES_BOUNDED)
-        longest = move(reach.longest_gradient(grads, self.norm_type), norm.device, norm.dtype)
-        bound, still_held = update_bound(TENSORS, norm, longest, held, self.update)
-        held.copy_(torch.where(enters, still_held, held))
-        return threshold.minimum(bound).clamp(max=self.ceiling)
+        longest = grads.reach.longest_gradient(grads, self.norm_type)
+        return self._choose(norm, enters, move(longest, norm.device, norm.dtype))
+
+    def _choose(self, norm: Tensor, enters: Tensor, longest: Tensor | None) -> Tensor:
+        memory = {**self.state, "logarithms": RingHistory(self.state["logarithms"])}
+        settings = {name: getattr(self, name) for name in ("k", "warmup", "floor", "start", "update", "ceiling")}
+        return self._advance(median_step, memory, norm, enters, longest=longest, **settings)
 
     def choices(self, grads: Gradients) -> Settings:
         """Return what is known of the optimizer: processes that knew different things would clip differently."""
@@ -160,13 +153,6 @@ class ClipByMedian(ThresholdClipper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned, also in a version without a bound on the update."""
         super().load_state_dict({"held": scalar(0.0), **state_dict})
-
-    def _by_norms(self, norm: Tensor, enters: Tensor, start: float, times: float) -> Tensor:
-        logarithms = RingHistory(self.state["logarithms"])
-        settings = {"k": self.k, "warmup": self.warmup, "floor": self.floor, "start": start, "times": times}
-        threshold, count = median_step(TENSORS, logarithms, self.state["count"], norm, enters, **settings)
-        self._set(count=count)
-        return threshold
 
 
 def _at_least_0(name: str, value: float) -> float:

@@ -22,6 +22,7 @@ from gradguard.threshold_formulas import pytorch_coefficient, z_score_step
 Mode = Literal["adaptive_scaling", "mean", "percentile"]
 
 _EPSILON = 1e-6
+_SETTINGS = "alpha", "z_threshold", "warmup", "ceiling", "clip_factor", "mode", "skip_update_on_spike"
 
 
 class ZClip(ThresholdClipper):
@@ -115,24 +116,8 @@ class ZClip(ThresholdClipper):
 
         It is the smaller of ``ceiling`` and c; where the rule leaves n alone, of the norm at which it would not.
         """
-        state = self.state
-        threshold, count, (mean, variance) = z_score_step(
-            TENSORS,
-            RingHistory(state["first"]),
-            state["count"],
-            (state["mean"], state["variance"]),
-            norm,
-            enters,
-            alpha=self.alpha,
-            z_threshold=self.z_threshold,
-            warmup=self.warmup,
-            ceiling=self.ceiling,
-            clip_factor=self.clip_factor,
-            mode=self.mode,
-            skip_update_on_spike=self.skip_update_on_spike,
-        )
-        self._set(count=count, mean=mean, variance=variance)
-        return threshold
+        memory = {**self.state, "first": RingHistory(self.state["first"])}
+        return self._advance(z_score_step, memory, norm, enters, **{name: getattr(self, name) for name in _SETTINGS})
 
     def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:
         """Return ``c / n``; with ``strict_paper`` what the published code multiplies by."""
