@@ -1,43 +1,31 @@
-"""The formulas of the rules that choose a threshold, once: for tensors on a device and for plain numbers.
+"""The rules that choose a threshold, once: for tensors on a device and for plain numbers.
 
-They take the operations that differ between the two as ``ops``: `PLAIN` for floats, and what
-`gradguard.clip.thresholds.base` has for tensors, with which nothing is read by the host. What a rule remembers is the
-caller's: tensors of fixed length there, lists in `gradguard.threshold_rules`.
+Each ``..._step`` is one rule: a function of ``memory``, what it remembers by name, and of the norm of this step. It
+returns the threshold, infinite for none, and what has changed in ``memory``. Nothing is remembered of a step that does
+not ``enter``, such as one that is not finite. Operations that floats and tensors write differently are those of
+``ops``: `PLAIN`, or `gradguard.tensors.number_operations.TENSORS`, with which the host reads nothing.
+
+A norm may be a float or a tensor, 0-dim, or with one entry for each gradient where a rule treats each by itself. The
+norms of earlier steps are in an object that the step changes in place, ``put(count, value, enters)``: a tensor of fixed
+length in `gradguard.clip.thresholds.base`, lists in `gradguard.threshold_rules`.
 """
 
 import math
-from typing import Any, Protocol
+import operator
+from collections.abc import Mapping
+from typing import Any
 
 Number = Any
-"""A float, or a tensor: 0-dim, or with one entry for each gradient where a rule treats each by itself."""
+"""A float or a tensor."""
 
 Truth = Any
 """A bool, or a tensor of them."""
 
+Operations = Any
+"""`PLAIN` or `TENSORS`."""
 
-class Operations(Protocol):
-    """What is written differently for floats and for tensors."""
-
-    def where(self, condition: Truth, yes: Number, no: Number, /) -> Number:
-        """Return ``yes`` where ``condition`` holds, else ``no``."""
-
-    def within(self, x: Number, low: float, high: float, /) -> Number:
-        """Return ``x``, or the bound that it exceeds."""
-
-    def ratio(self, x: Number, y: Number, /) -> Number:
-        """Return x / y; of a zero y infinity, or NaN if x is zero too."""
-
-    def number(self, condition: Truth, like: Number, /) -> Number:
-        """Return 1 where ``condition`` holds, else 0, of the type of ``like``."""
-
-    def is_infinite(self, x: Number, /) -> Truth:
-        """Tell whether ``x`` is positive infinity."""
-
-    def exp(self, x: Number, /) -> Number:
-        """Return e to the power of ``x``."""
-
-    def sqrt(self, x: Number, /) -> Number:
-        """Return the square root of ``x``."""
+Memory = Mapping[str, Any]
+"""What a rule remembers: numbers, counts and histories, by name."""
 
 
 class _Plain:
@@ -49,18 +37,21 @@ class _Plain:
 
     @staticmethod
     def within(x: float, low: float, high: float) -> float:
+        """Return ``x``, or the bound that it exceeds."""
         return low if x < low else high if x > high else x
 
     @staticmethod
     def ratio(x: float, y: float) -> float:
+        """Return x / y as a tensor does: of a zero y infinity, or NaN if x is zero too."""
         if y:
             return x / y
         return math.nan if x == 0 else math.copysign(math.inf, x)
 
     @staticmethod
-    def number(condition: bool, like: float) -> float:
+    def number(x: float | bool, like: float) -> float:
+        """Return ``x`` as a number of the type of ``like``; of a condition 1 where it holds, else 0."""
         del like
-        return float(condition)
+        return float(x)
 
     @staticmethod
     def is_infinite(x: float) -> bool:
@@ -74,12 +65,18 @@ class _Plain:
             return math.inf
 
     @staticmethod
-    def sqrt(x: float) -> float:
-        return math.sqrt(x)
+    def log(x: float) -> float:
+        return math.log(x) if x > 0 else -math.inf
+
+    possible = staticmethod(bool)  # False only where the host knows that a condition does not hold: of no tensor
+    logical_not = staticmethod(operator.not_)
+    larger = staticmethod(max)
+    smaller = staticmethod(min)
+    sqrt = staticmethod(math.sqrt)
+    floor = staticmethod(math.floor)
 
 
-PLAIN: Operations = _Plain()
-
+PLAIN = _Plain()
 
 _TO_STANDARD_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
 _EPSILON = 1e-6
@@ -121,19 +118,6 @@ def locked_in(seen: Number, bound: Number, least: Number, most: Number, window: 
     return (seen >= window) & (bound * 2 > window) & (most <= least * (1 + LOCK_IN_TOLERANCE))
 
 
-def median_threshold(ops: Operations, middle: Number, deviation: Number, k: float, floor: float) -> Number:
-    """Return `ClipByMedian`'s threshold: k robust deviations above the median of the logarithms.
-
-    Args:
-        ops: The operations.
-        middle: Their median.
-        deviation: The median of their distances from it.
-        k: How many.
-        floor: The least robust deviation.
-    """
-    return ops.exp(middle + k * ops.within(_TO_STANDARD_DEVIATION * deviation, floor, math.inf))
-
-
 MEDIAN_START = 0.1
 """The share of the first norm that `ClipByMedian` lets through at the first step."""
 
@@ -172,26 +156,75 @@ def update_bound(ops: Operations, norm: Number, longest: Number, held: Number, s
     return bound, ops.where(norm > bound, held + 1, ops.within(held - 1, 0.0, math.inf))
 
 
-def median_start(
-    ops: Operations, norm: Number, middle: Number, progress: Number, start: float, times: float = MEDIAN_START_TIMES
-) -> tuple[Number, Number]:
-    r"""Return `ClipByMedian`'s threshold within its start, and as what this norm is remembered.
+def median_step(
+    ops: Operations,
+    memory: Memory,
+    norm: Number,
+    enters: Truth,
+    *,
+    k: float,
+    warmup: int,
+    floor: float,
+    start: float,
+    update: float,
+    ceiling: float = math.inf,
+    longest: Number | None = None,
+) -> tuple[Number, Memory]:
+    """Return `ClipByMedian`'s threshold, and the next ``count`` and ``held``.
 
     Args:
         ops: The operations.
-        norm: The norm of this step, above 0.
-        middle: The median of the logarithms so far.
-        progress: The share of the start that is over, from 0 to 1.
-        start: The share of the first norm that passes.
-        times: How many times the median a norm is remembered as at most.
+        memory: The ``logarithms`` of the last norms, their ``count`` so far, and ``held``, as for `update_bound`.
+        norm: The norm of this step.
+        enters: Whether it may be remembered.
+        k: How many robust deviations above the median.
+        warmup: How many norms the start has.
+        floor: The least robust deviation.
+        start: The share of the first norm that passes, where no bound on the update is known.
+        update: The share of their norm by which a step may move the weights.
+        ceiling: A threshold that always holds.
+        longest: As for `update_bound`; None if no bound on the update is known.
     """
-    most = ops.where(progress == 0, norm, times * ops.exp(middle))
-    return most * ops.exp((1 - progress) * math.log(start)), ops.where(norm < most, norm, most)
+    logarithms, count = memory["logarithms"], memory["count"]
+    start, times = (start, MEDIAN_START_TIMES) if longest is None else (1.0, MEDIAN_START_TIMES_BOUNDED)
+    progress = ops.within(ops.number(count, norm) / warmup, 0.0, 1.0)
+    middle = logarithms.median(count)
+    deviation = ops.within(_TO_STANDARD_DEVIATION * logarithms.median_distance(count, middle), floor, math.inf)
+    later = ops.exp(middle + k * deviation)
+    most = ops.where(count == 0, norm, times * ops.exp(middle))
+    early = most * ops.exp((1 - progress) * math.log(start))
+    starts = progress < 1
+    threshold = ops.where((count > 0) | enters, ops.where(starts, early, later), math.inf)
+    logarithms.put(count, ops.log(ops.where(starts & (norm >= most), most, norm)), enters)
+    changed = {"count": count + enters}
+    if longest is not None:
+        bound, held = update_bound(ops, norm, longest, memory["held"], update)
+        threshold, changed["held"] = ops.smaller(threshold, bound), ops.where(enters, held, memory["held"])
+    return ops.within(threshold, -math.inf, ceiling), changed
 
 
-def interpolated(ops: Operations, low: Number, high: Number, fraction: Number) -> Number:
-    """Return what lies between two neighbours of a percentile, to the last digit as NumPy has it: from the nearer."""
-    return ops.where(fraction < 0.5, low + (high - low) * fraction, high - (high - low) * (1 - fraction))
+def percentile_step(
+    ops: Operations, memory: Memory, norm: Number, enters: Truth, *, percentile: float
+) -> tuple[Number, Memory]:
+    """Return `AutoClip`'s threshold, a percentile of the norms with this one among them, and the next ``count``.
+
+    Args:
+        ops: The operations.
+        memory: The ``history`` of norms, and their ``count`` so far.
+        norm: The norm of this step.
+        enters: Whether it may be remembered.
+        percentile: From 0 to 100.
+    """
+    history, count = memory["history"], memory["count"] + enters
+    history.put(memory["count"], norm, enters)
+    last = history.last(count)
+    place = ops.number(last, norm) * (percentile / 100)
+    below = ops.floor(place)
+    fraction = place - below
+    low, high = history.neighbours(below, last)
+    # from the nearer of the two neighbours, as NumPy interpolates
+    threshold = ops.where(fraction < 0.5, low + (high - low) * fraction, high - (high - low) * (1 - fraction))
+    return ops.where(count > 0, threshold, math.inf), {"count": count}
 
 
 def z_score_bounds(
@@ -220,54 +253,86 @@ def z_score_bounds(
     return passes, bound * factor, z > limit
 
 
-def z_score_threshold(
-    ops: Operations, norm: Number, passes: Number, bound: Number, spike: Truth, warm: Truth, ceiling: float
-) -> Number:
-    """Return `ZClip`'s threshold: what a spike is cut back to, else the norm from which on one would be.
+def z_score_step(
+    ops: Operations,
+    memory: Memory,
+    norm: Number,
+    enters: Truth,
+    *,
+    alpha: float,
+    z_threshold: float,
+    warmup: int,
+    ceiling: float,
+    clip_factor: float = 1.0,
+    mode: str = "adaptive_scaling",
+    skip_update_on_spike: bool = False,
+) -> tuple[Number, Memory]:
+    """Return `ZClip`'s threshold, and the next ``count``, ``mean`` and ``variance``.
+
+    The threshold is what a spike is cut back to, else the norm from which on one would be.
 
     Args:
         ops: The operations.
+        memory: The ``first`` norms, the ``count`` of all so far, and their moving ``mean`` and ``variance``, which are
+            NaN in the warm-up, so that nothing is a spike.
         norm: The norm of this step.
-        passes: What `z_score_bounds` returned first.
-        bound: What it returned second.
-        spike: What it returned third.
-        warm: Whether there are a mean and a variance yet.
+        enters: Whether it may be remembered.
+        alpha: The decay of both moments.
+        z_threshold: The z-score that is too high.
+        warmup: How many norms make the first mean and variance.
         ceiling: A threshold that always holds.
+        clip_factor: What ``"adaptive_scaling"`` multiplies its bound by.
+        mode: As `ZClip` has it.
+        skip_update_on_spike: Whether mean and variance stay where the rule binds.
     """
+    first, count, mean, variance = (memory[name] for name in ("first", "count", "mean", "variance"))
+    passes, bound, spike = z_score_bounds(ops, norm, mean, variance, z_threshold, clip_factor, mode)
+    warm = count >= warmup
     threshold = ops.where(spike, bound, ops.where(warm & (norm <= passes), passes, math.inf))
-    return ops.within(threshold, -math.inf, ceiling)
+    collects, follows = enters & ops.logical_not(warm), enters & warm & ops.logical_not(spike & skip_update_on_spike)
+    first.put(count, norm, collects)
+    count = count + enters
+    complete = collects & (count == warmup)
+    if ops.possible(follows):
+        passed = ops.where(spike, bound, norm)
+        moved = alpha * mean + (1 - alpha) * passed
+        spread = alpha * variance + (1 - alpha) * (passed - moved) ** 2
+        mean, variance = ops.where(follows, moved, mean), ops.where(follows, spread, variance)
+    if ops.possible(complete):
+        moved, spread = first.moments()
+        mean, variance = ops.where(complete, moved, mean), ops.where(complete, spread, variance)
+    return ops.within(threshold, -math.inf, ceiling), {"count": count, "mean": mean, "variance": variance}
 
 
-def moving_moments(mean: Number, variance: Number, norm: Number, decay: float) -> tuple[Number, Number]:
-    """Return mean and variance after one more norm."""
-    mean = decay * mean + (1 - decay) * norm
-    return mean, decay * variance + (1 - decay) * (norm - mean) ** 2
-
-
-def fraction_threshold(
+def fraction_step(
     ops: Operations,
+    memory: Memory,
     norm: Number,
-    threshold: Number,
+    enters: Truth,
+    *,
     target: float,
-    rate: float,
-    floor: float,
-    ceiling: float,
-) -> tuple[Number, Number]:
+    learning_rate: float,
+    floor: float = 0.0,
+    ceiling: float = math.inf,
+) -> tuple[Number, Memory]:
     """Return `ClipFraction`'s threshold of this step and that of the next.
 
     Args:
         ops: The operations.
+        memory: The ``threshold``; infinite where there was no step.
         norm: The norm of this step.
-        threshold: What was returned for it; infinite where there was no step.
+        enters: Whether the threshold moves.
         target: The share of steps to clip.
-        rate: How fast the threshold moves.
+        learning_rate: How fast the threshold moves.
         floor: The least threshold.
         ceiling: The largest.
     """
-    now = ops.within(threshold, floor, ceiling)
+    before = memory["threshold"]
+    now = ops.within(before, floor, ceiling)
     within = ops.number(norm <= now, norm)
-    moved = now * ops.exp(-rate * (within - (1 - target)))
-    return now, ops.within(ops.where(ops.is_infinite(threshold), norm, moved), floor, ceiling)
+    moved = now * ops.exp(-learning_rate * (within - (1 - target)))
+    moved = ops.within(ops.where(ops.is_infinite(before), norm, moved), floor, ceiling)
+    return now, {"threshold": ops.where(enters, moved, before)}
 
 
 def per_tensor_factor(

@@ -1,8 +1,8 @@
 """The rules that choose a threshold, on plain numbers: for records.
 
-Each is told the finite norms of the steps that were taken, one after the other, and answers with the coefficient of
-that step and the threshold that it compared with. A norm of 0 tells nothing of the scale and enters no state. The
-defaults are those of the clippers, and so are the formulas (`gradguard.threshold_formulas`).
+Each is given the finite norms of the steps that were taken, one after the other, and returns the coefficient of that
+step and the threshold that it compared with. A norm of 0 tells nothing of the scale and enters no state. The
+arithmetic is that of the clippers (`gradguard.threshold_formulas`), and so are the names and defaults of arguments.
 """
 
 import heapq
@@ -10,30 +10,24 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
-from itertools import accumulate, repeat
-from operator import sub
+from collections.abc import Callable, Sequence
+from itertools import repeat
 
 from gradguard.threshold_formulas import (
     LOCK_IN_WINDOW,
     MEDIAN_START,
-    MEDIAN_START_TIMES,
-    MEDIAN_START_TIMES_BOUNDED,
     MEDIAN_UPDATE,
     PLAIN,
+    Memory,
     coefficient_of,
-    fraction_threshold,
-    interpolated,
+    fraction_step,
     locked_in,
-    median_start,
-    median_threshold,
-    moving_moments,
+    median_step,
     per_tensor_average,
     per_tensor_factor,
+    percentile_step,
     pytorch_coefficient,
-    update_bound,
-    z_score_bounds,
-    z_score_threshold,
+    z_score_step,
 )
 
 
@@ -86,44 +80,58 @@ class FixedNorm(Rule):
         return self.max_norm
 
 
-class Median(Rule):
-    """So many robust deviations above the median of the last log-norms (`ClipByMedian`).
-
-    A record of norms does not tell the weights, so that this is the rule without a guard, or under one with
-    ``update=None``: with its gentle start, and without a bound on the update. `choose_within` is the
-    rule of a guard, for who knows what the steps would do to the weights.
+class _Stepwise(Rule):
+    """A rule of `gradguard.threshold_formulas`.
 
     Args:
-        deviations: How many.
+        step: The rule.
+        memory: What it remembers before the first step.
+        settings: Its arguments.
+    """
+
+    def __init__(self, step: Callable[..., tuple[float, Memory]], memory: Memory, **settings: float) -> None:
+        self._next, self._memory, self._settings = step, dict(memory), settings
+
+    def choose(self, norm: float) -> float:
+        """Return the threshold for ``norm``, and remember it.
+
+        Args:
+            norm: As for `Rule.step`.
+        """
+        return self._advance(norm)
+
+    def _advance(self, norm: float, **known: float) -> float:
+        threshold, changed = self._next(PLAIN, self._memory, norm, norm > 0, **self._settings, **known)
+        self._memory.update(changed)
+        return threshold
+
+
+class Median(_Stepwise):
+    """So many robust deviations above the median of the last log-norms (`ClipByMedian`).
+
+    A record of norms does not hold the weights, so this is the rule without a guard, or under one with ``update=None``:
+    with its gentle start, and without a bound on the update. `choose_within` is the rule under a guard.
+
+    Args:
+        k: How many deviations.
         window: How many norms are remembered.
-        warm_up: For how many norms it starts gently.
+        warmup: For how many norms it starts gently.
         floor: The least deviation.
-        start: The share of the first norm that is let through.
+        start: The share of the first norm that passes.
         update: The share of their norm by which a step may move the weights, in `choose_within`.
     """
 
     def __init__(
         self,
-        deviations: float = 6.0,
+        k: float = 6.0,
         window: int = 128,
-        warm_up: int = 32,
+        warmup: int = 32,
         floor: float = 0.05,
         start: float = MEDIAN_START,
         update: float = MEDIAN_UPDATE,
     ) -> None:
-        self.deviations, self.warm_up, self.floor, self.start = deviations, warm_up, floor, start
-        self.update, self._held = update, 0.0
-        self._recent: deque[float] = deque(maxlen=window)
-        self._ordered: list[float] = []
-        self._count = 0
-
-    def choose(self, norm: float) -> float:
-        """Return the threshold of the norms before this one, and remember this one.
-
-        Args:
-            norm: As for `Rule.step`.
-        """
-        return self._by_norms(norm, self.start, MEDIAN_START_TIMES)
+        memory = {"logarithms": SortedWindow(window), "count": 0, "held": 0.0}
+        super().__init__(median_step, memory, k=k, warmup=warmup, floor=floor, start=start, update=update)
 
     def choose_within(self, norm: float, longest: float) -> float:
         """Return the threshold under a guard that knows what the step does.
@@ -132,126 +140,46 @@ class Median(Rule):
             norm: As for `Rule.step`.
             longest: The norm of gradients that would move the weights by as much as they are long.
         """
-        threshold = self._by_norms(norm, 1.0, MEDIAN_START_TIMES_BOUNDED)
-        bound, held = update_bound(PLAIN, norm, longest, self._held, self.update)
-        self._held = held if norm > 0 else self._held
-        return min(threshold, bound)
-
-    def _by_norms(self, norm: float, start: float, times: float) -> float:
-        middle = median_of(self._ordered) if self._ordered else 0.0
-        progress = self._count / self.warm_up
-        if progress < 1:
-            threshold, remembered = median_start(PLAIN, norm, middle, progress, start, times)
-        else:
-            deviation = median_distance(self._ordered, middle)
-            threshold, remembered = median_threshold(PLAIN, middle, deviation, self.deviations, self.floor), norm
-        if norm == 0:
-            return threshold if self._count else math.inf
-        self._push(math.log(remembered))
-        self._count += 1
-        return threshold
-
-    def _push(self, logarithm: float) -> None:
-        if len(self._recent) == self._recent.maxlen:
-            del self._ordered[bisect_left(self._ordered, self._recent[0])]
-        self._recent.append(logarithm)
-        insort(self._ordered, logarithm)
+        return self._advance(norm, longest=longest)
 
 
-class Percentile(Rule):
+class Percentile(_Stepwise):
     """A percentile of all norms so far, this one among them (`AutoClip`).
 
-    Two heaps meet at the percentile, whose place moves by less than one for each norm: a run of a million steps needs
-    no sorted list of a million norms.
-
     Args:
-        percent: From 0 to 100.
+        percentile: From 0 to 100.
     """
 
-    def __init__(self, percent: float = 10.0) -> None:
-        self.percent = percent
-        self._below: list[float] = []  # the smallest ones, negated, so that their largest comes first
-        self._above: list[float] = []
-
-    def choose(self, norm: float) -> float:
-        """Return the percentile of all norms, after remembering this one.
-
-        Args:
-            norm: As for `Rule.step`.
-        """
-        if norm > 0:
-            heapq.heappush(self._above, -heapq.heappushpop(self._below, -norm))
-        count = len(self._below) + len(self._above)
-        if not count:
-            return math.inf
-        place = (count - 1) * (self.percent / 100)
-        while len(self._below) < math.floor(place) + 1:
-            heapq.heappush(self._below, -heapq.heappop(self._above))
-        low, fraction = -self._below[0], place - math.floor(place)
-        return interpolated(PLAIN, low, self._above[0] if self._above else low, fraction)
+    def __init__(self, percentile: float = 10.0) -> None:
+        super().__init__(percentile_step, {"history": _HeapHistory(), "count": 0}, percentile=percentile)
 
 
-class ZScore(Rule):
+class ZScore(_Stepwise):
     """A norm whose z-score is too high is cut back (`ZClip`), with moving averages of what was passed.
 
     Args:
         ceiling: A threshold that always holds; the published default is 1.0, infinity is none.
-        limit: The z-score that is too high.
-        decay: Of the moving averages.
-        warm_up: How many norms make the first mean and variance.
+        z_threshold: The z-score that is too high.
+        alpha: The decay of the moving averages.
+        warmup: How many norms make the first mean and variance.
     """
 
-    def __init__(self, ceiling: float = 1.0, limit: float = 2.5, decay: float = 0.97, warm_up: int = 25) -> None:
-        self.ceiling, self.limit, self.decay, self.warm_up = ceiling, limit, decay, warm_up
-        self._first: list[float] = []
-        self._mean = self._variance = math.nan
-
-    def choose(self, norm: float) -> float:
-        """Return what a spike is cut back to, or the norm from which on one would be; follow what was passed.
-
-        Args:
-            norm: As for `Rule.step`.
-        """
-        if len(self._first) < self.warm_up:
-            self._collect(norm)
-            return self.ceiling
-        bounds = z_score_bounds(PLAIN, norm, self._mean, self._variance, self.limit, 1.0, "adaptive_scaling")
-        _, bound, spike = bounds
-        if norm > 0:
-            passed = bound if spike else norm
-            self._mean, self._variance = moving_moments(self._mean, self._variance, passed, self.decay)
-        return z_score_threshold(PLAIN, norm, *bounds, True, self.ceiling)
-
-    def _collect(self, norm: float) -> None:
-        if norm > 0:
-            self._first.append(norm)
-        if len(self._first) == self.warm_up:
-            self._mean = sum(self._first) / self.warm_up
-            self._variance = sum((value - self._mean) ** 2 for value in self._first) / self.warm_up
+    def __init__(self, ceiling: float = 1.0, z_threshold: float = 2.5, alpha: float = 0.97, warmup: int = 25) -> None:
+        memory = {"first": _FirstNorms(), "count": 0, "mean": math.nan, "variance": math.nan}
+        settings = {"ceiling": ceiling, "z_threshold": z_threshold, "alpha": alpha, "warmup": warmup}
+        super().__init__(z_score_step, memory, **settings)
 
 
-class Fraction(Rule):
+class Fraction(_Stepwise):
     """A controller that keeps the share of clipped steps at a target (`ClipFraction`).
 
     Args:
         target: The share.
-        rate: How fast the threshold moves.
+        learning_rate: How fast the threshold moves.
     """
 
-    def __init__(self, target: float, rate: float = 0.2) -> None:
-        self.target, self.rate = target, rate
-        self._threshold = math.inf
-
-    def choose(self, norm: float) -> float:
-        """Return the threshold, and move it.
-
-        Args:
-            norm: As for `Rule.step`.
-        """
-        threshold, moved = fraction_threshold(PLAIN, norm, self._threshold, self.target, self.rate, 0.0, math.inf)
-        if norm > 0:
-            self._threshold = moved
-        return threshold
+    def __init__(self, target: float, learning_rate: float = 0.2) -> None:
+        super().__init__(fraction_step, {"threshold": math.inf}, target=target, learning_rate=learning_rate)
 
 
 class TwiceTheMedian(Rule):
@@ -287,12 +215,12 @@ class PerTensor:
     Args:
         absolute: The threshold of the global norm in the warm-up; infinity for none.
         relative: How many times its average a norm may be.
-        decay: Of the averages.
-        warm_up: The warm-up has one step less.
+        beta: The decay of the averages.
+        warmup: The warm-up has one step less.
     """
 
-    def __init__(self, absolute: float = 1.0, relative: float = 1.05, decay: float = 0.98, warm_up: int = 100) -> None:
-        self.absolute, self.relative, self.decay, self.warm_up = absolute, relative, decay, warm_up
+    def __init__(self, absolute: float = 1.0, relative: float = 1.05, beta: float = 0.98, warmup: int = 100) -> None:
+        self.absolute, self.relative, self.beta, self.warmup = absolute, relative, beta, warmup
         self._averages: dict[int, float] = {}
         self._seen: dict[int, int] = {}
 
@@ -309,20 +237,100 @@ class PerTensor:
         return (math.hypot(*after) / total if clipped else 1.0), math.hypot(*self._averages.values())
 
     def _scaled(self, place: int, norm: float, together: float) -> float:
-        """The norm of one tensor after the clip; its average follows."""
+        """Return the norm of one tensor after the clip; its average follows."""
         if norm == 0:
             return 0.0
         average, seen = self._averages.get(place, math.inf), self._seen.get(place, 0)
-        warm = seen + 1 < self.warm_up
-        if warm or not seen or norm == math.inf:
-            scaled = norm * per_tensor_factor(PLAIN, norm, average, warm, together, self.relative)
-            self._averages[place] = per_tensor_average(PLAIN, scaled, average, seen, warm, self.decay)
-        else:  # the same, without a call for each operation
-            factor = self.relative * average / norm
-            scaled = norm * factor if factor < 1.0 else norm
-            self._averages[place] = self.decay * average + (1 - self.decay) * scaled
+        warm = seen + 1 < self.warmup
+        scaled = norm * per_tensor_factor(PLAIN, norm, average, warm, together, self.relative)
+        self._averages[place] = per_tensor_average(PLAIN, scaled, average, seen, warm, self.beta)
         self._seen[place] = seen + 1
         return scaled
+
+
+class SortedWindow:
+    """The last values, in the order in which they came and sorted: a median takes logarithmic time.
+
+    Args:
+        length: How many.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._recent: deque[float] = deque(maxlen=length)
+        self._ordered: list[float] = []
+
+    def put(self, count: int, value: float, enters: bool) -> None:
+        """Remember ``value`` if it ``enters``.
+
+        Args:
+            count: Not looked at.
+            value: A number.
+            enters: Whether it does.
+        """
+        if not enters:
+            return
+        if len(self._recent) == self._recent.maxlen:
+            del self._ordered[bisect_left(self._ordered, self._recent[0])]
+        self._recent.append(value)
+        insort(self._ordered, value)
+
+    def median(self, count: int) -> float:
+        """Return the median, 0 if there are no values.
+
+        Args:
+            count: How many values entered.
+        """
+        return median_of(self._ordered) if count else 0.0
+
+    def median_distance(self, count: int, middle: float) -> float:
+        """Return the median of the distances from ``middle``, 0 if there are no values.
+
+        Args:
+            count: How many values entered.
+            middle: Any number.
+        """
+        return median_distance(self._ordered, middle) if count else 0.0
+
+
+class _HeapHistory:
+    """All values, in two heaps that meet at a place.
+
+    The place of a percentile moves by less than one for each value: a run of a million steps needs no sorted list.
+    """
+
+    def __init__(self) -> None:
+        self._below: list[float] = []  # the smallest ones, negated, so that their largest comes first
+        self._above: list[float] = []
+
+    def put(self, count: int, value: float, enters: bool) -> None:
+        del count
+        if enters:
+            heapq.heappush(self._above, -heapq.heappushpop(self._below, -value))
+
+    def last(self, count: int) -> int:
+        return max(count, 1) - 1
+
+    def neighbours(self, place: int, last: int) -> tuple[float, float]:
+        while self._above and len(self._below) <= place:
+            heapq.heappush(self._below, -heapq.heappop(self._above))
+        low = -self._below[0] if self._below else math.inf
+        return low, self._above[0] if place < last else low
+
+
+class _FirstNorms:
+    """The first norms."""
+
+    def __init__(self) -> None:
+        self._norms: list[float] = []
+
+    def put(self, count: int, value: float, enters: bool) -> None:
+        del count
+        if enters:
+            self._norms.append(value)
+
+    def moments(self) -> tuple[float, float]:
+        mean = sum(self._norms) / len(self._norms)
+        return mean, sum((norm - mean) ** 2 for norm in self._norms) / len(self._norms)
 
 
 def median_of(ordered: Sequence[float]) -> float:
@@ -361,33 +369,6 @@ def median_distance(ordered: Sequence[float], middle: float) -> float:
     rest = ordered[low + 1 : low + nearest] if left > right else ordered[low : low + nearest - 1]
     within = max(abs(middle - rest[0]), abs(rest[-1] - middle)) if rest else max(left, right)
     return (max(left, right) + within) / 2
-
-
-def lock_in_on(clipped: Sequence[bool], thresholds: list[float]) -> list[bool]:
-    """Return what a new `LockInAlarm` says on each of many steps, in a fraction of the time.
-
-    Args:
-        clipped: On which steps the clip binds.
-        thresholds: What it compared with on each.
-
-    Example:
-        >>> sum(lock_in_on([True] * 150, [1.0] * 150))
-        51
-    """
-    window, bound, on, same = LOCK_IN_WINDOW, list(accumulate(clipped, initial=0)), [False] * len(clipped), False
-    counts = list(map(sub, bound[window:], bound))  # of the windows that end at the 100th step and those after it
-    if not counts or not locked_in(window, max(counts), 1.0, 1.0, window):
-        return on
-    for last, count in enumerate(counts, start=window - 1):
-        if not locked_in(window, count, 1.0, 1.0, window):
-            same = False
-            continue
-        # Thresholds that are the same as those of the window before need not be looked through.
-        same = same and thresholds[last] == thresholds[last - 1]
-        recent = thresholds[last + 1 - window : last + 1]
-        same = same or recent.count(recent[0]) == window
-        on[last] = same or locked_in(window, count, min(recent), max(recent), window)
-    return on
 
 
 class LockInAlarm:

@@ -233,7 +233,7 @@ def test_the_rule_for_each_tensor_has_its_formulas():
     for seen in range(300):
         norms = [math.exp(draw.gauss(0, 2)) for _ in averages]
         together = PLAIN.ratio(rule.absolute, math.hypot(*norms))
-        warm = seen + 1 < rule.warm_up
+        warm = seen + 1 < rule.warmup
         factors = [per_tensor_factor(PLAIN, n, a, warm, together, 1.05) for n, a in zip(norms, averages, strict=True)]
         after = [norm * factor for norm, factor in zip(norms, factors, strict=True)]
         pairs = zip(after, averages, strict=True)

@@ -21,7 +21,7 @@ WEIGHTS = [16.0, 16.0, 16.0, 1.0, 16.0, 64.0, NAN, 16.0, 0.0, 16.0, 4.0]
 class OnDevice(SpikeDetector):
     """Judges on the CPU as on an accelerator."""
 
-    _judge = SpikeDetector._judge_on_device
+    _judge = SpikeDetector._judge_tensors
 
 
 def see(detector, *values):
@@ -79,6 +79,7 @@ def assert_alike(ours, twin, rows, weights=None):
         SMALL,
         {"cap": 32},
         {"window": 5, "warmup": 1, "cap": 5},
+        {"window": 1, "warmup": 1, "cap": 1},
         {"window": 40, "warmup": 9, "cap": 1, "recent": 12},
         {"k": 3.0, "window": 20, "warmup": 5, "cap": 3, "floor": 0.02, "recent": 8},
         {"k": 3.0, "window": 40, "warmup": 12, "cap": 4, "recent": 20, "alone": 5},

@@ -133,7 +133,7 @@ class ClipByPreviousNorm(StatefulClipper):
         clipped = torch.stack([move(flag, device) for flag in self._clipped]).any()
         norm = total_of(norms, self.norm_type)
         finite = norm.isfinite()
-        self._set(previous=torch.where(finite, norm, self.state["previous"]))
+        self.state["previous"].copy_(torch.where(finite, norm, self.state["previous"]))
         self._locked_in = self.lock_in.follow(clipped, check_threshold("max_norm", self.max_norm), finite)
         self._count(clipped, ~finite)
         self._norms, self._clipped = {}, []

@@ -2,9 +2,11 @@
 
 import math
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Sequence
-from operator import or_, sub
-from typing import NamedTuple
+from itertools import repeat
+from operator import sub
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from torch import Tensor
 from gradguard.errors import InvalidValueError
 from gradguard.spikes.base import Detector, NumberVerdict, SpikeVerdict, number_above_0, whole_number
 from gradguard.tensors.layout import are_readable
+from gradguard.tensors.number_operations import TENSORS, median_of_stored
+from gradguard.threshold_formulas import PLAIN, Number, Operations
+from gradguard.threshold_rules import SortedWindow, median_of
 
 MAD_TO_SIGMA = 1.4826
 """Times the median absolute deviation is the standard deviation, of a normal distribution."""
@@ -170,18 +175,19 @@ class SpikeDetector(Detector):
         weight = self._weight
         is_read = not isinstance(weight, Tensor) or are_readable(weight)
         if is_read and are_readable(values, self._tensors["history"]):
-            return self._judge_on_host(values.tolist(), float(weight))
-        return self._judge_on_device(values)
+            return self._judge_numbers(values.tolist(), float(weight))
+        return self._judge_tensors(values)
 
     def observe_numbers(self, values: Sequence[float], weight: float = math.nan) -> bool:
         """As `observe`, for who has the signals as plain numbers on the CPU."""
         if self._numbers is None or len(values) != len(self._numbers.signals):
             return super().observe_numbers(values, weight)
-        self._verdict = verdict = self._judge_on_host(values, weight)
+        self._verdict = verdict = self._judge_numbers(values, weight)
         return verdict.spike
 
-    # On the CPU: the same rule in Python. The state is kept as plain numbers from step to step, and goes to the tensors
-    # when somebody asks for them. Once `state` was read they are written at each step: its reader may hold them.
+    # On the CPU nearly all steps are ordinary. Their scores are found from plain numbers, which are kept from step to
+    # step and go to the tensors when somebody asks for them. A step that stands out is judged by the tensors. Once
+    # `state` was read the tensors are written at each step: its reader may hold them.
 
     def _settled(self) -> dict[str, Tensor]:
         if self._numbers is not None:
@@ -189,90 +195,57 @@ class SpikeDetector(Detector):
             self._numbers = None
         return self._tensors
 
-    def _judge_on_host(self, values: Sequence[float], weight: float) -> NumberVerdict:
-        numbers = self._numbers or _Numbers(self._tensors)
-        self._numbers = numbers
-        found = [self._look(signal, value, weight) for signal, value in zip(numbers.signals, values, strict=True)]
-        over = [one.score > self.k for one in found]
-        over_and_judged = [one.is_judged and high for one, high in zip(found, over, strict=True)]
-        stands_out, row = any(over), numbers.in_a_row
-        is_far = any([one.is_far and high for one, high in zip(found, over_and_judged, strict=True)])
-        spike = any(over_and_judged) and (is_far or self._is_burst(numbers.steps))
-        if spike:
-            row += 1
-            self._reject_on_host(numbers, values, over, row)
-        elif any(map(math.isfinite, values)):
-            row = 0
-            numbers.accept(values, weight, stands_out)
-        adopted = spike and row == self.cap
-        numbers.in_a_row = 0 if adopted else row
-        if adopted:
-            self._adopt_on_host()
+    def _judge_numbers(self, values: Sequence[float], weight: float) -> NumberVerdict:
+        numbers = self._numbers = self._numbers or _Numbers(self._tensors, self.recent)
+        known_weight = weight if 0 < weight < math.inf else math.nan
+        scores = [self._look(*pair, known_weight) for pair in zip(numbers.signals, values, strict=True)]
+        if any([score > self.k for score in scores]):
+            self._weight = weight
+            found = self._judge_tensors(torch.tensor(values, dtype=torch.float64, device="cpu"))
+            spike, adopted, stands_out = bool(found.spike), bool(found.adopted), bool(found.stands_out)
+            return NumberVerdict(spike, found.scores.tolist(), int(found.in_a_row), adopted, stands_out)
+        judged = [signal.stored >= self.warmup for signal in numbers.signals]
+        if any(map(math.isfinite, values)):
+            numbers.accept(values, known_weight)
+        in_a_row = numbers.in_a_row
         if self._state_was_read or type(self) is not SpikeDetector:  # a subclass may judge in its own way next time
             self._settled()
-        scores = [one.score if one.is_judged else math.nan for one in found]
-        return NumberVerdict(spike, scores, row, adopted, stands_out)
+        scores = [score if known else math.nan for score, known in zip(scores, judged, strict=True)]
+        return NumberVerdict(False, scores, in_a_row, False, False)
 
-    def _look(self, signal: "_Signal", value: float, weight: float) -> "_Found":
-        """How far ``value`` is above the median of a signal's history."""
-        count = len(signal.past)
-        if count < min(FIRST_LOOK, self.warmup) or not math.isfinite(value):
-            return _NOT_JUDGED
-        in_logarithms, x = signal.in_logarithms, signal.x
-        if in_logarithms:
-            value = math.log(value) if value > 0 else -math.inf
-        recent = x[-self.recent :]
-        middle = _middle(sorted(recent))
-        spread = MAD_TO_SIGMA * _middle(sorted([abs(y - middle) for y in recent]))
-        jumps = JUMP_TO_SIGMA * _middle(signal.jumps)
-        deviation = max(spread, jumps, self.floor if in_logarithms else self.floor * abs(middle))
-        if deviation <= 0:
-            return _NOT_JUDGED
-        above = (value - middle) / signal.slack(weight)
-        far = math.log(self.alone) if in_logarithms else (self.alone - 1) * max(abs(middle), deviation)
-        return _Found(above / deviation, count >= self.warmup, above > far)
+    def _look(self, signal: "_Signal", value: float, weight: float) -> float:
+        """Return the score of one signal, NaN where it cannot be told."""
+        if signal.stored < min(FIRST_LOOK, self.warmup) or not math.isfinite(value):
+            return math.nan
+        value = PLAIN.log(value) if signal.in_logarithms else value
+        return self._score(PLAIN, value, signal.usual(weight), weight)[0]
 
-    def _is_burst(self, steps: Sequence[int]) -> bool:
-        """Whether steps have come to stand out more often, the present one included."""
-        ordinary, stood_out = steps.count(ORDINARY), steps.count(STOOD_OUT)
-        many = 1
-        for length in range(1, min(SPAN, len(steps) + 1) + 1):
-            if length > 1:
-                step = steps[1 - length]
-                ordinary, stood_out = ordinary - (step == ORDINARY), stood_out - (step == STOOD_OUT)
-                if step <= ORDINARY:
-                    continue
-                many += 1
-            usual = (stood_out + 1) / (ordinary + stood_out + 2)
-            if many > usual * length and _evidence(many, length, usual) >= BURST:
-                return True
-        return False
+    def _score(self, ops: Operations, value: Number, usual: "_Usual", weight: Number) -> tuple[Number, Number, Number]:
+        """Return the score of ``value``, NaN without a measure, how far it is above the median, and one deviation.
 
-    def _reject_on_host(self, numbers: "_Numbers", values: Sequence[float], over: Sequence[bool], row: int) -> None:
-        for rejected, value in zip(numbers.rejected, values, strict=True):
-            rejected[row - 1] = value if math.isfinite(value) else math.inf
-        numbers.too_high = list(map(or_, numbers.too_high, over))
-        numbers.became(SKIPPED)
+        Args:
+            ops: The operations.
+            value: The new value, or its logarithm.
+            usual: The usual values.
+            weight: What the step counts, above 0 and finite; NaN if that is not known.
+        """
+        least = ops.where(usual.in_logarithms, self.floor, self.floor * abs(usual.middle))
+        deviation = ops.larger(ops.larger(MAD_TO_SIGMA * usual.spread, JUMP_TO_SIGMA * usual.jumps), least)
+        slack = ops.sqrt(ops.ratio(usual.weight, weight))
+        above = (value - usual.middle) / ops.where(slack > 1, slack, 1.0)
+        return ops.where(deviation > 0, ops.ratio(above, deviation), math.nan), above, deviation
 
-    def _adopt_on_host(self) -> None:
-        """It is rare: by the tensors, and the plain numbers are made anew at the next step."""
-        state = self._settled()
-        self._adopt(state["too_high"])
-        state["too_high"].fill_(False)
-        state["steps"].masked_fill_(state["steps"] == SKIPPED, ORDINARY)
-
-    # On an accelerator: nothing is read.
-
-    def _judge_on_device(self, values: Tensor) -> SpikeVerdict:
+    def _judge_tensors(self, values: Tensor) -> SpikeVerdict:
         self._settled()
         known = values.isfinite()
         weight = torch.as_tensor(self._weight, dtype=values.dtype, device=values.device)
+        weight = torch.where((weight > 0) & weight.isfinite(), weight, torch.nan)
         scores, is_far = self._scores(values, weight)
         scores = torch.where(known, scores, torch.nan)
         judged = scores.where(self._tensors["count"] >= self.warmup, torch.nan)
         over = scores > self.k
         stands_out = over.any()
-        spike = ((judged > self.k) & (is_far | self._is_burst_on_device())).any()
+        spike = ((judged > self.k) & (is_far | self._is_burst())).any()
         self._accept(values, weight, known & ~spike)
         in_a_row, adopted = self._reject(values, known, over, spike)
         became = torch.where(spike, SKIPPED, torch.where(stands_out, STOOD_OUT, ORDINARY))
@@ -280,33 +253,30 @@ class SpikeDetector(Detector):
         return SpikeVerdict(spike, judged, in_a_row, adopted, stands_out)
 
     def _scores(self, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores of all signals, and which are far; the ``stored`` values of a history come last, the newest behind."""
-        history, count = self._tensors["history"], self._tensors["count"]
+        """Return the scores of all signals, and which are spikes alone."""
+        history, count, weights = (self._tensors[name] for name in ("history", "count", "weights"))
         places = torch.arange(self.window, device=history.device)
-        past = history.gather(1, (count[:, None] + places) % self.window)
+        past = history.gather(1, (count[:, None] + places) % self.window)  # the newest last
         stored, positive = count.clamp(max=self.window), history.amin(1) > 0
         x = torch.cat([past, values[:, None]], dim=1)
         x = torch.where(positive[:, None], x.clamp(min=0).log(), x)
         past, new = x[:, :-1], x[:, -1]
         recent, few = past[:, -self.recent :], stored.clamp(max=self.recent)
-        middle = _median(recent, few)
-        spread = MAD_TO_SIGMA * _median((recent - middle[:, None]).abs(), few)
-        jumps = JUMP_TO_SIGMA * _median(past.diff(dim=1).abs(), stored - 1)
-        least = torch.where(positive, self.floor, self.floor * middle.abs())
-        deviation = torch.maximum(torch.maximum(spread, least), torch.where(stored > 1, jumps, 0.0))
-        judged = (stored >= min(FIRST_LOOK, self.warmup)) & (deviation > 0)
-        above = (new - middle) / self._slack(weight)
+        middle = median_of_stored(recent, few)
+        spread = median_of_stored((recent - middle[:, None]).abs(), few)
+        jumps = x.diff(dim=1).abs()
+        jumps[:, -1] = torch.inf  # to the new value
+        jumps = torch.where(stored > 1, median_of_stored(jumps, stored - 1), 0.0)
+        heavy = (weights > 0).sum(1)
+        usual_weight = median_of_stored(torch.where(weights > 0, weights, torch.inf), heavy)
+        usual_weight = torch.where(heavy > 0, usual_weight, torch.nan)
+        usual = _Usual(middle, spread, jumps, positive, usual_weight)
+        scores, above, deviation = self._score(TENSORS, new, usual, weight)
         far = torch.where(positive, math.log(self.alone), (self.alone - 1) * torch.maximum(middle.abs(), deviation))
-        return torch.where(judged, above / deviation, torch.nan), above > far
+        return torch.where(stored >= min(FIRST_LOOK, self.warmup), scores, torch.nan), above > far
 
-    def _slack(self, weight: Tensor) -> Tensor:
-        weights = self._tensors["weights"]
-        stored = (weights > 0).sum(1)
-        usual = _median(torch.where(weights > 0, weights, torch.inf), stored)
-        slack = (usual / weight).sqrt().clamp(min=1)
-        return torch.where((weight > 0) & weight.isfinite() & (stored > 0), slack, 1.0)
-
-    def _is_burst_on_device(self) -> Tensor:
+    def _is_burst(self) -> Tensor:
+        """Return whether steps have come to stand out more often, the present one included."""
         steps = self._tensors["steps"].flip(0)  # the newest first
         longest = min(SPAN, len(steps) + 1)
         lengths = torch.arange(1, longest + 1, device=steps.device)
@@ -324,9 +294,8 @@ class SpikeDetector(Detector):
         count, weights = self._tensors["count"], self._tensors["weights"]
         _put(self._tensors["history"], count % self.window, values, enters)
         count.add_(enters)
-        heavy = (weight > 0) & weight.isfinite()
         newer = torch.cat([weights[:, 1:], weight.expand(len(weights))[:, None]], dim=1)
-        weights.copy_(torch.where((enters & heavy)[:, None], newer, weights))
+        weights.copy_(torch.where((enters & (weight > 0))[:, None], newer, weights))
 
     def _became(self, became: Tensor, is_known: Tensor, adopted: Tensor) -> None:
         steps = self._tensors["steps"]
@@ -364,21 +333,29 @@ class SpikeDetector(Detector):
 _USUAL = {"k": 6.0, "window": 128, "warmup": 32, "cap": 8, "floor": 0.05, "recent": 32, "alone": 50.0}
 
 
-class _Found(NamedTuple):
-    """What is seen of one signal: its score, and whether it would be a spike alone."""
+class _Usual(NamedTuple):
+    """The usual values of one signal as plain numbers, or of all signals as tensors ``[signals]``.
 
-    score: float
-    is_judged: bool
-    is_far: bool
+    Attributes:
+        middle: The median of the recent values, or of their logarithms.
+        spread: The median of their distances from it.
+        jumps: The median of the distances of neighbours.
+        in_logarithms: Whether the rule compares logarithms.
+        weight: The median of the recent weights; NaN if none is known.
+    """
 
-
-_NOT_JUDGED = _Found(math.nan, False, False)
+    middle: Any
+    spread: Any
+    jumps: Any
+    in_logarithms: Any
+    weight: Any
 
 
 class _Signal:
-    """The history of one signal in plain numbers, and what the rule asks of it, kept up to date value by value.
+    """The history of one signal in plain numbers, and its usual values, kept up to date value by value.
 
     Args:
+        recent: How many values the median is of.
         ring: The history; empty places are not looked at.
         count: How many values have entered it, the last at ``count`` - 1 modulo its length.
         weights: Those of the last ones, the newest last; 0 where it is not known.
@@ -386,119 +363,103 @@ class _Signal:
     Attributes:
         past: The values, the oldest first.
         in_logarithms: Whether all are above 0.
-        x: What the rule compares: their logarithms then, else themselves.
-        jumps: The distances of neighbours in ``x``, sorted.
     """
 
-    def __init__(self, ring: list[float], count: int, weights: list[float]) -> None:
-        self.ring, self.count = ring, count
-        self.weights, self._places = [weight for weight in weights if weight > 0], len(weights)
+    def __init__(self, recent: int, ring: list[float], count: int, weights: list[float]) -> None:
+        self.ring, self.count, self.weights, self._length = ring, count, weights, min(recent, len(ring))
         at = count % len(ring)
-        self.past = ring[:count] if count <= len(ring) else ring[at:] + ring[:at]
+        self.past = deque(ring[:count] if count <= len(ring) else ring[at:] + ring[:at])
+        self._at_most_0 = sum(value <= 0 for value in self.past)
         self._study()
 
     def _study(self) -> None:
-        self.in_logarithms = bool(self.past) and min(self.past) > 0
-        self.x = list(map(math.log, self.past)) if self.in_logarithms else list(self.past)
-        self.jumps = sorted(map(abs, map(sub, self.x[1:], self.x)))
+        """Look at all values anew: their logarithms if all are above 0, else themselves."""
+        self.in_logarithms = bool(self.past) and not self._at_most_0
+        self._x = deque(map(math.log, self.past) if self.in_logarithms else self.past)
+        self._recent, values = SortedWindow(self._length), list(self._x)
+        for x in values[-self._length :]:
+            self._recent.put(0, x, True)
+        self._jumps = sorted(map(abs, map(sub, values[1:], values)))  # the distances of neighbours
 
-    def stored_weights(self) -> list[float]:
-        """Return the weights with a 0 for each that is not known, the newest last."""
-        return [0.0] * (self._places - len(self.weights)) + self.weights
+    @property
+    def stored(self) -> int:
+        """How many values there are."""
+        return len(self.past)
 
-    def slack(self, weight: float) -> float:
-        """How many times as wide a value of this weight varies."""
-        if not 0 < weight < math.inf or not self.weights or weight >= max(self.weights):
-            return 1.0
-        return max(1.0, math.sqrt(_middle(sorted(self.weights)) / weight))
+    def usual(self, weight: float) -> _Usual:
+        """Return the usual values; their weight only where ``weight`` is a number."""
+        middle = self._recent.median(self.count)
+        spread = self._recent.median_distance(self.count, middle)
+        jumps = median_of(self._jumps) if self._jumps else 0.0
+        weights = sorted(filter(None, self.weights)) if weight > 0 else []
+        return _Usual(middle, spread, jumps, self.in_logarithms, median_of(weights) if weights else math.nan)
 
     def put(self, value: float, weight: float) -> None:
         """Let ``value`` enter, and the oldest one go if there is no room."""
-        if 0 < weight < math.inf:
-            self.weights = [*self.weights, weight][-self._places :]
+        if weight > 0:
+            self.weights = [*self.weights[1:], weight]
         self.ring[self.count % len(self.ring)] = value
         self.count += 1
         self.past.append(value)
+        self._at_most_0 += value <= 0
         is_full = len(self.past) > len(self.ring)
         if is_full:
-            del self.past[0]
-        if self.in_logarithms and value > 0:
-            self._follow(math.log(value), is_full)
+            self._at_most_0 -= self.past.popleft() <= 0
+        if self.in_logarithms == (not self._at_most_0):
+            self._follow(math.log(value) if self.in_logarithms else value, is_full)
         else:
             self._study()
 
     def _follow(self, x: float, is_full: bool) -> None:
-        insort(self.jumps, abs(x - self.x[-1]))
-        self.x.append(x)
+        if self._x:
+            insort(self._jumps, abs(x - self._x[-1]))
+        self._x.append(x)
+        self._recent.put(0, x, True)
         if is_full:
-            del self.jumps[bisect_left(self.jumps, abs(self.x[1] - self.x[0]))]
-            del self.x[0]
+            oldest = self._x.popleft()
+            del self._jumps[bisect_left(self._jumps, abs(self._x[0] - oldest))]
 
 
 class _Numbers:
-    """The state of a detector in plain numbers; what only an adoption changes stays in the tensors."""
+    """The signals of a detector in plain numbers, through ordinary steps; all else stays in the tensors.
 
-    def __init__(self, state: dict[str, Tensor]) -> None:
+    Args:
+        state: The tensors.
+        recent: How many values a median is of.
+    """
+
+    def __init__(self, state: dict[str, Tensor], recent: int) -> None:
         histories = state["history"].tolist(), state["count"].tolist(), state["weights"].tolist()
-        self.signals = list(map(_Signal, *histories))
-        self.steps = [step for step in state["steps"].tolist() if step]
-        self._places = len(state["steps"])
-        self.rejected: list[list[float]] = state["rejected"].tolist()
-        self.too_high: list[bool] = state["too_high"].tolist()
+        self.signals = list(map(_Signal, repeat(recent), *histories))
         self.in_a_row = int(state["in_a_row"])
+        self._accepted = 0
 
-    def accept(self, values: Sequence[float], weight: float, stands_out: bool) -> None:
-        """Let those that are finite enter their histories; the row of spikes is over."""
+    def accept(self, values: Sequence[float], weight: float) -> None:
+        """Let the finite values of an ordinary step enter their histories; the row of spikes is over."""
         for signal, value in zip(self.signals, values, strict=True):
             if math.isfinite(value):
                 signal.put(value, weight)
-        self.too_high = [False] * len(values)
-        self.became(STOOD_OUT if stands_out else ORDINARY)
-
-    def became(self, step: int) -> None:
-        """Note what became of a step."""
-        self.steps.append(step)
-        if len(self.steps) > self._places:
-            del self.steps[0]
+        self.in_a_row = 0
+        self._accepted += 1
 
     def write(self, state: dict[str, Tensor]) -> None:
-        """Write them into the tensors of the state."""
-        found = {
-            "history": [signal.ring for signal in self.signals],
-            "count": [signal.count for signal in self.signals],
-            "rejected": self.rejected,
-            "too_high": self.too_high,
-            "in_a_row": self.in_a_row,
-            "weights": [signal.stored_weights() for signal in self.signals],
-            "steps": [0] * (self._places - len(self.steps)) + self.steps,
-        }
-        for name, numbers in found.items():
+        """Write what has changed into the tensors of the state."""
+        if not self._accepted:
+            return
+        for name, of_signal in (("history", "ring"), ("count", "count"), ("weights", "weights")):
+            numbers = [getattr(signal, of_signal) for signal in self.signals]
             state[name].copy_(torch.tensor(numbers, dtype=state[name].dtype, device="cpu"))
-
-
-def _middle(ordered: list[float]) -> float:
-    """The median of sorted numbers; 0 of none."""
-    last = len(ordered) - 1
-    return (ordered[last // 2] + ordered[last - last // 2]) / 2 if ordered else 0.0
-
-
-def _evidence(many: int, length: int, usual: float) -> float:
-    """How much likelier ``many`` of ``length`` are at their own rate than at the ``usual`` one, as a logarithm."""
-    share = many / length
-    rest = (length - many) * math.log((1 - share) / (1 - usual)) if many < length else 0.0
-    return many * math.log(share / usual) + rest
+        state["in_a_row"].zero_()
+        state["too_high"].fill_(False)
+        earlier = state["steps"][self._accepted :]
+        ordinary = torch.full_like(state["steps"], ORDINARY)
+        state["steps"].copy_(torch.cat([earlier, ordinary[len(earlier) :]]))
 
 
 def _after(chosen: Tensor, longest: int) -> Tensor:
     """How many are ``chosen`` behind the first 0, 1, ... of a row, for ``longest`` numbers of them."""
     before = torch.cat([torch.zeros_like(chosen[:1]), chosen[: longest - 1]]).cumsum(0)
     return chosen.sum() - before
-
-
-def _median(rows: Tensor, stored: Tensor) -> Tensor:
-    """The median of the ``stored`` finite numbers of each row; the mean of both middle ones if they are even."""
-    middle = torch.stack([(stored - 1) // 2, stored // 2], dim=1).clamp(0, rows.shape[1] - 1)
-    return rows.sort(dim=1).values.gather(1, middle).mean(dim=1)
 
 
 def _put(rows: Tensor, places: Tensor, values: Tensor, enters: Tensor) -> None:

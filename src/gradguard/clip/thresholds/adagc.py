@@ -10,10 +10,11 @@ from torch import Tensor
 from gradguard.arguments import check_number
 from gradguard.clip.clipper import Decision, describe
 from gradguard.clip.gradients import Gradients, measured, norms_of, total_of
-from gradguard.clip.thresholds.base import TENSORS, StatefulClipper, check, counter, whole
+from gradguard.clip.thresholds.base import StatefulClipper, check, counter, whole
 from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move
+from gradguard.tensors.number_operations import TENSORS
 from gradguard.tensors.units import scale_each_
 from gradguard.threshold_formulas import per_tensor_average, per_tensor_factor
 

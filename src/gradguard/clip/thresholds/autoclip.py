@@ -5,18 +5,17 @@ from torch import Tensor
 
 from gradguard.arguments import check_number
 from gradguard.clip.thresholds.base import (
-    TENSORS,
+    RingHistory,
     ThresholdClipper,
+    WholeHistory,
     check,
     counter,
     empty_history,
-    insert_norm,
-    percentile_of_history,
-    push_norm,
     whole,
 )
 from gradguard.errors import InvalidValueError
-from gradguard.threshold_formulas import pytorch_coefficient
+from gradguard.tensors.number_operations import TENSORS
+from gradguard.threshold_formulas import percentile_step, pytorch_coefficient
 
 _FIRST_ROOM = 1024
 
@@ -80,13 +79,10 @@ class AutoClip(ThresholdClipper):
         """Remember ``norm`` and return the percentile."""
         if self.window is None:
             self._make_room()
-            insert_norm(self.state["history"], self.state["count"], norm, enters)
-            ordered = self.state["history"]
-        else:
-            push_norm(self.state["history"], self.state["count"], norm, enters)
-            ordered = self.state["history"].sort().values
-        threshold = percentile_of_history(ordered, self.state["count"], self.percentile)
-        return torch.where(ordered.isnan().any(), torch.nan, threshold)
+        history = (WholeHistory if self.window is None else RingHistory)(self.state["history"])
+        memory = {**self.state, "history": history}
+        threshold = self._advance(percentile_step, memory, norm, enters, percentile=self.percentile)
+        return torch.where(history.values.isnan().any(), torch.nan, threshold)
 
     def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:
         """Return ``c / n``; with ``strict_paper`` what `torch.nn.utils.clip_grad_norm_` multiplies by."""

@@ -1,6 +1,6 @@
 """What the rules that choose their own threshold have in common: state on the device, changed in place, never read.
 
-Their arithmetic is in `gradguard.threshold_rules`, which replays them on plain numbers too.
+Their arithmetic is in `gradguard.threshold_formulas`, by which records are replayed too.
 """
 
 from abc import abstractmethod
@@ -17,31 +17,8 @@ from gradguard.clip.lock_in import LockIn
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.host_copy import refuse_capture
 from gradguard.tensors.layout import wide_dtype
-from gradguard.threshold_formulas import Operations, coefficient_of, interpolated
-
-
-class _Tensors:
-    """The operations of `gradguard.threshold_rules` on tensors: nothing is read by the host."""
-
-    @staticmethod
-    def where(condition: Tensor, yes: float | Tensor, no: float | Tensor) -> Tensor:
-        return torch.where(condition, yes, no)
-
-    @staticmethod
-    def within(x: Tensor, low: float, high: float) -> Tensor:
-        return x.clamp(low, high)
-
-    ratio = staticmethod(torch.div)
-    is_infinite = staticmethod(torch.isposinf)
-    exp = staticmethod(torch.exp)
-    sqrt = staticmethod(torch.sqrt)
-
-    @staticmethod
-    def number(condition: Tensor, like: Tensor) -> Tensor:
-        return condition.to(like.dtype)
-
-
-TENSORS: Operations = _Tensors()
+from gradguard.tensors.number_operations import TENSORS, median_of_stored
+from gradguard.threshold_formulas import Memory, coefficient_of
 
 
 class StatefulClipper(Clipper):
@@ -109,10 +86,6 @@ class StatefulClipper(Clipper):
         if self.state["counts"].device != device:
             refuse_capture(device, f"the state of {type(self).__name__}")
             self.to(device)
-
-    def _set(self, **values: Tensor) -> None:
-        for name, value in values.items():
-            self.state[name].copy_(value)
 
     def _count(self, clipped: Tensor, nonfinite: Tensor) -> None:
         self.state["counts"].add_(torch.stack([torch.ones_like(clipped), clipped, nonfinite]))
@@ -194,6 +167,15 @@ class ThresholdClipper(StatefulClipper):
         del grads
         return self.choose(norm, enters)
 
+    def _advance(
+        self, step: Callable[..., tuple[Tensor, Memory]], memory: Memory, norm: Tensor, enters: Tensor, **settings: Any
+    ) -> Tensor:
+        """Return the threshold of a rule in `gradguard.threshold_formulas`, and take over what it has changed."""
+        threshold, changed = step(TENSORS, memory, norm, enters, **settings)
+        for name, value in changed.items():
+            self.state[name].copy_(value)
+        return threshold
+
     def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:
         """Return what gradients of ``norm`` are multiplied by."""
         return coefficient_of(TENSORS, norm, threshold)
@@ -251,42 +233,66 @@ def check(condition: bool, expected: str, given: Callable[[], str]) -> None:
         raise InvalidValueError(f"{given()}: expected {expected}.")
 
 
-# Norms of earlier steps in a tensor of fixed length, read and written without the host: unfilled places hold inf.
-
-
 def empty_history(length: int) -> Tensor:
-    """Return a history with room for ``length`` numbers."""
+    """Return a history with room for ``length`` numbers: places that are not filled hold inf."""
     return torch.full((length,), torch.inf, dtype=torch.float64, device="cpu")
 
 
-def push_norm(history: Tensor, count: Tensor, value: Tensor, enters: Tensor) -> None:
-    """Put ``value`` in the place of the oldest, in place, if ``enters``; ``count`` is how many have been put."""
-    places = torch.arange(len(history), device=history.device)
-    history.copy_(torch.where((places == count % len(history)) & enters, value, history))
-    count.add_(enters)
+class RingHistory:
+    """The last values, in a tensor that is changed in place; the host reads nothing.
+
+    Args:
+        values: The tensor, as from `empty_history`.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def put(self, count: Tensor, value: Tensor, enters: Tensor) -> None:
+        """Write ``value`` over the oldest one where ``enters`` holds."""
+        length = len(self.values)
+        places = torch.arange(length, device=self.values.device)
+        self.values.copy_(torch.where((places == count % length) & enters, value, self.values))
+
+    def median(self, count: Tensor) -> Tensor:
+        """Return the median, infinite if there are no values."""
+        return median_of_stored(self.values, count.clamp(max=len(self.values)))
+
+    def median_distance(self, count: Tensor, middle: Tensor) -> Tensor:
+        """Return the median of the distances from ``middle``."""
+        return median_of_stored((self.values - middle).abs(), count.clamp(max=len(self.values)))
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Return mean and variance of a full history."""
+        # cumsum adds from left to right on the CPU, as ZClip's published code does; sum does not
+        mean = self.values.cumsum(0)[-1] / len(self.values)
+        return mean, ((self.values - mean) ** 2).cumsum(0)[-1] / len(self.values)
+
+    def last(self, count: Tensor) -> Tensor:
+        """Return the number of the largest value, counted from 0; 0 if there are none."""
+        return count.clamp(min=1, max=len(self.values)) - 1
+
+    def neighbours(self, place: Tensor, last: Tensor) -> tuple[Tensor, ...]:
+        """Return the value of number ``place`` in order of size, and the next one."""
+        place = place.long()
+        return self.ordered().index_select(0, torch.stack([place, (place + 1).minimum(last)])).unbind()
+
+    def ordered(self) -> Tensor:
+        """Return the values in order of size."""
+        return self.values.sort().values
 
 
-def insert_norm(ordered: Tensor, count: Tensor, value: Tensor, enters: Tensor) -> None:
-    """Put ``value`` where it belongs in an ascending history with room for it, in place, if ``enters``."""
-    places = torch.arange(len(ordered), device=ordered.device)
-    place = (ordered <= value).sum()
-    shifted = torch.where(places == place, value, ordered.roll(1))
-    ordered.copy_(torch.where((places < place) | ~enters, ordered, shifted))
-    count.add_(enters)
+class WholeHistory(RingHistory):
+    """All values in order of size, in a tensor that has room for one more."""
 
+    def put(self, count: Tensor, value: Tensor, enters: Tensor) -> None:
+        """Insert ``value`` where ``enters`` holds."""
+        del count
+        places = torch.arange(len(self.values), device=self.values.device)
+        place = (self.values <= value).sum()
+        shifted = torch.where(places == place, value, self.values.roll(1))
+        self.values.copy_(torch.where((places < place) | ~enters, self.values, shifted))
 
-def median_of_history(ordered: Tensor, count: Tensor) -> Tensor:
-    """Return the median of the first ``count`` of an ascending history; the mean of both middle ones if it is even."""
-    last = count.clamp(min=1, max=len(ordered)) - 1
-    middle = torch.stack([last // 2, last - last // 2])
-    return ordered.index_select(0, middle).mean()
-
-
-def percentile_of_history(ordered: Tensor, count: Tensor, percent: float) -> Tensor:
-    """Return a percentile of the first ``count`` of an ascending history, interpolated as NumPy does; inf of none."""
-    last = count.clamp(min=1, max=len(ordered)) - 1
-    place = last.to(ordered.dtype) * (percent / 100)
-    below = place.floor()
-    fraction = place - below
-    low, high = ordered.index_select(0, torch.stack([below.long(), (below.long() + 1).minimum(last)])).unbind()
-    return torch.where(count > 0, interpolated(TENSORS, low, high, fraction), torch.inf)
+    def ordered(self) -> Tensor:
+        """Return the values as they are."""
+        return self.values

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number, check_threshold
-from gradguard.clip.thresholds.base import TENSORS, ThresholdClipper, check, scalar
-from gradguard.threshold_formulas import fraction_threshold
+from gradguard.clip.thresholds.base import ThresholdClipper, check, scalar
+from gradguard.threshold_formulas import fraction_step
 
 
 class ClipFraction(ThresholdClipper):
@@ -76,8 +76,5 @@ class ClipFraction(ThresholdClipper):
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
         """Return c, and move it."""
-        before = self.state["threshold"]
-        bounds = self.target, self.learning_rate, self.floor, self.ceiling
-        threshold, moved = fraction_threshold(TENSORS, norm, before, *bounds)
-        self._set(threshold=torch.where(enters, moved, before))
-        return threshold
+        settings = {"learning_rate": self.learning_rate, "floor": self.floor, "ceiling": self.ceiling}
+        return self._advance(fraction_step, self.state, norm, enters, target=self.target, **settings)

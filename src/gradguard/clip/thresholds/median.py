@@ -8,27 +8,17 @@ from torch import Tensor
 from gradguard.arguments import check_number, check_threshold
 from gradguard.clip.gradients import Gradients
 from gradguard.clip.thresholds.base import (
-    TENSORS,
+    RingHistory,
     ThresholdClipper,
     check,
     counter,
     empty_history,
-    median_of_history,
-    push_norm,
     scalar,
     whole,
 )
 from gradguard.distributed.settings import Settings
 from gradguard.tensors.layout import move
-from gradguard.threshold_formulas import (
-    MEDIAN_START,
-    MEDIAN_START_TIMES,
-    MEDIAN_START_TIMES_BOUNDED,
-    MEDIAN_UPDATE,
-    median_start,
-    median_threshold,
-    update_bound,
-)
+from gradguard.threshold_formulas import MEDIAN_START, MEDIAN_UPDATE, median_step
 
 
 class ClipByMedian(ThresholdClipper):
@@ -142,18 +132,19 @@ class ClipByMedian(ThresholdClipper):
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
         """Return c of the norms so far, and remember this one."""
-        return self._by_norms(norm, enters, self.start, MEDIAN_START_TIMES).clamp(max=self.ceiling)
+        return self._choose(norm, enters, None)
 
     def choose_for(self, grads: Gradients, norm: Tensor, enters: Tensor) -> Tensor:
         """Return c of the norms so far, and of what the step would do to the weights, where that is known."""
-        reach, held = grads.reach, self.state["held"]
-        if reach is None or self.update == torch.inf:
+        if grads.reach is None or self.update == torch.inf:
             return self.choose(norm, enters)
-        threshold = self._by_norms(norm, enters, 1.0, MEDIAN_START_TIMES_BOUNDED)
-        longest = move(reach.longest_gradient(grads, self.norm_type), norm.device, norm.dtype)
-        bound, still_held = update_bound(TENSORS, norm, longest, held, self.update)
-        held.copy_(torch.where(enters, still_held, held))
-        return threshold.minimum(bound).clamp(max=self.ceiling)
+        longest = grads.reach.longest_gradient(grads, self.norm_type)
+        return self._choose(norm, enters, move(longest, norm.device, norm.dtype))
+
+    def _choose(self, norm: Tensor, enters: Tensor, longest: Tensor | None) -> Tensor:
+        memory = {**self.state, "logarithms": RingHistory(self.state["logarithms"])}
+        settings = {name: getattr(self, name) for name in ("k", "warmup", "floor", "start", "update", "ceiling")}
+        return self._advance(median_step, memory, norm, enters, longest=longest, **settings)
 
     def choices(self, grads: Gradients) -> Settings:
         """Return what is known of the optimizer: processes that knew different things would clip differently."""
@@ -162,19 +153,6 @@ class ClipByMedian(ThresholdClipper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned, also in a version without a bound on the update."""
         super().load_state_dict({"held": scalar(0.0), **state_dict})
-
-    def _by_norms(self, norm: Tensor, enters: Tensor, start: float, times: float) -> Tensor:
-        logarithms, count = self.state["logarithms"], self.state["count"]
-        middle = median_of_history(logarithms.sort().values, count)
-        deviations = (logarithms - middle).abs().sort().values
-        deviation = median_of_history(deviations, count)
-        progress = (count / self.warmup).clamp(max=1).to(norm.dtype)
-        early, remembered = median_start(TENSORS, norm, middle, progress, start, times)
-        later = median_threshold(TENSORS, middle, deviation, self.k, self.floor)
-        threshold = torch.where(progress < 1, early, later)
-        threshold = torch.where((count > 0) | enters, threshold, torch.inf)
-        push_norm(logarithms, count, torch.where(progress < 1, remembered, norm).log(), enters)
-        return threshold
 
 
 def _at_least_0(name: str, value: float) -> float:

@@ -8,20 +8,21 @@ from torch import Tensor
 
 from gradguard.arguments import check_number, check_threshold
 from gradguard.clip.thresholds.base import (
-    TENSORS,
+    RingHistory,
     ThresholdClipper,
     check,
     counter,
     empty_history,
-    push_norm,
     scalar,
     whole,
 )
-from gradguard.threshold_formulas import moving_moments, pytorch_coefficient, z_score_bounds, z_score_threshold
+from gradguard.tensors.number_operations import TENSORS
+from gradguard.threshold_formulas import pytorch_coefficient, z_score_step
 
 Mode = Literal["adaptive_scaling", "mean", "percentile"]
 
 _EPSILON = 1e-6
+_SETTINGS = "alpha", "z_threshold", "warmup", "ceiling", "clip_factor", "mode", "skip_update_on_spike"
 
 
 class ZClip(ThresholdClipper):
@@ -115,15 +116,8 @@ class ZClip(ThresholdClipper):
 
         It is the smaller of ``ceiling`` and c; where the rule leaves n alone, of the norm at which it would not.
         """
-        warm = self.state["count"] >= self.warmup
-        mean, variance = self.state["mean"].clone(), self.state["variance"]
-        # In the warm-up, mean and variance are NaN, and nothing is a spike.
-        bounds = z_score_bounds(TENSORS, norm, mean, variance, self.z_threshold, self.clip_factor, self.mode)
-        _, bound, spike = bounds
-        self._follow_norms(torch.where(spike, bound, norm), enters & warm & ~(spike & self.skip_update_on_spike))
-        self._collect(norm, enters & ~warm)
-        self.state["count"].add_(enters & warm)
-        return z_score_threshold(TENSORS, norm, *bounds, warm, self.ceiling)
+        memory = {**self.state, "first": RingHistory(self.state["first"])}
+        return self._advance(z_score_step, memory, norm, enters, **{name: getattr(self, name) for name in _SETTINGS})
 
     def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:
         """Return ``c / n``; with ``strict_paper`` what the published code multiplies by."""
@@ -139,23 +133,3 @@ class ZClip(ThresholdClipper):
             return torch.ones_like(norm)
         # a Python number over a tensor would be rounded twice
         return pytorch_coefficient(TENSORS, norm, torch.full_like(norm, self.ceiling))
-
-    def _follow_norms(self, seen: Tensor, follows: Tensor) -> None:
-        mean, variance = moving_moments(self.state["mean"], self.state["variance"], seen, self.alpha)
-        self._set(
-            mean=torch.where(follows, mean, self.state["mean"]),
-            variance=torch.where(follows, variance, self.state["variance"]),
-        )
-
-    def _collect(self, norm: Tensor, enters: Tensor) -> None:
-        """Remember a norm of the warm-up; the last one makes mean and variance."""
-        first, count = self.state["first"], self.state["count"]
-        push_norm(first, count, norm, enters)
-        complete = enters & (count == self.warmup)  # counted by now
-        # cumsum adds from left to right on the CPU, as the published code does; sum does not
-        mean = first.cumsum(0)[-1] / self.warmup
-        variance = ((first - mean) ** 2).cumsum(0)[-1] / self.warmup
-        self._set(
-            mean=torch.where(complete, mean, self.state["mean"]),
-            variance=torch.where(complete, variance, self.state["variance"]),
-        )

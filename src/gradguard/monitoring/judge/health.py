@@ -15,7 +15,7 @@ from gradguard.monitoring.judge.findings import RECOVERED_STEPS, SEVERITIES, Epi
 from gradguard.monitoring.judge.live import HealthMonitor
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import bound_on, by_optimizer, in_order, taken_steps, thresholds_of
-from gradguard.threshold_rules import lock_in_on
+from gradguard.threshold_rules import LockInAlarm
 
 __all__ = ["KINDS", "Finding", "HealthMonitor", "findings", "lock_in_share"]
 
@@ -123,7 +123,7 @@ def lock_in_share(record: Record) -> float | None:
     bound, thresholds = bound_on(taken), thresholds_of(taken)
     known = [threshold for threshold in thresholds if threshold is not None]
     bound = [binds for binds, threshold in zip(bound, thresholds, strict=True) if threshold is not None]
-    return sum(lock_in_on(bound, known)) / len(taken)
+    return sum(map(LockInAlarm().follow, bound, known)) / len(taken)
 
 
 _OF_WHOLE = (clipping_of_whole, loss_of_whole, rhythm_of_whole)

@@ -12,7 +12,7 @@ from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import BINDS_BELOW, Part, by_optimizer, taken_steps, usable_steps
 from gradguard.named_rules import replayed_rule
-from gradguard.threshold_rules import PerTensor, lock_in_on
+from gradguard.threshold_rules import LockInAlarm, PerTensor
 
 COUNTERFACTUAL = (
     "Counterfactual without feedback: each rule is shown the norms that were recorded. A run under that rule would "
@@ -139,7 +139,7 @@ def _tally(
 ) -> WhatIf:
     coefficients, thresholds = ([decision[place] for decision in decisions] for place in (0, 1))
     binds = [coefficient < BINDS_BELOW for coefficient in coefficients]
-    on = lock_in_on(binds, thresholds)
+    on = list(map(LockInAlarm().follow, binds, thresholds))
     spikes = [judged.get(number) for number, _ in steps]
     known = [spike is not None for spike in spikes]
     count, bound = sum(known), list(compress(coefficients, map(and_, known, binds)))
