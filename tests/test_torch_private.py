@@ -1,10 +1,11 @@
-"""Private names of torch: one file has them, each function does what it says, and without its name says so."""
+"""Private names of torch: one file has them, each function does what it says, and refuses where its names are gone."""
 
 import ast
 import importlib.util
+import re
 import sys
 import textwrap
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from forked_python import run_python
 from gradguard import torch_private
-from gradguard.errors import InvalidValueError, UnsupportedVersionError
+from gradguard.errors import UnsupportedVersionError
 
 SOURCE = Path(__file__).parents[1] / "src/gradguard"
 FILE = SOURCE / "torch_private.py"
@@ -37,43 +38,170 @@ def without(monkeypatch, *names):
     """The file as it is imported by a torch that lacks ``names``."""
     for name in names:
         holder, _, last = name.rpartition(".")
-        monkeypatch.delattr(eval(holder), last)
+        try:
+            monkeypatch.delattr(eval(holder), last)
+        except (AttributeError, TypeError):  # of a class in C
+            monkeypatch.setattr(holder, SimpleNamespace())
     spec = importlib.util.spec_from_file_location("lacking", FILE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-# Each name that belongs to a module or a class, so that it can be taken away.
-NAMES = {
-    "pop_function_mode": ["torch._C._len_torch_function_stack"],
-    "foreach_norm": ["torch._foreach_norm"],
-    "replace_norms": ["torch._foreach_norm"],
-    "foreach_mul_": ["torch._foreach_mul_"],
-    "foreach_copy_": ["torch._foreach_copy_"],
-    "foreach_clamp_": ["torch._foreach_clamp_min_", "torch._foreach_clamp_max_"],
-    "assert_async": ["torch._assert_async"],
-    "largest_in_bags": ["torch._embedding_bag"],
-    "current_graph_task": ["torch._C._current_graph_task_id"],
-    "call_before_backwards": ["torch.autograd._engine_run_backward"],
-    "call_after_backward": ["torch.autograd.Variable._execution_engine"],
-    "next_sequence_number": ["torch.autograd._get_sequence_nr"],
-    "call_slot": ["torch.nn.Module._call_impl"],
-    "is_compiled": ["torch.nn.Module._compiled_call_impl"],
-    "each_operation": ["torch.utils._python_dispatch.TorchDispatchMode"],
-    "hook_order": ["torch.nn.modules.module._global_forward_hooks"],
-    "batch_norms": ["torch.nn.modules.batchnorm._BatchNorm"],
-    "instance_norms": ["torch.nn.modules.instancenorm._InstanceNorm"],
-    "dropouts": ["torch.nn.modules.dropout._DropoutNd"],
-    "convolutions": ["torch.nn.modules.conv._ConvNd"],
-    "transposed_convolutions": ["torch.nn.modules.conv._ConvTransposeNd"],
-    "gradients_are_scaled": ["torch.amp.grad_scaler.OptState"],
-    "process_groups": ["torch.distributed.distributed_c10d._world"],
-    "default_store": ["torch.distributed.distributed_c10d._get_default_store"],
-    "exchange_table": ["torch.Tensor.__dlpack_c_exchange_api__"],
-    "are_operations_watched": ["torch._C._len_torch_dispatch_stack"],
-    "flattened_by_fsdp1": ["torch.distributed.fsdp._common_utils.FSDP_FLATTENED"],
+# What asks for the names of each row. Torch loses those of a module or of a class; an object lacks them by itself.
+
+OF_TORCH = {
+    "foreach_norm": lambda file: file.foreach_norm([torch.ones(1)]),
+    "foreach_mul_": lambda file: file.foreach_mul_([torch.ones(1)], 2.0),
+    "foreach_copy_": lambda file: file.foreach_copy_([torch.ones(1)], [torch.ones(1)]),
+    "foreach_clamp_": lambda file: file.foreach_clamp_([torch.ones(1)], 0.0, 1.0),
+    "assert_async": lambda file: file.assert_async(torch.tensor(True), "a bound"),
+    "largest_in_bags": lambda file: file.largest_in_bags(torch.ones(2, 1), torch.tensor([0]), torch.tensor([0]), -1),
+    "are_operations_watched": lambda file: file.are_operations_watched(),
+    "tree": lambda file: each_of_tree(file),
+    "current_graph_task": lambda file: file.current_graph_task(),
+    "call_before_backwards": lambda file: file.call_before_backwards(print),
+    "call_after_backward": lambda file: file.call_after_backward(print),
+    "gradients_of": lambda file: file.gradients_of([torch.ones(1)], [torch.ones(1)], [torch.ones(1)], False),
+    "node_hooks": lambda file: file.register_prehooks([]),
+    "next_sequence_number": lambda file: file.next_sequence_number(),
+    "each_operation": lambda file: file.each_operation(print),
+    "pop_function_mode": lambda file: pop_from_below(file),
+    "decompositions": lambda file: file.decompositions(["silu"]),
+    "global_hook_tables": lambda file: file.global_hook_tables(),
+    "call_slot": lambda file: file.call_slot(),
+    "is_compiled": lambda file: file.is_compiled(nn.Linear(1, 1)),
+    "compiled_module": lambda file: file.is_compiled(nn.Linear(1, 1)),
+    "batch_norms": lambda file: file.batch_norms(),
+    "instance_norms": lambda file: file.instance_norms(),
+    "dropouts": lambda file: file.dropouts(),
+    "convolutions": lambda file: file.convolutions(),
+    "transposed_convolutions": lambda file: file.transposed_convolutions(),
+    "is_within_compiled_code": lambda file: file.is_within_compiled_code(),
+    "grads_of": lambda file: file.grads_of([torch.ones(1)]),
+    "process_groups": lambda file: file.process_groups(),
+    "default_store": lambda file: file.default_store(),
+    "flattened_by_fsdp1": lambda file: file.flattened_by_fsdp1([None]),
 }
+OF_OBJECTS = {
+    "version_of": lambda bare: torch_private.version_of(bare),
+    "base_of": lambda bare: torch_private.base_of(bare),
+    "sparse_values": lambda bare: torch_private.sparse_values(bare),
+    "sparse_indices": lambda bare: torch_private.sparse_indices(bare),
+    "sequence_number_of": lambda bare: torch_private.sequence_number_of(bare),
+    "input_metadata_of": lambda bare: torch_private.input_metadata_of(bare),
+    "arguments_of": lambda bare: torch_private.arguments_of(bare),
+    "returns_a_view": lambda bare: torch_private.returns_a_view(bare),
+    "changes_its_arguments": lambda bare: torch_private.changes_its_arguments(bare),
+    "parameter_slots": lambda bare: torch_private.parameter_slots(bare),
+    "buffer_slots": lambda bare: torch_private.buffer_slots(bare),
+    "layer_slots": lambda bare: torch_private.layer_slots(bare),
+    "hook_tables_of": lambda bare: torch_private.hook_tables_of(bare),
+    "stop_compiling": lambda bare: torch_private.stop_compiling(compiled_in_another_way()),
+    "renew_recurrent_weights": lambda bare: torch_private.renew_recurrent_weights(bare),
+    "gradients_are_scaled": lambda bare: torch_private.gradients_are_scaled(bare, bare),
+    "overflows_of": lambda bare: torch_private.overflows_of(bare, bare),
+    "loss_scale_of": lambda bare: torch_private.loss_scale_of(object.__new__(torch.amp.GradScaler)),
+    "traced_scale_of": lambda bare: torch_private.traced_scale_of(bare),
+    "traced_inputs": lambda bare: torch_private.traced_inputs(),
+    "local_tensor_of": lambda bare: torch_private.local_tensor_of(bare),
+    "spec_of": lambda bare: torch_private.spec_of(bare),
+    "has_usual_shard_order": lambda bare: torch_private.has_usual_shard_order(SimpleNamespace(_spec=bare)),
+    "device_types_of": lambda bare: torch_private.device_types_of(bare),
+    "root_mesh_of": lambda bare: torch_private.root_mesh_of(bare),
+    "is_silent_fsdp1": lambda bare: torch_private.is_silent_fsdp1(fsdp1()),
+    "flat_part_of": lambda bare: torch_private.flat_part_of(fsdp1()),
+    "flat_shards_of": lambda bare: torch_private.flat_shards_of(fsdp1(_handle=bare)),
+    "meshes_of_fsdp2": lambda bare: torch_private.meshes_of_fsdp2([bare]),
+}
+
+
+def each_of_tree(file):
+    for name in torch_private.NEEDS["tree"].names.split():
+        with suppress(TypeError):  # of one that is there, and takes more
+            getattr(file, name)(())
+
+
+def pop_from_below(file, left=torch._C._len_torch_function_stack, pop=torch._C._pop_torch_function_stack):
+    mode = TorchFunctionMode()
+    for one in (mode, TorchFunctionMode()):
+        one.__enter__()
+    try:
+        file.pop_function_mode(mode)
+    finally:
+        while left():
+            pop()
+
+
+def compiled_in_another_way():
+    """A compiled module whose model stands under another name."""
+    made = torch.compile(nn.Linear(1, 1), backend="eager")
+    del made._modules["_orig_mod"]
+    return made
+
+
+def fsdp1(**attributes):
+    """FSDP1 itself wants an accelerator; what we read of it is told by its class."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    class Wrapped(FullyShardedDataParallel):
+        def __init__(self):
+            nn.Module.__init__(self)
+            self._fsdp_wrapped_module = nn.Linear(1, 1)  # asked for every name that is not there
+
+    wrapper = Wrapped()
+    vars(wrapper).update(attributes)
+    return wrapper
+
+
+def lacking(row, name):
+    """The words of a refusal where torch lacks ``name``."""
+    need = torch_private.NEEDS[row]
+    return (
+        re.escape(f"{need.feature} needs {need.holder}.")
+        + rf".*{re.escape(name)}.*, which torch {torch.__version__[:3]}"
+    )
+
+
+def test_every_row_has_a_test():
+    assert OF_TORCH.keys() | OF_OBJECTS.keys() == torch_private.NEEDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("row", "name"), [(row, name) for row in OF_TORCH for name in torch_private.NEEDS[row].names.split()]
+)
+def test_a_name_that_torch_lacks_is_refused_in_words(monkeypatch, row, name):
+    for module in ("torch._dynamo", "torch.distributed.fsdp"):
+        importlib.import_module(module)
+    need = torch_private.NEEDS[row]
+    file = without(monkeypatch, f"{need.holder}.{name}")
+    with pytest.raises(UnsupportedVersionError, match=lacking(row, name)) as refusal:
+        OF_TORCH[row](file)
+    assert need.instead in str(refusal.value)
+
+
+@pytest.mark.parametrize("row", OF_OBJECTS)
+def test_an_attribute_that_an_object_lacks_is_refused_in_words(monkeypatch, row):
+    importlib.import_module("torch._dynamo.symbolic_convert")
+    monkeypatch.setattr("torch._dynamo.symbolic_convert.tls", SimpleNamespace(current_tx=SimpleNamespace()))
+    with pytest.raises(UnsupportedVersionError, match=lacking(row, "")) as refusal:
+        OF_OBJECTS[row](SimpleNamespace())
+    assert torch_private.NEEDS[row].instead in str(refusal.value)
+
+
+def test_the_names_of_fsdp1_are_in_its_source():
+    folder = Path(torch.__file__).parent / "distributed/fsdp"
+    source = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
+    names = [
+        name
+        for row in ("is_silent_fsdp1", "flat_part_of", "flat_shards_of")
+        for name in torch_private.NEEDS[row].names.split()
+    ]
+    assert [
+        name
+        for name in [*names, "_shard_numel_padded", "uses_sharded_strategy"]
+        if not re.search(rf"\b{name}\b", source)
+    ] == []
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -85,14 +213,12 @@ def test_every_function_has_a_test(function):
 # Arithmetic.
 
 
-@pytest.mark.parametrize("gone", [(), NAMES["foreach_norm"]], ids=["as it is", "gone"])
-def test_foreach_norm(monkeypatch, gone):
-    file = without(monkeypatch, *gone)
-    norms = file.foreach_norm([torch.tensor([3.0, 4.0]), torch.tensor([[-2.0]])], 2, torch.float64)
+def test_foreach_norm():
+    norms = torch_private.foreach_norm([torch.tensor([3.0, 4.0]), torch.tensor([[-2.0]])], 2, torch.float64)
     assert [(n.item(), n.dtype) for n in norms] == [(5.0, torch.float64), (2.0, torch.float64)]
 
 
-def test_pop_function_mode(monkeypatch):
+def test_pop_function_mode():
     class Named(TorchFunctionMode):
         pass
 
@@ -103,9 +229,6 @@ def test_pop_function_mode(monkeypatch):
         torch_private.pop_function_mode(one)
         assert torch.overrides._get_current_function_mode_stack() == [other]
         one.__enter__()
-    gone = without(monkeypatch, *NAMES["pop_function_mode"])
-    with pytest.raises(UnsupportedVersionError, match="noting which functions a forward calls"):
-        gone.pop_function_mode(one)
 
 
 def test_replace_norms(monkeypatch):
@@ -121,47 +244,38 @@ def test_replace_norms(monkeypatch):
     assert [len(args[0]) for args in given] == [1, 1]
     assert given[1][0].tolist() == [5.0]
     assert (torch._foreach_norm, torch.linalg.vector_norm) == (foreach, vector)
-    without(monkeypatch, *NAMES["replace_norms"]).replace_norms(print, None)
+    without(monkeypatch, "torch._foreach_norm").replace_norms(print, None)
     assert not hasattr(torch, "_foreach_norm")
 
 
-@pytest.mark.parametrize("gone", [(), NAMES["foreach_mul_"]], ids=["as it is", "gone"])
-def test_foreach_mul_(monkeypatch, gone):
+def test_foreach_mul_():
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor(3.0)]
-    without(monkeypatch, *gone).foreach_mul_(tensors, torch.tensor(2.0))
+    torch_private.foreach_mul_(tensors, torch.tensor(2.0))
     assert [t.tolist() for t in tensors] == [[2.0, 4.0], 6.0]
 
 
-@pytest.mark.parametrize("gone", [(), NAMES["foreach_copy_"]], ids=["as it is", "gone"])
-def test_foreach_copy_(monkeypatch, gone):
+def test_foreach_copy_():
     tensors = [torch.zeros(2), torch.tensor(0, dtype=torch.int64)]
-    without(monkeypatch, *gone).foreach_copy_(tensors, [torch.tensor([1.0, 2.0]), torch.tensor(3)])
+    torch_private.foreach_copy_(tensors, [torch.tensor([1.0, 2.0]), torch.tensor(3)])
     assert [t.tolist() for t in tensors] == [[1.0, 2.0], 3]
 
 
-@pytest.mark.parametrize("gone", [(), *([name] for name in NAMES["foreach_clamp_"])], ids=str)
-def test_foreach_clamp_(monkeypatch, gone):
+def test_foreach_clamp_():
     tensors = [torch.tensor([-5.0, 0.5, 5.0, float("nan")])]
-    without(monkeypatch, *gone).foreach_clamp_(tensors, -1.0, 2.0)
+    torch_private.foreach_clamp_(tensors, -1.0, 2.0)
     torch.testing.assert_close(tensors[0], torch.tensor([-1.0, 0.5, 2.0, float("nan")]), equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("gone", "error"), [((), RuntimeError), (NAMES["assert_async"], InvalidValueError)], ids=["as it is", "gone"]
-)
-def test_assert_async(monkeypatch, gone, error):
-    file = without(monkeypatch, *gone)
-    file.assert_async(torch.tensor(True), "a bound")
-    with pytest.raises(error, match=r"a bound"):
-        file.assert_async(torch.tensor(False), "a bound")
+def test_assert_async():
+    torch_private.assert_async(torch.tensor(True), "a bound")
+    with pytest.raises(RuntimeError, match="a bound"):
+        torch_private.assert_async(torch.tensor(False), "a bound")
 
 
-def test_largest_in_bags(monkeypatch):
+def test_largest_in_bags():
     table = torch.tensor([[1.0, 5.0], [3.0, 4.0], [9.0, 9.0], [2.0, 6.0]])
     ids, offsets = torch.tensor([0, 1, 2, 3, 0]), torch.tensor([0, 3])
     assert torch_private.largest_in_bags(table, ids, offsets, 2).tolist() == [[1, 0], [3, 3]]
-    with pytest.raises(UnsupportedVersionError, match=r'mode="max"\) needs torch\._embedding_bag'):
-        without(monkeypatch, *NAMES["largest_in_bags"]).largest_in_bags(table, ids, offsets, 2)
 
 
 # Addresses, for the compiled kernels.
@@ -169,7 +283,7 @@ def test_largest_in_bags(monkeypatch):
 
 def test_exchange_table(monkeypatch):
     assert torch_private.exchange_table()
-    assert without(monkeypatch, *NAMES["exchange_table"]).exchange_table() is None
+    assert without(monkeypatch, "torch.Tensor.__dlpack_c_exchange_api__").exchange_table() is None
 
 
 def test_parallel_for(monkeypatch, tmp_path):
@@ -178,11 +292,10 @@ def test_parallel_for(monkeypatch, tmp_path):
     assert torch_private.parallel_for() is None
 
 
-def test_are_operations_watched(monkeypatch):
+def test_are_operations_watched():
     assert not torch_private.are_operations_watched()
     with torch_private.each_operation(lambda call, args, kwargs: call(*args, **kwargs)):
         assert torch_private.are_operations_watched()
-    assert without(monkeypatch, *NAMES["are_operations_watched"]).are_operations_watched()
 
 
 # Tensors and nested arguments.
@@ -193,23 +306,18 @@ def test_version_of():
     before = torch_private.version_of(tensor)
     tensor.add_(1)
     assert torch_private.version_of(tensor) == before + 1
-    with pytest.raises(UnsupportedVersionError, match=r"changed in place needs torch\.Tensor\._version, which torch 2"):
-        torch_private.version_of(SimpleNamespace())
 
 
 def test_versions_of():
     tensors = [torch.zeros(2), torch.zeros(())]
     tensors[1].add_(1)
     assert torch_private.versions_of(tensors) == [0, 1]
-    with pytest.raises(UnsupportedVersionError, match="noticing that a tensor was changed in place"):
-        torch_private.versions_of([SimpleNamespace()])
 
 
 def test_base_of():
     tensor = torch.zeros(4)
     assert torch_private.base_of(tensor[1:]) is tensor
     assert torch_private.base_of(tensor) is None
-    assert torch_private.base_of(SimpleNamespace()) is None
 
 
 def test_loader_has_begun():
@@ -224,27 +332,21 @@ def test_sparse_values_and_indices():
     tensor = torch.sparse_coo_tensor([[1, 0, 1]], [1.0, 2.0, 3.0], check_invariants=True)  # not coalesced
     assert torch_private.sparse_values(tensor).tolist() == [1.0, 2.0, 3.0]
     assert torch_private.sparse_indices(tensor).tolist() == [[1, 0, 1]]
-    for function in (torch_private.sparse_values, torch_private.sparse_indices):
-        with pytest.raises(UnsupportedVersionError, match=r"clipping sparse gradients needs torch\.Tensor\._"):
-            function(SimpleNamespace())
 
 
-def test_nested_arguments(monkeypatch):
+def test_nested_arguments():
     tree = ([1, {"a": 2}], 3)
     leaves, structure = torch_private.tree_flatten(tree)
     assert leaves == torch_private.tree_leaves(tree) == [1, 2, 3]
     assert torch_private.tree_unflatten(leaves, structure) == tree
     assert torch_private.tree_map(lambda x: x + 1, tree) == ([2, {"a": 3}], 4)
     assert [torch_private.keystr(path) for path, _ in torch_private.tree_flatten_with_path(tree)[0]][1] == "[0][1]['a']"
-    monkeypatch.setitem(sys.modules, "torch.utils._pytree", None)
-    with pytest.raises(UnsupportedVersionError, match=r"nested arguments needs torch\.utils\._pytree"):
-        without(monkeypatch).tree_leaves(tree)
 
 
 # Autograd.
 
 
-def test_current_graph_task(monkeypatch):
+def test_current_graph_task():
     tasks, x = [], torch.ones(2, requires_grad=True)
     for _ in range(2):
         y = x * 2
@@ -253,22 +355,18 @@ def test_current_graph_task(monkeypatch):
     assert torch_private.current_graph_task() == -1
     assert -1 not in tasks
     assert len(set(tasks)) == 2
-    with pytest.raises(UnsupportedVersionError, match=r"one backward from the next needs torch\._C\._current_graph_ta"):
-        without(monkeypatch, *NAMES["current_graph_task"]).current_graph_task()
 
 
-def test_call_after_backward(monkeypatch):
+def test_call_after_backward():
     order, x = [], torch.ones(2, requires_grad=True)
     x.register_post_accumulate_grad_hook(lambda _: order.append("leaf"))
     y = x * 2
     y.register_hook(lambda _: torch_private.call_after_backward(lambda: order.append("end")))
     y.sum().backward()
     assert order == ["leaf", "end"]
-    with pytest.raises(UnsupportedVersionError, match=r"the end of a backward needs torch"):
-        without(monkeypatch, *NAMES["call_after_backward"]).call_after_backward(print)
 
 
-def test_call_before_backwards(monkeypatch):
+def test_call_before_backwards():
     engine, told = torch.autograd._engine_run_backward, []
     y = (torch.ones(2, requires_grad=True) * 2).sum()
     first = torch_private.call_before_backwards(lambda roots: told.append(("first", [*roots])))
@@ -281,8 +379,6 @@ def test_call_before_backwards(monkeypatch):
     assert [name for name, _ in told] == ["first", "second", "second"]
     assert all(root is y for _, [root] in told)
     assert torch.autograd._engine_run_backward is engine
-    lacking = without(monkeypatch, *NAMES["call_before_backwards"])
-    assert lacking.call_before_backwards(print) is None
 
 
 def test_register_prehooks():
@@ -317,15 +413,9 @@ def test_gradients_of(kind):
         file.gradients_of([x * x], [x], [torch.ones(())], False)
 
 
-def test_next_sequence_number_and_sequence_number_of(monkeypatch):
+def test_next_sequence_number():
     x, number = torch.ones(2, requires_grad=True), torch_private.next_sequence_number()
     assert torch_private.sequence_number_of((x * 2).grad_fn) == number
-    with pytest.raises(UnsupportedVersionError, match=r"module of an operation needs torch.autograd._get_sequence_nr"):
-        without(monkeypatch, *NAMES["next_sequence_number"]).next_sequence_number()
-    with pytest.raises(
-        UnsupportedVersionError, match=r"module of an operation needs .*Node._sequence_nr.*Leave out mod"
-    ):
-        torch_private.sequence_number_of(SimpleNamespace())
 
 
 def test_sequence_number_of():
@@ -339,8 +429,6 @@ def test_input_metadata_of():
     node = torch.ones(2, 3, requires_grad=True).double().grad_fn
     (found,) = torch_private.input_metadata_of(node)
     assert (tuple(found.shape), found.dtype) == ((2, 3), torch.float64)
-    with pytest.raises(UnsupportedVersionError, match=r"the graph of a backward needs .*_input_metadata"):
-        torch_private.input_metadata_of(SimpleNamespace())
 
 
 def test_saved_constant():
@@ -439,21 +527,15 @@ def test_slots(slots):
     name = next(iter(slots(module)))
     slots(module)[name] = None  # it is what the module reads
     assert getattr(module, name) is None
-    with pytest.raises(UnsupportedVersionError, match=r"of one layer needs torch.nn.Module._"):
-        slots(SimpleNamespace())
 
 
-def test_call_slot(monkeypatch):
+def test_call_slot():
     module = nn.Linear(1, 1)
     setattr(module, torch_private.call_slot(), lambda x: x + 1)
     assert module(torch.ones(1)).item() == 2
-    with pytest.raises(
-        UnsupportedVersionError, match=r"own code again for each sample needs torch.nn.Module._call_impl"
-    ):
-        without(monkeypatch, *NAMES["call_slot"]).call_slot()
 
 
-def test_each_operation(monkeypatch):
+def test_each_operation():
     seen = []
 
     def call(operation, args, kwargs):
@@ -463,16 +545,11 @@ def test_each_operation(monkeypatch):
     with torch_private.each_operation(call):
         assert (torch.ones(2) + 1).tolist() == [2, 2]
     assert seen == ["aten::ones", "aten::add.Tensor"]
-    file = without(monkeypatch, *NAMES["each_operation"])
-    with pytest.raises(UnsupportedVersionError, match=r"random numbers .* needs torch.utils._python_dispatch"):
-        file.each_operation(call)
 
 
 def test_arguments_of():
     found = torch_private.arguments_of(torch.ops.aten.dropout.default)
     assert [argument.name for argument in found] == ["input", "p", "train"]
-    with pytest.raises(UnsupportedVersionError, match=r"draw random numbers needs OpOverload._schema"):
-        torch_private.arguments_of(SimpleNamespace())
 
 
 @pytest.mark.parametrize(
@@ -488,9 +565,6 @@ def test_returns_a_view_and_changes_its_arguments(operation, view, changes):
     name, overload = operation.split(".")
     found = getattr(getattr(torch.ops.aten, name), overload)
     assert (torch_private.returns_a_view(found), torch_private.changes_its_arguments(found)) == (view, changes)
-    for function in (torch_private.returns_a_view, torch_private.changes_its_arguments):
-        with pytest.raises(UnsupportedVersionError, match=r"compute something needs OpOverload._schema"):
-            function(SimpleNamespace())
 
 
 def test_custom_operator_name():
@@ -505,13 +579,11 @@ def test_custom_operator_name():
         assert torch_private.custom_operator_name(other) is None
 
 
-def test_decompositions(monkeypatch):
+def test_decompositions():
     found = torch_private.decompositions(["silu", "no such operation"])
     assert [*found] == [torch.ops.aten.silu.default]
     x = torch.linspace(-1, 1, 5)
     assert torch.allclose(found[torch.ops.aten.silu.default](x), nn.functional.silu(x))
-    monkeypatch.setitem(sys.modules, "torch._decomp", None)
-    assert torch_private.decompositions(["silu"]) == {}
 
 
 @pytest.mark.parametrize("way", ["torch.compile", "its own compile"])
@@ -534,7 +606,7 @@ def test_stop_compiling(way):
     torch_private.stop_compiling(nn.Linear(1, 1))()
 
 
-def test_hook_order(monkeypatch):
+def test_hook_order():
     layer = nn.Linear(1, 1)
     assert torch_private.hook_order(layer) is None
     first, last = layer.register_forward_hook(print), layer.register_forward_pre_hook(print)
@@ -544,7 +616,6 @@ def test_hook_order(monkeypatch):
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     assert torch_private.hook_order(layer) is None
     handle.remove()
-    assert without(monkeypatch, *NAMES["hook_order"]).hook_order(layer) is None
 
 
 def test_renew_recurrent_weights():
@@ -552,43 +623,36 @@ def test_renew_recurrent_weights():
     torch_private.parameter_slots(layer)["weight_ih_l0"] = other
     torch_private.renew_recurrent_weights(layer)
     assert layer._flat_weights[0] is other
-    torch_private.renew_recurrent_weights(nn.Linear(1, 1))  # one that keeps no list
 
 
-def test_is_compiled(monkeypatch):
+def test_is_compiled():
     plain, inside = nn.Linear(1, 1), nn.Linear(1, 1)
     inside.compile(backend="eager")
     assert torch_private.is_compiled(torch.compile(plain, backend="eager"))
     assert torch_private.is_compiled(inside)
     assert not torch_private.is_compiled(plain)
     assert not torch_private.is_compiled(torch.ones(1))
-    file = without(monkeypatch, *NAMES["is_compiled"])
-    with pytest.raises(UnsupportedVersionError, match=r"is compiled needs torch.nn.Module._compiled_call_impl"):
-        file.is_compiled(plain)
-    monkeypatch.setitem(sys.modules, "torch._dynamo", SimpleNamespace())
-    with pytest.raises(UnsupportedVersionError, match=r"is compiled needs torch._dynamo.OptimizedModule"):
-        file.is_compiled(plain)
 
 
 KINDS = [
-    (torch_private.batch_norms, [nn.BatchNorm2d(1), nn.LazyBatchNorm1d(), nn.SyncBatchNorm(1)]),
-    (torch_private.instance_norms, [nn.InstanceNorm2d(1), nn.LazyInstanceNorm1d()]),
-    (torch_private.dropouts, [nn.Dropout(), nn.Dropout1d(), nn.AlphaDropout(), nn.FeatureAlphaDropout()]),
-    (torch_private.convolutions, [nn.Conv1d(1, 1, 1), nn.LazyConv3d(1, 1), nn.ConvTranspose2d(1, 1, 1)]),
-    (torch_private.transposed_convolutions, [nn.ConvTranspose3d(1, 1, 1), nn.LazyConvTranspose1d(1, 1)]),
+    ("batch_norms", [nn.BatchNorm2d(1), nn.LazyBatchNorm1d(), nn.SyncBatchNorm(1)]),
+    ("instance_norms", [nn.InstanceNorm2d(1), nn.LazyInstanceNorm1d()]),
+    ("dropouts", [nn.Dropout(), nn.Dropout1d(), nn.AlphaDropout(), nn.FeatureAlphaDropout()]),
+    ("convolutions", [nn.Conv1d(1, 1, 1), nn.LazyConv3d(1, 1), nn.ConvTranspose2d(1, 1, 1)]),
+    ("transposed_convolutions", [nn.ConvTranspose3d(1, 1, 1), nn.LazyConvTranspose1d(1, 1)]),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-@pytest.mark.parametrize(("classes", "members"), KINDS, ids=lambda x: getattr(x, "__name__", ""))
-def test_classes(monkeypatch, classes, members):
-    foreign = type("Foreign", (eval(NAMES[classes.__name__][0]),), {})  # as other packages derive from a private class
-    complete = classes()
-    lacking = getattr(without(monkeypatch, *NAMES[classes.__name__]), classes.__name__)
-    assert [issubclass(foreign, kinds) for kinds in (complete, lacking())] == [True, False]
-    for kinds in (complete, lacking()):
-        assert all(isinstance(m, kinds) for m in members)
-        assert not isinstance(nn.Linear(1, 1), kinds)
+@pytest.mark.parametrize(("row", "members"), KINDS, ids=lambda x: x if isinstance(x, str) else "")
+def test_classes(row, members):
+    classes, need = getattr(torch_private, row), torch_private.NEEDS[row]
+    foreign = type(
+        "Foreign", (eval(f"{need.holder}.{need.names}"),), {}
+    )  # as other packages derive from a private class
+    assert issubclass(foreign, classes())
+    assert all(isinstance(m, classes()) for m in members)
+    assert not isinstance(nn.Linear(1, 1), classes())
 
 
 def test_wrapper_slots():
@@ -627,10 +691,9 @@ def test_gradients_are_scaled(monkeypatch):
     assert torch_private.gradients_are_scaled(scaler, optimizer)
     scaler.unscale_(optimizer)
     assert not torch_private.gradients_are_scaled(scaler, optimizer)
-    with pytest.raises(UnsupportedVersionError, match=r"Guard under GradScaler needs .*unscale_\(optimizer\)"):
-        torch_private.gradients_are_scaled(SimpleNamespace(), optimizer)
+    file = without(monkeypatch, "torch.amp.grad_scaler.OptState")
     with pytest.raises(UnsupportedVersionError, match=r"Guard under GradScaler needs .*OptState"):
-        without(monkeypatch, *NAMES["gradients_are_scaled"]).gradients_are_scaled(scaler, optimizer)
+        file.gradients_are_scaled(scaler, optimizer)
 
 
 def test_overflows_of():
@@ -641,8 +704,6 @@ def test_overflows_of():
     assert torch_private.overflows_of(scaler, optimizer) == [torch.tensor(0.0)]
     scaler.update()
     assert torch_private.overflows_of(scaler, optimizer) == []
-    with pytest.raises(UnsupportedVersionError, match=r"skipped a step needs .*_per_optimizer_states"):
-        torch_private.overflows_of(SimpleNamespace(), optimizer)
 
 
 def test_loss_scale_of():
@@ -650,9 +711,6 @@ def test_loss_scale_of():
     assert torch_private.loss_scale_of(scaler) is None
     scaled_step(scaler)
     assert torch_private.loss_scale_of(scaler).item() == 8.0
-    del scaler._scale
-    scaler.get_scale = lambda: 4.0
-    assert torch_private.loss_scale_of(scaler).item() == 4.0
     assert torch_private.loss_scale_of(SimpleNamespace()) is None
 
 
@@ -662,8 +720,6 @@ def test_traced_scale_of():
     scaled_step(scaler)
     assert torch_private.traced_scale_of(scaler) is scaler._scale
     assert torch_private.traced_scale_of(torch.amp.GradScaler("cpu", enabled=False)) == 1.0
-    with pytest.raises(UnsupportedVersionError, match=r"scale= in compiled code needs .*Pass a tensor"):
-        torch_private.traced_scale_of(SimpleNamespace())
 
 
 # The compiler.
@@ -711,7 +767,7 @@ def test_is_of_the_compiler():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
-def test_is_within_compiled_code_and_traced_inputs(monkeypatch):
+def test_is_within_compiled_code_and_traced_inputs():
     seen = []
 
     @torch_private.constant_when_traced
@@ -735,19 +791,13 @@ def test_is_within_compiled_code_and_traced_inputs(monkeypatch):
     (first, none), (second, held) = seen[0], seen[-1]
     assert (first, second, none) == (False, True, [])
     assert [(inside.grad_fn is not None, inside is not stand_in) for inside, stand_in in held] == [(True, True)]
-    monkeypatch.delattr("torch._dynamo.convert_frame.output_codes")
-    with pytest.raises(UnsupportedVersionError, match=r"a graph break needs torch\._dynamo\.convert_frame"):
-        torch_private.is_within_compiled_code()
-    monkeypatch.setattr("torch._dynamo.symbolic_convert.tls", SimpleNamespace(current_tx=SimpleNamespace()))
-    with pytest.raises(UnsupportedVersionError, match=r"a graph break needs torch\._dynamo\.symbolic"):
-        torch_private.traced_inputs()
 
 
 # DTensor, process groups and FSDP1, with one process.
 
 
 @pytest.mark.usefixtures("one_process")
-def test_dtensors(monkeypatch):
+def test_dtensors():
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     mesh = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
@@ -762,19 +812,13 @@ def test_dtensors(monkeypatch):
     assert torch_private.local_tensors([sharded], [plain])[0] is torch_private.local_tensor_of(sharded)
     assert torch_private.has_usual_shard_order(sharded)
     assert torch_private.root_mesh_of(mesh["dp"]) == mesh
-    assert torch_private.root_mesh_of("a mesh that cannot tell") == "a mesh that cannot tell"
-    public = SimpleNamespace(detach=lambda: SimpleNamespace(to_local=lambda: plain))
-    assert torch_private.local_tensor_of(public) is plain
-    with pytest.raises(UnsupportedVersionError, match=r"norm over processes needs .*DTensor._spec"):
-        torch_private.spec_of(SimpleNamespace())
     usual = SimpleNamespace(placements=(), shard_order=(1,), compute_default_shard_order=lambda placements: (2,))
     assert not torch_private.has_usual_shard_order(SimpleNamespace(_spec=usual))
     assert isinstance(sharded, DTensor)
 
 
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("gone", [(), ["torch._C.DisableTorchFunctionSubclass"]], ids=["as it is", "gone"])
-def test_grads_of(monkeypatch, gone):
+def test_grads_of():
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     class Telling(torch.Tensor):
@@ -790,28 +834,18 @@ def test_grads_of(monkeypatch, gone):
     sharded.grad = sharded.detach().clone()
     plain, without_any = torch.nn.Parameter(torch.ones(2)), torch.ones(3)
     plain.grad = torch.full((2,), 7.0)
-    file = without(monkeypatch, *gone)
-    found = file.grads_of([sharded, plain, without_any])
+    found = torch_private.grads_of([sharded, plain, without_any])
     assert [a is b for a, b in zip(found, [sharded.grad, plain.grad, None], strict=True)] == [True] * 3
     told = torch.Tensor._make_subclass(Telling, torch.ones(1))
-    assert file.grads_of([sharded, told])[1] == "told"
-    assert file.grads_of([]) == []
+    assert torch_private.grads_of([sharded, told])[1] == "told"
+    assert torch_private.grads_of([]) == []
 
 
-def test_process_groups(monkeypatch, one_process):
+def test_process_groups(one_process):
     assert {g: list(ranks) for g, ranks in torch_private.process_groups().items()} == {one_process: [0]}
     assert "cpu" in torch_private.device_types_of(one_process)
-    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
-    assert torch_private.device_types_of(SimpleNamespace()) == ["cpu", "cuda"]
     torch_private.default_store().set("key", "value")
     assert torch_private.default_store().get("key") == b"value"
-    with monkeypatch.context() as patch, pytest.raises(UnsupportedVersionError, match=r"norm over processes needs"):
-        without(patch, *NAMES["process_groups"]).process_groups()
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(UnsupportedVersionError, match=r"process is missing needs"),
-    ):
-        without(patch, *NAMES["default_store"]).default_store()
 
 
 @pytest.mark.usefixtures("one_process")
@@ -823,39 +857,22 @@ def test_meshes_of_fsdp2():
     model = fully_shard(nn.Linear(2, 1), mesh=mesh)
     assert torch_private.meshes_of_fsdp2([model]) == {id(p): mesh for p in model.parameters()}
     assert torch_private.meshes_of_fsdp2([]) == {}
-    with pytest.raises(UnsupportedVersionError, match=r"fully_shard holds needs .*_fsdp_param_groups"):
-        torch_private.meshes_of_fsdp2([nn.Linear(2, 1)])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.usefixtures("one_process")
 def test_fsdp1(monkeypatch):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    class Wrapped(FullyShardedDataParallel):
-        """FSDP1 itself wants an accelerator; what we read of it is told by its class."""
-
-        def __init__(self):
-            nn.Module.__init__(self)
-            self._fsdp_wrapped_module = nn.Linear(1, 1)  # asked for every name that is not there
-
-    wrapper, plain = Wrapped(), nn.Linear(1, 1)
+    wrapper, plain = fsdp1(), nn.Linear(1, 1)
     assert torch_private.is_fsdp1(wrapper)
     assert not torch_private.is_fsdp1(plain)
     assert not torch_private.is_silent_fsdp1(plain)
     assert torch_private.flat_part_of(plain) is None
-    with pytest.raises(UnsupportedVersionError, match=r"inside no_sync\(\) needs .*_sync_gradients"):
-        torch_private.is_silent_fsdp1(wrapper)
-    with pytest.raises(UnsupportedVersionError, match=r"FSDP1 holds needs .*fully_shard\(model\)"):
-        torch_private.flat_part_of(wrapper)
     wrapper._handle, wrapper._sync_gradients = None, False
     assert torch_private.is_silent_fsdp1(wrapper)
     assert torch_private.flat_part_of(wrapper) is None
     flat = SimpleNamespace(_params=[plain.weight])
     wrapper.process_group, wrapper._handle = "group", SimpleNamespace(uses_sharded_strategy=True, flat_param=flat)
     assert torch_private.flat_part_of(wrapper) == ("group", True, (flat, plain.weight))
-    with pytest.raises(UnsupportedVersionError, match=r"shards of .*FSDP1.* needs .*_shard_param_infos"):
-        torch_private.flat_shards_of(wrapper)
     flat._fqns, flat._shapes = ["weight", "bias"], [torch.Size([2, 3]), torch.Size([4])]
     flat._shard_param_infos = [(True, 1, 5, 2, 6), (False, None, None, None, None)]
     wrapper._handle._use_orig_params = False
@@ -868,8 +885,6 @@ def test_fsdp1(monkeypatch):
     assert torch_private.padding_of_flat(SimpleNamespace(_shard_numel_padded=3)) == 3
     marked = SimpleNamespace(_fsdp_flattened=True)
     assert torch_private.flattened_by_fsdp1([plain.weight, marked, None]) == [False, True, False]
-    with pytest.raises(UnsupportedVersionError, match=r"FSDP1 holds a parameter needs .*FSDP_FLATTENED"):
-        without(monkeypatch, *NAMES["flattened_by_fsdp1"]).flattened_by_fsdp1([marked])
     monkeypatch.delitem(sys.modules, "torch.distributed.fsdp")
     assert torch_private.flattened_by_fsdp1([plain.weight]) == [False]
 
@@ -879,26 +894,27 @@ def test_fsdp1(monkeypatch):
 
 @pytest.mark.slow
 def test_importing_needs_no_private_name():
-    names = sorted({name for gone in NAMES.values() for name in gone} | {"torch.utils._pytree"})
+    rows = [torch_private.NEEDS[row] for row in OF_TORCH]
+    names = sorted({f"{row.holder}.{name}" for row in rows for name in row.names.split()})
     code = f"""
         import sys
-        import gradguard.torch_private, torch, torch.distributed.fsdp  # what we take of torch is there from now on
+        import gradguard.torch_private, torch, torch.distributed.fsdp, torch._dynamo  # all that we take
+        lost = 0
         for path in {names}:
             holder, _, name = path.rpartition(".")
-            holder = eval(holder)
-            kept, module = getattr(holder, name), sys.modules.get(path)
-            delattr(holder, name)
-            if module is not None:
-                sys.modules[path] = None
+            try:
+                kept = getattr(eval(holder), name)
+                delattr(eval(holder), name)
+            except (AttributeError, TypeError):  # of a class in C
+                continue
             del sys.modules["gradguard.torch_private"]  # no other file has such a name, which has a test of its own
             import gradguard.torch_private
-            setattr(holder, name, kept)
-            if module is not None:
-                sys.modules[path] = module
-        print("all of", len({names}))
+            setattr(eval(holder), name, kept)
+            lost += 1
+        print("lost", lost)
     """
     done = run_python("-c", textwrap.dedent(code), cwd=Path.cwd())
-    assert done.stdout.startswith("all of ")
+    assert int(done.stdout.removeprefix("lost ")) > 30
 
 
 OTHERS = {

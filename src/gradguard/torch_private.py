@@ -1,7 +1,11 @@
-"""Every private name of torch that gradguard uses: one function each, and no other file has one (a test sees to it).
+"""Every private name of torch that gradguard reads: a table, and one function for each use. No other file has one.
 
-A name may go with any release of torch. Then the function falls back to public ones where they do the same, more
-slowly; else it raises, when it is called: importing gradguard never fails for want of a name.
+A name may go with any release of torch. Importing gradguard never fails for want of one: the function that reads it
+refuses in words, when it is called.
+
+Seen: torch 2.11.0, 2.12.1, 2.13.0 and 2.14.1, on Linux without a GPU, have every name of `NEEDS`. Names that an object
+may lack are read with a default: marks that torch leaves on some objects, and two that FSDP2 has since 2.12.
+`tests/test_torch_private.py` looks for all of them in the torch that is installed.
 """
 
 import ctypes
@@ -10,160 +14,247 @@ import math
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from gradguard.errors import InvalidValueError, UnsupportedVersionError
+from gradguard.errors import UnsupportedVersionError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _refuse(feature: str, name: str, instead: str = "") -> NoReturn:
-    raise UnsupportedVersionError(
-        f"{feature} needs {name}, which torch {torch.__version__} does not have. {instead}"
+class Need(NamedTuple):
+    """What one function reads and cannot do without.
+
+    Attributes:
+        holder: The module, class or object that has the names.
+        names: With a space between them.
+        feature: What gradguard reads them for.
+        instead: What a user may do without.
+    """
+
+    holder: str
+    names: str
+    feature: str
+    instead: str = ""
+
+
+_TREE = "keystr tree_flatten tree_flatten_with_path tree_leaves tree_map tree_unflatten"
+_STACK = "_len_torch_function_stack _pop_torch_function_stack _push_on_torch_function_stack"
+_HOOKS = "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks"
+_EVERY = "_global_forward_pre_hooks _global_forward_hooks _global_backward_pre_hooks _global_backward_hooks"
+_FLAT = "flat_param _params _fqns _shapes _shard_param_infos _use_orig_params"
+_UNSCALED = "Clip after scaler.unscale_(optimizer) with gg.clip_grad_norm_ meanwhile. "
+
+# fmt: off
+NEEDS = {
+    "foreach_norm": Need("torch", "_foreach_norm", "measuring many tensors at once"),
+    "foreach_mul_": Need("torch", "_foreach_mul_", "scaling many tensors at once"),
+    "foreach_copy_": Need("torch", "_foreach_copy_", "copying many tensors at once"),
+    "foreach_clamp_": Need("torch", "_foreach_clamp_min_ _foreach_clamp_max_", "clamping many tensors at once"),
+    "assert_async": Need("torch", "_assert_async", "a bound that is a tensor", "Pass a number. "),
+    "largest_in_bags": Need("torch", "_embedding_bag", 'nn.EmbeddingBag(mode="max")', 'Use mode="sum" or "mean". '),
+
+    "version_of": Need("torch.Tensor", "_version", "noticing that a tensor was changed in place"),
+    "base_of": Need("torch.Tensor", "_base", "finding gradients that lie in one buffer"),
+    "sparse_values": Need("torch.Tensor", "_values", "clipping sparse gradients"),
+    "sparse_indices": Need("torch.Tensor", "_indices", "clipping sparse gradients"),
+    "are_operations_watched": Need("torch._C", "_len_torch_dispatch_stack", "noticing who sees each operation"),
+    "tree": Need("torch.utils._pytree", _TREE, "looking into nested arguments"),
+
+    "current_graph_task": Need("torch._C", "_current_graph_task_id", "telling one backward from the next"),
+    "call_before_backwards": Need("torch.autograd", "_engine_run_backward", "noticing that a backward begins"),
+    "call_after_backward": Need("torch.autograd.Variable._execution_engine", "queue_callback",
+                                "noticing the end of a backward"),
+    "gradients_of": Need("torch.autograd.Variable._execution_engine", "run_backward", "checking gradients"),
+    "node_hooks": Need("torch.autograd.Function", "_register_hook", "hooks on the nodes of a graph"),
+    "next_sequence_number": Need("torch.autograd", "_get_sequence_nr",
+                                 "naming the module of an operation", "Leave out model=. "),
+    "sequence_number_of": Need("torch.autograd.graph.Node", "_sequence_nr",
+                               "naming the module of an operation", "Leave out model=. "),
+    "input_metadata_of": Need("torch.autograd.graph.Node", "_input_metadata", "reading the graph of a backward"),
+
+    "each_operation": Need("torch.utils._python_dispatch", "TorchDispatchMode",
+                           "giving each sample the random numbers that it had in its batch"),
+    "pop_function_mode": Need("torch._C", _STACK, "noting which functions a forward calls"),
+    "arguments_of": Need("OpOverload", "_schema", "telling which operations draw random numbers"),
+    "returns_a_view": Need("OpOverload", "_schema", "telling which operations compute something"),
+    "changes_its_arguments": Need("OpOverload", "_schema", "telling which operations compute something"),
+    "decompositions": Need("torch._decomp", "get_decompositions", "bounding what fused operations round"),
+
+    "parameter_slots": Need("torch.nn.Module", "_parameters", "looking at the parameters of one layer"),
+    "buffer_slots": Need("torch.nn.Module", "_buffers", "looking at the buffers of one layer"),
+    "layer_slots": Need("torch.nn.Module", "_modules", "looking at the layers of one module"),
+    "hook_tables_of": Need("torch.nn.Module", _HOOKS, "looking at the hooks of a module"),
+    "global_hook_tables": Need("torch.nn.modules.module", _EVERY, "looking at the hooks of all modules"),
+    "call_slot": Need("torch.nn.Module", "_call_impl", "running a module's own code again for each sample"),
+    "is_compiled": Need("torch.nn.Module", "_compiled_call_impl", "telling whether a module is compiled"),
+    "compiled_module": Need("torch._dynamo.eval_frame", "OptimizedModule", "telling whether a module is compiled"),
+    "stop_compiling": Need("a compiled module", "_orig_mod", "running a compiled module as it was before"),
+    "renew_recurrent_weights": Need("torch.nn.RNNBase", "_flat_weights_names _flat_weights",
+                                    "per-sample gradients of recurrent layers"),
+    "batch_norms": Need("torch.nn.modules.batchnorm", "_BatchNorm", "telling batch normalization"),
+    "instance_norms": Need("torch.nn.modules.instancenorm", "_InstanceNorm", "telling instance normalization"),
+    "dropouts": Need("torch.nn.modules.dropout", "_DropoutNd", "telling dropout"),
+    "convolutions": Need("torch.nn.modules.conv", "_ConvNd", "telling convolutions"),
+    "transposed_convolutions": Need("torch.nn.modules.conv", "_ConvTransposeNd", "telling transposed convolutions"),
+
+    "gradients_are_scaled": Need("torch.amp", "GradScaler._per_optimizer_states grad_scaler.OptState",
+                                 "a Guard under GradScaler", _UNSCALED),
+    "overflows_of": Need("torch.amp.GradScaler", "_per_optimizer_states",
+                         "telling whether a GradScaler skipped a step"),
+    "loss_scale_of": Need("torch.amp.GradScaler", "_scale", "reading the scale of a loss"),
+    "traced_scale_of": Need("torch.amp.GradScaler", "_enabled _init_scale _scale",
+                            "a GradScaler as scale= in compiled code", "Pass a tensor. "),
+
+    "is_within_compiled_code": Need("torch._dynamo.convert_frame", "output_codes", "noticing a graph break"),
+    "traced_inputs": Need("torch._dynamo.symbolic_convert.tls", "current_tx", "noticing a graph break"),
+
+    "grads_of": Need("torch._C", "DisableTorchFunctionSubclass", "reading gradients"),
+    "local_tensor_of": Need("torch.distributed.tensor.DTensor", "_local_tensor", "reading what a process holds"),
+    "spec_of": Need("torch.distributed.tensor.DTensor", "_spec", "a norm over processes"),
+    "has_usual_shard_order": Need("torch.distributed.tensor.DTensor._spec", "shard_order compute_default_shard_order",
+                                  "telling which elements a process holds"),
+    "process_groups": Need("torch.distributed.distributed_c10d", "_world.pg_group_ranks", "a norm over processes"),
+    "device_types_of": Need("torch.distributed.ProcessGroup", "_device_types", "a norm over processes"),
+    "default_store": Need("torch.distributed.distributed_c10d", "_get_default_store",
+                          "telling which process is missing"),
+    "root_mesh_of": Need("torch.distributed.DeviceMesh", "_get_root_mesh", "a norm over processes"),
+
+    "flattened_by_fsdp1": Need("torch.distributed.fsdp._common_utils", "FSDP_FLATTENED",
+                               "telling that FSDP1 holds a parameter"),
+    "is_silent_fsdp1": Need("FullyShardedDataParallel", "_sync_gradients", "telling that FSDP1 is inside no_sync()"),
+    "flat_part_of": Need("FullyShardedDataParallel", "_handle", "the norm of what FSDP1 holds",
+                         "Use fully_shard(model). "),
+    "flat_shards_of": Need("FullyShardedDataParallel._handle", _FLAT,
+                           "the shards of FullyShardedDataParallel (FSDP1)"),
+    "meshes_of_fsdp2": Need("FSDPModule", "_get_fsdp_state()._fsdp_param_group",
+                            "per-sample clipping of what fully_shard holds"),
+}
+"""By function; `tree`, `node_hooks` and `compiled_module` serve several."""
+
+# fmt: on
+
+
+def _refusal(row: str) -> UnsupportedVersionError:
+    holder, names, feature, instead = NEEDS[row]
+    return UnsupportedVersionError(
+        f"{feature} needs {holder}.{names.replace(' ', ', ')}, which torch {torch.__version__} does not have. {instead}"
         "Install an older torch, or a newer gradguard."
     )
 
 
-def _bound(holder: Any, name: str, feature: str) -> Callable[..., Any]:
-    """Return a function that is called too often to be looked for each time; where it is gone, one that refuses."""
-    found = getattr(holder, name.rpartition(".")[2], None)
-    return found if found is not None else lambda *_, **__: _refuse(feature, name)
+def _find(row: str, name: str = "") -> Any:
+    """Return what a row names in a module that torch imports itself; of several names, ``name``."""
+    path = f"{NEEDS[row].holder}.{name or NEEDS[row].names}"
+    try:
+        return attrgetter(path.removeprefix("torch."))(torch)
+    except AttributeError as error:
+        raise _refusal(row) from error
 
 
-# Arithmetic over many tensors at once: a public function for each tensor does the same, in more kernels.
+def _bind(row: str, name: str = "") -> Callable[..., Any]:
+    """Return the function that a row names; where torch lacks it, one that refuses."""
+    try:
+        return _find(row, name)
+    except UnsupportedVersionError as refusal:
+        words = str(refusal)
 
-_foreach_norm = getattr(torch, "_foreach_norm", None)
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UnsupportedVersionError(words)
+
+    return refuse
+
+
+def _needs(function: _F, row: str = "") -> _F:
+    """Let ``function``, which calls no code of users, refuse where a name is gone; its row is that of its name."""
+    row = row or function.__name__
+
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except (AttributeError, ImportError, KeyError) as error:
+            raise _refusal(row) from error
+
+    functools.update_wrapper(call, function).__name__ = row
+    call.__code__ = call.__code__.replace(co_name=row)  # code of its own: the compiler counts recompilations by code
+    return call  # type: ignore[return-value]
+
+
+def _read(row: str) -> Callable[[Any], Any]:
+    """Return a function that reads the attribute of a row."""
+    return _needs(attrgetter(NEEDS[row].names), row)
+
+
+def _kind(row: str) -> Callable[[], Any]:
+    """Return a function that returns the class of a row."""
+    return functools.partial(_find, row)
+
+
+# Arithmetic over many tensors at once.
+
+foreach_norm = _bind("foreach_norm")
+"""Return the norm of each tensor."""
+foreach_mul_ = _bind("foreach_mul_")
+"""Multiply each tensor by a 0-dim factor."""
+foreach_copy_ = _bind("foreach_copy_")
+"""Write each source into the tensor at its place."""
+assert_async = _bind("assert_async")
+"""Let the device fail with a message unless a condition holds."""
 vector_norm = torch.linalg.vector_norm
-
-
-def foreach_norm(
-    tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None
-) -> list[Tensor] | tuple[Tensor, ...]:
-    """Return the norm of each tensor. Where torch has no `_foreach_norm`: a call of `vector_norm` for each."""
-    if _foreach_norm is None:
-        return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
-    return _foreach_norm(tensors, ord, dtype)
 
 
 def replace_norms(foreach: Callable[..., Any] | None, vector: Callable[..., Any] | None) -> None:
     """Let torch's own clip take the norms of gradients with ``foreach``, and the norm of these with ``vector``.
 
-    None: as it did. Where one is gone, torch calls it no more. Not `foreach_norm` and `vector_norm`, which stay what
-    they are.
+    None: as it did. `foreach_norm` and `vector_norm` stay what they are.
     """
-    if _foreach_norm is not None:
-        torch._foreach_norm = _foreach_norm if foreach is None else foreach
+    if hasattr(torch, "_foreach_norm"):  # else torch takes norms in another way, and there is nothing to replace
+        torch._foreach_norm = foreach_norm if foreach is None else foreach
     torch.linalg.vector_norm = vector_norm if vector is None else vector
 
 
-def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply each tensor by a 0-dim ``factor``. Where torch has no `_foreach_mul_`: a call of `mul_` for each."""
-    multiply = getattr(torch, "_foreach_mul_", None)
-    if multiply is not None:
-        multiply(tensors, factor)
-        return
-    for tensor in tensors:
-        tensor.mul_(factor)
+@_needs
+def foreach_clamp_(tensors: list[Tensor], low: float, high: float) -> None:
+    """Clamp each tensor."""
+    raise_to, lower_to = torch._foreach_clamp_min_, torch._foreach_clamp_max_
+    raise_to(tensors, low)
+    lower_to(tensors, high)
 
 
-def foreach_copy_(tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Write each of ``sources`` into the tensor at its place. Without `_foreach_copy_` in torch: a `copy_` for each."""
-    copy = getattr(torch, "_foreach_copy_", None)
-    if copy is not None:
-        copy(tensors, sources)
-        return
-    for tensor, source in zip(tensors, sources, strict=True):
-        tensor.copy_(source)
-
-
-def foreach_clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
-    """Clamp each tensor. Where torch has no `_foreach_clamp_min_` or `..._max_`: a call of `clamp_` for each."""
-    raise_to, lower_to = getattr(torch, "_foreach_clamp_min_", None), getattr(torch, "_foreach_clamp_max_", None)
-    if raise_to is not None and lower_to is not None:
-        raise_to(tensors, low)
-        lower_to(tensors, high)
-        return
-    for tensor in tensors:
-        tensor.clamp_(low, high)
-
-
-def assert_async(condition: Tensor, message: str) -> None:
-    """Let the device fail unless ``condition`` holds. Where torch has no `_assert_async`: the host waits and looks.
-
-    Raises:
-        InvalidValueError: If it does not hold, where the host looks.
-    """
-    check = getattr(torch, "_assert_async", None)
-    if check is not None:
-        check(condition, message)
-    elif not bool(condition):
-        raise InvalidValueError(message)
-
-
+@_needs
 def largest_in_bags(table: Tensor, ids: Tensor, offsets: Tensor, padding: int) -> Tensor:
     """Return which id each column of ``embedding_bag(..., mode="max")`` came from; the public one leaves that out."""
-    find = getattr(torch, "_embedding_bag", None)
-    if find is None:
-        _refuse('nn.EmbeddingBag(mode="max")', "torch._embedding_bag", 'Use mode="sum" or "mean". ')
-    return find(table, ids, offsets, False, 2, False, None, False, padding)[3]
+    return torch._embedding_bag(table, ids, offsets, False, 2, False, None, False, padding)[3]
 
 
 # Tensors.
 
-
-def version_of(tensor: Tensor) -> int:
-    """Return how often ``tensor`` has been written in place: what changed without us is not what we measured."""
-    try:
-        return tensor._version
-    except AttributeError:
-        _refuse("noticing that a tensor was changed in place", "torch.Tensor._version")
-
-
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return `version_of` each of ``tensors``."""
-    try:
-        return list(map(_version, tensors))
-    except AttributeError:
-        _refuse("noticing that a tensor was changed in place", "torch.Tensor._version")
-
-
-_version = attrgetter("_version")
-
-
-def base_of(tensor: Tensor) -> Tensor | None:
-    """Return what ``tensor`` is a view of: those in one buffer have one norm. Where it is gone: None."""
-    return getattr(tensor, "_base", None)
+version_of: Callable[[Tensor], int] = _read("version_of")
+"""Return how often a tensor has been written in place: what changed without us is not what we measured."""
+versions_of: Callable[[Iterable[Tensor]], list[int]] = _needs(
+    lambda tensors: list(map(attrgetter("_version"), tensors)), "version_of"
+)
+"""Return that of each of many tensors."""
+base_of: Callable[[Tensor], Tensor | None] = _read("base_of")
+"""Return what a tensor is a view of: those in one buffer have one norm."""
+sparse_values: Callable[[Tensor], Tensor] = _needs(lambda tensor: tensor._values(), "sparse_values")
+"""Return the values of a sparse COO tensor, coalesced or not, in its memory."""
+sparse_indices: Callable[[Tensor], Tensor] = _needs(lambda tensor: tensor._indices(), "sparse_indices")
+"""Return the indices of a sparse COO tensor, coalesced or not."""
 
 
 def loader_has_begun(loader: Any) -> bool:
     """Tell whether a DataLoader holds workers or a place in its data; where that cannot be seen: no."""
     return getattr(loader, "_iterator", None) is not None
-
-
-def sparse_values(tensor: Tensor) -> Tensor:
-    """Return the values of a sparse COO tensor, coalesced or not, in its memory."""
-    try:
-        return tensor._values()
-    except AttributeError:
-        _refuse("clipping sparse gradients", "torch.Tensor._values")
-
-
-def sparse_indices(tensor: Tensor) -> Tensor:
-    """Return the indices of a sparse COO tensor, coalesced or not."""
-    try:
-        return tensor._indices()
-    except AttributeError:
-        _refuse("clipping sparse gradients", "torch.Tensor._indices")
 
 
 # Addresses, for the compiled kernels.
@@ -189,46 +280,41 @@ def parallel_for() -> int | None:
     return ctypes.cast(found, ctypes.c_void_p).value
 
 
-_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_modes = _bind("are_operations_watched")
 
 
 def are_operations_watched() -> bool:
-    """Tell whether somebody sees or replaces each operation of this thread (`TorchDispatchMode`): to be played safe."""
-    return _modes is None or _modes() > 0
+    """Tell whether somebody sees or replaces each operation of this thread (`TorchDispatchMode`)."""
+    return _modes() > 0
 
 
 # Nested arguments and results: the containers that other packages have registered are known to torch only.
 
-try:
-    from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
-except ImportError:
-
-    def _refuse_nested(*_: Any, **__: Any) -> NoReturn:
-        _refuse("looking into nested arguments", "torch.utils._pytree")
-
-    keystr = tree_flatten = tree_flatten_with_path = tree_leaves = tree_map = tree_unflatten = _refuse_nested
+keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten = [
+    _bind("tree", name) for name in _TREE.split()
+]
 
 
 # Autograd.
 
-current_graph_task: Callable[[], int] = _bound(
-    torch._C, "torch._C._current_graph_task_id", "telling one backward from the next"
-)
+current_graph_task = _bind("current_graph_task")
 """Return the number of the backward that runs in this thread, or -1: a hook has no other way to tell."""
+next_sequence_number = _bind("next_sequence_number")
+"""Return the number that autograd gives to the next node that this thread makes: modules are ranges of them."""
+sequence_number_of: Callable[[Node], int] = _needs(lambda node: node._sequence_nr(), "sequence_number_of")
+"""Return the number that autograd gave to a node in the thread that made it; leaves have the largest of all."""
+input_metadata_of: Callable[[Node], Sequence[Any]] = _read("input_metadata_of")
+"""Return shape, dtype and device of what each gradient that a node takes belongs to, before there are any."""
+call_after_backward: Callable[[Callable[[], None]], None] = _bind("call_after_backward")
+"""Call a function once the backward that runs in this thread is complete."""
 
 
 _before_backwards: dict[object, Callable[[Any], None]] = {}
 _before_backwards_lock = threading.Lock()
 
 
-def call_before_backwards(function: Callable[[Any], None]) -> Callable[[], None] | None:
-    """Call ``function`` with the roots of each backward that begins, tensors or gradient edges.
-
-    Returns:
-        What ends that. None where torch has no `_engine_run_backward`, which whatever begins a backward goes through.
-    """
-    if not hasattr(torch.autograd, "_engine_run_backward"):
-        return None
+def call_before_backwards(function: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``function`` with the roots of each backward that begins, tensors or edges; return what ends that."""
     key = object()
 
     def tell_and_run(roots: Any, *args: Any, **kwargs: Any) -> Any:
@@ -239,13 +325,13 @@ def call_before_backwards(function: Callable[[Any], None]) -> Callable[[], None]
     def unsubscribe() -> None:
         with _before_backwards_lock:
             _before_backwards.pop(key, None)
-            current: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+            current = _find("call_before_backwards")
             if not _before_backwards and hasattr(current, "tells_gradguard"):
                 torch.autograd._engine_run_backward = current.tells_gradguard  # type: ignore[attr-defined]
 
     with _before_backwards_lock:
         _before_backwards[key] = function
-        original: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        original = _find("call_before_backwards")
         if not hasattr(original, "tells_gradguard"):
             tell_and_run.tells_gradguard = original  # type: ignore[attr-defined]
             torch.autograd._engine_run_backward = tell_and_run  # type: ignore[attr-defined]
@@ -255,39 +341,43 @@ def call_before_backwards(function: Callable[[Any], None]) -> Callable[[], None]
 _register_hook_lock = threading.Lock()
 
 
+@contextmanager
+def _hooks_enter_by(enter: Callable[[Any, Any], tuple[Any, Any]]) -> Iterator[None]:
+    """Let ``enter(table, hook)`` put the hooks of nodes into their tables; other threads call it too."""
+    function, name = torch.autograd.Function, "_register_hook"
+    with _register_hook_lock:
+        before = vars(function).get(name)
+        setattr(function, name, staticmethod(enter))
+        try:
+            yield
+        finally:
+            if before is None:
+                delattr(function, name)
+            else:
+                setattr(function, name, before)
+
+
 def register_prehooks(hooks: Iterable[tuple[Node, Callable[..., Any]]]) -> Callable[[], None]:
     """Put a prehook on each node: as `Node.register_prehook`, without a handle for each, which costs more than it does.
-
-    Where torch makes its handles elsewhere: with them.
 
     Returns:
         What takes all of them out.
     """
     tables: list[OrderedDict[int, Any]] = []
     handles: list[Any] = []
-    function, name, thread = torch.autograd.Function, "_register_hook", threading.get_ident()
-    original: Any = getattr(function, name, None)
+    original, thread = _find("node_hooks"), threading.get_ident()
 
-    def register(table: Any, hook: Callable[..., Any]) -> tuple[Any, Any]:
+    def enter(table: Any, hook: Callable[..., Any]) -> tuple[Any, Any]:
         if table is not None or threading.get_ident() != thread:
             return original(table, hook)
         table = OrderedDict([(-1, hook)])  # a table of its own, to which others add; the keys of handles begin at 0
         tables.append(table)
         return table, None
 
-    with _register_hook_lock:
-        before = vars(function).get(name)
-        if original is not None:
-            setattr(function, name, staticmethod(register))
-        try:
-            for node, hook in hooks:
-                if (handle := node.register_prehook(hook)) is not None:
-                    handles.append(handle)
-        finally:
-            if before is not None:
-                setattr(function, name, before)
-            elif original is not None:
-                delattr(function, name)
+    with _hooks_enter_by(enter):
+        for node, hook in hooks:
+            if (handle := node.register_prehook(hook)) is not None:
+                handles.append(handle)
 
     def remove() -> None:
         for table in tables:
@@ -308,13 +398,10 @@ def have_hooks(nodes: Iterable[Node], own: Container[int]) -> bool:
     Nodes do not list their hooks. Registering another one shows the table of those that are there; it is given up then.
 
     Returns:
-        Whether there is one; False where torch makes its handles elsewhere.
+        Whether there is one.
     """
-    function, name, thread = torch.autograd.Function, "_register_hook", threading.get_ident()
-    original: Any = getattr(function, name, None)
-    if original is None:
-        return False
     seen, tables = _HooksSeenError(), []
+    original, thread = _find("node_hooks"), threading.get_ident()
 
     def look(table: Any, hook: Callable[..., Any]) -> tuple[Any, Any]:
         if threading.get_ident() != thread:
@@ -322,22 +409,17 @@ def have_hooks(nodes: Iterable[Node], own: Container[int]) -> bool:
         tables.append(table)
         raise seen
 
-    with _register_hook_lock:
-        before = vars(function).get(name)
-        setattr(function, name, staticmethod(look))
-        try:
-            for node in nodes:
-                for register in (node.register_hook, node.register_prehook):
-                    try:
-                        register(look)
-                    except _HooksSeenError:  # on every node: `suppress` would cost as much again
-                        continue
-        finally:
-            if before is not None:
-                setattr(function, name, before)
-            else:
-                delattr(function, name)
+    with _hooks_enter_by(look):
+        for node in nodes:
+            for register in (node.register_hook, node.register_prehook):
+                try:
+                    register(look)
+                except _HooksSeenError:  # on every node: `suppress` would cost as much again
+                    continue
     return any(key != -1 and key not in own for table in tables for key in table or ())
+
+
+_run_backward = _bind("gradients_of")
 
 
 def gradients_of(
@@ -347,48 +429,12 @@ def gradients_of(
 
     That function imports the compiler's symbolic shapes, half a second, to compare the shapes of ``grad_outputs``.
     """
-    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     is_usual = all(type(one) is Tensor for one in (*outputs, *inputs))
     for one, v in zip(outputs, grad_outputs, strict=True):
         is_usual = is_usual and one.shape == v.shape and one.dtype == v.dtype
-    if engine is None or not is_usual:
+    if not is_usual:
         return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=keep, allow_unused=True)
-    return engine.run_backward(
-        tuple(outputs), tuple(grad_outputs), keep, False, tuple(inputs), True, accumulate_grad=False
-    )
-
-
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Call ``function`` once the backward that runs in this thread is complete."""
-    try:
-        queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
-    except AttributeError:
-        _refuse("noticing the end of a backward", "torch.autograd.Variable._execution_engine.queue_callback")
-    queue(function)
-
-
-def next_sequence_number() -> int:
-    """Return the number that autograd gives to the next node that this thread makes: modules are ranges of them."""
-    try:
-        return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    except AttributeError:
-        _refuse("naming the module of an operation", "torch.autograd._get_sequence_nr", "Leave out model=. ")
-
-
-def sequence_number_of(node: Node) -> int:
-    """Return the number that autograd gave to ``node`` in the thread that made it; leaves have the largest of all."""
-    try:
-        return node._sequence_nr()
-    except AttributeError:
-        _refuse("naming the module of an operation", "torch.autograd.graph.Node._sequence_nr", "Leave out model=. ")
-
-
-def input_metadata_of(node: Node) -> Sequence[Any]:
-    """Return shape, dtype and device of what each gradient that ``node`` takes belongs to, before there are any."""
-    try:
-        return node._input_metadata  # type: ignore[attr-defined]
-    except AttributeError:
-        _refuse("reading the graph of a backward", "torch.autograd.graph.Node._input_metadata")
+    return _run_backward(tuple(outputs), tuple(grad_outputs), keep, False, tuple(inputs), True, accumulate_grad=False)
 
 
 def recorded_stack(node: Node) -> Sequence[str]:
@@ -450,10 +496,7 @@ def is_freed(node: Node) -> bool:
 
 @functools.cache
 def _operation_mode() -> Any:
-    try:
-        from torch.utils._python_dispatch import TorchDispatchMode
-    except ImportError:
-        _refuse("giving each sample the random numbers that it had in its batch", "torch.utils._python_dispatch")
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
         def __init__(self, call: Callable[[Any, tuple, dict], Any]) -> None:
@@ -466,45 +509,38 @@ def _operation_mode() -> Any:
     return Mode
 
 
+@_needs
 def each_operation(call: Callable[[Any, tuple, dict], Any]) -> AbstractContextManager[Any]:
     """Return a block in which ``call(operation, args, kwargs)`` stands in for each operation that kernels compute."""
     return _operation_mode()(call)
 
 
+@_needs
 def pop_function_mode(mode: TorchFunctionMode) -> None:
     """Take ``mode`` away, and leave those that have been put on top of it."""
     above: list[TorchFunctionMode] = []
-    try:
-        while torch._C._len_torch_function_stack() and (top := torch._C._pop_torch_function_stack()) is not mode:
-            above.append(top)
-    except AttributeError:
-        _refuse("noting which functions a forward calls", "torch._C._len_torch_function_stack")
+    while torch._C._len_torch_function_stack() and (top := torch._C._pop_torch_function_stack()) is not mode:
+        above.append(top)
     while above:
         torch._C._push_on_torch_function_stack(above.pop())
 
 
+@_needs
 def arguments_of(operation: Any) -> Sequence[Any]:
     """Return what the schema of an operation says of its arguments: name, default value, whether it is written to."""
-    try:
-        return operation._schema.arguments
-    except AttributeError:
-        _refuse("telling which operations draw random numbers", "OpOverload._schema")
+    return operation._schema.arguments
 
 
+@_needs
 def returns_a_view(operation: Any) -> bool:
     """Tell whether an operation returns other views of what it was given, by its schema."""
-    try:
-        return any(one.alias_info is not None for one in operation._schema.returns)
-    except AttributeError:
-        _refuse("telling which operations compute something", "OpOverload._schema")
+    return any(one.alias_info is not None for one in operation._schema.returns)
 
 
+@_needs
 def changes_its_arguments(operation: Any) -> bool:
     """Tell whether an operation writes to what it was given, by its schema."""
-    try:
-        return operation._schema.is_mutable
-    except AttributeError:
-        _refuse("telling which operations compute something", "OpOverload._schema")
+    return operation._schema.is_mutable
 
 
 def custom_operator_name(fn: Any) -> str | None:
@@ -519,15 +555,11 @@ def custom_operator_name(fn: Any) -> str | None:
 _OWN_NAMESPACES = ("aten", "prim", "prims", "quantized", "_c10d_functional")
 
 
+@_needs
 def decompositions(names: Sequence[str]) -> Mapping[Any, Callable[..., Any]]:
-    """Return of what ATen's operations of these names consist, with a leading underscore or without.
+    """Return of what ATen's operations of these names consist, with a leading underscore or without."""
+    from torch._decomp import get_decompositions
 
-    Where torch does not tell: of themselves, so nothing.
-    """
-    try:
-        from torch._decomp import get_decompositions
-    except ImportError:
-        return {}
     both = [spelt for name in names for spelt in (name, f"_{name}")]
     packets = [getattr(torch.ops.aten, spelt) for spelt in both if hasattr(torch.ops.aten, spelt)]
     return {op: made for op, made in get_decompositions(packets).items() if "." not in op.name()}
@@ -536,67 +568,61 @@ def decompositions(names: Sequence[str]) -> Mapping[Any, Callable[..., Any]]:
 # Modules. What their dicts hold by name, None included, and in which order, no public method tells.
 
 
-def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters of ``module`` itself by attribute name: the dict that it reads, also to be written."""
-    try:
-        return module._parameters
-    except AttributeError:
-        _refuse("looking at the parameters of one layer", "torch.nn.Module._parameters")
+parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _read("parameter_slots")
+"""Return the parameters of a module itself by attribute name: the dict that it reads, also to be written."""
+buffer_slots: Callable[[nn.Module], dict[str, Tensor | None]] = _read("buffer_slots")
+"""Return the buffers of a module itself by attribute name: the dict that it reads, also to be written."""
+layer_slots: Callable[[nn.Module], dict[str, nn.Module | None]] = _read("layer_slots")
+"""Return the layers of a module itself by attribute name: the dict that it reads."""
 
 
-def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers of ``module`` itself by attribute name: the dict that it reads, also to be written."""
-    try:
-        return module._buffers
-    except AttributeError:
-        _refuse("looking at the buffers of one layer", "torch.nn.Module._buffers")
-
-
-def layer_slots(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the layers of ``module`` itself by attribute name: the dict that it reads."""
-    try:
-        return module._modules
-    except AttributeError:
-        _refuse("looking at the layers of one module", "torch.nn.Module._modules")
-
-
+@_needs
 def hook_tables_of(module: nn.Module) -> list[Mapping[int, Any]]:
     """Return the dicts that hold the hooks of one module on its forward and backward."""
-    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return [getattr(module, name) for name in names if hasattr(module, name)]
+    return [getattr(module, name) for name in _HOOKS.split()]
 
 
+@_needs
 def global_hook_tables() -> list[Mapping[int, Any]]:
     """Return the dicts that hold the hooks on the forward and backward of all modules."""
-    of = nn.modules.module
-    names = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks",
-             "_global_backward_hooks")  # fmt: skip
-    return [getattr(of, name) for name in names if hasattr(of, name)]
+    return [getattr(nn.modules.module, name) for name in _EVERY.split()]
 
 
+def hook_order(module: nn.Module) -> tuple[int, int] | None:
+    """Return the ids of the forward hook of ``module`` that runs first and of the pre-hook that runs last.
+
+    None where hooks on all modules run before the first: then it may be any.
+    """
+    before, after, _, _ = hook_tables_of(module)
+    _, everywhere, _, _ = global_hook_tables()
+    if not after or not before or everywhere:
+        return None
+    return next(iter(after)), next(reversed(before))
+
+
+@_needs
 def call_slot() -> str:
     """Return the attribute that a call of a module goes through, hooks included: what stands there is called."""
-    if not hasattr(nn.Module, "_call_impl"):
-        _refuse("running a module's own code again for each sample", "torch.nn.Module._call_impl")
-    return "_call_impl"
+    slot = "_call_impl"
+    getattr(nn.Module, slot)
+    return slot
 
 
 def is_compiled(part: Any) -> bool:
     """Tell whether ``part`` is a module that was compiled, by `torch.compile` or its own ``compile()``."""
-    compiler = sys.modules.get("torch._dynamo")
-    if compiler is not None:
-        kind = getattr(compiler, "OptimizedModule", None) or getattr(
-            getattr(compiler, "eval_frame", None), "OptimizedModule", None
-        )
-        if kind is None:
-            _refuse("telling whether a module is compiled", "torch._dynamo.OptimizedModule")
-        if isinstance(part, kind):
-            return True
-    if not isinstance(part, nn.Module):
-        return False
-    if not hasattr(nn.Module, "_compiled_call_impl"):
-        _refuse("telling whether a module is compiled", "torch.nn.Module._compiled_call_impl")
-    return part._compiled_call_impl is not None
+    return _is_compiled_module(part) or (isinstance(part, nn.Module) and _compiled_call_of(part) is not None)
+
+
+_compiled_call_of = _read("is_compiled")
+
+
+def _is_compiled_module(part: Any) -> bool:
+    """Tell whether `torch.compile` made ``part``."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(part, compiler.OptimizedModule)
+
+
+_is_compiled_module = _needs(_is_compiled_module, "compiled_module")
 
 
 def stop_compiling(part: nn.Module) -> Callable[[], None]:
@@ -608,7 +634,7 @@ def stop_compiling(part: nn.Module) -> Callable[[], None]:
     if "_orig_mod" in (held.get("_modules") or {}):
         slot, instead = "forward", held["_modules"]["_orig_mod"].__call__
     if slot not in held:
-        _refuse("running a compiled module as it was before", f"an attribute {slot} of compiled modules")
+        raise _refusal("stop_compiling")
     before, held[slot] = held[slot], instead
 
     def resume() -> None:
@@ -617,64 +643,26 @@ def stop_compiling(part: nn.Module) -> Callable[[], None]:
     return resume
 
 
-def hook_order(module: nn.Module) -> tuple[int, int] | None:
-    """Return the ids of the forward hook of ``module`` that runs first and of the pre-hook that runs last.
-
-    None where hooks on all modules run before the first, or where torch does not tell: then it may be any.
-    """
-    after, before = getattr(module, "_forward_hooks", None), getattr(module, "_forward_pre_hooks", None)
-    everywhere = getattr(nn.modules.module, "_global_forward_hooks", None)
-    if not after or not before or everywhere is None or everywhere:
-        return None
-    return next(iter(after)), next(reversed(before))
-
-
+@_needs
 def renew_recurrent_weights(layer: nn.RNNBase) -> None:
-    """Let ``layer`` compute with the tensors in its `parameter_slots`; where it keeps no list, it does anyway."""
-    names = getattr(layer, "_flat_weights_names", None)
-    if names is not None:
-        layer._flat_weights = [getattr(layer, name, None) for name in names]
+    """Let ``layer`` compute with the tensors in its `parameter_slots`."""
+    layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
 
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 InstanceNormalization = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
+_Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
-
-def batch_norms() -> tuple[type, ...]:
-    """Return the classes of batch normalization. Other packages' derive from a private one, if it is there."""
-    private = getattr(nn.modules.batchnorm, "_BatchNorm", None)
-    lazy = nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d
-    public = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, *lazy)
-    return public if private is None else (*public, private)
-
-
-def instance_norms() -> tuple[type[InstanceNormalization], ...]:
-    """Return the classes of instance normalization, likewise."""
-    private = getattr(nn.modules.instancenorm, "_InstanceNorm", None)
-    lazy: Any = nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d
-    public = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, *lazy)
-    return public if private is None else (*public, private)
-
-
-def dropouts() -> tuple[type[nn.Dropout], ...]:
-    """Return the classes of dropout, likewise."""
-    private = getattr(nn.modules.dropout, "_DropoutNd", None)
-    public: Any = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-    return public if private is None else (*public, private)
-
-
-def convolutions() -> tuple[type[Convolution], ...]:
-    """Return the classes of convolution, transposed ones too, likewise."""
-    private = getattr(nn.modules.conv, "_ConvNd", None)
-    public = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *transposed_convolutions())
-    return public if private is None else (*public, private)
-
-
-def transposed_convolutions() -> tuple[type[nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d], ...]:
-    """Return the classes of transposed convolution, likewise."""
-    private = getattr(nn.modules.conv, "_ConvTransposeNd", None)
-    public = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    return public if private is None else (*public, private)
+batch_norms: Callable[[], type[nn.Module]] = _kind("batch_norms")
+"""Return the class from which torch's and other packages' batch normalization derives."""
+instance_norms: Callable[[], type[InstanceNormalization]] = _kind("instance_norms")
+"""Return that of instance normalization."""
+dropouts: Callable[[], type[nn.Dropout]] = _kind("dropouts")
+"""Return that of dropout."""
+convolutions: Callable[[], type[Convolution]] = _kind("convolutions")
+"""Return that of convolutions, transposed ones too."""
+transposed_convolutions: Callable[[], type[_Transposed]] = _kind("transposed_convolutions")
+"""Return that of transposed convolutions."""
 
 
 def wrapper_slots() -> tuple[str, ...]:
@@ -704,49 +692,38 @@ def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer.step, "_wrapped_by_lr_sched", False)
 
 
+@_needs
 def gradients_are_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether the gradients of ``optimizer`` are still multiplied by the scale of ``scaler``."""
-    try:
-        from torch.amp.grad_scaler import OptState
+    from torch.amp.grad_scaler import OptState
 
-        return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
-    except (ImportError, AttributeError, KeyError):
-        _refuse(
-            "a Guard under GradScaler",
-            "torch.amp.GradScaler._per_optimizer_states or torch.amp.grad_scaler.OptState",
-            "Clip after scaler.unscale_(optimizer) with gg.clip_grad_norm_ meanwhile. ",
-        )
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
 
 
+@_needs
 def overflows_of(scaler: Any, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
     """Return what ``scaler`` has found for ``optimizer``, 0-dim on each device: not 0 where a gradient is infinite.
 
     None of it before ``scaler.unscale_`` or ``scaler.step``, and after ``scaler.update``.
     """
-    try:
-        states = scaler._per_optimizer_states
-        return list(states[id(optimizer)]["found_inf_per_device"].values()) if id(optimizer) in states else []
-    except (AttributeError, KeyError):
-        _refuse("telling whether a GradScaler skipped a step", "torch.amp.GradScaler._per_optimizer_states")
+    states = scaler._per_optimizer_states
+    return list(states[id(optimizer)]["found_inf_per_device"].values()) if id(optimizer) in states else []
 
 
+@_needs
 def loss_scale_of(scaler: Any) -> Tensor | None:
-    """Return the scale of ``scaler`` on its device; None if it has scaled nothing. Where it is gone: it waits."""
-    try:
-        scale = scaler._scale
-    except AttributeError:
-        return torch.tensor(scaler.get_scale()) if isinstance(scaler, torch.amp.GradScaler) else None
+    """Return the scale of ``scaler`` on its device; None if it has scaled nothing, or is of another kind."""
+    is_of_torch = isinstance(scaler, torch.amp.GradScaler)
+    scale = scaler._scale if is_of_torch else getattr(scaler, "_scale", None)
     return scale if isinstance(scale, Tensor) else None
 
 
+@_needs
 def traced_scale_of(scaler: Any) -> float | Tensor:
     """Return the scale of ``scaler`` in code that is being compiled, into which none of its methods can be traced."""
-    try:
-        if not scaler._enabled:
-            return 1.0
-        return scaler._init_scale if scaler._scale is None else scaler._scale
-    except AttributeError:
-        _refuse("a GradScaler as scale= in compiled code", "torch.amp.GradScaler._scale", "Pass a tensor. ")
+    if not scaler._enabled:
+        return 1.0
+    return scaler._init_scale if scaler._scale is None else scaler._scale
 
 
 # The compiler.
@@ -767,8 +744,8 @@ def never_compiled(function: _F) -> _F:
     compiled. Where torch has no such marks the compiler traces into the function.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    code: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    if hasattr(code, "set_code_exec_strategy"):
+    with suppress(AttributeError):
+        code: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
         skip = code._FrameAction.SKIP
         code.set_code_exec_strategy(function.__code__, code._FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
     return function
@@ -782,7 +759,7 @@ def is_within_compiled_code() -> bool:
         return False
     made, frame = getattr(compiler, "output_codes", None), sys._getframe()
     if made is None:
-        _refuse("noticing a graph break", "torch._dynamo.convert_frame.output_codes")
+        raise _refusal("is_within_compiled_code")
     while frame is not None and frame.f_code not in made:
         frame = frame.f_back
     return frame is not None
@@ -797,8 +774,8 @@ def traced_inputs() -> list[tuple[Tensor, Tensor]]:
         if tracer is None:
             return []
         held = [(node.meta["grapharg"].example, node.meta["example_value"]) for node in tracer.output.placeholders]
-    except (AttributeError, KeyError):
-        _refuse("noticing a graph break", "torch._dynamo.symbolic_convert.tls.current_tx.output.placeholders")
+    except (AttributeError, KeyError) as error:
+        raise _refusal("traced_inputs") from error
     return [(given, stand_in) for given, stand_in in held if isinstance(given, Tensor)]
 
 
@@ -810,127 +787,108 @@ def is_of_the_compiler(frame: FrameType) -> bool:
 # DTensor.
 
 
+_without_overrides = _bind("grads_of")
+_not_overridden = getattr(torch._C, "_disabled_torch_function_impl", None)
+
+
 def grads_of(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """Return ``.grad`` of each; DTensors are not asked whether they override that, which takes twice as long."""
-    guard = getattr(torch._C, "DisableTorchFunctionSubclass", None)
-    not_overridden = getattr(torch._C, "_disabled_torch_function_impl", None)
     kinds = set(map(type, tensors)) - {Tensor}
-    if guard is None or any(kind.__torch_function__ is not not_overridden for kind in kinds):
+    if any(kind.__torch_function__ is not _not_overridden for kind in kinds):
         return [t.grad for t in tensors]
-    with guard():
+    with _without_overrides():
         return [t.grad for t in tensors]
 
 
-def local_tensor_of(tensor: Any) -> Tensor:
-    """Return what this process holds of a DTensor; ``to_local()``, its replacement, takes twenty times as long."""
-    try:
-        return tensor._local_tensor
-    except AttributeError:
-        return tensor.detach().to_local()
+local_tensor_of: Callable[[Any], Tensor] = _read("local_tensor_of")
+"""Return what this process holds of a DTensor; ``to_local()`` takes twenty times as long."""
 
 
 def local_tensors(tensors: Sequence[Tensor | None], missing: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same for each, ordinary ones as they are; of ``missing`` where there is none.
-
-    Where it is gone DTensors stay as they are, which the caller must look for.
-    """
+    """Return `local_tensor_of` each DTensor, ordinary tensors as they are; of ``missing`` where there is none."""
     with suppress(AttributeError):  # all are DTensors, and there: looking for what may be missing takes twice as long
         return [t._local_tensor for t in tensors]  # type: ignore[union-attr]
     return [m if t is None else getattr(t, "_local_tensor", t) for t, m in zip(tensors, missing, strict=True)]
 
 
-def spec_of(tensor: Any) -> Any:
-    """Return mesh and placements of a DTensor as one object: the same one as long as nobody lays it out anew."""
-    try:
-        return tensor._spec
-    except AttributeError:
-        _refuse("a norm over processes", "torch.distributed.tensor.DTensor._spec")
+spec_of: Callable[[Any], Any] = _read("spec_of")
+"""Return mesh and placements of a DTensor as one object: the same one as long as nobody lays it out anew."""
 
 
 def specs_of(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Return the same for each tensor, False for ordinary ones, None where there is none."""
+    """Return `spec_of` each DTensor, False for ordinary tensors, None where there is none."""
     with suppress(AttributeError):
         return [t._spec for t in tensors]  # type: ignore[union-attr]
     return [None if t is None else getattr(t, "_spec", False) for t in tensors]
 
 
 def layouts_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """Return mesh, placements, shape and dtype of each DTensor as one object; of ordinary tensors the dtype."""
+    """Return `spec_of` each DTensor, which tells shape and dtype too; of ordinary tensors the dtype."""
     with suppress(AttributeError):
         return [t._spec for t in tensors]  # type: ignore[attr-defined]
     return [getattr(t, "_spec", None) or t.dtype for t in tensors]
 
 
+@_needs
 def has_usual_shard_order(tensor: Any) -> bool:
     """Tell whether placements tell how a dimension is cut: from the left to the right. Without an order, they do."""
-    spec = spec_of(tensor)
-    order = getattr(spec, "shard_order", None)
-    return order is None or order == spec.compute_default_shard_order(spec.placements)
+    spec = tensor._spec
+    return spec.shard_order is None or spec.shard_order == spec.compute_default_shard_order(spec.placements)
 
 
 # Process groups and device meshes.
 
 
+@_needs
 def process_groups() -> Mapping[Any, Mapping[int, int]]:
     """Return every process group that is not destroyed, in the order in which they were made, with its ranks."""
-    try:
-        return torch.distributed.distributed_c10d._world.pg_group_ranks
-    except AttributeError:
-        _refuse("a norm over processes", "torch.distributed.distributed_c10d._world.pg_group_ranks")
+    return torch.distributed.distributed_c10d._world.pg_group_ranks
 
 
+@_needs
 def device_types_of(group: Any) -> list[str]:
-    """Return the types of devices that ``group`` can add up on. Where it does not tell: from its configuration."""
-    known = [device.type for device in getattr(group, "_device_types", ())]
-    if known:
-        return known
-    pairs = torch.distributed.get_backend_config(group).split(",")
-    return [pair.partition(":")[0] for pair in pairs]
+    """Return the types of devices that ``group`` can add up on."""
+    return [device.type for device in group._device_types]
 
 
+@_needs
 def default_store() -> Any:
     """Return the store in which the processes met: those that wait for one another can still write there."""
-    try:
-        return torch.distributed.distributed_c10d._get_default_store()
-    except AttributeError:
-        _refuse("telling which process is missing", "torch.distributed.distributed_c10d._get_default_store")
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
+@_needs
 def root_mesh_of(mesh: Any) -> Any:
-    """Return the mesh that ``mesh`` is a slice of, or itself; where no mesh can tell, slices do not fit together."""
-    find = getattr(mesh, "_get_root_mesh", None)
-    return mesh if find is None else find()
+    """Return the mesh that ``mesh`` is a slice of, or itself."""
+    return mesh._get_root_mesh()
 
 
 # FSDP1.
 
 
+def _fsdp1() -> Any:
+    """The class of FSDP1's wrappers, () where nobody has imported it: as `isinstance` takes it."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+
+
 def is_fsdp1(module: nn.Module) -> bool:
     """Tell whether ``module`` is FSDP1's wrapper, without importing it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(fsdp, "FullyShardedDataParallel", None)
-    return kind is not None and isinstance(module, kind)
+    return isinstance(module, _fsdp1())
 
 
+@_needs
 def flattened_by_fsdp1(tensors: Sequence[Tensor | None]) -> list[bool]:
     """Tell of each tensor whether FSDP1 has made it a part of a flat one: its norm is that of this process' part."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not hasattr(fsdp, "FullyShardedDataParallel"):
+    if not _fsdp1():
         return [False] * len(tensors)
-    mark = getattr(sys.modules.get("torch.distributed.fsdp._common_utils"), "FSDP_FLATTENED", None)
-    if mark is None:
-        _refuse("telling that FSDP1 holds a parameter", "torch.distributed.fsdp._common_utils.FSDP_FLATTENED")
+    mark = sys.modules["torch.distributed.fsdp._common_utils"].FSDP_FLATTENED
     return [getattr(tensor, mark, False) for tensor in tensors]
 
 
+@_needs
 def is_silent_fsdp1(module: nn.Module) -> bool:
     """Tell whether ``module`` is FSDP1's and inside ``no_sync()``: its gradients are this process' own."""
-    if not is_fsdp1(module):
-        return False
-    try:
-        return not module._sync_gradients
-    except AttributeError:
-        _refuse("telling that FSDP1 is inside no_sync()", "FullyShardedDataParallel._sync_gradients")
+    return is_fsdp1(module) and not module._sync_gradients
 
 
 class FlatPart(NamedTuple):
@@ -947,30 +905,22 @@ class FlatPart(NamedTuple):
     parameters: tuple[Tensor, ...]
 
 
+@_needs
 def flat_part_of(module: nn.Module) -> FlatPart | None:
     """Return what a wrapper of FSDP1 holds; None of any other module, and of one that holds nothing itself."""
-    if not is_fsdp1(module):
+    handle: Any = module._handle if is_fsdp1(module) else None
+    if handle is None:
         return None
-    try:
-        handle: Any = module._handle
-        if handle is None:
-            return None
-        flat = handle.flat_param
-        group: Any = module.process_group
-        return FlatPart(group, handle.uses_sharded_strategy, (flat, *(flat._params or ())))
-    except AttributeError:
-        _refuse("the norm of what FSDP1 holds", "FullyShardedDataParallel._handle", "Use fully_shard(model). ")
+    group: Any = module.process_group
+    return FlatPart(group, handle.uses_sharded_strategy, (handle.flat_param, *(handle.flat_param._params or ())))
 
 
 def padding_of_flat(parameter: Tensor) -> int:
     """Return how many elements at the end of this process' part of an FSDP1 parameter are padding.
 
-    Where they are not told, there are none: of the parameters that a flat one stands for, and of one that is not split.
+    None of the parameters that a flat one stands for, nor of one that is not split.
     """
     return getattr(parameter, "_shard_numel_padded", 0)
-
-
-# FSDP2.
 
 
 class FlatShard(NamedTuple):
@@ -993,24 +943,24 @@ class FlatShard(NamedTuple):
     start: int
 
 
+@_needs
 def flat_shards_of(module: nn.Module) -> list[FlatShard]:
     """Return the original parameters of a wrapper of FSDP1; none if it holds nothing itself."""
-    if not is_fsdp1(module):
+    handle: Any = module._handle if is_fsdp1(module) else None
+    if handle is None:
         return []
-    try:
-        handle: Any = module._handle
-        if handle is None:
-            return []
-        flat, found = handle.flat_param, []
-        originals = flat._params if handle._use_orig_params else [None] * len(flat._fqns)
-        for name, shape, at, own in zip(flat._fqns, flat._shapes, flat._shard_param_infos, originals, strict=True):
-            begin, numel, start = at[1:4] if at[0] else (0, 0, 0)
-            found.append(FlatShard(name, tuple(shape), *((flat, begin) if own is None else (own, 0)), numel, start))
-        return found
-    except (AttributeError, TypeError):
-        _refuse("the shards of FullyShardedDataParallel (FSDP1)", "FlatParamHandle.flat_param._shard_param_infos")
+    flat, found = handle.flat_param, []
+    originals = flat._params if handle._use_orig_params else [None] * len(flat._fqns)
+    for name, shape, at, own in zip(flat._fqns, flat._shapes, flat._shard_param_infos, originals, strict=True):
+        begin, numel, start = at[1:4] if at[0] else (0, 0, 0)
+        found.append(FlatShard(name, tuple(shape), *((flat, begin) if own is None else (own, 0)), numel, start))
+    return found
 
 
+# FSDP2.
+
+
+@_needs
 def meshes_of_fsdp2(modules: Iterable[Any]) -> dict[int, Any]:
     """Return the mesh over which ``fully_shard`` has spread each parameter that it holds.
 
@@ -1020,10 +970,7 @@ def meshes_of_fsdp2(modules: Iterable[Any]) -> dict[int, Any]:
     Returns:
         Meshes by the identity of parameters; None where that mesh is a part of one that parameters lie on otherwise.
     """
-    try:
-        states = [module._get_fsdp_state() for module in modules]
-        groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if g]
-        held = [(p.sharded_param, getattr(p, "mesh_info", g.mesh_info)) for g in groups for p in g.fsdp_params]
-        return {id(p): None if getattr(info, "is_spmd_mesh", False) else info.mesh for p, info in held}
-    except AttributeError:
-        _refuse("per-sample clipping of what fully_shard holds", "FSDPModule._get_fsdp_state()._fsdp_param_groups")
+    states = [module._get_fsdp_state() for module in modules]
+    groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if g]
+    held = [(p.sharded_param, getattr(p, "mesh_info", g.mesh_info)) for g in groups for p in g.fsdp_params]
+    return {id(p): None if getattr(info, "is_spmd_mesh", False) else info.mesh for p, info in held}

@@ -186,7 +186,6 @@ class LossScope(Scope):
         """Install, and have outer blocks give way."""
         if self.clipping.prune:
             self._unsubscribe = call_before_backwards(self._backward_begins)
-            self.clipping.prune = self._unsubscribe is not None
         self._begin(self.loss)
         self._rescale(self.loss.device)
         self._install()

@@ -103,8 +103,7 @@ class Witness:
                 own._beside = bool(own._beside) or reaches_inside(roots, into)
 
         self._unsubscribe = call_before_backwards(begins)
-        if self._unsubscribe is not None:
-            weakref.finalize(self, self._unsubscribe)
+        weakref.finalize(self, self._unsubscribe)
 
     def forget(self) -> None:
         """Nothing is recorded any more."""
