@@ -252,8 +252,21 @@ def row_weights(
         distinct=() if len(few) > _FEW or (path.weighted and len(nonzero) == 1) else tuple(few.tolist()),
         number=math.nan if has_class_weights(path.node, name) else number / scaled,
         precision=sum(constant.precision for constant in path.constants),
-        by_shape=not chosen and (len(nonzero) == shape.numel() or not (path.weighted or name in LABELLED)),
+        by_shape=not chosen
+        and (
+            len(nonzero) == shape.numel()
+            or not (path.weighted or name in LABELLED)
+            or _is_one_class_of_each(weights > 0, batch_size)
+        ),
     )
+
+
+def _is_one_class_of_each(weighed: Tensor, batch_size: int) -> bool:
+    """Whether every row weighs as many values along the last dimension, as a product with a one-hot target does."""
+    if weighed.dim() < 2 or (weighed.dim() == 2 and len(weighed) == batch_size):
+        return False
+    counts = weighed.sum(-1)
+    return bool((counts == counts.flatten()[:1]).all())
 
 
 _FEW = 64
