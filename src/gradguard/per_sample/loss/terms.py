@@ -98,7 +98,6 @@ def loss_parts(
     ledger: Ledger | None = None,
     constant_sizes: Set[int] = frozenset(),
     declared: Set[float] = frozenset(),
-    chosen: bool = False,
 ) -> LossParts:
     """Compare each sample's part in a loss with the sample's own loss; before the backward, which frees the graph.
 
@@ -111,7 +110,6 @@ def loss_parts(
         ledger: What rows weighed in the losses that were accepted.
         constant_sizes: Sizes of constants in such losses that were not the number of samples.
         declared: Numbers in the loss that are no counts.
-        chosen: Data decide which rows count, so that their number is each sample's own.
 
     Returns:
         What was found; nothing is raised for a loss that is wrong, or cannot be read.
@@ -129,9 +127,7 @@ def loss_parts(
         if ledger.strict:
             _refuse_cut(ends, outputs, depends)
         terms = [term_of(path, owner, outputs.batch_size, scale) for path, owner in zip(ends, owners, strict=True)]
-        rows = [
-            row_weights(path, owner, outputs, scale, depends, chosen) for path, owner in zip(ends, owners, strict=True)
-        ]
+        rows = [row_weights(path, owner, outputs, scale, depends) for path, owner in zip(ends, owners, strict=True)]
         together = _averaged_together(_joined(found_paths, terms, [each.kind for each in rows]))
         if not together:
             return LossParts("unknown", NO_PART)
