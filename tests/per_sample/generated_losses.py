@@ -10,8 +10,9 @@ cannot say whether that is the user's own constant.
 returned, which takes less time. In private training nothing may be told later: there
 a batch that gives a sample another gradient than among copies of itself is wrong, whatever it is divided by.
 
-``python tests/per_sample/generated_losses.py FIRST LAST [REDUCTIONS]`` prints what came of the cases; with ``glance``
-in front, of cases drawn more widely, a third of them private, by the check alone.
+``python tests/per_sample/generated_losses.py FIRST LAST [REDUCTIONS]`` prints what came of the cases; with ``wide`` in
+front, of cases drawn from all reductions and everything that is here, a third of them private; with ``glance``, of such
+cases of the given reductions, by the check alone.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ from gradguard.per_sample.loss.check import LossCheck
 
 TIME, WIDTH = 4, 3
 POOL = 12
+SCALE = 1024.0
 REPORT_EVERY = 500
 
 # ---------------------------------------------------------------------------------------------------------------- data
@@ -105,8 +107,17 @@ def pool(case):
     return data
 
 
-def collate(data, ids):
-    return Batch(size=len(ids), **{k: v[ids] for k, v in data.items()})
+def collate(data, ids, length=TIME):
+    """Put samples side by side, cut to ``length``."""
+    found = {k: v[ids] for k, v in data.items()}
+    if length < TIME:
+        found = {k: v[:, :length] if v.ndim > 1 else v for k, v in found.items()}
+    return Batch(size=len(ids), **found)
+
+
+def length_of(case, data, ids):
+    """The length to which the samples of a batch are padded."""
+    return max(int(data["n"][ids].max()), 1) if case.collated else TIME
 
 
 # ---------------------------------------------------------------------------------------------- which rows have a loss
@@ -400,6 +411,10 @@ FUSED = {
     "hand log cosh": lambda p, t, r: _reduce((p - t.y).cosh().log(), r),
 }
 BY_SAMPLE = {"ctc", "broadcast", "pairs", "vae"}
+KINKED = {
+    "l1", "multi_margin", "multilabel_margin", "margin_ranking", "hinge_embedding", "triplet", "cosine_embedding",
+    "hand quantile", "hand distance", "hand focal",
+}  # fmt: skip
 
 DIVISORS = {
     "B": lambda b, losses: b.size,
@@ -436,11 +451,17 @@ MORE_DIVISORS = {
 }
 FIRST_DIVISORS = list(DIVISORS)
 DIVISORS |= MORE_DIVISORS
+DIVIDED = ("fused sum", "sum", "dot", "einsum", "sum by sum")
 WEIGHTS = ["none", "none", "none", "sample", "row", "valid", "row and valid", "normalised"]
 MORE_COMBINED = [
     "own mean by mask", "own mean by mask, those with rows", "own mean by mask, sum", "own mean by mask, sum over B",
     "times 1 / B", "times 1 / rows", "times a float", "times a tensor", "sum by sum", "cumulated", "mean of the last",
     "largest row, mean",
+]  # fmt: skip
+COUPLED = [
+    "root of the mean", "perplexity", "logsumexp", "softmax weighted", "hardest half", "above the mean",
+    "largest of all", "median of all", "least half trimmed", "baseline", "norm", "variance", "group means",
+    "cumulated over all", "at most the mean", "product",
 ]  # fmt: skip
 COMBINED = [
     "fused mean", "fused sum", "mean", "sum", "own mean, mean", "own mean, sum over B", "own sum, mean", "loop",
@@ -464,11 +485,16 @@ class Term:
         words = [self.fn, self.rows, self.combine]
         if self.weight != "none":
             words.append(f"weight {self.weight}")
-        if self.combine in ("fused sum", "sum", "dot", "einsum"):
+        if self.combine in DIVIDED:
             words.append(f"/ {self.divisor}")
         if self.factor != 1.0 or self.schedule:
             words.append(f"x {self.factor}{' scheduled' if self.schedule else ''}")
         return " | ".join(words)
+
+    @property
+    def has_a_kink(self):
+        """Whether rounding of an output may turn a gradient over."""
+        return self.fn in KINKED or self.combine == "largest row, mean" or self.combine in COUPLED
 
     def __call__(self, p, b, step, case):
         value = self.value(p, b, case)
@@ -517,6 +543,8 @@ class Term:
             return self.own_by_mask(losses, b)
         if self.combine in MORE_COMBINED:
             return self.more(losses, b)
+        if self.combine in COUPLED:
+            return self.coupled(losses, b)
         return self.own(losses, b)
 
     def own_by_mask(self, losses, b):
@@ -531,11 +559,11 @@ class Term:
 
     def more(self, losses, b):
         if self.combine == "largest row, mean":
-            return losses.view(b.size, -1).amax(1).mean()
+            return losses.reshape(b.size, -1).amax(1).mean()
         if self.combine == "mean of the last":
-            return losses.view(b.size, -1)[:, -1].mean()
+            return losses.reshape(b.size, -1)[:, -1].mean()
         if self.combine == "cumulated":
-            return losses.view(b.size, -1).cumsum(1)[:, -1].sum() / b.size
+            return losses.reshape(b.size, -1).cumsum(1)[:, -1].sum() / b.size
         if self.combine == "sum by sum":
             while losses.ndim:
                 losses = losses.sum(-1)
@@ -547,6 +575,33 @@ class Term:
             "times a tensor": lambda: torch.tensor(0.3, dtype=losses.dtype),
         }[self.combine]()
         return factor * losses.sum() if len(self.fn) % 2 else factor * losses.mean()
+
+    def coupled(self, losses, b):
+        """Reductions of all rows that are no sum of them."""
+        losses = losses.flatten()
+        half = max(1, len(losses) // 2)
+        if self.combine == "group means":
+            mine = losses.reshape(b.size, -1).mean(1)
+            group = b.keep.long()
+            sums = torch.zeros(2, dtype=mine.dtype).index_add(0, group, mine)
+            return (sums / group.bincount(minlength=2).clamp(min=1)).mean()
+        return {
+            "root of the mean": lambda: losses.square().mean().sqrt(),
+            "perplexity": lambda: losses.mean().exp(),
+            "logsumexp": lambda: losses.logsumexp(0),
+            "softmax weighted": lambda: (losses.softmax(0) * losses).sum(),
+            "hardest half": lambda: losses.topk(half).values.mean(),
+            "above the mean": lambda: losses[losses >= losses.mean()].mean(),
+            "largest of all": lambda: losses.max(),
+            "median of all": lambda: losses.median(),
+            "least half trimmed": lambda: losses.sort().values[half - 1 :].mean(),
+            "baseline": lambda: (losses - losses.mean()).abs().mean(),
+            "norm": losses.norm,
+            "variance": lambda: losses.var() + losses.mean(),
+            "cumulated over all": lambda: losses.cumsum(0).mean(),
+            "at most the mean": lambda: torch.minimum(losses, losses.mean()).mean(),
+            "product": lambda: (1 + losses).prod(),
+        }[self.combine]()
 
     def weighted(self, losses, b, select):
         if self.weight == "none":
@@ -567,7 +622,7 @@ class Term:
 
     def own(self, losses, b):
         """Rows of each sample by themselves first; only where ``rows`` left samples in front."""
-        losses = losses.view(b.size, -1) if losses.shape[0] != b.size or losses.ndim == 1 else losses.flatten(1)
+        losses = losses.reshape(b.size, -1) if losses.shape[0] != b.size or losses.ndim == 1 else losses.flatten(1)
         if self.combine == "own sum, mean":
             return losses.sum(1).mean()
         mine = losses.sum(1) / b.n.clamp(min=1)
@@ -601,7 +656,7 @@ def _by_sample(fn, p, b, combine):
         labels = b.times[:, :2] % (p.shape[-1] - 1) + 1
         lengths = (b.times[:, 2] % 2) + 1
         losses = F.ctc_loss(
-            p.log_softmax(-1).transpose(0, 1), labels, torch.full((b.size,), TIME), lengths, reduction=reduction
+            p.log_softmax(-1).transpose(0, 1), labels, torch.full((b.size,), p.shape[1]), lengths, reduction=reduction
         )
         return losses if combine.startswith("fused") else losses.mean()
     if fn == "broadcast":  # everybody's mistake: [B] beside [B, 1]
@@ -639,7 +694,13 @@ class Case:
     inside: bool = False
     hidden: bool = True
     private: bool = False
+    others: list = field(default_factory=list)  # the loss of every other step
+    scaled: bool = False  # by a GradScaler
+    collated: bool = False  # each batch is as long as its longest sample
+    time_first: bool = False  # the module is called with, and returns, [time, batch, ...]
+    two: bool = False  # the second term is of a second output
     constant: object = float  # `PerSampleGradientClipper.constant`
+    given: list = field(default_factory=list)  # norms of samples that the clipper told, until they are looked at
 
     def __str__(self):
         words = [f"{self.seed}:", self.reduction, self.mode, "sequence" if self.sequence else "flat"]
@@ -648,20 +709,53 @@ class Case:
             words.append(f"micro {self.micro}{' divided' if self.divided else ''}")
         if self.inside:
             words.append("loss inside")
-        if self.private:
-            words.append("private")
-        return ", ".join(words) + " || " + "  ++  ".join(map(str, self.terms))
+        words += [name for name in ("private", "scaled", "collated", "time_first", "two") if getattr(self, name)]
+        text = ", ".join(words) + " || " + "  ++  ".join(map(str, self.terms))
+        return text + (" // " + "  ++  ".join(map(str, self.others)) if self.others else "")
+
+    @property
+    def through_the_network(self):
+        """Whether more than the check of the loss is asked."""
+        return self.inside or self.two or self.time_first or self.scaled or self.dtype == torch.bfloat16
+
+    @property
+    def wider(self):
+        """Whether the loss is computed from float32 of outputs in 16 bits."""
+        return self.autocast or self.dtype == torch.bfloat16
+
+    @property
+    def tolerance(self):
+        return 0.06 if self.wider else 1e-8 if self.dtype == torch.float64 else 1e-3
+
+    @property
+    def may_keep_a_number(self):
+        """Whether a number may be taken for the user's until a batch in which it makes a difference."""
+        return self.reduction == "token_mean" and self.by_a_number and not self.private
+
+    def phase(self, step):
+        """A number for the loss of a step: equal ones give a sample one gradient."""
+        if any(term.schedule for term in (*self.terms, *self.others)):
+            return step
+        return step % 2 if self.others else 0
 
     def loss(self, p, b, step):
-        total = self.terms[0](p, b, step, self)
-        for term in self.terms[1:]:
-            total = total + term(p, b, step, self)
+        """The loss of what the network returned, and the second output beside it if there are two."""
+        p, q = p if isinstance(p, tuple) else (p, p)
+        if self.time_first:
+            p, q = p.transpose(0, 1), q.transpose(0, 1)
+        terms = self.others if self.others and step % 2 else self.terms
+        total = terms[0](p, b, step, self)
+        for term in terms[1:]:
+            total = total + term(q, b, step, self)
         return total / self.micro if self.divided else total
 
     @property
     def out_of_sight(self):
-        """What nobody can see: weights normalised over the batch beforehand, rows chosen by their place in it."""
-        return any(term.weight == "normalised" or term.rows in BY_PLACE for term in self.terms)
+        """What nobody can see: weights or masks made from the whole batch, rows chosen by their place in it."""
+        return any(
+            term.weight == "normalised" or term.rows in BY_PLACE or term.combine == "above the mean"
+            for term in (*self.terms, *self.others)
+        )
 
     @property
     def by_a_number(self):
@@ -670,22 +764,22 @@ class Case:
         return any(
             term.combine in ("weighted mean", "own mean by mask, those with rows", "times 1 / rows")
             or term.rows in ("cut_to_the_longest", "padded_again")
-            or (term.combine in ("fused sum", "sum", "dot", "einsum") and term.divisor not in fixed)
-            for term in self.terms
+            or (term.combine in DIVIDED and term.divisor not in fixed)
+            for term in (*self.terms, *self.others)
         )
 
     @property
     def family(self):
         """What is unusual about it, most telling first, to count cases by."""
         found = []
-        for term in self.terms:
+        for term in (*self.terms, *self.others):
             if term.fn in BY_SAMPLE:
                 found.append(term.fn)
             if term.weight == "normalised":
                 found.append("normalised weights")
             if term.combine == "weighted mean" and term.weight != "none":
                 found.append("weighted mean")
-            if term.combine in ("fused sum", "sum", "dot", "einsum"):
+            if term.combine in DIVIDED:
                 found.append(f"/ {term.divisor}")
             elif "weight" in term.fn and "mean" in term.combine:
                 found.append("class weights")
@@ -711,9 +805,11 @@ def _term(r, sequence, token_means, wide=False):
     combine = (
         r.choice(["fused mean", "fused mean", "fused sum", "mean", "sum"])
         if r.random() < 0.7
-        else r.choice([*COMBINED, *MORE_COMBINED] if wide else COMBINED)
+        else r.choice([*COMBINED, *MORE_COMBINED, *(COUPLED if r.random() < 0.4 else [])] if wide else COMBINED)
     )
-    in_front = combine.startswith("own") or combine in ("cumulated", "mean of the last", "largest row, mean")
+    in_front = combine.startswith("own") or combine in (
+        "cumulated", "mean of the last", "largest row, mean", "group means",
+    )  # fmt: skip
     if in_front and rows not in SAMPLES_IN_FRONT:
         rows = "as_they_are"
     weights = [w for w in WEIGHTS if w != "normalised"] if token_means else WEIGHTS
@@ -721,6 +817,29 @@ def _term(r, sequence, token_means, wide=False):
     divisors = sorted(FIRST_DIVISORS if not wide else DIVISORS)
     divisor = r.choice(divisors) if r.random() < 0.6 else r.choice(["B", "nothing", "valid rows"])
     return Term(fn, rows, combine, weight, divisor)
+
+
+def draw_widely(seed):
+    """Draw a case of any reduction and everything that is here."""
+    case = draw(seed, ("token_mean",) if seed % 4 == 0 else ("mean", "sum"), wide=True)
+    r = random.Random(seed + 10**7)
+    if r.random() < 0.12:
+        token_means = case.reduction == "token_mean"
+        case.others = [_term(r, case.sequence, token_means, wide=True) for _ in range(r.choice([1, 1, 2]))]
+        if r.random() < 0.4:  # the same loss of other rows, or with another number
+            first = case.terms[0]
+            case.others = [replace(first, **r.choice([{"factor": 2.0}, {"rows": "bool_index"}, {"weight": "valid"}]))]
+            if first.combine.startswith(("own", "cumulated", "mean of the last", "largest", "group", "loop", "fused")):
+                case.others = [replace(first, factor=2.0)]
+    rounded = case.autocast or r.random() < 0.08
+    case.dtype, case.autocast = (torch.float32, False) if case.autocast else (case.dtype, False)
+    if rounded and not any(term.has_a_kink for term in (*case.terms, *case.others)):
+        case.dtype, case.autocast = r.choice([(torch.bfloat16, False), (torch.float32, True)])
+    case.scaled = r.random() < 0.1 and case.dtype == torch.float32
+    case.collated = r.random() < 0.2 and case.sequence and not case.inside
+    case.two = r.random() < 0.25 and len(case.terms) > 1 and not case.inside
+    case.time_first = r.random() < 0.08 and case.sequence and not case.inside
+    return case
 
 
 def draw(seed, reductions=("mean", "sum"), wide=False):
@@ -774,13 +893,16 @@ class Network(nn.Module):
         self.case = [case]
         self.one = nn.Linear(WIDTH, 4 if case.hidden else case.width)
         self.two = nn.Linear(4, case.width) if case.hidden else None
+        self.aside = nn.Linear(WIDTH, case.width) if case.two else None
 
     def forward(self, x, batch=None, step=None):
         h = self.one(x)
         out = h if self.two is None else self.two(h.tanh())
+        if self.aside is not None:
+            return out, self.aside(x).sin()
         if batch is None:
             return out
-        return self.case[0].loss(out.float() if self.case[0].autocast else out, Batch(len(x), x, **batch), step)
+        return self.case[0].loss(out.float() if self.case[0].wider else out, Batch(len(x), x, **batch), step)
 
 
 def parameters(model):
@@ -794,7 +916,13 @@ def shares(case, weights, b, step):
     out = x @ own["one.weight"].mT + own["one.bias"].unsqueeze(1)
     if "two.weight" in own:
         out = out.tanh() @ own["two.weight"].mT + own["two.bias"].unsqueeze(1)
-    out = out if b.x.ndim == 3 else out.squeeze(1)
+    aside = out
+    if "aside.weight" in own:
+        aside = (x @ own["aside.weight"].mT + own["aside.bias"].unsqueeze(1)).sin()
+    out, aside = (each if b.x.ndim == 3 else each.squeeze(1) for each in (out, aside))
+    if case.time_first:
+        out, aside = out.transpose(0, 1), aside.transpose(0, 1)
+    out = (out, aside)
     grads = torch.autograd.grad(case.loss(out, b, step), list(own.values()), allow_unused=True)
     return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(own.items(), grads, strict=True)}
 
@@ -867,19 +995,27 @@ def _trial(case, check):
             norms = torch.cat([flat(part).norm(dim=1) for part in of])
             norms = norms[norms.isfinite() & (norms > 0)]
             bound = float(norms.median()) if len(norms) else 1.0
+            scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=case.scaled)
             clipper = gg.PerSampleGradientClipper(
-                model, gg.FlatNormClipper(bound), loss_reduction=case.reduction, mode=case.mode, check=check
+                model,
+                gg.FlatNormClipper(bound),
+                loss_reduction=case.reduction,
+                mode=case.mode,
+                check=check,
+                batch_first=not case.time_first,
+                scaler=scaler if case.scaled else None,
             )
             if case.private:
                 clipper.refuse_ambiguous_losses()
-            clipper.bound = bound
+            clipper.bound, clipper.scaler = bound, scaler
             case.constant = clipper.constant
-        tolerance = 0.06 if case.autocast else 1e-8 if case.dtype == torch.float64 else 1e-3
-        return one_step(case, model, clipper, data, number, parts, of, clipper.bound, tolerance)
+        return one_step(case, model, clipper, data, number, parts, of, clipper.bound, case.tolerance)
 
     steps = batches(case)
     try:
-        truth = Truth(case, steps, lambda ids, number: shares(case, weights, collate(data, ids), number))
+        truth = Truth(
+            case, data, steps, lambda ids, number, length: shares(case, weights, collate(data, ids, length), number)
+        )
     except (RuntimeError, ValueError, IndexError) as error:
         return Outcome("invalid", str(error)[:80])
     try:
@@ -895,8 +1031,8 @@ class Truth:
     A loss that plain PyTorch refuses in its first batch is no case.
     """
 
-    def __init__(self, case, steps, parts_of):
-        self.case, self.steps, self._parts_of = case, steps, parts_of
+    def __init__(self, case, data, steps, parts_of):
+        self.case, self.data, self.steps, self._parts_of = case, data, steps, parts_of
         self._batches, self._copies = {}, {}
         self.batch(0)
 
@@ -904,34 +1040,33 @@ class Truth:
         """Each sample's gradient in the micro-batches of a step as it is expected, and in its own loss."""
         if at not in self._batches:
             number, parts = self.steps[at]
-            found = [self._scaled(ids, number) for ids in parts]
+            found = [self._scaled(ids, number, length_of(self.case, self.data, ids)) for ids in parts]
             own = [self._own(ids, number, part) for ids, part in zip(parts, found, strict=True)]
             of_own = self.case.reduction == "token_mean" or self.case.inside
             self._batches[at] = own if of_own else found, own, found
         return self._batches[at]
 
-    def _scaled(self, ids, number):
+    def _scaled(self, ids, number, length):
         scale = len(ids) if self.case.reduction != "sum" else 1
-        return {k: g * scale for k, g in self._parts_of(ids, number).items()}
+        return {k: g * scale for k, g in self._parts_of(ids, number, length).items()}
 
     def _own(self, ids, number, like):
         """What each sample has in a batch of as many samples that are all copies of it."""
-        rows = []
+        rows, length = [], length_of(self.case, self.data, ids)
         for place, i in enumerate(ids):
             size, at = (1, 0) if self.case.inside else (len(ids), place)
-            if (number, size, i) not in self._copies:
+            if (number, size, i, length) not in self._copies:
                 try:
-                    self._copies[number, size, i] = self._scaled([i] * size, number)
+                    copies = self._scaled([i] * size, number, length)
                 except (RuntimeError, ValueError, IndexError):
-                    self._copies[number, size, i] = {
-                        k: torch.full((size, *v.shape[1:]), torch.nan) for k, v in like.items()
-                    }
-            rows.append({k: v[at] for k, v in self._copies[number, size, i].items()})
+                    copies = {k: torch.full((size, *v.shape[1:]), torch.nan) for k, v in like.items()}
+                self._copies[number, size, i, length] = copies
+            rows.append({k: v[at] for k, v in self._copies[number, size, i, length].items()})
         return {k: torch.stack([row[k] for row in rows]) for k in like}
 
     def right(self):
         """Whether each sample has one gradient in all steps, that of its own loss."""
-        seen = Seen(self.case)
+        seen = Seen(self.case, self.data)
         for at, (number, parts) in enumerate(self.steps):
             scaled, own, found = self.batch(at)
             if seen.differs(number, parts, scaled) or seen.doubtful(parts, scaled, own):
@@ -942,25 +1077,41 @@ class Truth:
 
 
 class Seen:
-    """The gradients that samples have had: each has one only, whatever else is in the batch."""
+    """The gradients that samples have had: each has one only, whatever else is in the batch.
 
-    def __init__(self, case):
-        self._scheduled = any(term.schedule for term in case.terms)
-        self._first = {}
+    A sample that was padded to another length before the model got it is another.
+    """
+
+    def __init__(self, case, data):
+        self._case, self._data = case, data
+        self._first, self._given = {}, {}
 
     def differs(self, number, parts, scaled):
         """Say which sample had another gradient before; "" if none had."""
+        phase = self._case.phase(number)
         for ids, part in zip(parts, scaled, strict=True):
-            rows = flat(part)
+            rows, length = flat(part), length_of(self._case, self._data, ids)
             first = torch.stack(
                 [
-                    self._first.setdefault((number * self._scheduled, i), row) if good else row
+                    self._first.setdefault((phase, i, length), row) if good else row
                     for i, row, good in zip(ids, rows, rows.isfinite().all(1).tolist(), strict=True)
                 ]
             )
             for at in unlike(rows, first):
                 sizes = float(first[at].norm()), float(rows[at].norm())
                 return f"sample {ids[at]}: norm {sizes[0]:.5g} in one batch, {sizes[1]:.5g} in another"
+        return ""
+
+    def moves(self, number, parts):
+        """Say which sample got another norm before from the clipper; "" if none did."""
+        phase, given = self._case.phase(number), list(self._case.given)
+        self._case.given.clear()
+        for ids, norms in zip(parts, given, strict=True):
+            length = length_of(self._case, self._data, ids)
+            for i, norm in zip(ids, norms.tolist(), strict=True):
+                first = self._given.setdefault((phase, i, length), norm)
+                if abs(norm - first) > 2 * self._case.tolerance * max(norm, first) + 1e-9:
+                    return f"sample {i} was given a norm of {norm:.5g}, and {first:.5g} before"
         return ""
 
     def doubtful(self, parts, scaled, own):
@@ -994,7 +1145,7 @@ def is_mean_of_own(part, own):
 
 def judged(case, truth, run):
     """Run the steps until one is refused, and compare what was accepted."""
-    reached, doubt, seen = 0, "", Seen(case)
+    reached, doubt, seen = 0, "", Seen(case, truth.data)
     far = case.out_of_sight
     try:
         for at, (number, parts) in enumerate(truth.steps):
@@ -1003,12 +1154,18 @@ def judged(case, truth, run):
             except (RuntimeError, ValueError, IndexError):
                 continue  # PyTorch refuses this batch
             bad = run(number, parts, scaled)
-            if bad:
-                return Outcome("wrong", f"step {at} ({parts}): {bad}", reached)
             reached += 1
+            if case.may_keep_a_number:  # what the sample's own loss is then, no batch can tell
+                doubt = doubt or (f"step {at}: {bad}" if bad else "")
+                bad = seen.moves(number, parts)
+            if bad:
+                kind = "out of sight" if far and case.reduction == "token_mean" else "wrong"
+                return Outcome(kind, f"step {at} ({parts}): {bad}", reached)
+            if case.may_keep_a_number:
+                continue
             if words := seen.differs(number, parts, scaled):
                 return Outcome("out of sight" if far else "wrong", f"step {at}: {words}", reached)
-            if not doubt and (words := seen.doubtful(parts, scaled, own)):
+            if words := "" if doubt else seen.doubtful(parts, scaled, own):
                 doubt = f"step {at}: {words}"
     except gg.errors.GradguardError as error:
         words = f"step {reached}: {type(error).__name__}: {error}"
@@ -1038,20 +1195,22 @@ def glance(case):
 def _glance(case):
     checked = Checked(case)
     try:
-        truth = Truth(case, batches(case), checked.parts_of)
+        truth = Truth(case, checked.data, batches(case), checked.parts_of)
     except (RuntimeError, ValueError, IndexError) as error:
         return Outcome("invalid", str(error)[:80])
 
     def run(number, parts, of):
+        bad = ""
         for ids, own in zip(parts, of, strict=True):
             rows, own = checked.step(ids, number), flat(own)
+            case.given.append(rows.norm(dim=1))
             if case.reduction == "token_mean":
                 error = (rows - own).norm(dim=1) / own.norm(dim=1).clamp(min=1e-9)
                 error = error.where(own.isfinite().all(1), 0.0).nan_to_num(1.0)
                 if (error > (1e-8 if case.dtype == torch.float64 else 0.05)).any():
                     i = int(error.argmax())
-                    return f"sample {ids[i]}: norm {float(rows[i].norm()):.5g}, own {float(own[i].norm()):.5g}"
-        return None
+                    bad = bad or f"sample {ids[i]}: norm {float(rows[i].norm()):.5g}, own {float(own[i].norm()):.5g}"
+        return bad
 
     return judged(case, truth, run)
 
@@ -1069,10 +1228,13 @@ class Checked:
         if case.private:
             self._check.refuse_ambiguous()
 
-    def parts_of(self, ids, number):
+    def parts_of(self, ids, number, length):
         """Each sample's part of the gradient of the outputs, by plain autograd in float64."""
-        out = self._returned[ids].double().requires_grad_()
-        return {"": torch.autograd.grad(self.case.loss(out, collate(self.data, ids), number), out)[0]}
+        out = self._outputs(ids, length).double().requires_grad_()
+        return {"": torch.autograd.grad(self.case.loss(out, collate(self.data, ids, length), number), out)[0]}
+
+    def _outputs(self, ids, length):
+        return self._returned[ids][:, :length] if length < TIME else self._returned[ids]
 
     def step(self, ids, number):
         """The gradients of each sample's outputs that are clipped, in the scale of its own loss.
@@ -1082,11 +1244,12 @@ class Checked:
         """
         case, check = self.case, self._check
         check.start(len(ids), [BatchAxis(0)], len(ids) not in self._sizes)
-        leaf = self._returned[ids].clone().requires_grad_()
+        length = length_of(case, self.data, ids)
+        leaf = self._outputs(ids, length).clone().requires_grad_()
         [out] = tap(lambda saved, grads, task: None, [], torch.zeros((), requires_grad=True), [leaf])
         check.add_outputs([out], [BatchAxis(0)])
         case.constant = self._declare
-        case.loss(out.float() if case.autocast else out, collate(self._fields, ids), number).backward()
+        case.loss(out.float() if case.autocast else out, collate(self._fields, ids, length), number).backward()
         case.constant = float
         if check.judge():
             self._sizes.add(len(ids))
@@ -1136,24 +1299,27 @@ def _accepted(case, ids):
 
 
 def one_step(case, model, clipper, data, number, parts, of, bound, tolerance):
-    total = None
+    total, bad_words = None, ""
     for ids, expected in zip(parts, of, strict=True):
-        b = collate(data, ids).to(case.dtype)
+        b = collate(data, ids, length_of(case, data, ids)).to(torch.float32 if case.wider else case.dtype)
         context = torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext()
         if case.inside:
             with context:
                 fields = {k: v for k, v in vars(b).items() if k not in ("size", "x")}
-                loss = model(b.x, fields, number)
+                loss = model(b.x.to(case.dtype), fields, number)
         else:
+            x = b.x.to(case.dtype)
             with context:
-                out = model(b.x)
-            loss = case.loss(out.float() if case.autocast else out, b, number)
-        loss.backward()
+                out = model(x.transpose(0, 1) if case.time_first else x)
+            if case.wider:
+                out = tuple(each.float() for each in out) if case.two else out.float()
+            loss = case.loss(out, b, number)
+        clipper.scaler.scale(loss).backward()
         finite = flat(expected).isfinite().all(1)
         if case.mode == "exact":
             got = {k: g.double() for k, g in clipper.per_sample_gradients().items()}
             if not all(g.isfinite().all() for g in got.values()) and finite.all():
-                return "not finite"
+                bad_words = bad_words or "not finite"
             error, bad = close(
                 {k: g.nan_to_num(0) for k, g in got.items()},
                 {k: g.nan_to_num(0) for k, g in expected.items()},
@@ -1163,16 +1329,18 @@ def one_step(case, model, clipper, data, number, parts, of, bound, tolerance):
             if bad.any():
                 i = int(error.where(finite, 0.0).argmax())
                 sizes = float(flat(got)[i].norm()), float(flat(expected)[i].norm())
-                return f"sample {ids[i]}: norm {sizes[0]:.5g}, own {sizes[1]:.5g}, error {error[i]:.2g}"
+                words = f"sample {ids[i]}: norm {sizes[0]:.5g}, own {sizes[1]:.5g}, error {error[i]:.2g}"
+                bad_words = bad_words or words
         clipper.clip_and_accumulate()
         lengths = flat(expected).norm(dim=1)
         told = clipper.statistics.norms.double()
+        case.given.append(told)
         off = ((told - lengths).abs() > 2 * tolerance * lengths + 1e-9) & finite
         if len(told) != len(ids):
             return f"{len(told)} norms of {len(ids)} samples"
         if off.any():
             i = int(off.nonzero()[0])
-            return f"sample {ids[i]}: norm told {float(told[i]):.5g}, own {float(lengths[i]):.5g}"
+            bad_words = bad_words or f"sample {ids[i]}: norm told {float(told[i]):.5g}, own {float(lengths[i]):.5g}"
         factors = (bound / lengths.clamp(min=1e-300)).clamp(max=1.0).nan_to_num(0.0)
         part = {
             k: (g.nan_to_num(0) * factors.where(finite, 0.0).view(-1, *[1] * (g.ndim - 1))).sum(0)
@@ -1181,30 +1349,30 @@ def one_step(case, model, clipper, data, number, parts, of, bound, tolerance):
         total = part if total is None else {k: total[k] + part[k] for k in total}
     count = sum(map(len, parts)) if case.reduction != "sum" else 1
     clipper.pre_step()
-    got = {k: p.grad.double() for k, p in model.named_parameters()}
-    if all(flat(part).isfinite().all() for part in of):
+    got = {k: p.grad.double() / (SCALE if case.scaled else 1) for k, p in model.named_parameters()}
+    if not bad_words and all(flat(part).isfinite().all() for part in of):
         size = bound * sum(map(len, parts)) / count
         for k, g in got.items():
             error = float((g - total[k] / count).norm()) / size
             if error > max(2 * tolerance, 1e-5):
-                return (
-                    f"clipped average of {k}: {float(g.norm()):.5g}, should be {float((total[k] / count).norm()):.5g}"
-                )
+                size = float((total[k] / count).norm())
+                bad_words = f"clipped average of {k}: {float(g.norm()):.5g}, should be {size:.5g}"
+                break
     for p in model.parameters():
         p.grad = None
-    return None
+    return bad_words
 
 
 def plain_words(text):
     return re.sub(r"[-+]?\d[\d.e+-]*", "#", text.split(": ", 1)[-1])[:110]
 
 
-def main(first, last, reductions=("mean", "sum"), quick=False):
+def main(first, last, reductions=("mean", "sum"), quick=False, widely=False):
     counts, messages, examples = Counter(), Counter(), {}
     families, reduced = Counter(), Counter()
     for seed in range(first, last):
-        case = draw(seed, reductions, quick)
-        outcome = glance(case) if quick and not case.inside else trial(case)
+        case = draw_widely(seed) if widely else draw(seed, reductions, quick)
+        outcome = glance(case) if quick and not case.through_the_network else trial(case)
         counts[outcome.kind] += 1
         counts["private " + outcome.kind] += case.private
         families[outcome.kind, case.family] += 1
@@ -1235,6 +1403,7 @@ def main(first, last, reductions=("mean", "sum"), quick=False):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    quick = sys.argv[1] == "glance"
-    first, last, *rest = sys.argv[2 if quick else 1 :]
-    main(int(first), int(last), tuple(rest[0].split(",")) if rest else ("mean", "sum"), quick)
+    torch.manual_seed = torch.default_generator.manual_seed  # which looks for no accelerator
+    quick, widely = sys.argv[1] == "glance", sys.argv[1] == "wide"
+    first, last, *rest = sys.argv[2 if quick or widely else 1 :]
+    main(int(first), int(last), tuple(rest[0].split(",")) if rest else ("mean", "sum"), quick, widely)

@@ -737,4 +737,5 @@ def main(first, last):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    torch.manual_seed = torch.default_generator.manual_seed  # which looks for no accelerator
     main(int(sys.argv[1]), int(sys.argv[2]))

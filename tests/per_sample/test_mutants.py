@@ -251,7 +251,7 @@ MUTANTS = {
         patch.object(witness, "judge", lambda *a: (lambda c: Comparison(c.largest, c.parameter, c.excess / 1e10))(
             rehearsal.judge(*a))), "backward of one bias"),
     "gradients of a sample alone are not scaled": (
-        patch.object(witness.math, "ceil", lambda x: 0), "narrow clamp"),
+        patch.object(sample_loop.LoopedCall, "scale_of", lambda *a: 1.0), "narrow clamp"),
     "nothing that a forward does is new": (patch.object(KnownOperations, "is_new", lambda *a: False), "a branch"),
     "numbers are not looked at": (patch.object(KnownOperations, "_changed", lambda *a: []), "a weight"),
     "Functions are not looked at": (

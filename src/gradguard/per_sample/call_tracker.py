@@ -319,6 +319,7 @@ class CallTracker:
                 self._rehearsed.operations.learn(trace)
             return False
         call = self.last_calls[module]
+        self.witness.by_value |= trace.by_value
         if call.pattern.operations.is_new(trace, call.batch_size):
             number = min(2, call.batch_size)
             few = len(call.finite_samples(self.batch_first, number)) < number

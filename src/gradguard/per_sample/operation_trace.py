@@ -13,6 +13,7 @@ else in each step (experts that get tokens or none, loops over a length) would b
 through it are known, only one that puts two functions next to each other which never were is new.
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
 from numbers import Number
 from types import FunctionType
@@ -58,7 +59,7 @@ class OperationTrace(TorchFunctionMode):
     Attributes:
         events: The calls, without numbers.
         numbers: The numbers in them, in order.
-        by_value: What was done may depend on values.
+        by_value: What was done may depend on values, or on all of them together.
     """
 
     def __init__(self) -> None:
@@ -68,6 +69,7 @@ class OperationTrace(TorchFunctionMode):
         self.by_value = False
         self._paused = True
         self._made: dict[Node, int] = {}
+        self._of_all: dict[int, weakref.ref[Tensor]] = {}
 
     @never_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,8 +79,22 @@ class OperationTrace(TorchFunctionMode):
             self._note(func, args, kwargs)
             result = func(*args, **kwargs) if kwargs else func(*args)
             self.made(result)
+            if type(result) is Tensor and not self.by_value:
+                self._follow_numbers(args, result)
             return result
         return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _follow_numbers(self, args: Sequence[Any], result: Tensor) -> None:
+        """See whether a number made of a whole tensor, such as its largest value, goes into another tensor."""
+        of_all = any(isinstance(a, Tensor) and self._is_of_all(a) for a in args) if self._of_all else False
+        if result.dim():
+            self.by_value = of_all
+        elif of_all or (args and isinstance(args[0], Tensor) and args[0].dim()):
+            self._of_all[id(result)] = weakref.ref(result)
+
+    def _is_of_all(self, tensor: Tensor) -> bool:
+        number = self._of_all.get(id(tensor))
+        return number is not None and number() is tensor
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         forms: list[Any] = [func, *map(self._form, args)]

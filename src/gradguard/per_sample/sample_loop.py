@@ -22,6 +22,9 @@ from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
 from gradguard.per_sample.rerun import Draws, Quietly, Snapshot, substituted, undisturbed
 from gradguard.torch_private import parameter_slots
 
+_FINE = 1e-4
+"""Machine epsilon of a dtype whose range is wide, at most."""
+
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
 """The attributes of modules that hold each parameter."""
 
@@ -49,7 +52,6 @@ class LoopedCall:
         grads: The gradient of each tensor that it returned.
         shares: The share of each sample in a mean over tokens, ``[B]``.
         leaves: The plain gradients, on a step that is to be verified.
-        scale: What the gradients of the outputs are multiplied by where a sample runs alone.
         taken: Arguments of samples that were taken before the call, which may write into them.
         recorded: Tensors with the version that each had, without which the call cannot be repeated.
     """
@@ -71,7 +73,6 @@ class LoopedCall:
     outputs: list[tuple[Tensor, int]] = field(default_factory=list)
     grads: Sequence[Tensor | None] = ()
     leaves: Leaves | None = None
-    scale: float = 1.0
     shares: Tensor | None = None
     taken: dict[int, Arguments] = field(default_factory=dict)
     recorded: list[tuple[Tensor, int]] = field(default_factory=list)
@@ -91,6 +92,15 @@ class LoopedCall:
         if self.reduction == "token_mean":
             return 0.0 if self.shares is None else float(self.shares[sample].nan_to_num(0.0))
         return 1 / self.batch_size if self.reduction == "mean" else 1.0
+
+    def scale_of(self, sample: int) -> float:
+        """Return what the outputs' gradients are multiplied by where a sample runs alone, and its own divided by.
+
+        They are those of its own loss then, as a backward that is not linear needs them. In half precision they might
+        overflow.
+        """
+        share = self.share_of(sample)
+        return 1 / share if share > 0 and self.precision <= _FINE else 1.0
 
     def contributions(self, budget: int) -> dict[str, Contribution]:
         """Return the per-sample gradients of each parameter, held if they take at most ``budget`` bytes."""
@@ -159,7 +169,7 @@ class SampleLoop:
             self._check_numbers(numbers)
 
     def _run_one(self, sample: int, last: bool, numbers: list[float]) -> dict[str, Tensor]:
-        call = self.call
+        call, scale = self.call, self.call.scale_of(sample)
         if call.before is not None:
             call.before.restore()
         with ExitStack() as stack:
@@ -189,11 +199,12 @@ class SampleLoop:
                     grad = grad * call.share_of(sample)
                 if grad is not None and output.requires_grad:
                     roots.append(output)
-                    grads.append(grad if call.scale == 1.0 else grad * call.scale)
+                    grads.append(grad if scale == 1.0 else grad * scale)
             if roots:
                 with call.draws.again() if call.draws is not None else nullcontext():
                     torch.autograd.backward(roots, grads)
-        return {name: _zeros(v) if v.grad is None else _dense(v) for name, v in values.items()}
+        found = {name: _zeros(v) if v.grad is None else _dense(v) for name, v in values.items()}
+        return found if scale == 1.0 else {name: gradient / scale for name, gradient in found.items()}
 
     def _outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Run the module; what it cannot do with one sample is a difference.

@@ -5,7 +5,8 @@ at on that step (`operation_trace`). What leaves the operations as they are (a c
 that only a backward reads) is found here: on the first mini-batch, the 2nd, the 4th, the 8th and so on, then on one in
 a thousand, a sample drawn at random runs alone, with the random numbers that it had in the batch and the gradients that
 its outputs got, scaled as those of its own loss are. It must return what it returned in the batch, and each parameter
-must get the gradient that is clipped.
+must get the gradient that is clipped. Where a forward reads values, four samples run alone: on each of the first eight
+mini-batches, then ever more seldom, at last on one in a hundred.
 
 Rounding may open a ReLU in the batch that stays shut for the sample alone. So what differs by little is looked at
 again: all samples of the batch run once more in float64, as the clipper sees them, and decide.
@@ -34,8 +35,11 @@ from gradguard.per_sample.rerun import UntoldDrawsError
 from gradguard.per_sample.sample_loop import LoopedCall, SampleLoop
 from gradguard.torch_private import call_before_backwards, current_graph_task
 
-_RAREST = 1000
-"""Mini-batches from one witness to the next, at most."""
+_RAREST, _RAREST_BY_VALUE = 1000, 100
+"""Mini-batches from one witness to the next, at most; the second where forwards read values or select by them."""
+
+_EACH = 8
+"""Mini-batches after a trial each of which is witnessed where forwards read values."""
 
 MANY, SOME = 16, 4
 """Samples that are run alone, at most: of a call that did something new, and of one that reads values."""
@@ -57,6 +61,7 @@ class Witness:
     Attributes:
         mini_batch: Number of the mini-batch that is being made, from 1.
         last_good: The one in which the model was last found to be right; 0 for none.
+        by_value: Whether forwards read values or select by them, so that another batch may do something else.
     """
 
     def __init__(self, second_opinion: SecondOpinion, only_warn: bool) -> None:
@@ -65,6 +70,7 @@ class Witness:
         self._chosen = self._random.random()
         self._next, self._gap, self._most = 1, 1, 1
         self.mini_batch, self.last_good = 1, 0
+        self.by_value, self._since_tried = False, 0
         self._beside: bool | None = None
         self._unsubscribe: Callable[[], None] | None = None
 
@@ -84,7 +90,7 @@ class Witness:
 
     def tried_out(self) -> None:
         """The model has been tried out: begin again, with the mini-batch that is being made."""
-        self._next, self._gap = self.mini_batch, 1
+        self._next, self._gap, self._since_tried = self.mini_batch, 1, 0
 
     def bring_nearer(self, mini_batches: int) -> None:
         """Something changed that may matter."""
@@ -118,7 +124,12 @@ class Witness:
         self.forget()
 
     def _next_one(self) -> None:
-        self._next, self._gap = self.mini_batch + self._gap, min(2 * self._gap, _RAREST)
+        self._next = self.mini_batch + self._gap
+        self._since_tried += 1
+        if not self.by_value:
+            self._gap = min(2 * self._gap, _RAREST)
+        elif self._since_tried >= _EACH:
+            self._gap = min(self._gap + (self._gap + 1) // 2, _RAREST_BY_VALUE)
         self._chosen = self._random.random()
 
     def look(self, mini_batch: MiniBatch, trained: Mapping[str, Tensor]) -> None:
@@ -200,7 +211,6 @@ class Witness:
                 except UnsupportedGradientError:
                     return "it returns something else than in the batch"
             for name, gradient in gradients.items():
-                gradient = gradient / call.scale
                 expected[name] = expected[name] + gradient if name in expected else gradient
         own = {name: norm(gradient) for name, gradient in expected.items()}
         whole = math.hypot(*own.values())
@@ -223,11 +233,8 @@ class Witness:
 
 @contextmanager
 def _alone(call: LoopedCall, tolerance: float) -> Iterator[None]:
-    """Let a call be run again with the gradients that a sample's own loss gives, as far as that is exact."""
+    """Let a call be run again, with more room for rounding."""
     before = call.precision
-    call.scale = 1.0
-    if before <= 1e-4 and call.reduction != "sum":
-        call.scale = 2.0 ** math.ceil(math.log2(call.batch_size))
     call.precision = before * tolerance
     try:
         with torch.enable_grad():

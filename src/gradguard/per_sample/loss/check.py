@@ -231,7 +231,6 @@ class LossCheck:
                     ledger=self._ledger,
                     constant_sizes=self._constant_sizes[make.kind],
                     declared=self._declared,
-                    chosen=make.chosen,
                 )
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
                 found = LossParts("unverified", f"reading its graph failed ({str(error).split('.')[0]})")

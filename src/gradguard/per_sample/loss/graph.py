@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -140,14 +140,12 @@ class Make(NamedTuple):
             together.
         numbers: The scalars by which values are multiplied or divided.
         labelled: The operations that take labels, of which some may be missing.
-        chosen: Whether data choose rows, and put none in between.
     """
 
     kind: tuple[str, ...] = ()
     structure: bytes | None = None
     numbers: tuple[float, ...] = ()
     labelled: tuple[Node, ...] = ()
-    chosen: bool = False
 
 
 def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
@@ -162,15 +160,14 @@ def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
     told: list[Any] = [(_shown(root.gradient) if root.gradient.dim() else None) for root in roots]
     numbers = [float(root.gradient) for root in roots if not root.gradient.dim()]
     labelled: list[Node] = []
-    by_data: set[str] = set()
+    by_data = False
     while pending:
         node = pending.pop()
         if node in places:
             continue
         if len(places) == _TOO_MANY:
             return Make()
-        if _is_by_data(node):
-            by_data.add(operation(node))
+        by_data = by_data or _is_by_data(node)
         places[node] = len(places)
         if operation(node) in LABELLED:
             labelled.append(node)
@@ -192,10 +189,18 @@ def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
     begin = [(places.get(node, "output"), number) for node, number in starts]
     structure = None if by_data else hashlib.blake2b(repr((begin, told)).encode(), digest_size=16).digest()
     kind = tuple(sorted({node.name() for node in places if operation(node) not in _NOT_TELLING}))
-    fills = any("CopySlices" in name or "Pad" in name for name in kind)
-    return Make(
-        kind, structure, tuple(numbers), tuple(labelled), bool(by_data) and not fills and by_data <= _CHOOSING_ROWS
-    )
+    return Make(kind, structure, tuple(numbers), tuple(labelled))
+
+
+def data_choose_rows(nodes: Iterable[Node]) -> bool:
+    """Tell whether operations take rows that tensors of the user's decide, and put none in between."""
+    names, by_data = set[str](), set[str]()
+    for node in nodes:
+        names.add(node.name())
+        if _is_by_data(node):
+            by_data.add(operation(node))
+    fills = any("CopySlices" in name or "Pad" in name for name in names)
+    return bool(by_data) and not fills and by_data <= _CHOOSING_ROWS
 
 
 def _scalars(node: Node) -> list[float]:

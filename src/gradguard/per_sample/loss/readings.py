@@ -110,15 +110,18 @@ def _of_mean(term: Term) -> Iterator[Reading]:
         return  # one undoes another, as a trainer's and its adapter's
     batch_size = len(term.weights)
     levels = [(term.weights, term.size), *[(level.counts, level.size) for level in term.levels]]
+    averaged = term.size if term.mean is None else float(term.mean[1].sum())
     for place, constant in constants:
         if constant.value == 1:
             continue
         for level, (each, size) in enumerate(levels):
             count = float(each.sum())
-            if any(math.isclose(1 / constant.value, mean, rel_tol=1e-6) for mean in (count / size, count / batch_size)):
+            if any(math.isclose(1 / constant.value, mean, rel_tol=1e-6) for mean in (count / size, count / averaged)):
                 yield Reading("rows in the mean", place, level, each / each.sum(), constant)
     for place, constant in constants:
-        counts = [*[float(each.sum()) for each, _ in levels], term.size, float(batch_size)]
+        counts = [*[float(each.sum()) for each, _ in levels], *[term.size / n for n in (1, *term.inner) if n]]
+        counts += [float(term.weights.sum()) / n for n in term.inner if n]
+        counts.append(float(batch_size))
         for level, count in enumerate(counts):
             number = abs(constant.value)
             of_samples = level == len(counts) - 1

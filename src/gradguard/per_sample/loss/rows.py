@@ -19,6 +19,7 @@ from gradguard.per_sample.loss.graph import (
     Path,
     Step,
     Unreadable,
+    data_choose_rows,
     operation,
     operations,
     parents,
@@ -216,9 +217,7 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
     )
 
 
-def row_weights(
-    path: Path, owner: Owner, outputs: Outputs, scale: float, depends: Dependence, chosen: bool
-) -> RowWeights:
+def row_weights(path: Path, owner: Owner, outputs: Outputs, scale: float, depends: Dependence) -> RowWeights:
     """Weigh the rows at the end of a path.
 
     Args:
@@ -227,7 +226,6 @@ def row_weights(
         outputs: What the module returned.
         scale: What a GradScaler multiplied the loss by.
         depends: Knows which values depend on the samples.
-        chosen: Whether data choose rows.
 
     Returns:
         What they weigh.
@@ -245,15 +243,29 @@ def row_weights(
     scaled *= math.prod(abs(constant.value) for constant in constants if constant.declared)
     nonzero = weights[weights > 0] / scaled
     few = nonzero.unique()
+    behind = _behind_rows(path, outputs, depends)
     return RowWeights(
-        kind=(*_kind(path, outputs, depends), "to", *_adding(path)),
+        kind=(*sorted({operation(node) for node in behind} - _MOVING), "to", *_adding(path)),
         each=by_sample(owner.samples, weights / scaled, batch_size),
         counts=counts,
         distinct=() if len(few) > _FEW or (path.weighted and len(nonzero) == 1) else tuple(few.tolist()),
         number=math.nan if has_class_weights(path.node, name) else number / scaled,
         precision=sum(constant.precision for constant in path.constants),
-        by_shape=not chosen and (len(nonzero) == shape.numel() or not (path.weighted or name in LABELLED)),
+        by_shape=not data_choose_rows([*behind, *[step.node for step in path.steps]])
+        and (
+            len(nonzero) == shape.numel()
+            or not (path.weighted or name in LABELLED)
+            or (name not in LABELLED and _is_one_class_of_each(weights > 0, batch_size))
+        ),
     )
+
+
+def _is_one_class_of_each(weighed: Tensor, batch_size: int) -> bool:
+    """Whether every row weighs as many values along the last dimension, as a product with a one-hot target does."""
+    counts = weighed.sum(-1) if weighed.dim() else weighed
+    if counts.numel() <= batch_size:  # rows of a sample each, of which a mask leaves some out
+        return False
+    return bool((counts == counts.flatten()[:1]).all())
 
 
 _FEW = 64
@@ -265,12 +277,11 @@ _MOVING = ELEMENTWISE | operations(
 """Operations that come and go with the sizes of a batch."""
 
 
-def _kind(path: Path, outputs: Outputs, depends: Dependence) -> list[str]:
-    """The operations that rows come from, without those that a batch may leave out."""
+def _behind_rows(path: Path, outputs: Outputs, depends: Dependence) -> list[Node]:
+    """The operations between the rows and what the module returned."""
     if path.output is not None or (path.node, path.number) in outputs.values:
         return []
-    names = {operation(one) for one in _behind(path.node, depends, outputs.values)}
-    return sorted(names - _MOVING)
+    return list(_behind(path.node, depends, outputs.values))
 
 
 def _adding(path: Path) -> list[str]:

@@ -98,7 +98,6 @@ def loss_parts(
     ledger: Ledger | None = None,
     constant_sizes: Set[int] = frozenset(),
     declared: Set[float] = frozenset(),
-    chosen: bool = False,
 ) -> LossParts:
     """Compare each sample's part in a loss with the sample's own loss; before the backward, which frees the graph.
 
@@ -111,7 +110,6 @@ def loss_parts(
         ledger: What rows weighed in the losses that were accepted.
         constant_sizes: Sizes of constants in such losses that were not the number of samples.
         declared: Numbers in the loss that are no counts.
-        chosen: Data decide which rows count, so that their number is each sample's own.
 
     Returns:
         What was found; nothing is raised for a loss that is wrong, or cannot be read.
@@ -129,9 +127,7 @@ def loss_parts(
         if ledger.strict:
             _refuse_cut(ends, outputs, depends)
         terms = [term_of(path, owner, outputs.batch_size, scale) for path, owner in zip(ends, owners, strict=True)]
-        rows = [
-            row_weights(path, owner, outputs, scale, depends, chosen) for path, owner in zip(ends, owners, strict=True)
-        ]
+        rows = [row_weights(path, owner, outputs, scale, depends) for path, owner in zip(ends, owners, strict=True)]
         together = _averaged_together(_joined(found_paths, terms, [each.kind for each in rows]))
         if not together:
             return LossParts("unknown", NO_PART)
@@ -360,7 +356,9 @@ def _joined(found: Sequence[Path], terms: Sequence[Term], kinds: Sequence[tuple[
             raise Unreadable("a mean of single samples' terms is over other values, too")
         share = counts * mean if mean != 1 else None
         constants = tuple(constant for constant in terms[members[0]].constants if nodes[constant.node] > 1)
-        joined.append(Term(counts, float(counts.sum()), True, False, share, [], constants, counts))
+        mean_of_one = int((counts > 0).sum()) == 1 and all(terms[i].mean_of_one for i in members)
+        size = float(counts.sum())
+        joined.append(Term(counts, size, True, False, share, [], constants, counts, mean_of_one=mean_of_one))
     return joined
 
 
@@ -480,8 +478,9 @@ def _is_constant(reading: Reading) -> tuple[bool, bool]:
 
 
 def _is_sure(reading: Reading) -> bool:
-    """Tell whether the number of a reading is hardly a constant of the user's: one that divides, or a tensor."""
-    return reading.constant is not None and (reading.constant.divides or reading.constant.may_be_data)
+    """Tell whether the number of a reading is hardly a constant of the user's: a tensor, or a divisor below 1."""
+    constant = reading.constant
+    return constant is not None and (constant.is_tensor or (constant.divides and abs(constant.value) > 1))
 
 
 def _doubt(reading: Reading, found: Sequence[Reading], term: Term, reduction: str, strict: bool) -> str:
@@ -489,7 +488,8 @@ def _doubt(reading: Reading, found: Sequence[Reading], term: Term, reduction: st
     batch_size = len(term.weights)
     if reduction == "sum" and term.mean_of_one:
         return "it is a mean over the rows of the only sample that has some, which may be one over those of all samples"
-    tensors = [c.value for c in term.constants if c.is_tensor and c is not reading.constant and abs(c.value) != 1]
+    tensors = [c.value for c in term.constants if c.is_tensor and c is not reading.constant]
+    tensors = [value for value in tensors if abs(value) != 1 or (strict and batch_size > 1)]
     if tensors:
         return _TENSOR.format(tensors[0])
     if not strict:
@@ -530,8 +530,7 @@ def _may_be_count(value: float, term: Term) -> bool:
         *[each for level in term.levels for each in (float(level.counts.sum()), level.size)],
     ]
     batch_size = len(term.weights)
-    inner = (1,) if term.share is not None else (1, *term.inner)
-    counts = [batch_size, batch_size**0.5, *[size / n for size in sizes for n in inner if n]]
+    counts = [batch_size, batch_size**0.5, *[size / n for size in sizes for n in (1, *term.inner) if n]]
     return any(
         count > 1 and math.isclose(number, count, rel_tol=1e-6)
         for number in (abs(value), 1 / abs(value))
