@@ -124,7 +124,7 @@ CASES = {
     "rate 0": (run(flat(), lr=0.0), "rate_zero", "learning rate is 0.*Set lr above 0"),
     "rate too low": (
         run([2.0 - i / 4000 for i in range(COUNT)], lr=1e-6, meta=FLAT_META, tensors=lines(TENTH, ratio=1e-6)),
-        "rate_too_low", r"1e-06, is too low.*Multiply the learning rate by 100, to 0.0001.*0.04 % at most"),
+        "rate_too_low", r"1e-06, is too low.*Multiply the learning rate by 1000, to 0.001.*0.04 % at most"),
     "rate halved every 10 steps": (
         run([1.4 + 0.6 * math.exp(-i / 15) for i in range(COUNT)], lr=[0.1 / 2 ** (i // 10) for i in range(COUNT)]),
         "rate_decayed", "gone by step 60, while the loss was still falling"),

@@ -34,6 +34,9 @@ FAR_ABOVE = 100.0
 HUGE = 30.0
 """Times the norm of the weights: a first gradient that no learning rate in use fits."""
 
+LARGE_GAIN = 2.0
+"""By which every weight begins to multiply sizes: the largest in use for plain layers is 1.7."""
+
 RECURRENT_USES = 5
 """Operations that take one weight in one forward: fewer may be a shared layer."""
 
@@ -106,10 +109,21 @@ def exploding_depth(signals: Signals) -> Cause | None:
         times = statistics.median(first[: max(1, len(first) // 4)]) / statistics.median(
             first[-max(1, len(first) // 4) :]
         )
-        huge = (signals.norms[0] or 0.0) > HUGE * math.hypot(*(layer.weights[0] for layer in layers if layer.weights))
-        if (times > EXPLODED and grows >= 0.7) or (times > EXPLODED / 20 and grows >= 0.8 and huge):
+        large = _first_gradient_is_huge(signals, layers) or _gain_of_all(signals) > LARGE_GAIN
+        if (times > EXPLODED and grows >= 0.7) or (times > EXPLODED / 20 and grows >= 0.65 and large):
             return _explodes(signals, layers, times)
     return _explodes_both_ways(signals)
+
+
+def _first_gradient_is_huge(signals: Signals, layers: list[Layer]) -> bool:
+    """Whether the first gradient is far larger than the weights."""
+    weights = [layer.weights[0] for layer in layers if layer.weights]
+    return bool(weights) and (signals.norms[0] or 0.0) > HUGE * math.hypot(*weights)
+
+
+def _gain_of_all(signals: Signals) -> float:
+    """The smallest gain with which a weight begins."""
+    return min((signals.gain(layer) or 0.0 for layer in signals.layers if layer.weights), default=0.0)
 
 
 def _explodes_both_ways(signals: Signals) -> Cause | None:
@@ -159,7 +173,9 @@ def exploding_time(signals: Signals) -> Cause | None:
     recurrent, curve = _recurrent(signals), signals.curve
     known = [norm for norm in signals.norms if norm]
     radius = max((one for layer in recurrent if (one := _radius(signals, layer))), default=None)
-    broke = signals.ends_lost and radius is not None and radius > AMPLIFIES
+    broke = signals.ends_lost and (
+        (radius is not None and radius > AMPLIFIES) or _first_gradient_is_huge(signals, recurrent)
+    )
     if not recurrent or not known or (len(known) < 20 and not broke):
         return None
     low, largest = sorted(known)[len(known) // 10], max(known)
