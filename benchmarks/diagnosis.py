@@ -2,8 +2,9 @@
 
 python benchmarks/diagnosis.py [--seeds 3] [--only PATTERN] [--set developed more held_out] [--records DIR] [--follow]
 
-Each scenario of `diagnosis_tasks.py`, `diagnosis_more_tasks.py` and `diagnosis_held_out.py` is trained by `gradguard run`, in a fork of this
-process, and judged by what `gradguard report --json` says. Its *label* is the fault that was built into it, or
+Each scenario of `diagnosis_tasks.py`, `diagnosis_more_tasks.py` and `diagnosis_held_out.py` is trained by `gradguard
+run`, in a fork of this process, and judged by what `gradguard report --json` says. Its *label* is the fault that was
+built into it, or
 *healthy*. A sick scenario counts where its held-out loss is clearly worse than that of the same run without the fault,
 a healthy one where neither half nor twice the learning rate is better by a factor; with `--verify` that is measured,
 and what fails is named. The columns: the cause in first place, by seed; the warnings and errors that stand on a healthy

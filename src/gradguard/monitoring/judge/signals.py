@@ -28,6 +28,7 @@ BLOCKS = 20
 _FEWEST_RECENT, _REFRESH = 8, 4  # values before one may leap, and after which it is known anew what is usual
 _LARGEST_LOGARITHM = 700.0
 _NEARLY_ZERO = 3e-3
+_HUGE = 30.0  # times the norm of the weights: a first gradient
 _TURNS = 1.0  # of logarithms, between two losses in a row
 _LONGEST_TURN = 8  # losses of so many kinds in a row
 _ROUND_ZERO = 10.0  # times its noise: a loss that stays within is compared with a mean of its own
@@ -338,6 +339,16 @@ class Signals:
             return places
         return sorted(places, key=lambda place: (known[place], place))
 
+    def begins_exploded(self, layers: Sequence[Layer]) -> bool:
+        """Return whether the first gradient is so far above the weights of some layers that no rate in use fits it.
+
+        Args:
+            layers: The layers.
+        """
+        weights = [layer.weights[0] for layer in layers if layer.weights]
+        first = self.norms[0] if self.norms else None
+        return bool(weights) and (first or 0.0) > _HUGE * math.hypot(*weights)
+
     @cached_property
     def eps(self) -> float | None:
         """What the optimizer adds to the number that it divides by; None where it divides by none."""
@@ -497,6 +508,9 @@ def _of_turns(losses: list[float | None]) -> list[float | None]:
     turn = next((lag for lag in range(2, _LONGEST_TURN + 1) if 2 * _usual_step(logs, lag) <= one), None)
     if one < _TURNS or turn is None:
         return losses
+    known = [log for log in logs if log is not None]
+    if abs(statistics.fmean(known[turn : 2 * turn]) - statistics.fmean(known[:turn])) > 3 * one:
+        return losses  # thrown up by its first steps, and going to and fro since then
     found = list(losses)
     for place, own in enumerate(logs):
         first = max(0, place - turn + 1)

@@ -60,7 +60,7 @@ def bad_batches(signals: Signals) -> Cause | None:
     when = f"every {period} steps: {listed}" if period else several
     calm = _calm(signals, places)
     threshold = float(f"{calm:.1e}") if calm else None
-    clip = f" Until then, clip at {plain_threshold(threshold)}, which leaves ordinary steps alone." if threshold else ""
+    clip = f" Until then, clip at {plain_threshold(threshold)}, the norm of an ordinary step." if threshold else ""
     where = (
         f"Look at the batches of steps {listed}: something comes back every {period} steps, such as one bad file or "
         "shard of an epoch."
@@ -162,10 +162,10 @@ def _comes_at_once(signals: Signals, place: int) -> bool:
 
 
 def _calm(signals: Signals, places: Sequence[int]) -> float | None:
-    """The 90th percentile of the norms of ordinary steps."""
+    """The median of the norms of ordinary steps."""
     near = {place + k for place in places for k in range(4)}
-    norms = sorted(norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5)
-    return norms[int(0.9 * len(norms))] if norms else None
+    norms = [norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5]
+    return statistics.median(norms) if norms else None
 
 
 def data_shift(signals: Signals) -> Cause | None:

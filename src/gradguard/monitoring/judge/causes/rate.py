@@ -287,7 +287,7 @@ def _rate_leapt(signals: Signals, curve: Curve, rates: list[float]) -> Cause | N
         before = [loss for loss in signals.losses[max(0, place - 20) : place] if loss is not None]
         after = [loss for loss in signals.losses[place + 1 : place + 40] if loss is not None]
         broke = before and after and statistics.median(after) > 1.3 * statistics.median(before)
-        if broke and curve.final > 1.1 * statistics.median(before):  # else a warm restart
+        if broke and curve.final > 1.1 * statistics.median(before) + curve.error:  # else a warm restart
             step = signals.named(place)
             words = (
                 f"The learning rate leapt from {rates[place - 1]:g} to {rates[place]:g} at step {step}, and the "
