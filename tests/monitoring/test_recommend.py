@@ -47,7 +47,7 @@ DECISIONS = {
     "nothing recorded": (run([]), "unknown", None, "holds no gradient norms"),
     "too short": (run(CALM[:100]), "unknown", None, r"90 usable steps, and 200 are needed"),
     "all skipped": (run(CALM, skipped=True), "unknown", None, "0 usable steps"),
-    "calm": (run(CALM), "constant", r"norm=\d", "As insurance, clip at .*needs no clip.*bounds the next spike"),
+    "calm": (run(CALM), "constant", r"norm=\d", "As insurance, clip at .*needs no clip.*holds back the next sudden jump"),
     "calm, unknown optimizer": (run(CALM, optimizer=None), "constant", r"norm=\d", "As insurance"),
     "calm, Adam": (run(CALM, "Adam"), "constant", r"norm=\d", "As insurance"),
     "converging": (run(falling(CALM, 1e6)), "nothing", None, "nothing to clip"),
@@ -180,7 +180,7 @@ def test_a_made_up_language_model_gets_the_rule_and_keeps_a_guard(tmp_path):
 def test_steps_that_were_not_finite_or_skipped_do_not_count_in_the_share():
     record = clipped([2.0 if i == 250 else 0.5 for i in range(400)], 1.0)
     record = changed(record, lambda step: step.update(skipped=True, coefficient=0.1), slice(380, None))
-    assert recommend(record).reason.startswith("It bound on 0.26 % of 380 steps")
+    assert recommend(record).reason.startswith("It acted on 0.26 % of 380 steps")
 
 
 def test_each_of_several_optimizers_has_a_decision():
