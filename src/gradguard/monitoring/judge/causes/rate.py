@@ -14,7 +14,7 @@ LARGE_UPDATE = 0.1
 GROWN = 2.0
 """Times its first norm: a weight that is mostly noise by now."""
 
-THROWN, THROWN_WITHIN, THROWN_GAIN = 4.0, 100, 1.5
+THROWN, THROWN_WITHIN, THROWN_GAIN = 4.0, 60, 1.5
 """Times its first norm, within so many steps, to a gain above any initialisation's: a weight that was thrown away."""
 
 WANDERING_UPDATE = 0.01
@@ -87,13 +87,18 @@ def _headline(signals: Signals, curve: Curve | None) -> str:
 
 def _thrown(signals: Signals, curve: Curve | None) -> Evidence | None:
     """Whether the first steps of an optimizer that makes them as long as its rate lost what the weights began with."""
-    layers = [layer for layer in signals.sized_layers if len(layer.weights) == len(signals.measured) > 1]
-    if not layers or not signals.cancels_scale or (curve is not None and curve.is_positive and curve.fallen() > 0.9):
+    count, first = len(signals.measured), signals.span[0]
+    layers = [layer for layer in signals.sized_layers if len(layer.weights) == count]
+    early = [k for k, line in enumerate(signals.measured) if 0 < line["i"] - first <= THROWN_WITHIN]
+    if not layers or not early or not signals.cancels_scale:
         return None
-    step = signals.measured[1]["i"]
-    times = statistics.median(layer.weights[1] / layer.weights[0] for layer in layers)
-    gains = [gain for layer in layers if (gain := signals.gain(layer, 1)) is not None]
-    if times < THROWN or step > signals.span[0] + THROWN_WITHIN or (gains and statistics.median(gains) < THROWN_GAIN):
+    if curve is not None and curve.is_positive and curve.fallen() > 0.9:
+        return None
+    last = early[-1]
+    step = signals.measured[last]["i"]
+    times = statistics.median(layer.weights[last] / layer.weights[0] for layer in layers)
+    gains = [gain for layer in layers if (gain := signals.gain(layer, last)) is not None]
+    if times < THROWN or (gains and statistics.median(gains) < THROWN_GAIN):
         return None
     words = f"By step {step} the usual weight had {number(times)} times its first size: what it began with is lost."
     return Evidence((signals.span[0], step), words, numbers=(("times", times),))
