@@ -39,7 +39,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def bench():
-    names = ("diagnosis", "diagnosis_tasks", "diagnosis_held_out")
+    names = ("diagnosis", "diagnosis_tasks", "diagnosis_more_tasks", "diagnosis_held_out")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         import diagnosis

@@ -10,8 +10,8 @@ from gradguard.monitoring.judge.insurance import insurance
 from gradguard.monitoring.record.file import Record
 
 
-def record(norms, optimizer="SGD"):
-    steps = [{"t": "step", "i": i, "norm": norm} for i, norm in enumerate(norms)]
+def record(norms, optimizer="SGD", loss=lambda i: 2 * math.exp(-i / 100) + 0.2):
+    steps = [{"t": "step", "i": i, "norm": norm, "loss": loss(i)} for i, norm in enumerate(norms)]
     return Record(Path("run.jsonl"), {"t": "meta", "optimizers": [optimizer]}, steps, [], [], None, False)
 
 
@@ -66,6 +66,16 @@ def test_so_do_spikes():
     norms = [60.0 if i % 90 == 60 else norm for i, norm in enumerate(noise())]
     assert insurance(record(norms, "AdamW")) < 0.9
     assert insurance(record(norms, "SGD")) > 1.2
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [lambda i: None, lambda i: 1.0, lambda i: 0.2 + 2 * abs(math.cos(i / 100))],
+    ids=["unknown", "flat", "came back"],
+)
+def test_a_loss_that_says_little_of_what_is_learned_leaves_insurance(loss):
+    norms = [60.0 if i % 90 == 60 else norm for i, norm in enumerate(noise())]
+    assert insurance(record(norms, "AdamW", loss)) > 1.2
 
 
 @pytest.mark.parametrize("norms", [[], [None] * 20, [0.0] * 20])

@@ -47,7 +47,7 @@ DECISIONS = {
     "nothing recorded": (run([]), "unknown", None, "holds no gradient norms"),
     "too short": (run(CALM[:100]), "unknown", None, r"90 usable steps, and 200 are needed"),
     "all skipped": (run(CALM, skipped=True), "unknown", None, "0 usable steps"),
-    "calm": (run(CALM), "constant", r"norm=\d", "As insurance, clip at .*needs no clip.*bounds the next spike"),
+    "calm": (run(CALM), "constant", r"norm=\d", "As insurance, clip at .*needs no clip.*holds back the next"),
     "calm, unknown optimizer": (run(CALM, optimizer=None), "constant", r"norm=\d", "As insurance"),
     "calm, Adam": (run(CALM, "Adam"), "constant", r"norm=\d", "As insurance"),
     "converging": (run(falling(CALM, 1e6)), "nothing", None, "nothing to clip"),
@@ -57,7 +57,7 @@ DECISIONS = {
     "NaN at once": (run([None] * 50), "fix", None, "Look at the batch of step 0.*docs/nan.md"),
     "NaN out of calm": (run(CALM + [None] * 50), "fix", None, r"Look at the batch of step 600"),
     "NaN after losses had grown": (
-        run(CALM + [None] * 50, losses=[1.0] * 590 + [1.5**k for k in range(10)] + [None] * 50), "fix", "norm=0.07",
+        run(CALM + [None] * 50, losses=[1.0] * 590 + [1.5**k for k in range(10)] + [None] * 50), "fix", r"norm=1\.0",
         "Multiply the learning rate by 0.3"),
     "jumped, learned nothing": (
         run(blown(at=3)[0], losses=blown(at=3)[1]), "fix", "norm=0.1", "Multiply the learning rate by 0.3"),
@@ -65,8 +65,8 @@ DECISIONS = {
     "losses never fall": (run(CALM, losses=[2.3] * 600), "fix", None, "Check that labels belong to their inputs"),
     "bad batches": (
         run(SPIKED, losses=[90.0 if i % 100 == 80 else 2.3 - i / 600 for i in range(600)]), "constant", r"norm=1\.\d",
-        "Look at the batches of steps 80, 180, 280, 380 ….*every 100 steps"),
-    "a guard": (clipped(SPIKED, 20.0), "keep", "norm=20", "Keep 20.*bound on 1 % of 600 steps, and the run is well"),
+        "Clip at 1.*It is the norm of an ordinary step, and would have acted on 5"),
+    "a guard": (clipped(SPIKED, 20.0), "keep", "norm=20", "Keep 20.*acted on 1 % of 600 steps, and the run is well"),
     "a clip that never bound": (clipped(CALM, 20.0), "constant", r"norm=\d", "As insurance"),
     "a shaping clip": (clipped(CALM, 1.0), "keep", "norm=1.0", "Keep 1.0"),
     "a rule in force": (clipped(SPIKED, 3.0, rule="ClipByMedian"), "keep", None, "Keep ClipByMedian=3.0"),
@@ -106,7 +106,7 @@ def test_what_is_called_insurance_leaves_nearly_all_steps_alone(norms):
 
 
 def test_a_low_threshold_is_never_called_free():
-    found = recommend(run(HEAVY))
+    found = recommend(run(HEAVY, losses=[2 * math.exp(-i / 100) + 0.2 for i in range(600)]))
     assert found.clip_share is not None
     assert found.clip_share > 0.5
     assert found.experiment
@@ -180,7 +180,7 @@ def test_a_made_up_language_model_gets_the_rule_and_keeps_a_guard(tmp_path):
 def test_steps_that_were_not_finite_or_skipped_do_not_count_in_the_share():
     record = clipped([2.0 if i == 250 else 0.5 for i in range(400)], 1.0)
     record = changed(record, lambda step: step.update(skipped=True, coefficient=0.1), slice(380, None))
-    assert recommend(record).reason.startswith("It bound on 0.26 % of 380 steps")
+    assert recommend(record).reason.startswith("It acted on 0.26 % of 380 steps")
 
 
 def test_each_of_several_optimizers_has_a_decision():

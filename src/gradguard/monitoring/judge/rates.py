@@ -1,5 +1,7 @@
 """By how much to lower a learning rate that was too high, and where to clip beside it."""
 
+import math
+import statistics
 from dataclasses import dataclass
 
 from gradguard.monitoring.judge.numbers import plain_threshold
@@ -11,6 +13,12 @@ by a higher rate and a lower threshold."""
 
 LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE = 0.1, 0.3
 """With an optimizer that cancels a scale only the rate makes steps shorter."""
+
+CALM_STEPS, FAR_FROM_CALM = 20, 3.0
+"""A run whose norms were below so many times the first ones for so many steps has shown what an ordinary norm is."""
+
+OF_EPS = 3.0
+"""A gradient of fewer eps is one that the optimizer hardly follows: a threshold there starves it."""
 
 _FIRST = 5
 
@@ -33,19 +41,26 @@ class LowerRate:
 def lower_rate(signals: Signals, place: int | None = None) -> LowerRate:
     """Return what to try first in a run whose rate was too high.
 
+    The threshold is a share of the first norms, which the rate had not moved yet; of a run that broke out of many calm
+    steps it is their median. None is read from norms that were huge from the start, or that eps swallows.
+
     Args:
         signals: What the run shows.
         place: Where it broke; None for a run that was wrong from the start.
     """
-    norms = [norm for norm in signals.norms[: min(max(1, place or _FIRST), _FIRST)] if norm]
+    norms = [norm for norm in signals.norms[: place or _FIRST] if norm]
     cancels = signals.cancels_scale
     factor, share = (LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE) if cancels else (LESS_RATE, LESS_NORM)
     rate = signals.rate
     to = "" if not rate else f", from {rate:g} to {float(f'{factor * rate:.2g}'):g}"
     advice = f"Multiply the learning rate by {factor:g}{to}."
-    if not norms:
+    if not norms or signals.begins_exploded(signals.layers):
         return LowerRate(factor, None, advice)
-    threshold = float(f"{share * min(norms):.1e}")
-    if not threshold:
+    first = min(norms[0], statistics.median(norms[:_FIRST]))
+    calm = norms[: next((k for k, norm in enumerate(norms) if norm > FAR_FROM_CALM * first), len(norms))]
+    usual = statistics.median(calm) if place and len(calm) >= CALM_STEPS else share * first
+    threshold = float(f"{usual:.1e}")
+    elements = sum(signals.params[place].get("numel") or 0 for place in signals.own)
+    if threshold <= OF_EPS * (signals.eps or 0.0) * math.sqrt(elements):
         return LowerRate(factor, None, advice)
     return LowerRate(factor, threshold, f"{advice} Clip at {plain_threshold(threshold)} as well.")

@@ -120,8 +120,10 @@ def _decide(record: Record, diagnosis: Diagnosis) -> Recommendation:
     share = None
     if kind == "constant" and threshold is not None and norms:
         share = sum(norm > threshold for norm in norms) / len(norms)
-        if plain_threshold(threshold) in headline or f"{threshold:g}" in headline:  # the advice is said already
-            headline = f"Clip at {plain_threshold(threshold)}."
+        headline = f"Clip at {plain_threshold(threshold)}."
+        reason = (
+            f"It is the norm of an ordinary step, and would have acted on {percent(share)} of {len(norms):,} steps."
+        )
     return Recommendation(
         kind, headline, reason, threshold, rule, cause.rate_factor, cause.certainty != "certain", share, len(norms),
         drift_of(record),
@@ -144,19 +146,21 @@ def _for_healthy(record: Record, norms: Sequence[float]) -> Recommendation:
         why = f"There are {len(norms)} usable steps, and {ENOUGH_STEPS} are needed to know how rare spikes are."
         return Recommendation("unknown", "Record a longer run to choose a threshold.", why, usable_steps=len(norms))
     if threshold is None:
-        why = "No norm that would have left this run alone is far from bounding it: the norms move too far."
+        why = (
+            "The gradients are much larger at one end of the run than at the other, so that no one threshold fits both."
+        )
         return Recommendation("nothing", "There is nothing to clip.", why, usable_steps=len(norms), drift=drift)
     text, share = plain_threshold(threshold), sum(norm > threshold for norm in norms) / len(norms)
-    would = f"would have bound on {percent(share)} of {len(norms):,} usable steps"
+    would = f"would have acted on {percent(share)} of {len(norms):,} usable steps"
     is_insurance = share <= ORDINARY_SHARE
     if is_insurance:
         headline = f"As insurance, clip at {text}."
-        why = f"The run needs no clip. This one {would}, and bounds the next spike."
+        why = f"The run needs no clip. This one {would}, and holds back the next sudden jump of the gradients, a spike."
     else:
         headline = f"A clip at {text} may train better."
         why = (
-            f"The run goes well without it. It {would}. With norms as uneven as these so low a threshold trained "
-            f"better on the tasks where it was tried; on yours an experiment tells: {_tune(record)}."
+            f"The run goes well without it. It {would}. Where gradients are as uneven as these, so low a threshold "
+            f"trained better on the tasks where it was tried; on yours an experiment tells: {_tune(record)}."
         )
     rule = f"norm={text}"
     return Recommendation(
@@ -179,12 +183,12 @@ def _of_clip_in_use(record: Record, norms: Sequence[float], insured_at: float | 
     text, spelled = (text, None) if fixed is None else (plain_threshold(fixed), f"norm={plain_threshold(fixed)}")
     headline, why = (
         f"Keep {text}.",
-        f"It bound on {percent(share)} of {len(taken):,} steps, and the run is well with it.",
+        f"It acted on {percent(share)} of {len(taken):,} steps, and the run is well with it.",
     )
     if not share:
         headline, why = (
             f"Keep {text} as insurance.",
-            f"It never bound in {len(taken):,} steps, and bounds the next spike.",
+            f"It never acted in {len(taken):,} steps, and holds back the next sudden jump of the gradients, a spike.",
         )
     return Recommendation(
         "keep", headline, why, fixed, spelled, None, False, share, len(norms), drift_of(record)

@@ -28,7 +28,10 @@ BLOCKS = 20
 _FEWEST_RECENT, _REFRESH = 8, 4  # values before one may leap, and after which it is known anew what is usual
 _LARGEST_LOGARITHM = 700.0
 _NEARLY_ZERO = 3e-3
+_HUGE = 30.0  # times the norm of the weights: a first gradient
 _TURNS = 1.0  # of logarithms, between two losses in a row
+_LONGEST_TURN = 8  # losses of so many kinds in a row
+_ROUND_ZERO = 10.0  # times its noise: a loss that stays within is compared with a mean of its own
 _RECENT = 24  # values before a step that say what is usual at that step
 _MAD_TO_SIGMA = 1.4826
 
@@ -181,8 +184,11 @@ class Signals:
     def curve(self) -> Curve | None:
         """How the loss went; None where it is not known or means no progress."""
         found = None if self.takes_turns else self.curve_until(self.count)
-        if found is not None and max(map(abs, found.levels)) < 2 * found.noise:
-            return None  # nothing but noise around 0, as where returns are compared with their mean
+        if found is None:
+            return None
+        came_back = abs(found.start) <= 2 * found.noise and found.best < 0.5 * found.best < found.final
+        if max(map(abs, found.levels)) < (_ROUND_ZERO if came_back else 2.0) * found.noise:
+            return None  # around 0, as where returns are compared with their mean: it says nothing of what is learned
         return found
 
     def curve_until(self, place: int) -> Curve | None:
@@ -333,6 +339,16 @@ class Signals:
             return places
         return sorted(places, key=lambda place: (known[place], place))
 
+    def begins_exploded(self, layers: Sequence[Layer]) -> bool:
+        """Return whether the first gradient is so far above the weights of some layers that no rate in use fits it.
+
+        Args:
+            layers: The layers.
+        """
+        weights = [layer.weights[0] for layer in layers if layer.weights]
+        first = self.norms[0] if self.norms else None
+        return bool(weights) and (first or 0.0) > _HUGE * math.hypot(*weights)
+
     @cached_property
     def eps(self) -> float | None:
         """What the optimizer adds to the number that it divides by; None where it divides by none."""
@@ -360,10 +376,28 @@ class Signals:
         return layer.weights[0] < _NEARLY_ZERO * math.sqrt(self.params[layer.place].get("numel") or 1)
 
     @cached_property
+    def sized_layers(self) -> list[Layer]:
+        """The measured weights whose size says how far a step goes: all but those that begin at 0, if others are."""
+        measured = [layer for layer in self.layers if layer.ratios and layer.weights]
+        return [layer for layer in measured if not self.begins_at_zero(layer)] or measured
+
+    @cached_property
     def ratio(self) -> float | None:
         """By which share of itself a step usually changes the usual weight; None where that was not measured."""
-        known = [layer.ratio for layer in self.layers if layer.ratio is not None]
+        known = [layer.ratio for layer in self.sized_layers if layer.ratio is not None]
         return statistics.median(known) if known else None
+
+    def gain(self, layer: Layer, line: int = 0) -> float | None:
+        """Return by how much a random matrix of this norm multiplies the size of what goes in; None for a vector.
+
+        An initialisation that keeps sizes has 1 to 1.4, the default of `torch.nn.Linear` 0.6.
+
+        Args:
+            layer: The layer, measured at least so often.
+            line: Which of its measurements.
+        """
+        shape = self.params[layer.place].get("shape") or []
+        return layer.weights[line] / math.sqrt(shape[0]) if len(shape) > 1 and shape[0] else None
 
     @cached_property
     def cancels_scale(self) -> bool:
@@ -466,15 +500,30 @@ def _limit(recent: Sequence[float], times: float) -> float:
 
 
 def _of_turns(losses: list[float | None]) -> list[float | None]:
-    """The losses, or the geometric means of two in a row where two losses of different size take turns."""
-    logs = [math.log(loss) for loss in losses if loss is not None and loss > 0]
-    if len(logs) < max(20, len(losses) // 2):
+    """The losses, or geometric means over one turn where losses of different sizes come in turns."""
+    logs = [math.log(loss) if loss is not None and loss > 0 else None for loss in losses]
+    if sum(one is not None for one in logs) < max(20, sum(loss is not None for loss in losses) // 2):
         return losses
-    one, two = (statistics.median(abs(b - a) for a, b in zip(logs, logs[lag:], strict=False)) for lag in (1, 2))
-    if one < _TURNS or 2 * two > one:
+    one = _usual_step(logs, 1)
+    turn = next((lag for lag in range(2, _LONGEST_TURN + 1) if 2 * _usual_step(logs, lag) <= one), None)
+    if one < _TURNS or turn is None:
         return losses
-    pairs = zip(losses, [losses[1], *losses], strict=False)
-    return [loss if not loss or not other else math.sqrt(abs(loss * other)) for loss, other in pairs]
+    known = [log for log in logs if log is not None]
+    if abs(statistics.fmean(known[turn : 2 * turn]) - statistics.fmean(known[:turn])) > 3 * one:
+        return losses  # thrown up by its first steps, and going to and fro since then
+    found = list(losses)
+    for place, own in enumerate(logs):
+        first = max(0, place - turn + 1)
+        if own is not None:
+            found[place] = math.exp(statistics.fmean(log for log in logs[first : first + turn] if log is not None))
+    return found
+
+
+def _usual_step(logs: Sequence[float | None], lag: int) -> float:
+    """By how much two values that lie so far apart usually differ; infinite where no two do."""
+    pairs = zip(logs, logs[lag:], strict=False)
+    steps = [abs(after - before) for before, after in pairs if before is not None and after is not None]
+    return statistics.median(steps) if steps else math.inf
 
 
 def _finite(value: float | None) -> float | None:

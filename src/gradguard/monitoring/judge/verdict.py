@@ -281,7 +281,7 @@ def _norm_words(numbers: dict[str, Any]) -> str:
     share = numbers["spike_share"]
     usable = _steps(numbers["usable_steps"])
     spikes = "" if share is None else f"; {percent(share)} of {usable} after the warm-up were spikes"
-    return f"Pre-clip gradient norms: median {number(median)}, largest {number(largest)}{times}{spikes}."
+    return f"Gradient norms before clipping: median {number(median)}, largest {number(largest)}{times}{spikes}."
 
 
 def _fault_words(numbers: dict[str, Any]) -> str:

@@ -16,11 +16,20 @@ CALM_SHARE = 0.2
 MOST_SHIFTS, ONE_TIMES, FEW_TIMES, MOST_TIMES = 2, 1.7, 4, 12
 """A loss that leaps more often, and not so far, does so by its making: a target that is set anew now and then."""
 
+TINY = 0.1
+"""Of the first loss: leaps that stay below come of a loss that is nearly 0, and not of batches."""
+
+FALLEN = 0.1
+"""Of the level before: data that have become so easy, right after they surprised the model, are others."""
+
 FAR = 20.0
 """Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
 
 MANY_BUMPS = 6
 """Losses that stand out by little, as those of wrong labels do, in one rhythm."""
+
+SETTLES, FAR_GROWN = 0.3, 10.0
+"""Of its growth in the second half: a weight that grew less settles, unless it is so many times its start."""
 
 _SHOWN = 4
 
@@ -51,7 +60,7 @@ def bad_batches(signals: Signals) -> Cause | None:
     when = f"every {period} steps: {listed}" if period else several
     calm = _calm(signals, places)
     threshold = float(f"{calm:.1e}") if calm else None
-    clip = f" Until then, clip at {plain_threshold(threshold)}, which leaves ordinary steps alone." if threshold else ""
+    clip = f" Until then, clip at {plain_threshold(threshold)}, the norm of an ordinary step." if threshold else ""
     where = (
         f"Look at the batches of steps {listed}: something comes back every {period} steps, such as one bad file or "
         "shard of an epoch."
@@ -84,8 +93,12 @@ def _was_lost_before(signals: Signals, place: int) -> bool:
 
 
 def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
-    """Whether a clip bound on nearly all of them, and the loss is back at once: hard cases, and not bad ones."""
+    """Whether the loss is back at once, and a clip bound on nearly all of them or the leaps were tiny: hard cases."""
     curve = signals.curve
+    if curve is not None and curve.is_positive and curve.final < TINY * curve.start:
+        near = [signals.losses[place : place + 4] for place in places]
+        if max(loss or 0.0 for losses in near for loss in losses) < TINY * curve.start:
+            return True
     if sum((signals.coefficients[place] or 1.0) < 1 for place in places) < 0.6 * len(places):
         return False
     if curve is None:
@@ -149,36 +162,52 @@ def _comes_at_once(signals: Signals, place: int) -> bool:
 
 
 def _calm(signals: Signals, places: Sequence[int]) -> float | None:
-    """The 90th percentile of the norms of ordinary steps."""
+    """The median of the norms of ordinary steps."""
     near = {place + k for place in places for k in range(4)}
-    norms = sorted(norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5)
-    return norms[int(0.9 * len(norms))] if norms else None
+    norms = [norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5]
+    return statistics.median(norms) if norms else None
 
 
 def data_shift(signals: Signals) -> Cause | None:
     """Return whether the data are others from one step on: losses are at another level at once, and stay there."""
     if signals.takes_turns or signals.count < 60:
         return None
-    place = _level_shift(signals)
+    up, down = _level_shift(signals), _fall(signals)
+    place = up if up is not None else down
     if place is None or _rate_jumped(signals, place):
         return None
     before, after = signals.losses[max(0, place - 20) : place], signals.losses[place : place + 20]
     low, high = (statistics.median([loss for loss in values if loss is not None]) for values in (before, after))
     step = signals.named(place)
-    words = (
-        f"The loss was {number(low)} up to step {signals.named(place - 1)} and {number(high)} from step {step} "
-        "on, at once."
+    level = (
+        f"{number(high)} from step {step} on, at once"
+        if up is not None
+        else f"leapt to {number(signals.losses[place])} at step {step}, and has been far below what it was ever since"
     )
+    words = f"The loss was {number(low)} up to step {signals.named(place - 1)} and {level}."
     return Cause(
         "data_shift",
         "likely",
         f"The data are others from step {step} on: the loss is at another level at once, out of calm.",
         f"Look at what the loader gives from step {step} on: another file, domain, length, normalisation or "
-        "labelling. If "
-        "that is meant, go on training; shuffle the parts together if both are to be learned.",
+        "labelling, or one class only. If that is meant, go on training; shuffle the parts together if both are to be "
+        "learned.",
         (Evidence((step, signals.span[1]), words, numbers=(("before", low), ("after", high))),),
         ("The learning rate did not change, and the steps before were calm.",),
     )
+
+
+def _fall(signals: Signals) -> int | None:
+    """The place at which the loss leaps up out of calm and soon falls to a fraction of what it was, and stays there."""
+    values = signals.losses
+    for place in range(30, signals.count - 40):
+        here, before = values[place], [loss for loss in values[place - 20 : place] if loss is not None]
+        if here is None or len(before) < 15 or min(before) <= 0 or here < 2 * max(before):
+            continue
+        later = [loss for loss in values[place + 20 :] if loss is not None]
+        if later and max(later[: len(later) // 2 + 1]) < FALLEN * statistics.median(before):
+            return place
+    return None
 
 
 def _level_shift(signals: Signals) -> int | None:
@@ -213,8 +242,8 @@ def _rate_jumped(signals: Signals, place: int) -> bool:
 
 def drift(signals: Signals) -> Cause | None:
     """Return whether weights and norms grow step by step, without a jump, where they should settle."""
-    curve = signals.curve_until(signals.first_lost or signals.count)
-    if signals.count < 100 or curve is None:
+    curve = signals.curve if signals.first_lost is None else signals.curve_until(signals.first_lost)
+    if signals.count < 100 or curve is None or signals.takes_turns:
         return None
     grown, runs_away = _growing_weight(signals), _runs_away(signals)
     rising = _rising_norms(signals)
@@ -249,7 +278,7 @@ def drift(signals: Signals) -> Cause | None:
 
 
 def _growing_weight(signals: Signals) -> tuple[str, float] | None:
-    """The weight that grows most, step by step; one that began at nearly 0 has to grow."""
+    """The weight that grows most, step by step, and does not settle; one that began at nearly 0 has to grow."""
     found = []
     for layer in signals.layers:
         weights = layer.weights
@@ -257,6 +286,9 @@ def _growing_weight(signals: Signals) -> tuple[str, float] | None:
             continue
         logs = [math.log(weight) for weight in weights]
         steps = [after - before for before, after in pairwise(logs)]
+        settles = weights[-1] - weights[len(weights) // 2] < SETTLES * (weights[-1] - weights[0])
+        if settles and weights[-1] < FAR_GROWN * weights[0]:
+            continue
         if max(steps) < 0.7 * (logs[-1] - logs[0]) and sum(step > 0 for step in steps) > 0.8 * len(steps):
             found.append((layer.name, weights[-1] / weights[0]))
     return max(found, key=lambda one: one[1]) if found else None
@@ -274,7 +306,7 @@ def _rising_norms(signals: Signals) -> float | None:
 
 
 def _runs_away(signals: Signals) -> str:
-    """Whether the loss falls below 0, faster and faster, while norms rise: nothing bounds it."""
+    """Whether the loss falls below 0, in the end as fast as before or faster, while norms rise: nothing bounds it."""
     curve = signals.curve_until(signals.first_lost or signals.count)
     if curve is None or curve.best >= 0 or len(curve.levels) < BLOCKS:
         return ""
@@ -282,10 +314,12 @@ def _runs_away(signals: Signals) -> str:
     quarter = len(levels) // 4
     if quarter < 3:
         return ""
-    last, before = levels[-quarter] - levels[-1], levels[-2 * quarter] - levels[-quarter]
+    last, before = levels[-quarter - 1] - levels[-1], levels[-2 * quarter - 1] - levels[-quarter - 1]
     norms = [norm for norm in signals.norms[: signals.first_lost] if norm]
     size = max(1, len(norms) // 4)
-    rose = statistics.median(norms[2 * size : 3 * size]) * 1.2 < statistics.median(norms[-size:])
-    if before <= curve.error or last < 1.3 * before or not rose:
+    rose = statistics.median(norms[size : 2 * size]) * 1.2 < statistics.median(norms[-size:])
+    if -curve.best < 3 * abs(curve.start) or before <= curve.error or last < 0.9 * before or not rose:
         return ""
-    return f"The loss falls below 0 and faster and faster, to {number(curve.best)}, while the norms of gradients rise."
+    return (
+        f"The loss falls below 0 and no slower in the end, to {number(curve.best)}, while the norms of gradients rise."
+    )

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.findings import named
-from gradguard.monitoring.judge.numbers import number
-from gradguard.monitoring.judge.rates import lower_rate
+from gradguard.monitoring.judge.numbers import number, plain_threshold
 from gradguard.monitoring.judge.signals import Layer, Signals
 
 FEWEST_LAYERS = 4
@@ -31,8 +30,8 @@ AMPLIFIES, DAMPS = 1.2, 0.3
 FAR_ABOVE = 100.0
 """Times its weight: a first gradient as no layer has whose values keep their size."""
 
-HUGE = 30.0
-"""Times the norm of the weights: a first gradient that no learning rate in use fits."""
+LARGE_GAIN = 2.0
+"""By which every weight begins to multiply sizes: the largest in use for plain layers is 1.7."""
 
 RECURRENT_USES = 5
 """Operations that take one weight in one forward: fewer may be a shared layer."""
@@ -106,10 +105,15 @@ def exploding_depth(signals: Signals) -> Cause | None:
         times = statistics.median(first[: max(1, len(first) // 4)]) / statistics.median(
             first[-max(1, len(first) // 4) :]
         )
-        huge = (signals.norms[0] or 0.0) > HUGE * math.hypot(*(layer.weights[0] for layer in layers if layer.weights))
-        if (times > EXPLODED and grows >= 0.7) or (times > EXPLODED / 20 and grows >= 0.8 and huge):
+        large = signals.begins_exploded(layers) or _gain_of_all(signals) > LARGE_GAIN
+        if (times > EXPLODED and grows >= 0.7) or (times > EXPLODED / 20 and grows >= 0.65 and large):
             return _explodes(signals, layers, times)
     return _explodes_both_ways(signals)
+
+
+def _gain_of_all(signals: Signals) -> float:
+    """The smallest gain with which a weight begins."""
+    return min((signals.gain(layer) or 0.0 for layer in signals.layers if layer.weights), default=0.0)
 
 
 def _explodes_both_ways(signals: Signals) -> Cause | None:
@@ -137,7 +141,6 @@ def _explodes(signals: Signals, layers: list[Layer], times: float) -> Cause:
 
 
 def _exploding(signals: Signals, layers: list[Layer], words: str, times: float) -> Cause:
-    fix = lower_rate(signals)
     return Cause(
         "exploding_depth",
         "certain" if times > 10 * EXPLODED else "likely",
@@ -146,7 +149,6 @@ def _exploding(signals: Signals, layers: list[Layer], words: str, times: float) 
         "normalisation between layers.",
         (Evidence(signals.span, words, tuple(layer.name for layer in layers), (("times", times),)),),
         ("No learning rate fits all layers as long as their gradients differ so.",),
-        threshold=fix.threshold,
     )
 
 
@@ -159,7 +161,7 @@ def exploding_time(signals: Signals) -> Cause | None:
     recurrent, curve = _recurrent(signals), signals.curve
     known = [norm for norm in signals.norms if norm]
     radius = max((one for layer in recurrent if (one := _radius(signals, layer))), default=None)
-    broke = signals.ends_lost and radius is not None and radius > AMPLIFIES
+    broke = signals.ends_lost and ((radius is not None and radius > AMPLIFIES) or signals.begins_exploded(recurrent))
     if not recurrent or not known or (len(known) < 20 and not broke):
         return None
     low, largest = sorted(known)[len(known) // 10], max(known)
@@ -171,20 +173,22 @@ def exploding_time(signals: Signals) -> Cause | None:
         return None
     names = tuple(layer.name for layer in recurrent)
     words = f"Gradient norms run from {number(low)} to {number(largest)}."
+    if low == largest:
+        words = f"The first gradient has a norm of {number(low)}."
     evidence = [Evidence(signals.span, words, names, (("low", low), ("largest", largest)))]
     if radius is not None and radius > 1:
         words = (
             f"The weight {names[0]} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
         )
         evidence.append(Evidence(signals.span, words, names, (("radius", radius),)))
-    threshold = float(f"{statistics.median(known):.1e}")
+    threshold = None if broke else float(f"{statistics.median(known):.1e}")
+    clip = "" if threshold is None else f", and clip at {plain_threshold(threshold)}"
     return Cause(
         "exploding_time",
         "likely",
         f"Gradients explode through time: {named(names)} multiplies them at each step of the sequence.",
-        "Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, and clip at "
-        f"{threshold:g}; "
-        "shorter sequences help as well.",
+        f"Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU{clip}; shorter "
+        "sequences help as well.",
         tuple(evidence),
         ("It is no bad batch: large norms come from the recurrent weight and not from all layers alike.",),
         threshold=threshold,

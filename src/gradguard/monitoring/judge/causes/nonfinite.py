@@ -11,6 +11,9 @@ from gradguard.monitoring.judge.signals import Signals
 GROWN = 3.0
 """Norms or losses so many times the recent ones, just before numbers were lost, had grown."""
 
+FAR_GROWN = 30.0
+"""The same of norms beside a loss that is below its recent level."""
+
 _BEFORE = 10  # steps in which growth must end
 _LAST = 3  # steps on which numbers that grow are at their largest
 _PAST = 60  # steps before these that say what was usual
@@ -55,18 +58,21 @@ def _is_calm_start(signals: Signals, place: int) -> bool:
 
 
 def _growth(signals: Signals, place: int) -> Evidence | None:
-    """How far losses and norms had grown when numbers were lost."""
+    """How far losses and norms had grown when numbers were lost; norms alone grow where learning begins."""
     best: Evidence | None = None
-    for name, values in (("norm", signals.norms), ("loss", signals.losses)):
+    for name, values in (("loss", signals.losses), ("norm", signals.norms)):
         before = [(k, value) for k, value in enumerate(values[:place]) if value is not None and value > 0]
         if not before:
             continue
         recent = [value for k, value in before if place - _LAST <= k]
         past = [value for k, value in before if place - _BEFORE - _PAST <= k < place - _BEFORE]
+        past = [max(past[k : k + _LAST]) for k in range(len(past) - _LAST + 1)]  # as of the last ones: losses in turns
         usual = statistics.median(past) if len(past) >= _BEFORE else min(value for _, value in before[:3])
         if not recent or not usual:
             continue
         times = max(recent) / usual
+        if best is not None and best.numbers[0][1] < 1 and times < FAR_GROWN:
+            continue
         if best is None or times > best.numbers[0][1]:
             steps = signals.named(max(0, place - _BEFORE)), signals.named(place - 1)
             what = "gradient norm" if name == "norm" else "loss"

@@ -14,6 +14,9 @@ LARGE_UPDATE = 0.1
 GROWN = 2.0
 """Times its first norm: a weight that is mostly noise by now."""
 
+THROWN, THROWN_WITHIN, THROWN_GAIN = 4.0, 60, 1.5
+"""Times its first norm, within so many steps, to a gain above any initialisation's: a weight that was thrown away."""
+
 WANDERING_UPDATE = 0.01
 """The same where the loss stands still for a good part of the run."""
 
@@ -22,6 +25,12 @@ TINY_MOVE = 0.05
 
 SMALL_MOVE = 0.2
 """The same where the loss falls at the end as fast as in the beginning."""
+
+NO_MOVE = 0.005
+"""The same where no loss says what is learned."""
+
+RULE_OF_THUMB, LEAST_RATE, MOST_RATE = 1e-3, 10.0, 1e4
+"""Of its weight: a usual step; and the smallest and largest factor to multiply a rate by that makes shorter ones."""
 
 GONE = 0.02
 """Of its largest value: a learning rate below that moves little any more."""
@@ -32,23 +41,23 @@ _OVERSHOT = 1.5  # times its start: a loss that the first steps raised so far
 def rate_too_high(signals: Signals) -> Cause | None:
     """Return whether steps are too long: the loss jumped, stays above its best, goes to and fro, or is stuck."""
     curve = signals.curve
-    if curve is None or signals.ends_lost or signals.rate == 0:
+    if signals.ends_lost or signals.rate == 0:
         return None
-    signs = [
-        found
-        for found in (
+    thrown = _thrown(signals, curve)
+    signs = [thrown] if thrown else []
+    if curve is not None:
+        looked = [
             _jumped(signals, curve),
             _to_and_fro(signals, curve),
             _large_updates(signals, curve),
             _moved_for_nothing(signals, curve),
             _risen(signals, curve),
-        )
-        if found
-    ]
+        ]
+        signs += [found for found in looked if found]
     if not signs:
         return None
     fix = lower_rate(signals)
-    certainty = "certain" if len(signs) >= 3 else "likely"
+    certainty = "certain" if thrown or (len(signs) >= 3 and len(signals.outbursts) < 3) else "likely"
     if len(signs) == 1 and signs[0].numbers and signs[0].numbers[0][0] == "weak":
         certainty = "possible"
     return Cause(
@@ -63,15 +72,36 @@ def rate_too_high(signals: Signals) -> Cause | None:
     )
 
 
-def _headline(signals: Signals, curve: Curve) -> str:
+def _headline(signals: Signals, curve: Curve | None) -> str:
     rate = f", {signals.rate:g}," if signals.rate else ""
-    if curve.final > curve.start * 1.05:
+    if curve is None:
+        end = "the first steps threw the weights far from where they began"
+    elif curve.final > curve.start * 1.05:
         end = f"the loss ends at {number(curve.final)}, above its start of {number(curve.start)}"
     elif curve.fallen() < 0.1:
         end = f"the loss is stuck at {number(curve.final)}"
     else:
         end = f"steps are too long, and the loss ends at {number(curve.final)}"
     return f"The learning rate{rate} is too high: {end}."
+
+
+def _thrown(signals: Signals, curve: Curve | None) -> Evidence | None:
+    """Whether the first steps of an optimizer that makes them as long as its rate lost what the weights began with."""
+    count, first = len(signals.measured), signals.span[0]
+    layers = [layer for layer in signals.sized_layers if len(layer.weights) == count]
+    early = [k for k, line in enumerate(signals.measured) if 0 < line["i"] - first <= THROWN_WITHIN]
+    if not layers or not early or not signals.cancels_scale:
+        return None
+    if curve is not None and curve.is_positive and curve.fallen() > 0.9:
+        return None
+    last = early[-1]
+    step = signals.measured[last]["i"]
+    times = statistics.median(layer.weights[last] / layer.weights[0] for layer in layers)
+    gains = [gain for layer in layers if (gain := signals.gain(layer, last)) is not None]
+    if times < THROWN or (gains and statistics.median(gains) < THROWN_GAIN):
+        return None
+    words = f"By step {step} the usual weight had {number(times)} times its first size: what it began with is lost."
+    return Evidence((signals.span[0], step), words, numbers=(("times", times),))
 
 
 def _jumped(signals: Signals, curve: Curve) -> Evidence | None:
@@ -156,23 +186,30 @@ def _risen(signals: Signals, curve: Curve) -> Evidence | None:
 
 
 def rate_too_low(signals: Signals) -> Cause | None:
-    """Return whether all steps together can hardly have moved the weights, while the loss creeps down."""
-    curve, rate = signals.curve, signals.rate
-    if curve is None or not rate or signals.ends_lost or curve.fallen() > 0.3 or signals.ratio is None:
+    """Return whether all steps together can hardly have moved the weights, while the loss creeps down or says nothing.
+
+    The factor takes the usual step to `RULE_OF_THUMB` of its weight.
+    """
+    curve, rate, ratio, travel = signals.curve, signals.rate, signals.ratio, _travel(signals)
+    if not rate or signals.ends_lost or signals.is_warming_up or ratio is None or travel is None:
         return None
-    if signals.is_warming_up:
-        return None
-    travel, creeps = _travel(signals), _creeps(curve)
-    if travel is None or (travel > (SMALL_MOVE if creeps else TINY_MOVE) and not (creeps and _stays(signals, curve))):
-        return None
+    if curve is None:
+        if travel > NO_MOVE:
+            return None
+        end = f"after {signals.count:,} steps the weights are where they began"
+    else:
+        creeps = _creeps(curve)
+        stays = travel <= (SMALL_MOVE if creeps else TINY_MOVE) or (creeps and _stays(signals, curve))
+        if curve.fallen() > 0.3 or not stays:
+            return None
+        end = f"the loss creeps from {number(curve.start)} to {number(curve.final)}"
     moved = f"all {signals.count:,} steps can have moved it by {100 * travel:.2g} % at most"
-    words = f"A step changes the usual weight by {signals.ratio:.1g} of itself, so that {moved}."
-    factor = 10.0 if travel > 0.005 else 100.0
+    words = f"A step changes the usual weight by {ratio:.1g} of itself, so that {moved}; 0.1 % is the rule of thumb."
+    factor = float(f"{min(MOST_RATE, max(LEAST_RATE, RULE_OF_THUMB / ratio if ratio else 0.0)):.0e}")
     return Cause(
         "rate_too_low",
         "likely",
-        f"The learning rate, {rate:g}, is too low: the loss creeps from {number(curve.start)} to "
-        f"{number(curve.final)}.",
+        f"The learning rate, {rate:g}, is too low: {end}.",
         f"Multiply the learning rate by {factor:g}, to {float(f'{factor * rate:.2g}'):g}, and look again.",
         (Evidence(signals.span, words, numbers=(("travel", travel),)),),
         ("Gradients are there and steady: they do not vanish.",),
@@ -202,7 +239,7 @@ def _stays(signals: Signals, curve: Curve) -> bool:
 
 def _travel(signals: Signals) -> float | None:
     """By which share of itself the usual weight can have moved in all steps together."""
-    ratios = [statistics.fmean(layer.ratios) for layer in signals.layers if layer.ratios]
+    ratios = [statistics.fmean(layer.ratios) for layer in signals.sized_layers]
     return statistics.median(ratios) * signals.count if ratios else None
 
 
@@ -255,7 +292,7 @@ def _rate_leapt(signals: Signals, curve: Curve, rates: list[float]) -> Cause | N
         before = [loss for loss in signals.losses[max(0, place - 20) : place] if loss is not None]
         after = [loss for loss in signals.losses[place + 1 : place + 40] if loss is not None]
         broke = before and after and statistics.median(after) > 1.3 * statistics.median(before)
-        if broke and curve.final > 1.1 * statistics.median(before):  # else a warm restart
+        if broke and curve.final > 1.1 * statistics.median(before) + curve.error:  # else a warm restart
             step = signals.named(place)
             words = (
                 f"The learning rate leapt from {rates[place - 1]:g} to {rates[place]:g} at step {step}, and the "

@@ -117,7 +117,7 @@ def norm_histogram(record: Record, verdict: Verdict, advice: Recommendation) -> 
     _draw_marks(figure, marks)
     span = [spread.edges[0], spread.edges[-1], *(math.log10(mark[1]) for mark in marks)]
     figure.update_xaxes(
-        title={"text": "pre-clip gradient norm"}, **_log_ticks(min(span) - width, max(span) + 2 * width)
+        title={"text": "gradient norm before clipping"}, **_log_ticks(min(span) - width, max(span) + 2 * width)
     )
     top = math.log10(max(spread.counts)) + 0.5
     figure.update_yaxes(title={"text": "steps (log scale)"}, type="log", range=[-0.3, top], dtick=1, tickformat=",d")

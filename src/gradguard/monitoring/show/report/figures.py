@@ -60,7 +60,7 @@ def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, mo
     figure.update_xaxes(range=step_range([record]))
     figure.update_xaxes(row=len(rows), title={"text": "optimizer step"})
     summary = (
-        f"Pre-clip gradient norm over {steps_between(record.steps[0]['i'], record.steps[-1]['i'])}: "
+        f"Gradient norm before clipping over {steps_between(record.steps[0]['i'], record.steps[-1]['i'])}: "
         f"median {number(verdict.median_norm)}, largest {number(verdict.max_norm)}; final loss "
         f"{number(verdict.final_loss)}."
     )
@@ -93,7 +93,7 @@ def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Char
     figure.update_xaxes(range=step_range(records))
     figure.update_xaxes(row=len(rows), title={"text": "optimizer step"})
     figure.update_layout(legend={"groupclick": "togglegroup"})
-    summary = f"Pre-clip gradient norms and losses of {', '.join(labels)}, on one time axis."
+    summary = f"Gradient norms before clipping and losses of {', '.join(labels)}, on one time axis."
     return Chart(
         "overlay",
         "Norms and losses",

@@ -47,6 +47,24 @@ TERMS = (
         r"heavy[- ]tail(?:s|ed)",
         "Norms several times the usual one are common, so that single large ones mean little.",
     ),
+    Term("batch", r"batch(?:es)?", "The samples that one step learns from."),
+    Term(
+        "eps",
+        r"eps",
+        "A small number that Adam and its like add where they divide by the size of the gradients; gradients below it "
+        "move hardly anything.",
+    ),
+    Term(
+        "gradient",
+        r"gradients?",
+        "How the loss changes with each weight: the optimizer moves the weights against it.",
+    ),
+    Term("learning rate", r"learning rates?", "What the optimizer multiplies its steps by: how far each one goes."),
+    Term(
+        "recurrent weight",
+        r"recurrent weights?",
+        "The weight that a sequence runs through again at each of its steps.",
+    ),
     Term("locked in", r"locked in", "A clip that binds on more than half of the last 100 steps at one threshold."),
     Term(
         "loss scale",
