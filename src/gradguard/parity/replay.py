@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradguard.distributed.placements import gradient_of
 from gradguard.errors import InvalidValueError
 from gradguard.parity.shards import LocalParameter, Part
-from gradguard.parity.sketch import CHUNK, hashed
+from gradguard.tensors.sketch import CHUNK, hashed
 from gradguard.parity.summation import Backwards, backwards
 from gradguard.torch_private import is_compiled
 

@@ -14,7 +14,7 @@ from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.replay import epsilon_of
 from gradguard.parity.saved import SavedParameter
 from gradguard.parity.shards import LocalParameter, Whole, agree_on, gathered, processes
-from gradguard.parity.sketch import ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
+from gradguard.tensors.sketch import ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
 from gradguard.parity.summation import most_of_sums, rounding_of_sums
 
 Sketches = list[list[float]]
