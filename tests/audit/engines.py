@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gradguard.audit.held import Held
-from gradguard.audit.pieces import sketch_of
+from gradguard.audit.pieces import summary_of
 
 
 @dataclass
@@ -55,7 +55,7 @@ def _add(model, name, kind, draw, generator, dp, tp, attributes, fresh):
         claim = "sharded" if attributes == "right" and kind in ("sharded", "expert") else None
         claim = draw.choice(["sharded", None]) if attributes == "wrong" else claim
         square, index = float(gradient.double().norm()) ** 2, len(model.processes[rank])
-        held = Held(names, numel, square, sketch_of(gradient), sketch_of(weight), claim=claim, index=index)
+        held = Held(names, numel, square, summary_of(gradient), summary_of(weight), claim=claim, index=index)
         model.processes[rank].append(held)
         holders = dp if parts > 1 else dp * len({r for r in range(tp) if kind != "stage" or r * 2 // tp == 0})
         model.pieces[rank, index] = (kind, part, holders)

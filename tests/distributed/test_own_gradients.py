@@ -104,6 +104,64 @@ def test_a_backward_inside_no_sync_is_refused_after_it(pool, clip):
             assert all("last backward of DistributedDataParallel ran inside no_sync()" in one for one in said if one)
 
 
+def silent_later(zeroes):
+    torch.manual_seed(0)
+    model, found = DistributedDataParallel(Network()), []
+    for how in (backward, silent, None, backward):
+        if how is not None:
+            if zeroes:
+                model.zero_grad(set_to_none=False)  # the gradients stay where they are
+            how(model)
+        try:
+            gg.clip_grad_norm_(model, 0.1)
+            found.append("")
+        except UnsupportedGradientError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_a_silent_backward_into_the_gradients_of_another_is_refused_each_time(pool, zeroes):
+    for said in pool(2).run(silent_later, zeroes):
+        assert [bool(one) for one in said] == [False, True, True, False]
+
+
+def one_alone(act, model):
+    """What one process does by itself between two clips, which nothing forbids it."""
+    if dist.get_rank():
+        return
+    if act == "measures":
+        gg.clip_grad_norm_(model, math.inf)
+    else:
+        with torch.no_grad():
+            model(batch(1)[0])
+
+
+def clipped_twice(act, clip):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Network())
+    norms = []
+    for _ in range(2):  # the second step begins with what the first has left
+        model.zero_grad()
+        backward(model)
+        one_alone(act, model)
+        for _ in range(2):
+            CLIPS[clip](model)
+            one_alone(act, model)
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+    dist.barrier()  # a collective that one process alone has begun would meet this one
+    return norms
+
+
+@pytest.mark.parametrize("act", ["evaluates", "measures"])
+@pytest.mark.parametrize(
+    "clip", ["function", *(pytest.param(c, marks=pytest.mark.exhaustive) for c in list(CLIPS)[1:])]
+)
+def test_no_collective_waits_for_what_one_process_does_alone(pool, act, clip):
+    first, second = pool(2).run(clipped_twice, act, clip)
+    assert first == second
+
+
 def sharded(reduces, clip):
     torch.manual_seed(0)
     model = Network()

@@ -138,8 +138,8 @@ def test_a_wrong_kernel_fails(name, dtype, error):
     reference = KERNELS[name][0]
     report = gg.gradcheck(kernel(dtype, reference, WRONG[error]), *point(name, dtype), reference=reference)
     assert report.verdict == "FAIL", report
-    # "layout": where another layout of the inputs rounds otherwise, another element is the nearest to the median
-    assert {one.kind for one in report.findings} <= {"precision", "layout"}
+    # Where another layout, or fewer gradients, round otherwise, another element is the nearest to the median.
+    assert {one.kind for one in report.findings} <= {"precision", "layout", "needs_input_grad"}
 
 
 def check_right(name: str, dtype: torch.dtype, seeds: range) -> None:

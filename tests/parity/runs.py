@@ -3,7 +3,7 @@
 import torch
 
 from gradguard.parity.saved import SavedGradients, SavedParameter
-from gradguard.parity.sketch import in_chunks, row_sketches, sketch_of
+from gradguard.tensors.sketch import in_chunks, row_sketches, sketch_of
 
 CPU = torch.device("cpu")
 EPSILON = 2.0**-23

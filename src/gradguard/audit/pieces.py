@@ -10,14 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.engines import holds_gradients_itself, slices_of
-from gradguard.audit.held import SUMS, Claim, Held, Sketch
+from gradguard.audit.held import Claim, Held, Sketch
 from gradguard.distributed.placements import added_up, gradient_of, is_partial, is_sharded, local_part, placement_of
 from gradguard.distributed.processes import rank_and_size, ranks_of
 from gradguard.distributed.wrappers import flat_placements, named_parameters
 from gradguard.errors import InvalidTypeError, UnsupportedGradientError
+from gradguard.tensors.sketch import flat_chunks, in_chunks, sketch_of
 from gradguard.torch_private import padding_of_flat
-
-_ROWS = 1 << 16
 
 _KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -59,11 +58,11 @@ class Piece:
         p = self._parameters[0]
         values = local_part(added_up(self.grad)).detach()
         laid_out_alike = values.shape == local_part(p).shape
-        weight = sketch_of(local_part(p.detach())) if laid_out_alike else Sketch()
+        weight = summary_of(local_part(p.detach())) if laid_out_alike else Sketch()
         square = float(torch.linalg.vector_norm(_wide(values).flatten())) ** 2 if values.numel() else 0.0
         dtype = str(self.grad.dtype).removeprefix("torch.")
         return Held(
-            self.names, self.real, square, sketch_of(values), weight, dtype, self._group, self._part, claim_of(p),
+            self.names, self.real, square, summary_of(values), weight, dtype, self._group, self._part, claim_of(p),
             index, self._whole,
         )  # fmt: skip
 
@@ -231,28 +230,14 @@ def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def sketch_of(tensor: Tensor) -> Sketch:
-    """Return a tensor in a few numbers: columns of 16 elements, added up with the signs of their rows."""
+def summary_of(tensor: Tensor) -> Sketch:
+    """Return a tensor in a few numbers: its mean, and the sketch of what is left without it."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.detach().flatten()
     if not flat.numel() or float(flat.min()) == float(flat.max()):
         return Sketch(float(flat[0]) if flat.numel() else 0.0)
-    mean, square = float(flat.sum(dtype=torch.float64)) / flat.numel(), 0.0
-    sums = torch.zeros(SUMS, dtype=torch.float64, device=flat.device)
-    for start, block in enumerate(flat.split(_ROWS * SUMS)):
-        values = block.double() - mean
-        square += float(values.square().sum())
-        rows = -(-values.numel() // SUMS)
-        padded = torch.nn.functional.pad(values, (0, rows * SUMS - values.numel())).view(rows, SUMS)
-        sums += _signs(start * _ROWS, rows, flat.device) @ padded
-    return Sketch(mean, math.sqrt(square), tuple(sums.tolist()))
-
-
-def _signs(first: int, count: int, device: torch.device) -> Tensor:
-    """Signs as good as random, of the row's number alone."""
-    rows = torch.arange(first, first + count, dtype=torch.int64, device=device)
-    mixed = (rows * 7919 + 12_345) % 2_147_483_647
-    for _ in range(3):
-        mixed = (mixed * mixed + mixed * 48_271 + 69_621) % 2_147_483_647
-    return ((mixed >> 20) % 2 * 2 - 1).double()
+    mean = float(flat.sum(dtype=torch.float64)) / flat.numel()
+    square = sum(float((part.double() - mean).square().sum()) for _, part in flat_chunks(flat))
+    sums = sketch_of(((part.double() - mean, places) for part, places in in_chunks(flat)), flat.device)
+    return Sketch(mean, math.sqrt(square), tuple((sums / math.sqrt(len(sums))).tolist()))

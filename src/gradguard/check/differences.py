@@ -46,6 +46,8 @@ class Disagreement(NamedTuple):
     @staticmethod
     def together(rows: Sequence[Disagreement]) -> Disagreement:
         """Return what is known along several directions."""
+        if len(rows) == 1:
+            return Disagreement(*(one[None] for one in rows[0]))
         return Disagreement(*map(torch.stack, zip(*rows, strict=True)))
 
     def of(self, i: int) -> Disagreement:
@@ -166,20 +168,10 @@ class Differences:
     def _climbed(self, directions: Tensor, first: _Central) -> Disagreement:
         """Return the disagreements, from smaller steps where ``first`` does not settle them."""
         scales, enough = self._sizes(directions)
-        noise, several = self.rounding_of(first.moved), self._batches[0]
-        rows: list[Disagreement | None] = [None] * len(directions)
-        if len(several) == _AT_ONCE:
-            error, bar = _extrapolated(first.disagreement, noise, several)
-            found = Disagreement(error, bar, scales, scales.maximum(first.disagreement[:, :2].abs().amax(dim=1)))
-            settled = (bar <= enough).all(dim=1) & first.is_finite.all(dim=1)
-            if bool(settled.all()):
-                return found
-            rows = [found.of(i) if own else None for i, own in enumerate(settled.tolist())]
-        for i, row in enumerate(rows):
-            if row is None:
-                own = first.of(i), scales[i], enough[i].tolist()
-                rows[i] = self._down_the_ladder(directions[i : i + 1], *own)
-        return Disagreement.together([row for row in rows if row is not None])
+        rows = zip(directions.split(1), scales, enough.tolist(), strict=True)
+        return Disagreement.together(
+            [self._down_the_ladder(row, first.of(i), *own) for i, (row, *own) in enumerate(rows)]
+        )
 
     def _sizes(self, directions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of gradient · direction, and the bar that is narrow enough, for each cotangent."""
@@ -275,14 +267,6 @@ class _Central(NamedTuple):
             for ladder, one, own in zip(ladders, central, noise, strict=True):
                 if is_finite:
                     ladder.add(step, one, own)
-
-
-def _extrapolated(central: Tensor, noise: Tensor, steps: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return what three steps tend to, and the bar: what a `_Ladder` says of them."""
-    (first, amplified), (second, _) = (_weights(*pair) for pair in pairwise(steps))
-    limit = central[:, 1] + (central[:, 1] - central[:, 0]) / first
-    change = (limit - (central[:, 2] + (central[:, 2] - central[:, 1]) / second)).abs()
-    return limit, (change + noise * amplified).nan_to_num(torch.inf, torch.inf)
 
 
 def _disagreement(ladders: list[_Ladder], scale: Tensor) -> Disagreement:

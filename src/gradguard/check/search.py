@@ -17,6 +17,7 @@ from gradguard.check.nearby import Pieces, pieces_around
 from gradguard.check.report import Finding
 
 _ROUNDS = 12
+_MOST_DIRECTIONS = 4
 _MOST_FINDINGS = 5
 _SETS_PER_LEVEL = 8
 _POWERLESS = 1e-3
@@ -46,7 +47,8 @@ class Search:
 
     differences: Differences
     generator: torch.Generator
-    count: int = 2
+    count: int = field(init=False)
+    """Random directions that have to agree: one tells all errors from rounding in float64, where bars are narrow."""
     findings: list[Finding] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
     undecided: list[Finding] = field(default_factory=list)
@@ -65,6 +67,7 @@ class Search:
     def run(self) -> None:
         """Search until all directions agree, or enough is found."""
         differences = self.differences
+        self.count = 2 if differences.is_low else 1
         self.open = differences.point.isfinite()
         self.continuous = self.open.clone()
         self.negligible = differences.negligible()
@@ -106,17 +109,19 @@ class Search:
         first = torch.stack([next(drawn) for _ in range(count)]) if count > 1 else next(drawn)[None]
         first *= self.open
         known = self.differences.along_each(first, with_noise=self.differences.has_noise)
-        if not self.differences.has_noise and bool((self._are_wrong(known) | self._say_nothing(known)).any()):
+        is_clear = self._is_clear(known)
+        if not self.differences.has_noise and not is_clear:
             known = self.differences.along_each(first, with_noise=True)
+            is_clear = self._is_clear(known)
         waiting = [(direction, known.of(i)) for i, direction in enumerate(first.unbind())]
-        if count == self.count and not bool((self._are_wrong(known) | self._say_nothing(known)).any()):
+        if count == self.count and is_clear:
             self.agreed, self.smooth = [found for _, found in waiting], waiting[0]
             return None
         del first
-        for _ in range(2 * self.count):
+        for _ in range(_MOST_DIRECTIONS):
             direction = waiting[0][0] if waiting else next(drawn).mul_(self.open)
             found = waiting.pop(0)[1] if waiting else self.differences.along(direction)
-            if not self.differences.has_noise and bool((self._are_wrong(found) | self._say_nothing(found)).any()):
+            if not self.differences.has_noise and not self._is_clear(found):
                 found = self.differences.along_each(direction[None], with_noise=True).of(0)
             is_wrong = self.is_wrong(found)
             if not is_wrong and not bool(self._say_nothing(found)):
@@ -131,6 +136,10 @@ class Search:
             if len(self.agreed) >= self.count:
                 return None
         return powerless
+
+    def _is_clear(self, found: Disagreement) -> bool:
+        """Tell whether all that is known agrees, and says something."""
+        return not bool((self._are_wrong(found) | self._say_nothing(found)).any())
 
     def is_wrong(self, found: Disagreement) -> bool:
         """Tell whether a disagreement is larger than its bar allows."""

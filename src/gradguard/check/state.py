@@ -79,7 +79,8 @@ def _referred(value: Any) -> list[Any]:
     held += [getattr(value, "args", ()), getattr(value, "keywords", {})] if hasattr(value, "func") else []
     held += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if _is_filled(cell)]
     if (code := getattr(value, "__code__", None)) is not None:
-        held += [value.__globals__.get(name) for name in code.co_names]
+        if not str(getattr(value, "__module__", "")).startswith("torch."):  # whose globals are no user's modules
+            held += [value.__globals__.get(name) for name in code.co_names]
         held += [getattr(value, "__defaults__", None), getattr(value, "__kwdefaults__", None)]
     elif not isinstance(value, type) and not hasattr(value, "func"):
         held += vars(value).values() if hasattr(value, "__dict__") else []

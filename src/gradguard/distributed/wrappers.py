@@ -9,12 +9,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradguard.distributed.placements import Placement
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.torch_private import flat_part_of, flattened_by_fsdp1, is_fsdp1, is_silent_fsdp1, wrapper_slots
+from gradguard.module_hooks import ForwardHook
+from gradguard.torch_private import (
+    flat_part_of,
+    flattened_by_fsdp1,
+    is_fsdp1,
+    is_silent_fsdp1,
+    never_compiled,
+    tree_leaves,
+    wrapper_slots,
+)
 
 FLAT = "FSDP1 flat parameter"
 
@@ -23,11 +33,55 @@ _PUT_IN_NAMES = wrapper_slots()
 _REPLICAS_APART = 1e-3
 """Norms of one gradient on two replicas that differ by more than this part are of gradients that were not averaged."""
 
-_averaged: "weakref.WeakKeyDictionary[nn.Module, tuple[int, ...]]" = weakref.WeakKeyDictionary()
-"""For each DistributedDataParallel what it had noted of its gradients at the last clip."""
+_known: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionary()
+"""For each DistributedDataParallel what is known of its gradients."""
 
 _living: "weakref.WeakSet[nn.Module] | None" = None  # every wrapper, once they have been looked for
 _flat: "weakref.WeakKeyDictionary[nn.Module, dict[int, Placement]]" = weakref.WeakKeyDictionary()
+
+
+class _Known:
+    """What is known of the gradients of a DistributedDataParallel, by what its processes do together.
+
+    DDP notes when each gradient was ready in a backward that synchronises, and each backward is noticed at the outputs.
+    A forward tells nothing: one process alone may evaluate, or sample.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._reducer = wrapper.reducer
+        self._before: tuple[int, ...] = ()
+        """What DDP had noted before the last backward, or clip."""
+        self._averaged: dict[int, weakref.ref[Tensor]] = {}
+        """The gradients that are averaged, by the identities of their parameters."""
+        wrapper.register_forward_hook(ForwardHook(self._after_forward))
+
+    def are_averaged(self, wrapper: DistributedDataParallel, parameters: Sequence[Tensor]) -> bool:
+        """Tell whether DDP has averaged these gradients in the last backward, or a clip before has compared them."""
+        now = tuple(self._reducer.get_backward_stats())
+        if now != self._before and any(now):
+            self._before = now
+            self.note_averaged(wrapper.parameters())
+        return all(p.grad is None or self._averaged.get(id(p), _nothing)() is p.grad for p in parameters)
+
+    def note_averaged(self, parameters: Iterable[Tensor]) -> None:
+        """Take note that these gradients are those of all processes, until the next backward."""
+        self._averaged |= {id(p): weakref.ref(p.grad) for p in parameters if p.grad is not None}
+
+    @never_compiled
+    def _after_forward(self, wrapper: nn.Module, inputs: Any, outputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        found = [one for one in tree_leaves(outputs) if isinstance(one, Tensor) and one.requires_grad]
+        if found:
+            register_multi_grad_hook(found, self._before_backward, mode="any")
+
+    def _before_backward(self, gradient: Tensor) -> None:
+        self._before = tuple(self._reducer.get_backward_stats())
+        self._averaged.clear()
+
+
+def _nothing() -> None:
+    pass
 
 
 def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
@@ -108,24 +162,21 @@ def check_wrappers(
                 )
             if isinstance(wrapper, DistributedDataParallel):
                 _refuse_replicas_as_stages(wrapper, stages)
-        if isinstance(wrapper, DistributedDataParallel) and _is_unsynchronised(wrapper):
+        if isinstance(wrapper, DistributedDataParallel):
             wanted = wanted or {id(t) for t in tensors}
-            _refuse_own_gradients(wrapper, [p for p in wrapper.parameters() if id(p) in wanted])
+            own = [p for p in wrapper.parameters() if id(p) in wanted]
+            if own:
+                known = _known_of(wrapper)
+                if not known.are_averaged(wrapper, own):
+                    _refuse_own_gradients(wrapper, own)
+                    known.note_averaged(own)
     return {} if elementwise else flat_placements(tensors, module)
 
 
-def _is_unsynchronised(wrapper: DistributedDataParallel) -> bool:
-    """Tell whether no backward of ``wrapper`` has averaged gradients since its last clip, alike on all processes.
-
-    DDP notes when each gradient was ready in a backward that synchronises. Its last forward, which may have been one
-    without gradients, tells nothing if that has changed.
-
-    Returns:
-        Whether gradients may be this process' own: they are, or the script has averaged them itself.
-    """
-    before, now = _averaged.get(wrapper, ()), tuple(wrapper.reducer.get_backward_stats())
-    _averaged[wrapper] = now
-    return not wrapper.require_forward_param_sync and (now == before or not any(now))
+def _known_of(wrapper: DistributedDataParallel) -> _Known:
+    if wrapper not in _known:
+        _known[wrapper] = _Known(wrapper)
+    return _known[wrapper]
 
 
 def _refuse_own_gradients(wrapper: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:

@@ -13,7 +13,7 @@ from gradguard.distributed.placements import added_up, gradient_of, is_sharded, 
 from gradguard.distributed.processes import gather
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.parity.sketch import flat_chunks, hashed
+from gradguard.tensors.sketch import flat_chunks, hashed
 from gradguard.torch_private import (
     FlatShard,
     flat_shards_of,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gradguard.parity.sketch import CHUNK, SUMS, flat_chunks, hashed, in_chunks, row_sketches, sketch_of
+from gradguard.tensors.sketch import CHUNK, SUMS, flat_chunks, hashed, in_chunks, row_sketches, sketch_of
 
 CPU = torch.device("cpu")
 ALL_64 = (1 << 64) - 1
