@@ -265,6 +265,19 @@ _LINES_UNTOLD = 1000
 _ADVICE = "Make one: gradguard run --out DIR train.py"
 
 
+def first_line(path: Path) -> Line:
+    """Return the first line of a record; an empty dictionary where none can be read.
+
+    Args:
+        path: The record.
+    """
+    try:
+        with open_regular(path) as file:
+            return parse_line(file.readline(LONGEST_LINE))[0]
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
 def is_of_command(path: Path, argv: list[str]) -> bool:
     """Tell whether a record is of the same command, but for numbers; only its first line is read.
 
@@ -275,12 +288,7 @@ def is_of_command(path: Path, argv: list[str]) -> bool:
     Returns:
         Whether each argument is that of the record, numbers apart.
     """
-    try:
-        with open_regular(path) as file:
-            line, _ = parse_line(file.readline(LONGEST_LINE))
-    except (OSError, ValueError, RecursionError, RecordError):
-        return False
-    theirs = [str(word) for word in line.get("argv") or []]
+    theirs = [str(word) for word in first_line(path).get("argv") or []]
     return bool(argv) and [_NUMBER.sub("#", word) for word in theirs] == [_NUMBER.sub("#", word) for word in argv]
 
 
