@@ -12,14 +12,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
-from gradguard.files.opening import open_regular
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.meta import OWNER, program_facts, rank_and_world
 from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.observe.recorder import check_callable
 from gradguard.monitoring.observe.termination import before_signals
-from gradguard.monitoring.record.fields import LONGEST_LINE, parse_line
-from gradguard.monitoring.record.file import FILE_NAME, read_record
+from gradguard.monitoring.record.file import FILE_NAME, first_line, read_record
 
 VARIABLE = "GRADGUARD"
 """The environment variable that holds the path of the record, as `start_up` has it, which is installed beside us."""
@@ -257,11 +255,7 @@ def process_of(path: Path) -> tuple[int | None, int | None]:
     Args:
         path: A record; None stands for what it does not say, or not yet.
     """
-    try:
-        with open_regular(path) as file:
-            meta, _ = parse_line(file.readline(LONGEST_LINE))
-    except (OSError, ValueError, RecursionError):
-        return None, None
+    meta = first_line(path)
     return meta.get("pid"), meta.get("root")
 
 
