@@ -260,6 +260,19 @@ def test_state_is_changed_in_place():
     assert {name: tensor.data_ptr() for name, tensor in detector.state.items()} == memory
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", [SpikeDetector, OnDevice])
+def test_evidence_does_not_depend_on_the_default_dtype(kind, dtype):
+    """Two in a row after 88 are an evidence of 2 log 90 = 8.9996, which is 9 in bfloat16."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        for ordinary, told in ((88, [False, False]), (89, [False, True])):
+            assert run(usual(kind(), ordinary, 1.0), [[9.0], [9.0]]) == told
+    finally:
+        torch.set_default_dtype(before)
+
+
 class Anew(SpikeDetector):
     """Of another class, so that it reads its tensors at each step and keeps no plain numbers."""
 

@@ -277,15 +277,13 @@ class SpikeDetector(Detector):
 
     def _is_burst(self) -> Tensor:
         """Return whether steps have come to stand out more often, the present one included."""
-        steps = self._tensors["steps"].flip(0)  # the newest first
+        steps, dtype = self._tensors["steps"].flip(0), self._tensors["history"].dtype  # the newest first
         longest = min(SPAN, len(steps) + 1)
-        lengths = torch.arange(1, longest + 1, device=steps.device)
+        lengths = torch.arange(1, longest + 1, dtype=dtype, device=steps.device)
         earlier = torch.cat([torch.ones_like(steps[:1]), (steps[: longest - 1] > ORDINARY).to(steps)])
-        many = earlier.cumsum(0)
-        ordinary, stood_out = _after(steps == ORDINARY, longest), _after(steps == STOOD_OUT, longest)
-        usual = (stood_out + 1.0) / (ordinary + stood_out + 2.0)
-        usual = usual.to(self._tensors["history"].dtype)
-        share = many / lengths
+        many = earlier.to(dtype).cumsum(0)
+        ordinary, stood_out = (_after((steps == code).to(dtype), longest) for code in (ORDINARY, STOOD_OUT))
+        usual, share = (stood_out + 1) / (ordinary + stood_out + 2), many / lengths
         rest = torch.where(many < lengths, (lengths - many) * ((1 - share) / (1 - usual)).log(), 0.0)
         evidence = many * (share / usual).log() + rest
         return ((earlier > 0) & (share > usual) & (evidence >= BURST)).any()
@@ -317,7 +315,7 @@ class SpikeDetector(Detector):
         return row, adopted
 
     def _adopt(self, chosen: Tensor) -> None:
-        """Let what was rejected be the history of the ``chosen`` signals."""
+        """Make the rejected values the history of the ``chosen`` signals."""
         history, count, rejected = self._tensors["history"], self._tensors["count"], self._tensors["rejected"]
         known = rejected < torch.inf
         ahead = (~known).to(torch.uint8).sort(dim=1, stable=True).indices  # the known ones, in their order
@@ -457,7 +455,7 @@ class _Numbers:
 
 
 def _after(chosen: Tensor, longest: int) -> Tensor:
-    """How many are ``chosen`` behind the first 0, 1, ... of a row, for ``longest`` numbers of them."""
+    """Return how many are ``chosen`` behind the first 0, 1, ... of a row, for ``longest`` numbers of them."""
     before = torch.cat([torch.zeros_like(chosen[:1]), chosen[: longest - 1]]).cumsum(0)
     return chosen.sum() - before
 
