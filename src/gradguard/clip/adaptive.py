@@ -1,15 +1,26 @@
-"""Adaptive gradient clipping (AGC): each unit's gradient is held to a fraction of that unit's weight."""
+r"""Adaptive gradient clipping (AGC): each unit's gradient is held to a fraction of that unit's weight.
+
+Units, the rule, and what processes do together, for gradients that this process holds whole and for those that are
+spread over processes. Of the latter, a unit that lies whole on one process is bounded there. Of a unit that is split,
+each process adds the squares of its elements to the unit's place in the vector of the one all-reduce:
+
+.. math:: \lVert G_i \rVert_2^2 = \sum_r \frac{1}{k_r} \lVert G_i^{(r)} \rVert_2^2
+
+over all processes r, of which :math:`k_r` hold the same elements. The same vector carries the norm of every gradient
+before and after the clip, so that all processes know what it did.
+"""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from gradguard.arguments import check_threshold
-from gradguard.clip.adaptive_units import UnitDecision, clip_units_at_once, decide_units, unit_layouts
 from gradguard.clip.clipper import ClipResult, Decision, ListedParameters, choice, describe, with_culprits
 from gradguard.clip.gradients import (
     ONE_STAGE,
@@ -31,12 +42,29 @@ from gradguard.clip.gradients import (
 from gradguard.clip.rules import FixedRule, at_scale
 from gradguard.clip.selection import KnownNames, Selection, Selector
 from gradguard.clip_events import ClipEvent, announce, is_heard, tell
+from gradguard.distributed.agreement import largest_of
+from gradguard.distributed.classes import Classes
+from gradguard.distributed.placements import is_sharded, local_part
+from gradguard.distributed.plan import NormReduction
+from gradguard.distributed.reduction import Reducer
 from gradguard.distributed.settings import Settings
+from gradguard.errors import UnsupportedGradientError
 from gradguard.policies import NonFinitePolicy, check_policy
 from gradguard.tensors.admission import keeping_subnormals
-from gradguard.tensors.layout import public_dtype
+from gradguard.tensors.layout import coalesce_, meeting_device, move, public_dtype
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
-from gradguard.tensors.units import UnitLayout
+from gradguard.tensors.norms import norm_of_norms, tensor_norms
+from gradguard.tensors.scaling import steps_of
+from gradguard.tensors.units import WHOLE, UnitLayout, clip_units_, layout_of, scale_units_, unit_norms
+from gradguard.torch_private import (
+    flattened_by_fsdp1,
+    has_usual_shard_order,
+    sparse_indices,
+    sparse_values,
+    transposed_convolutions,
+)
+
+_WEIGHTS = ("weight", "parametrizations.weight.original", "parametrizations.weight.original1", "weight_v")
 
 
 def clip_grad_adaptive_(
@@ -121,11 +149,11 @@ def clip_grad_adaptive_(
         arXiv 2102.06171.
     """
     stages = Stages.named(process_group, mesh, shared)
-    return clip_adaptive(
-        parameters, clipping_threshold, eps=eps, exclude=exclude, nonfinite=nonfinite, stages=stages
-    ).norm()
+    clip = clip_adaptive(parameters, clipping_threshold, eps=eps, exclude=exclude, nonfinite=nonfinite, stages=stages)
+    return clip.public_norm()
 
 
+@torch.no_grad()
 @keeping_subnormals
 def clip_adaptive(
     parameters: Parameters,
@@ -134,16 +162,14 @@ def clip_adaptive(
     eps: float = 1e-3,
     exclude: Selection = (),
     nonfinite: NonFinitePolicy = "propagate",
-    layouts: Mapping[int, UnitLayout] | None = None,
     stages: Stages = ONE_STAGE,
-) -> "AdaptiveClip":
-    """Do what `clip_grad_adaptive_` says, and keep what it knew; ``layouts`` stand in for those of a module."""
+) -> "UnitClip":
+    """Do what `clip_grad_adaptive_` says, and return what is known of it."""
     threshold = check_threshold("clipping_threshold", clipping_threshold)
     eps = float(check_threshold("eps", eps))
     policy = check_policy(nonfinite)
     module = module_of(parameters)
-    if layouts is None:
-        layouts = {} if module is None else unit_layouts(module)
+    layouts = {} if module is None else unit_layouts(module)
     names, tensors = named_tensors(parameters, "parameters")
     grads = _without_excluded(exclude, names, tensors, stages, module)
     heard = is_heard()
@@ -152,7 +178,16 @@ def clip_adaptive(
         announce(acted_on)
     compared = to_clip_by(grads, "clip_grad_adaptive_", threshold, eps, policy)
     with refused_by_name(grads):
-        clip = _clip(compared, layouts, threshold, eps, policy)
+        clip = decide_units(compared, layouts, range(len(grads.gradients)), threshold, eps, at_once=policy != "raise")
+        spread = compared.reduction is not None
+        if policy == "raise":
+            refuse_nonfinite_in(compared, clip.norm, clip.outcome().each if spread else None)
+        if spread and host_sees_norms(compared) and clip.outcome().each is None and not bool(clip.norm.isfinite()):
+            clip = replace(clip, bad=nonfinite_in(compared))
+        written = clip.write()
+        if policy == "zero":
+            zero_if_nonfinite_(clip.norm, written)
+            clip = replace(clip, zeroes=True)
     if heard:
         result = clip.result()
         norms = result.norms if len(acted_on) == len(grads.parameters) else None
@@ -163,59 +198,6 @@ def clip_adaptive(
 def _acted_on(grads: Gradients) -> list[Tensor]:
     """Leave out parameters that are excluded: among those of all stages they have their places, and empty gradients."""
     return [p for p, g in zip(grads.parameters, grads.gradients, strict=True) if g.numel() or not p.numel()]
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptiveClip:
-    """What an adaptive clip did: its decision, whether it zeroes what is not finite, and which gradients were not."""
-
-    grads: Gradients
-    decision: UnitDecision
-    zeroes: bool
-    bad: Tensor | None
-
-    def norm(self) -> Tensor:
-        """Return the 2-norm of all gradients before the clip."""
-        return self.decision.norm.to(public_dtype(self.grads.gradients))
-
-    def result(self) -> ClipResult:
-        """Return everything that a user may ask for."""
-        norm, outcome = self.decision.norm, self.decision.outcome()
-        coefficient, nonfinite = torch.where(outcome.clipped, outcome.after / norm, 1.0), ~torch.isfinite(norm)
-        zeroed = nonfinite & self.zeroes
-        return ClipResult(
-            norm=self.norm(),
-            coefficient=torch.where(zeroed, 0.0, coefficient),
-            clipped=outcome.clipped | zeroed,
-            nonfinite=nonfinite,
-            norms=outcome.norms if outcome.classes is None else None,
-            names=self.grads.plain_names(),
-            bad=self.bad,
-        )
-
-
-@torch.no_grad()
-def _clip(
-    grads: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float, policy: NonFinitePolicy
-) -> AdaptiveClip:
-    at_once = clip_units_at_once(grads, layouts, threshold, eps) if policy != "raise" else None
-    kept = range(len(grads.gradients))
-    decision = at_once or decide_units(grads, layouts, kept, threshold, eps, grads.wants_each)
-    norm = decision.norm
-    if policy == "raise":
-        refuse_nonfinite_in(grads, norm, _norms_of_each(decision) if grads.reduction is not None else None)
-    bad = None
-    if grads.reduction is not None and host_sees_norms(grads) and _norms_of_each(decision) is None:
-        bad = None if bool(norm.isfinite()) else nonfinite_in(grads)
-    written = decision.write() if at_once is None else list(decision.units.rows.values())
-    if policy == "zero":
-        zero_if_nonfinite_(norm, written)
-    return AdaptiveClip(grads, decision, policy == "zero", bad)
-
-
-def _norms_of_each(decision: UnitDecision) -> Tensor | None:
-    outcome = decision.outcome()
-    return outcome.norms if outcome.classes is None else None
 
 
 def _without_excluded(
@@ -343,27 +325,23 @@ class ClipAdaptive(FixedRule):
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure all gradients and their units, and decide on a factor for each unit."""
-        limit = check_threshold("threshold", self.threshold)
-        kept = [i for i, out in enumerate(self._excluded(grads)) if not out]
-        decision = decide_units(grads, self._units(), kept, at_scale(limit, scale), self.eps, grads.wants_each)
-        return self._described(grads, decision, limit, scale)
+        return self._decide(grads, scale, at_once=False)
 
     @torch.no_grad()
     def decide_and_apply(self, grads: Gradients) -> Decision:
         """Clip in one pass where nothing is excluded, nothing was measured before, and this process holds all."""
-        is_ours = type(self).decide is ClipAdaptive.decide  # not a rule that refines this one
-        if is_ours and self._exclude is None and not isinstance(grads, MeasuredGradients):
-            limit = check_threshold("threshold", self.threshold)
-            done = clip_units_at_once(grads, self._units(), limit, self.eps)
-            if done is not None:
-                return with_culprits(self._described(grads, done, limit, 1.0))
-        return super().decide_and_apply(grads)
+        if type(self).decide is not ClipAdaptive.decide:  # a rule that refines this one
+            return super().decide_and_apply(grads)
+        decision = with_culprits(self._decide(grads, 1.0, at_once=not isinstance(grads, MeasuredGradients)))
+        decision.apply()
+        return decision
 
-    def _described(
-        self, grads: Gradients, decision: UnitDecision, limit: float | Tensor, scale: float | Tensor
-    ) -> Decision:
-        """Tell what ``decision`` does, or has done."""
-        outcome = decision.outcome()
+    def _decide(self, grads: Gradients, scale: float | Tensor, *, at_once: bool) -> Decision:
+        limit = check_threshold("threshold", self.threshold)
+        kept = [i for i, out in enumerate(self._excluded(grads)) if not out]
+        bound = at_scale(limit, scale)
+        clip = decide_units(grads, self._units(), kept, bound, self.eps, at_once=at_once and self._exclude is None)
+        outcome = clip.outcome()
         if not isinstance(grads, MeasuredGradients):
             lists = grads.parameters, grads.gradients, grads.positions, grads.names
             known = {"there": outcome.there, "classes": outcome.classes, "wants_each": grads.wants_each}
@@ -372,11 +350,7 @@ class ClipAdaptive(FixedRule):
         coefficient = torch.where(outcome.clipped, outcome.after / total_of(grads.norms), 1.0)
         locked_in = self._lock_in.follow(outcome.clipped, limit, norms.value.isfinite())
         result = describe(grads, norms, coefficient, outcome.clipped, threshold=limit, locked_in=locked_in)
-
-        def write() -> None:
-            decision.write()
-
-        return Decision(grads, result, None, write)
+        return Decision(grads, result, None, clip.write)
 
     def _excluded(self, grads: Gradients) -> list[bool]:
         if self._exclude is None:
@@ -390,3 +364,569 @@ class ClipAdaptive(FixedRule):
     def _units(self) -> dict[int, UnitLayout]:
         """The layouts of parameters that still live: an identity may have been used again."""
         return {i: layout for i, (parameter, layout) in self._layouts.items() if parameter() is not None}
+
+
+# Units.
+
+
+def unit_layouts(module: nn.Module) -> dict[int, UnitLayout]:
+    """Return, by parameter identity, the units of every parameter that are not what its shape alone would tell."""
+    layouts: dict[int, UnitLayout] = {}
+    for layer in module.modules():
+        # Not `layer.weight`: where the weight is parametrized, reading it computes it, which may change buffers.
+        weights = [p for name, p in layer.named_parameters() if name in _WEIGHTS and p.dim() > 1]
+        if isinstance(layer, transposed_convolutions()):
+            for p in weights:
+                if p.shape[1] > 1:  # the gains of weight_norm have the size of one there
+                    layouts[id(p)] = UnitLayout(dim=1, groups=layer.groups)
+        elif _is_conv1d_of_hugging_face(layer):
+            layouts.update((id(p), UnitLayout(dim=1)) for p in weights if p.dim() == 2)  # [in, out]
+    return layouts
+
+
+def _is_conv1d_of_hugging_face(layer: nn.Module) -> bool:
+    """Whether ``layer`` is one, or was until `fully_shard` gave it a class of another name."""
+    return not isinstance(layer, nn.Conv1d) and any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__)
+
+
+def rows_of(gradient: Tensor) -> Tensor:
+    """Return a gradient as a dense tensor of whole units: of a sparse one the rows that it holds.
+
+    Raises:
+        UnsupportedGradientError: If it is sparse in another way, so that it need not hold whole rows.
+    """
+    if gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1:
+        coalesce_(gradient)
+        return sparse_values(gradient)
+    if gradient.layout is not torch.strided:
+        raise UnsupportedGradientError(
+            f"adaptive clipping needs whole rows: it takes dense gradients and sparse COO ones with one sparse "
+            f"dimension (torch.nn.Embedding(sparse=True)), not {gradient.layout} of shape {tuple(gradient.shape)}."
+        )
+    return gradient
+
+
+def writable(parameter: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows of the gradient of ``parameter`` such that each has memory of its own."""
+    gradient = parameter.grad
+    if 0 not in rows.stride() or rows.numel() <= 1 or gradient is None or gradient.layout is not torch.strided:
+        return rows
+    whole = gradient if is_sharded(parameter) else rows
+    parameter.grad = whole.clone(memory_format=torch.contiguous_format)  # expanded rows may need different factors
+    return local_part(parameter.grad)
+
+
+def rows_like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return the weights that belong to what `rows_of` returns for ``gradient``."""
+    if gradient.layout is torch.sparse_coo and parameter.dim() > 1:
+        return parameter.detach().index_select(0, sparse_indices(gradient)[0])
+    return parameter.detach()
+
+
+# The rule.
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an adaptive clip does to all gradients.
+
+    Attributes:
+        norms: The norm of each gradient, or of each class of gradients, before the clip.
+        after: The norm of all gradients after it: 0-dim.
+        clipped: Whether any unit is clipped on any process: 0-dim bool.
+        there: Which of ``norms`` any process has, bool; None where that is all of them.
+        classes: Which gradients one norm stands for; None where each has its own.
+    """
+
+    norms: Tensor
+    after: Tensor
+    clipped: Tensor
+    there: Tensor | None = None
+    classes: Classes | None = None
+
+    @property
+    def each(self) -> Tensor | None:
+        """The norm of each gradient, None where it is not known."""
+        return self.norms if self.classes is None else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """Of the tensors whose units are bounded, by position: the part that this process holds.
+
+    Attributes:
+        rows: Their gradients; of those that have one here.
+        layouts: The units of each.
+        norms: Those of their units, one vector for each of ``rows``.
+        weights: The norms of the units of the weights, also where the gradient of a split unit is missing.
+        factors: What units that lie whole here are multiplied by.
+        steps: The same in the steps in which that is done, one after the other: one mostly, as `steps_of` says. None
+            where it has been done.
+    """
+
+    rows: Mapping[int, Tensor]
+    layouts: Mapping[int, UnitLayout]
+    norms: Mapping[int, Tensor]
+    weights: Mapping[int, Tensor]
+    factors: Mapping[int, Tensor]
+    steps: Mapping[int, Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitClip:
+    """What an adaptive clip does, known on every process before anything is written, or where it is written at once.
+
+    Attributes:
+        grads: The gradients.
+        units: What it does that to.
+        norm: The norm of all gradients before the clip: 0-dim.
+        outcome: Tells what it does to all of them, before it is done or after.
+        zeroes: Whether it made all gradients 0 if one was not finite.
+        bad: Which gradients were not finite, where only that was asked of the processes.
+    """
+
+    grads: Gradients
+    units: Units
+    norm: Tensor
+    outcome: Callable[[], Outcome]
+    zeroes: bool = False
+    bad: Tensor | None = None
+
+    @torch.no_grad()
+    def write(self) -> Sequence[Tensor]:
+        """Clip the gradients in place, unless that has been done, and return what was written."""
+        units, parameters = self.units, self.grads.parameters
+        rows = {i: writable(parameters[i], row) if i in units.steps else row for i, row in units.rows.items()}
+        for group in _by_device({i: rows[i] for i in units.steps}):
+            for k in range(max([len(units.steps[i]) for i in group])):
+                each = [(rows[i], units.layouts[i], units.steps[i][k]) for i in group if k < len(units.steps[i])]
+                scale_units_(*map(list, zip(*each, strict=True)))
+        return list(rows.values())
+
+    def public_norm(self) -> Tensor:
+        """Return the 2-norm of all gradients before the clip, in the dtype that users see."""
+        return self.norm.to(public_dtype(self.grads.gradients))
+
+    def result(self) -> ClipResult:
+        """Return everything that a user may ask for."""
+        norm, outcome = self.norm, self.outcome()
+        coefficient, nonfinite = torch.where(outcome.clipped, outcome.after / norm, 1.0), ~torch.isfinite(norm)
+        zeroed = nonfinite & self.zeroes
+        return ClipResult(
+            norm=self.public_norm(),
+            coefficient=torch.where(zeroed, 0.0, coefficient),
+            clipped=outcome.clipped | zeroed,
+            nonfinite=nonfinite,
+            norms=outcome.each,
+            names=self.grads.plain_names(),
+            bad=self.bad,
+        )
+
+
+@torch.no_grad()
+def decide_units(
+    grads: Gradients,
+    layouts: Mapping[int, UnitLayout],
+    kept: Sequence[int],
+    threshold: float | Tensor,
+    eps: float,
+    *,
+    at_once: bool = False,
+) -> UnitClip:
+    """Return what an adaptive clip will do; where gradients are spread over processes, in one all-reduce.
+
+    Args:
+        grads: The gradients; if they are spread, all processes decide at the same time. These may want the norm of each
+            gradient, which the clip does not need.
+        layouts: By identity, the units of parameters that are not what the shape tells.
+        kept: The positions of the gradients to clip; the others are measured and left alone.
+        threshold: λ, at least 0.
+        eps: ε, at least 0.
+        at_once: Whether to do it in the same pass over memory, where that is possible; all gradients are kept then.
+
+    Raises:
+        UnsupportedGradientError: If a gradient is sparse in another way than an embedding's, or a layout does not
+            tell which elements a process holds.
+        DistributedError: If another process does not come, or comes with something else.
+    """
+    if grads.reduction is not None:
+        plan = unit_plan_for(grads.reduction, grads.parameters, layouts, kept, grads.name)
+        units = _measured(grads, plan, layouts, kept, threshold, eps)
+        outcome, split = _outcome_everywhere(grads, plan, units, threshold, eps)
+        done = replace(units, steps={**units.steps, **split})
+        return UnitClip(grads, done, norm_of_norms(outcome.norms), lambda: outcome)
+    clipped = _clipped_at_once(grads, layouts, threshold, eps) if at_once else None
+    if clipped is not None:
+        norm, units = clipped
+    else:
+        units = _measured(grads, None, layouts, kept, threshold, eps)
+        norm = _total([*_joined(units.norms), *_norms_alone(grads, units)])
+    return UnitClip(grads, units, norm, lambda: _outcome_here(grads, units, norm))
+
+
+def _clipped_at_once(
+    grads: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float
+) -> tuple[Tensor, Units] | None:
+    """Clip in one pass over memory; return the norm of all before, and what was done, or None if nothing was."""
+    places = [i for i, g in enumerate(grads.gradients) if g.numel()]
+    if isinstance(threshold, Tensor) or not places:
+        return None
+    parameters, rows = [grads.parameters[i] for i in places], [grads.gradients[i] for i in places]
+    units = [layouts.get(id(p)) or layout_of(p) for p in parameters]
+    done = clip_units_(rows, parameters, units, threshold, eps)
+    if done is None:
+        return None
+    norm, *found = done
+    norms, factors = [dict(zip(places, each, strict=True)) for each in found]
+    cut = dict(zip(places, units, strict=True))
+    return norm, Units(dict(zip(places, rows, strict=True)), cut, norms, {}, factors, {})
+
+
+def _measured(
+    grads: Gradients,
+    plan: "UnitPlan | None",
+    layouts: Mapping[int, UnitLayout],
+    kept: Sequence[int],
+    threshold: float | Tensor,
+    eps: float,
+) -> Units:
+    """Measure the units of what this process holds; of a weight also where the gradient of a split unit is missing."""
+    rows: dict[int, Tensor] = {}
+    weights: dict[int, Tensor] = {}
+    for i in kept:
+        parameter, gradient = grads.parameters[i], grads.gradients[i]
+        part = parameter if plan is None else local_part(parameter)
+        if gradient.numel():
+            rows[i] = rows_of(gradient)
+            weights[i] = rows_like(gradient, part).to(gradient.device)
+        elif plan is not None and plan.units[i].are_split and part.numel():
+            weights[i] = part.detach()
+    if plan is None:
+        cut = {i: layouts.get(id(grads.parameters[i])) or layout_of(grads.parameters[i]) for i in rows}
+    else:
+        cut = {i: plan.units[i].layout for i in weights}
+    norms = _norms_by_device(rows, cut, 0.0 if isinstance(threshold, Tensor) else threshold * eps)
+    bounds = _norms_by_device(weights, cut, eps)
+    whole = {i: norms[i] for i in rows if plan is None or not plan.units[i].are_split}
+    return Units(rows, cut, norms, bounds, *_factors(whole, bounds, threshold, eps))
+
+
+def _norms_by_device(
+    tensors: Mapping[int, Tensor], layouts: Mapping[int, UnitLayout], floor: float
+) -> dict[int, Tensor]:
+    norms: dict[int, Tensor] = {}
+    for group in _by_device(tensors):
+        measured = unit_norms([tensors[i] for i in group], [layouts[i] for i in group], floor)
+        norms.update(zip(group, measured, strict=True))
+    return norms
+
+
+def _factors(
+    whole: Mapping[int, Tensor], weights: Mapping[int, Tensor], threshold: float | Tensor, eps: float
+) -> tuple[dict[int, Tensor], dict[int, Sequence[Tensor]]]:
+    """The factors of units that lie whole here, from their norms, and the steps in which they are applied."""
+    factors: dict[int, Tensor] = {}
+    steps: dict[int, Sequence[Tensor]] = {}
+    for group in _by_device(whole):
+        joined = torch.cat([whole[i] for i in group]), torch.cat([weights[i] for i in group])
+        found, together = unit_factors(*joined, threshold, eps)
+        sizes = [whole[i].shape[0] for i in group]
+        factors.update(zip(group, found.split(sizes), strict=True))
+        steps.update(zip(group, zip(*[step.split(sizes) for step in together], strict=True), strict=True))
+    return factors, steps
+
+
+def unit_factors(
+    norms: Tensor, weights: Tensor, threshold: float | Tensor, eps: float
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return what units of these norms are multiplied by, and the steps in which that is done."""
+    fraction = move(threshold, norms.device) if isinstance(threshold, Tensor) else threshold
+    bound = weights.clamp(min=eps) * fraction
+    factors = torch.where(norms > bound, bound / norms, 1.0)
+    return factors, steps_of(factors, bound, norms, epsilon=0.0)
+
+
+def _joined(vectors: Mapping[int, Tensor]) -> list[Tensor]:
+    """The vectors of each device as one."""
+    return [torch.cat([vectors[i] for i in group]) for group in _by_device(vectors)]
+
+
+def _norms_alone(grads: Gradients, units: Units) -> list[Tensor]:
+    """The norms of gradients that are measured and left alone, if there are any."""
+    alone = [g for i, g in enumerate(grads.gradients) if i not in units.rows and g.numel()]
+    return [tensor_norms(alone)] if alone else []
+
+
+def _binds(factors: Mapping[int, Tensor], home: torch.device) -> Tensor:
+    """1 if a unit that lies whole here is clipped, else 0: float64, of one element."""
+    found = [move((vector < 1).any(), home, torch.float64).view(1) for vector in _joined(factors)]
+    return torch.cat([torch.zeros(1, dtype=torch.float64, device=home), *found]).amax(0, True)
+
+
+def _outcome_here(grads: Gradients, units: Units, norm: Tensor) -> Outcome:
+    """What the clip does to gradients that this process holds whole, of which ``norm`` is the norm."""
+    after = [n * f for n, f in zip(_joined(units.norms), _joined(units.factors), strict=True)]
+    each = tensor_norms([units.norms.get(i, g) for i, g in enumerate(grads.gradients)])
+    return Outcome(each, _total([*after, *_norms_alone(grads, units)]), (_binds(units.factors, norm.device) > 0).any())
+
+
+def _total(vectors: Sequence[Tensor]) -> Tensor:
+    """The 2-norm over vectors of norms that may lie on several devices."""
+    if not vectors:
+        return torch.zeros(())
+    device = meeting_device(vectors)
+    total = torch.linalg.vector_norm(torch.stack([move(torch.linalg.vector_norm(n), device) for n in vectors]))
+    safe = norm_of_norms(torch.stack([move(norm_of_norms(n), device) for n in vectors]))
+    # squares of float64 norms may leave its range
+    return torch.where(total.isfinite() & (total > 1e-140), total, safe)
+
+
+def _outcome_everywhere(
+    grads: Gradients, plan: "UnitPlan", units: Units, threshold: float | Tensor, eps: float
+) -> tuple[Outcome, dict[int, Sequence[Tensor]]]:
+    """Add up what all processes hold; return what the clip does, and the steps of the split units held here."""
+    part, home = grads.reduction, meeting_device(grads.gradients)
+    assert part is not None
+    classes = None if grads.wants_each or part.reducer.is_alone else part.classes
+    parts = [units.norms.get(i, g) for i, g in enumerate(grads.gradients)]
+    left = [
+        p * units.factors[i] if i in units.factors else p[:0] if i in units.norms else p for i, p in enumerate(parts)
+    ]
+    before, after = move(tensor_norms(parts), home), move(tensor_norms(left), home)
+    if classes is not None:
+        before, after = classes.joined(before, 2.0), classes.joined(after, 2.0)
+    slots = plan.place(units.norms, home), plan.place(units.weights, home)
+    vector = torch.cat([before, after, _binds(units.factors, home), *slots])
+    weights, shares = plan.weights_and_shares(part, classes)
+    (added,), there = part.reducer.reduce([(vector, 2.0)], weights, shares, part.balance, part.settings)
+    count = len(before)
+    before, after, binds, gradients, bounds = added.split([count, count, 1, *map(len, slots)])
+    split, steps = unit_factors(gradients, bounds, threshold, eps)
+    total = norm_of_norms(torch.cat([after, gradients * split]))
+    clipped = (binds > 0).any() | (split < 1).any()
+    devices = {i: rows.device for i, rows in units.rows.items()}
+    taken = [plan.take(step, devices) for step in steps]
+    return Outcome(before, total, clipped, there[:count], classes), {i: [one[i] for one in taken] for i in taken[0]}
+
+
+def _by_device(tensors: Mapping[int, Tensor]) -> list[list[int]]:
+    """The keys of the tensors of each device."""
+    groups: dict[torch.device, list[int]] = {}
+    for key, tensor in tensors.items():
+        groups.setdefault(tensor.device, []).append(key)
+    return list(groups.values())
+
+
+# Units that are split between processes.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldUnits:
+    """The units of a process' part of a tensor, and which units of the whole tensor they are pieces of.
+
+    Attributes:
+        layout: The units of the part.
+        slots: How many units the whole tensor has, if they are split between processes; 0 if each lies whole on one.
+        places: For each unit of the part, which of the ``slots`` it is a piece of; empty if none is split.
+    """
+
+    layout: UnitLayout
+    slots: int
+    places: Tensor
+
+    @property
+    def are_split(self) -> bool:
+        """Whether other processes hold pieces of the same units."""
+        return self.slots > 0
+
+
+_NOWHERE = torch.empty(0, dtype=torch.int64, device="cpu")
+
+ONE_UNIT = HeldUnits(WHOLE, 0, _NOWHERE)
+"""What nobody asks about the units of."""
+
+
+def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
+    """Return how the units of this process' part of ``tensor`` relate to those of all of it; no communication.
+
+    Whether units are split follows from the placements alone, so that all processes say the same.
+
+    Args:
+        tensor: A parameter, sharded or not.
+        layout: The units of all of it.
+        name: What it is called, for messages.
+
+    Raises:
+        UnsupportedGradientError: If its layout does not tell which elements a process holds.
+    """
+    if any(flattened_by_fsdp1([tensor])):
+        raise UnsupportedGradientError(
+            f"{name} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters, so that adaptive clipping "
+            "cannot tell their rows: use torch.distributed.fsdp.fully_shard(model)."
+        )
+    cut = _cut_dimensions(tensor, name)
+    if not cut or cut == {layout.dim}:
+        return HeldUnits(layout, 0, _NOWHERE)
+    if layout.dim is None:
+        return HeldUnits(layout, 1, torch.zeros(1, dtype=torch.int64, device="cpu"))
+    columns, count = _numbers_along(tensor, layout.dim, name), tensor.shape[layout.dim]
+    if layout.groups == 1:
+        return HeldUnits(layout, count, columns)
+    # A unit spans the rows of one group, and a part need not hold the same number of rows of each: its pieces are the
+    # entries of dimension 0, each by itself.
+    rows = _numbers_along(tensor, 0, name)
+    group = rows // (tensor.shape[0] // layout.groups)
+    pieces = UnitLayout(dim=layout.dim, groups=max(1, len(rows)))
+    return HeldUnits(pieces, layout.groups * count, (group[:, None] * count + columns).flatten())
+
+
+def _cut_dimensions(tensor: Tensor, name: str) -> set[int]:
+    """The dimensions of ``tensor`` along which processes hold different parts."""
+    if not is_sharded(tensor):
+        return set()
+    sizes, placements = tensor.device_mesh.shape, tensor.placements  # type: ignore[attr-defined]
+    cutting = [p for p, size in zip(placements, sizes, strict=True) if size > 1 and not p.is_replicate()]
+    for placement in cutting:
+        if not hasattr(placement, "dim"):
+            raise UnsupportedGradientError(
+                f"{name} is laid out as {placement}: adaptive clipping needs to know which elements of it a process "
+                "holds, so expected Shard(...) or Replicate(). Redistribute it, or exclude it."
+            )
+    return {p.dim % tensor.dim() for p in cutting}
+
+
+def _numbers_along(tensor: Tensor, dim: int, name: str) -> Tensor:
+    """Which entries of dimension ``dim`` this process holds: their numbers, cut in the same way."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    alike = [_along(p, tensor, dim) or Replicate() for p in tensor.placements]  # type: ignore[attr-defined]
+    everything = torch.arange(tensor.shape[dim], device="cpu")
+    numbers = distribute_tensor(everything, tensor.device_mesh, alike, src_data_rank=None)  # type: ignore[attr-defined]
+    held = local_part(numbers).cpu()
+    if len(held) != local_part(tensor.detach()).shape[dim] or _in_another_order(tensor, alike):
+        raise UnsupportedGradientError(
+            f"{name} is laid out as {tensor.placements} in an order that does not tell which of "  # type: ignore[attr-defined]
+            f"the entries of dimension {dim} this process holds. Use the placements that distribute_tensor, "
+            "fully_shard or parallelize_module make, or exclude it from adaptive clipping."
+        )
+    return held
+
+
+def _along(placement: Any, tensor: Tensor, dim: int) -> Any:
+    """The placement of a vector that is cut as dimension ``dim`` is; None if that dimension is not cut here."""
+    from torch.distributed.tensor import Shard
+
+    if getattr(placement, "dim", None) is None or placement.dim % tensor.dim() != dim:
+        return None
+    if hasattr(placement, "split_factor"):  # what fully_shard makes of a dimension that tensor parallelism has cut
+        return type(placement)(0, split_factor=placement.split_factor)
+    return Shard(0)
+
+
+def _in_another_order(tensor: Tensor, alike: Sequence[Any]) -> bool:
+    """Whether a dimension is cut several times, from the right to the left, which its placements do not tell."""
+    return sum(not p.is_replicate() for p in alike) > 1 and not has_usual_shard_order(tensor)
+
+
+class UnitPlan:
+    """Where the units of one list of parameters that are split between processes stand in the vector.
+
+    Args:
+        units: What this process holds of each tensor.
+        slots: How many places each needs: the same on all processes.
+        weights: One over the number of processes that hold the same part of each.
+    """
+
+    def __init__(self, units: Sequence[HeldUnits], slots: Sequence[int], weights: Tensor) -> None:
+        self.units = units
+        self.offsets = [0, *accumulate(slots)]
+        self.split = [i for i, unit in enumerate(units) if unit.are_split]
+        self._slots = torch.tensor(list(slots), dtype=torch.int64, device=weights.device)
+        self._weights = self._each(weights)
+        self._places: dict[tuple[int, torch.device], Tensor] = {}
+
+    def weights_and_shares(self, part: NormReduction, classes: Classes | None) -> tuple[Tensor, Tensor]:
+        """Return those of the whole vector, which `Reducer.reduce` wants."""
+        one, none = part.weights.new_ones(1), part.weights.new_zeros(1 + self.offsets[-1])
+        own, shares = part.weights, part.shares
+        if classes is not None:
+            own, shares = classes.weights, classes.shares(part.shares)
+        weights = torch.cat([own, own, one, self._weights, self._weights])
+        # A weight is there whether the gradient is or not.
+        return weights, torch.cat([shares, shares, none[:1], self._each(part.shares), none[1:]])
+
+    def _each(self, values: Tensor) -> Tensor:
+        return values.repeat_interleave(self._slots, output_size=self.offsets[-1])
+
+    def place(self, norms: Mapping[int, Tensor], home: torch.device) -> Tensor:
+        """Return one norm for each slot, from the norms of this process' pieces of split units, by tensor."""
+        some = [i for i in self.split if i in norms]
+        empty = torch.zeros(self.offsets[-1], dtype=torch.float64, device=home)
+        if not some:
+            return empty
+        at = torch.cat([self._at(i, home) for i in some])
+        pieces = torch.cat([move(norms[i], home, torch.float64) for i in some])
+        largest = empty.scatter_reduce(0, at, pieces, "amax")
+        divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)  # so that no square leaves the range
+        return divisor * empty.index_add(0, at, (pieces / divisor[at]).square()).sqrt()
+
+    def take(self, factors: Tensor, devices: Mapping[int, torch.device]) -> dict[int, Tensor]:
+        """Return the factors of the pieces that this process holds, from those of all split units.
+
+        Args:
+            factors: One for each slot.
+            devices: Where the factors of each tensor are wanted; those that are not split are left out.
+        """
+        some = [i for i in self.split if i in devices]
+        return {i: move(factors[self._at(i, factors.device)], devices[i]) for i in some}
+
+    def _at(self, index: int, device: torch.device) -> Tensor:
+        if (index, device) not in self._places:
+            self._places[index, device] = (self.units[index].places + self.offsets[index]).to(device)
+        return self._places[index, device]
+
+
+_plans: WeakKeyDictionary[Reducer, dict[tuple, UnitPlan]] = WeakKeyDictionary()
+
+
+def unit_plan_for(
+    reduction: NormReduction,
+    tensors: Sequence[Tensor],
+    layouts: Mapping[int, UnitLayout],
+    kept: Sequence[int],
+    name: Callable[[int], str],
+) -> UnitPlan:
+    """Return the plan for the units of ``tensors``, made once; with pipeline stages that is a collective.
+
+    Args:
+        reduction: How the norms of ``tensors`` add up.
+        tensors: The parameters.
+        layouts: By identity, the units of parameters that are not what the shape tells.
+        kept: The positions of those whose units are asked for.
+        name: What to call the one at a position, for messages.
+    """
+    ids = tuple(map(id, tensors))  # a plan, and its reducer, end with the first of its parameters
+    others = tuple((i, layouts[key]) for i, key in enumerate(ids) if key in layouts)
+    known, key = _plans.setdefault(reduction.reducer, {}), (ids, others, tuple(kept))
+    if key not in known:
+        chosen = set(kept)
+        all_units = [_units_of(i, p, layouts, name, must=i in chosen) for i, p in enumerate(tensors)]
+        # All have their slots, so that the vectors of processes that exclude others are as long, and tell who does.
+        slots, union = [unit.slots for unit in all_units], reduction.reducer.union
+        if union.stages is not None:  # this one knows only its own parameters
+            slots = largest_of(union, slots, reduction.reducer.device)
+        units = [unit if i in chosen else ONE_UNIT for i, unit in enumerate(all_units)]
+        known[key] = UnitPlan(units, slots, reduction.weights)
+    return known[key]
+
+
+def _units_of(
+    index: int, tensor: Tensor, layouts: Mapping[int, UnitLayout], name: Callable[[int], str], must: bool
+) -> HeldUnits:
+    """The units of one tensor; of one that is left out they need not be known."""
+    try:
+        return units_held(tensor, layouts.get(id(tensor)) or layout_of(tensor), name(index))
+    except UnsupportedGradientError:
+        if must:
+            raise
+        return ONE_UNIT

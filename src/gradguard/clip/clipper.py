@@ -199,7 +199,7 @@ class Decision:
     gradients: Gradients
     result: ClipResult
     coefficient: Tensor | None
-    write: Callable[[], None] | None = None
+    write: Callable[[], object] | None = None
     left: Tensor | None = None
 
     def __post_init__(self) -> None:
