@@ -69,8 +69,8 @@ def bad_batches(signals: Signals) -> Cause | None:
         "not normalised, or samples that are far too long."
     )
     words = (
-        f"The loss or the gradient norm leapt {len(numbers)} times out of calm, to {number(times)} times what it "
-        f"was just before: {when}."
+        f"There the loss or the gradient norm leapt out of calm, to {number(times)} times what it was just before, "
+        f"{len(numbers):,} time{'s' * (len(numbers) != 1)} in all."
     )
     return Cause(
         "bad_batches",
