@@ -175,6 +175,34 @@ def test_a_healthy_set_up_passes(kind, times, how, seed):
     assert report.verdict == "PASS", str(report)
 
 
+@pytest.mark.parametrize(
+    ("kind", "times", "how", "seed"),
+    [
+        ("vectors of one class", "512 samples", "float64", 74),
+        pytest.param("a vocabulary of 4", "512 samples", "8 micro-batches", 78, marks=pytest.mark.exhaustive),
+        pytest.param("words", "16,384 tokens", "float64", 20, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_fails_in_bfloat16_is_far_from_the_truth(kind, times, how, seed):
+    """Kernels that add up a whole batch in 16 bits lose much of it; all that is not blamed is near the truth."""
+    model, x, y = made(kind, times, seed)
+    model = model.bfloat16()
+    low, wide = (x.bfloat16(), x.double()) if x.is_floating_point() else (x, x)
+    truth, again = copy.deepcopy(model).double(), copy.deepcopy(model)
+    other, given = (truth, wide) if how == "float64" else (again, low)
+    step = HEALTHY[how](other, given, y)
+    report = compare(gg.save_gradients(None, model, whole(model, low, y)), gg.save_gradients(None, other, step))
+    assert report.verdict == "FAIL"
+    for m, inputs in ((model, low), (truth, wide)):
+        m.zero_grad()
+        whole(m, inputs, y)()
+    pairs = zip(truth.named_parameters(), model.parameters(), strict=True)
+    off = {name: float((q.grad.double() - p.grad).norm() / p.grad.norm()) for (name, p), q in pairs}
+    blamed = [name for finding in report.findings for name in finding.parameters]
+    assert blamed
+    assert min(off[name] for name in blamed) > 0.1
+
+
 def after_backward(change):
     """The gradient of one parameter, another one for each seed, is changed after backward."""
 

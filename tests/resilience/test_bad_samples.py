@@ -329,3 +329,18 @@ def test_what_a_full_disk_did_not_take_is_written_with_the_next(tmp_path):
     file.rmdir()
     bad.add([5])
     assert [one.id for one in BadSamples(file)] == [3, 4, 5]
+
+
+def test_a_full_disk_leaves_no_empty_list(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / "bad.jsonl"
+    bad = BadSamples(file)
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dumps", full)
+        with pytest.warns(RuntimeWarning, match="1 bad samples were not written to .*No space left"):
+            bad.add(3)
+    assert not file.exists()
+    bad.add(4)
+    assert [one.id for one in BadSamples(file)] == [3, 4]

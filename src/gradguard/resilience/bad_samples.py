@@ -152,6 +152,7 @@ class BadSamples:
     @staticmethod
     def _append(file: Path, new: Iterable[BadSample]) -> None:
         told = [{k: v for k, v in asdict(one).items() if v not in (None, "")} for one in new]
+        is_new = not file.exists()
         with file.open("ab+") as out:
             out.seek(max(0, out.seek(0, 2) - 1))
             begin = "\n" if out.read(1) not in (b"", b"\n") else ""  # a list by hand may end without one
@@ -162,6 +163,8 @@ class BadSamples:
             except OSError:
                 os.ftruncate(out.fileno(), end)
                 out.raw.close()  # what is buffered still is not written
+                if is_new and not end:
+                    file.unlink(missing_ok=True)
                 raise
 
 

@@ -1,5 +1,6 @@
 """The file from which a step can be computed again: its batch, random generators, weights, and batches to compare."""
 
+import errno
 import math
 import os
 import warnings
@@ -122,7 +123,7 @@ def write_evidence(
         InvalidValueError: If the batches were not kept, or were changed.
         InvalidTypeError: If a batch cannot be written.
         UnsupportedGradientError: If the weights cannot be gathered.
-        OSError: If the file cannot be written.
+        OSError: If the file cannot be written, such as on a full disk; nothing of it is left then.
 
     Example:
         >>> import os, tempfile, torch
@@ -352,6 +353,12 @@ def _save(written: dict[str, Any], file: Path) -> Path:
         document = writer.document({"format": FORMAT}, writer.codec.encoded(written))
     except PlainError as error:
         raise InvalidTypeError(f"the batches or weights hold {error}, which is not written.") from error
-    with replacing(file) as out:
-        writer.write(out, document)
+    try:
+        with replacing(file) as out:
+            writer.write(out, document)
+    except OSError as problem:
+        code, why = problem.errno or errno.EIO, problem.strerror or problem
+        raise OSError(
+            code, f"no evidence was written to {str(file)!r}: {why}. Nothing of it is left there"
+        ) from problem
     return file
