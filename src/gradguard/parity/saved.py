@@ -141,10 +141,10 @@ def read(path: str | os.PathLike[str]) -> SavedGradients:
 
 def _saved(about: dict[str, Any], blocks: dict[str, Runs]) -> SavedGradients:
     """Return the object that a file describes; raise ValueError if the description is impossible."""
-    parameters = tuple(SavedParameter(**one) for one in _parameters(about.pop("parameters")))
+    parameters = tuple(SavedParameter(**one) for one in list_of(object_of(_PARAMETER))(about.pop("parameters")))
     rows = {name.removeprefix(_ROWS): runs for name, runs in blocks.items() if name.startswith(_ROWS)}
     sketches = {name: runs for name, runs in blocks.items() if not name.startswith(_ROWS)}
-    told = _about(about)
+    told = object_of(_ABOUT)(about)
     _check_sketches(sketches, len(parameters), len(told["parts"]))
     known = {p.name: p for p in parameters}
     if len(known) != len(parameters) or not rows.keys() <= known.keys():
@@ -187,15 +187,15 @@ def _loss(value: Any) -> float:
     return value if type(value) is float else float(number()(value))
 
 
-_parameters = list_of(object_of({
+_PARAMETER: Mapping[str, Rule] = {
     "name": text, "shape": _size, "dtype": text, "rounding": _real(0, 1), "has_gradient": truth,
     "copies": whole(1, 2**31), "layout": text, "weight_rounding": _real(0, 1), "one_sided": _real(0),
-}))  # fmt: skip
-_about = object_of({
+}  # fmt: skip
+_ABOUT: Mapping[str, Rule] = {
     "parts": lambda value: tuple(list_of(text)(value)), "facts": mapping_of(_real(float_info.min)),
     "losses": lambda value: tuple(list_of(_loss)(value)), "random": truth, "epsilon": _real(0, 1),
     "hash_version": whole(0, 2**31), "versions": mapping_of(text), "clipped": truth,
-})  # fmt: skip
+}  # fmt: skip
 
 
 def _shape(runs: Runs) -> list[int]:
