@@ -204,14 +204,14 @@ class SpikeDetector(Detector):
             found = self._judge_tensors(torch.tensor(values, dtype=torch.float64, device="cpu"))
             spike, adopted, stands_out = bool(found.spike), bool(found.adopted), bool(found.stands_out)
             return NumberVerdict(spike, found.scores.tolist(), int(found.in_a_row), adopted, stands_out)
-        judged = [signal.stored >= self.warmup for signal in numbers.signals]
+        pairs = zip(numbers.signals, scores, strict=True)
+        told = [score if signal.stored >= self.warmup else math.nan for signal, score in pairs]
         if any(map(math.isfinite, values)):
             numbers.accept(values, known_weight)
-        in_a_row = numbers.in_a_row
+        verdict = NumberVerdict(False, told, numbers.in_a_row, False, False)
         if self._state_was_read or type(self) is not SpikeDetector:  # a subclass may judge in its own way next time
             self._settled()
-        scores = [score if known else math.nan for score, known in zip(scores, judged, strict=True)]
-        return NumberVerdict(False, scores, in_a_row, False, False)
+        return verdict
 
     def _look(self, signal: "_Signal", value: float, weight: float) -> float:
         """Return the score of one signal, NaN where it cannot be told."""
