@@ -12,7 +12,7 @@ before and after the clip, so that all processes know what it did.
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -688,9 +688,7 @@ def _outcome_everywhere(
     split, steps = unit_factors(gradients, bounds, threshold, eps)
     total = norm_of_norms(torch.cat([after, gradients * split]))
     clipped = (binds > 0).any() | (split < 1).any()
-    devices = {i: rows.device for i, rows in units.rows.items()}
-    taken = [plan.take(step, devices) for step in steps]
-    return Outcome(before, total, clipped, there[:count], classes), {i: [one[i] for one in taken] for i in taken[0]}
+    return Outcome(before, total, clipped, there[:count], classes), plan.take(steps, units.rows)
 
 
 def _by_device(tensors: Mapping[int, Tensor]) -> list[list[int]]:
@@ -715,18 +713,11 @@ class HeldUnits:
     """
 
     layout: UnitLayout
-    slots: int
-    places: Tensor
-
-    @property
-    def are_split(self) -> bool:
-        """Whether other processes hold pieces of the same units."""
-        return self.slots > 0
+    slots: int = 0
+    places: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
 
 
-_NOWHERE = torch.empty(0, dtype=torch.int64, device="cpu")
-
-ONE_UNIT = HeldUnits(WHOLE, 0, _NOWHERE)
+ONE_UNIT = HeldUnits(WHOLE)
 """What nobody asks about the units of."""
 
 
@@ -750,7 +741,7 @@ def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
         )
     cut = _cut_dimensions(tensor, name)
     if not cut or cut == {layout.dim}:
-        return HeldUnits(layout, 0, _NOWHERE)
+        return HeldUnits(layout)
     if layout.dim is None:
         return HeldUnits(layout, 1, torch.zeros(1, dtype=torch.int64, device="cpu"))
     columns, count = _numbers_along(tensor, layout.dim, name), tensor.shape[layout.dim]
@@ -787,7 +778,8 @@ def _numbers_along(tensor: Tensor, dim: int, name: str) -> Tensor:
     everything = torch.arange(tensor.shape[dim], device="cpu")
     numbers = distribute_tensor(everything, tensor.device_mesh, alike, src_data_rank=None)  # type: ignore[attr-defined]
     held = local_part(numbers).cpu()
-    if len(held) != local_part(tensor.detach()).shape[dim] or _in_another_order(tensor, alike):
+    is_cut_often = sum(not p.is_replicate() for p in alike) > 1  # perhaps from the right to the left
+    if len(held) != local_part(tensor.detach()).shape[dim] or (is_cut_often and not has_usual_shard_order(tensor)):
         raise UnsupportedGradientError(
             f"{name} is laid out as {tensor.placements} in an order that does not tell which of "  # type: ignore[attr-defined]
             f"the entries of dimension {dim} this process holds. Use the placements that distribute_tensor, "
@@ -807,11 +799,6 @@ def _along(placement: Any, tensor: Tensor, dim: int) -> Any:
     return Shard(0)
 
 
-def _in_another_order(tensor: Tensor, alike: Sequence[Any]) -> bool:
-    """Whether a dimension is cut several times, from the right to the left, which its placements do not tell."""
-    return sum(not p.is_replicate() for p in alike) > 1 and not has_usual_shard_order(tensor)
-
-
 class UnitPlan:
     """Where the units of one list of parameters that are split between processes stand in the vector.
 
@@ -824,7 +811,7 @@ class UnitPlan:
     def __init__(self, units: Sequence[HeldUnits], slots: Sequence[int], weights: Tensor) -> None:
         self.units = units
         self.offsets = [0, *accumulate(slots)]
-        self.split = [i for i, unit in enumerate(units) if unit.are_split]
+        self.split = [i for i, unit in enumerate(units) if unit.slots]
         self._slots = torch.tensor(list(slots), dtype=torch.int64, device=weights.device)
         self._weights = self._each(weights)
         self._places: dict[tuple[int, torch.device], Tensor] = {}
@@ -854,15 +841,10 @@ class UnitPlan:
         divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)  # so that no square leaves the range
         return divisor * empty.index_add(0, at, (pieces / divisor[at]).square()).sqrt()
 
-    def take(self, factors: Tensor, devices: Mapping[int, torch.device]) -> dict[int, Tensor]:
-        """Return the factors of the pieces that this process holds, from those of all split units.
-
-        Args:
-            factors: One for each slot.
-            devices: Where the factors of each tensor are wanted; those that are not split are left out.
-        """
-        some = [i for i in self.split if i in devices]
-        return {i: move(factors[self._at(i, factors.device)], devices[i]) for i in some}
+    def take(self, steps: Sequence[Tensor], rows: Mapping[int, Tensor]) -> dict[int, Sequence[Tensor]]:
+        """Return what the pieces of ``rows`` are multiplied by, beside each, from the steps of all split units."""
+        some = [i for i in self.split if i in rows]
+        return {i: [move(step[self._at(i, step.device)], rows[i].device) for step in steps] for i in some}
 
     def _at(self, index: int, device: torch.device) -> Tensor:
         if (index, device) not in self._places:
