@@ -344,7 +344,7 @@ ONE_PASS = {
 @pytest.mark.parametrize("spoil", ONE_PASS)
 def test_a_clipper_in_one_pass_does_and_tells_what_it_does_in_three(spoil, policy, monkeypatch):
     """Bit by bit, the counts of what was not finite included, though these are taken after the writing."""
-    outcomes, asked, in_one_pass = [], [], adaptive.clip_units_at_once
+    outcomes, asked, in_one_pass = [], [], adaptive.clip_units_
     for at_once in (True, False):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(9, 6), nn.ConvTranspose1d(4, 6, 3, groups=2), nn.LayerNorm(5))
@@ -356,7 +356,7 @@ def test_a_clipper_in_one_pass_does_and_tells_what_it_does_in_three(spoil, polic
             asked.append(in_one_pass(*given) if at_once else None)
             return asked[-1]
 
-        monkeypatch.setattr(adaptive, "clip_units_at_once", clipped)
+        monkeypatch.setattr(adaptive, "clip_units_", clipped)
         clipper = gg.ClipAdaptive(0.05)
         if policy == "raise" and spoil not in ("healthy", "zeros"):
             with pytest.raises(NonFiniteGradientError, match=r"0\.weight"):

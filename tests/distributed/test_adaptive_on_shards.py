@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import gradguard as gg
 from cases import random
-from gradguard.distributed.units import units_held
+from gradguard.clip.adaptive import units_held
 from gradguard.errors import InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.tensors.units import UnitLayout
 from reference import clip_adaptive as slow_agc

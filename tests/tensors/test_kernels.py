@@ -20,7 +20,7 @@ import gradguard as gg
 from cases import DTYPES, random
 from forked_python import run_python
 from gradguard import native
-from gradguard.clip.adaptive_units import clip_units_at_once, decide_units
+from gradguard.clip.adaptive import decide_units
 from gradguard.clip.gradients import gradients_of
 from gradguard.tensors.kernels import Blocks, UnitBlocks, representable
 from gradguard.tensors.nonfinite import count_nonfinite
@@ -455,11 +455,13 @@ def test_clipping_at_once_is_deciding_and_writing_to_the_bit(dtypes, threshold):
         params[7].grad[2, 1], params[0].grad[7, 3] = math.inf, math.nan
     layouts = [{id(p): layout for p, (_, layout) in zip(ps, UNITS.values(), strict=True)} for ps in clipped]
     lists = [gradients_of(None, params) for params in clipped]
-    at_once = clip_units_at_once(lists[0], layouts[0], threshold, 1e-3)
+    as_they_came = [bits(p.grad) for p in clipped[0]]
+    at_once = decide_units(lists[0], layouts[0], range(len(clipped[0])), threshold, 1e-3, at_once=True)
     if dtypes[0] is torch.float64:
-        assert at_once is None  # columns of float64 are not for the kernels
+        assert at_once.units.steps  # columns of float64 are not for the kernels
+        assert [bits(p.grad) for p in clipped[0]] == as_they_came
         return
-    assert at_once is not None
+    assert not at_once.units.steps
     decided = decide_units(lists[1], layouts[1], range(len(clipped[1])), threshold, 1e-3)
     decided.write()
     assert bits(at_once.norm) == bits(decided.norm)

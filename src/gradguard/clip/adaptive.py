@@ -11,8 +11,8 @@ before and after the clip, so that all processes know what it did.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +24,7 @@ from gradguard.arguments import check_threshold
 from gradguard.clip.clipper import ClipResult, Decision, ListedParameters, choice, describe, with_culprits
 from gradguard.clip.gradients import (
     ONE_STAGE,
+    GlobalNorm,
     Gradients,
     MeasuredGradients,
     Parameters,
@@ -330,17 +331,16 @@ class ClipAdaptive(FixedRule):
     @torch.no_grad()
     def decide_and_apply(self, grads: Gradients) -> Decision:
         """Clip in one pass where nothing is excluded, nothing was measured before, and this process holds all."""
-        if type(self).decide is not ClipAdaptive.decide:  # a rule that refines this one
-            return super().decide_and_apply(grads)
-        decision = with_culprits(self._decide(grads, 1.0, at_once=not isinstance(grads, MeasuredGradients)))
+        is_refined = type(self).decide is not ClipAdaptive.decide
+        at_once = not is_refined and not isinstance(grads, MeasuredGradients)
+        decision = with_culprits(self._decide(grads, 1.0, at_once=True) if at_once else self.decide(grads))
         decision.apply()
         return decision
 
     def _decide(self, grads: Gradients, scale: float | Tensor, *, at_once: bool) -> Decision:
         limit = check_threshold("threshold", self.threshold)
         kept = [i for i, out in enumerate(self._excluded(grads)) if not out]
-        bound = at_scale(limit, scale)
-        clip = decide_units(grads, self._units(), kept, bound, self.eps, at_once=at_once and self._exclude is None)
+        clip = decide_units(grads, self._units(), kept, at_scale(limit, scale), self.eps, at_once=at_once)
         outcome = clip.outcome()
         if not isinstance(grads, MeasuredGradients):
             lists = grads.parameters, grads.gradients, grads.positions, grads.names
@@ -509,18 +509,11 @@ class UnitClip:
 
     def result(self) -> ClipResult:
         """Return everything that a user may ask for."""
-        norm, outcome = self.norm, self.outcome()
-        coefficient, nonfinite = torch.where(outcome.clipped, outcome.after / norm, 1.0), ~torch.isfinite(norm)
-        zeroed = nonfinite & self.zeroes
-        return ClipResult(
-            norm=self.public_norm(),
-            coefficient=torch.where(zeroed, 0.0, coefficient),
-            clipped=outcome.clipped | zeroed,
-            nonfinite=nonfinite,
-            norms=outcome.each,
-            names=self.grads.plain_names(),
-            bad=self.bad,
-        )
+        outcome, zeroed = self.outcome(), ~torch.isfinite(self.norm) & self.zeroes
+        coefficient = torch.where(outcome.clipped, outcome.after / self.norm, 1.0)
+        norms = GlobalNorm(self.norm, outcome.each)
+        result = describe(self.grads, norms, torch.where(zeroed, 0.0, coefficient), outcome.clipped | zeroed)
+        return replace(result, bad=self.bad)
 
 
 @torch.no_grad()
@@ -542,7 +535,8 @@ def decide_units(
         kept: The positions of the gradients to clip; the others are measured and left alone.
         threshold: λ, at least 0.
         eps: ε, at least 0.
-        at_once: Whether to do it in the same pass over memory, where that is possible; all gradients are kept then.
+        at_once: Whether to do it in the same pass over memory, where that is possible: all gradients are clipped, and
+            this process holds them whole.
 
     Raises:
         UnsupportedGradientError: If a gradient is sparse in another way than an embedding's, or a layout does not
@@ -551,15 +545,17 @@ def decide_units(
     """
     if grads.reduction is not None:
         plan = unit_plan_for(grads.reduction, grads.parameters, layouts, kept, grads.name)
-        units = _measured(grads, plan, layouts, kept, threshold, eps)
+        units = _measured(grads, {i: plan.units[i].layout for i in kept}, {*plan.split}, threshold, eps)
         outcome, split = _outcome_everywhere(grads, plan, units, threshold, eps)
         done = replace(units, steps={**units.steps, **split})
         return UnitClip(grads, done, norm_of_norms(outcome.norms), lambda: outcome)
-    clipped = _clipped_at_once(grads, layouts, threshold, eps) if at_once else None
+    parameters = grads.parameters
+    cut = {i: layouts.get(id(parameters[i])) or layout_of(parameters[i]) for i in kept}
+    clipped = _clipped_at_once(grads, cut, threshold, eps) if at_once and len(cut) == len(grads.gradients) else None
     if clipped is not None:
         norm, units = clipped
     else:
-        units = _measured(grads, None, layouts, kept, threshold, eps)
+        units = _measured(grads, cut, (), threshold, eps)
         norm = _total([*_joined(units.norms), *_norms_alone(grads, units)])
     return UnitClip(grads, units, norm, lambda: _outcome_here(grads, units, norm))
 
@@ -568,47 +564,35 @@ def _clipped_at_once(
     grads: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float
 ) -> tuple[Tensor, Units] | None:
     """Clip in one pass over memory; return the norm of all before, and what was done, or None if nothing was."""
-    places = [i for i, g in enumerate(grads.gradients) if g.numel()]
-    if isinstance(threshold, Tensor) or not places:
+    rows = {i: grads.gradients[i] for i in layouts if grads.gradients[i].numel()}
+    if isinstance(threshold, Tensor) or not rows:
         return None
-    parameters, rows = [grads.parameters[i] for i in places], [grads.gradients[i] for i in places]
-    units = [layouts.get(id(p)) or layout_of(p) for p in parameters]
-    done = clip_units_(rows, parameters, units, threshold, eps)
+    parameters, cut = [grads.parameters[i] for i in rows], [layouts[i] for i in rows]
+    done = clip_units_(list(rows.values()), parameters, cut, threshold, eps)
     if done is None:
         return None
-    norm, *found = done
-    norms, factors = [dict(zip(places, each, strict=True)) for each in found]
-    cut = dict(zip(places, units, strict=True))
-    return norm, Units(dict(zip(places, rows, strict=True)), cut, norms, {}, factors, {})
+    norm, norms, factors = done
+    by_place = dict(zip(rows, norms, strict=True)), {}, dict(zip(rows, factors, strict=True)), {}
+    return norm, Units(rows, layouts, *by_place)
 
 
 def _measured(
-    grads: Gradients,
-    plan: "UnitPlan | None",
-    layouts: Mapping[int, UnitLayout],
-    kept: Sequence[int],
-    threshold: float | Tensor,
-    eps: float,
+    grads: Gradients, layouts: Mapping[int, UnitLayout], split: Container[int], threshold: float | Tensor, eps: float
 ) -> Units:
     """Measure the units of what this process holds; of a weight also where the gradient of a split unit is missing."""
     rows: dict[int, Tensor] = {}
     weights: dict[int, Tensor] = {}
-    for i in kept:
-        parameter, gradient = grads.parameters[i], grads.gradients[i]
-        part = parameter if plan is None else local_part(parameter)
+    for i in layouts:
+        gradient, part = grads.gradients[i], local_part(grads.parameters[i])
         if gradient.numel():
             rows[i] = rows_of(gradient)
             weights[i] = rows_like(gradient, part).to(gradient.device)
-        elif plan is not None and plan.units[i].are_split and part.numel():
+        elif i in split and part.numel():
             weights[i] = part.detach()
-    if plan is None:
-        cut = {i: layouts.get(id(grads.parameters[i])) or layout_of(grads.parameters[i]) for i in rows}
-    else:
-        cut = {i: plan.units[i].layout for i in weights}
-    norms = _norms_by_device(rows, cut, 0.0 if isinstance(threshold, Tensor) else threshold * eps)
-    bounds = _norms_by_device(weights, cut, eps)
-    whole = {i: norms[i] for i in rows if plan is None or not plan.units[i].are_split}
-    return Units(rows, cut, norms, bounds, *_factors(whole, bounds, threshold, eps))
+    norms = _norms_by_device(rows, layouts, 0.0 if isinstance(threshold, Tensor) else threshold * eps)
+    bounds = _norms_by_device(weights, layouts, eps)
+    whole = {i: n for i, n in norms.items() if i not in split}
+    return Units(rows, layouts, norms, bounds, *_factors(whole, bounds, threshold, eps))
 
 
 def _norms_by_device(
@@ -704,9 +688,7 @@ def _outcome_everywhere(
     split, steps = unit_factors(gradients, bounds, threshold, eps)
     total = norm_of_norms(torch.cat([after, gradients * split]))
     clipped = (binds > 0).any() | (split < 1).any()
-    devices = {i: rows.device for i, rows in units.rows.items()}
-    taken = [plan.take(step, devices) for step in steps]
-    return Outcome(before, total, clipped, there[:count], classes), {i: [one[i] for one in taken] for i in taken[0]}
+    return Outcome(before, total, clipped, there[:count], classes), plan.take(steps, units.rows)
 
 
 def _by_device(tensors: Mapping[int, Tensor]) -> list[list[int]]:
@@ -731,18 +713,11 @@ class HeldUnits:
     """
 
     layout: UnitLayout
-    slots: int
-    places: Tensor
-
-    @property
-    def are_split(self) -> bool:
-        """Whether other processes hold pieces of the same units."""
-        return self.slots > 0
+    slots: int = 0
+    places: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
 
 
-_NOWHERE = torch.empty(0, dtype=torch.int64, device="cpu")
-
-ONE_UNIT = HeldUnits(WHOLE, 0, _NOWHERE)
+ONE_UNIT = HeldUnits(WHOLE)
 """What nobody asks about the units of."""
 
 
@@ -766,7 +741,7 @@ def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
         )
     cut = _cut_dimensions(tensor, name)
     if not cut or cut == {layout.dim}:
-        return HeldUnits(layout, 0, _NOWHERE)
+        return HeldUnits(layout)
     if layout.dim is None:
         return HeldUnits(layout, 1, torch.zeros(1, dtype=torch.int64, device="cpu"))
     columns, count = _numbers_along(tensor, layout.dim, name), tensor.shape[layout.dim]
@@ -803,7 +778,8 @@ def _numbers_along(tensor: Tensor, dim: int, name: str) -> Tensor:
     everything = torch.arange(tensor.shape[dim], device="cpu")
     numbers = distribute_tensor(everything, tensor.device_mesh, alike, src_data_rank=None)  # type: ignore[attr-defined]
     held = local_part(numbers).cpu()
-    if len(held) != local_part(tensor.detach()).shape[dim] or _in_another_order(tensor, alike):
+    is_cut_often = sum(not p.is_replicate() for p in alike) > 1  # perhaps from the right to the left
+    if len(held) != local_part(tensor.detach()).shape[dim] or (is_cut_often and not has_usual_shard_order(tensor)):
         raise UnsupportedGradientError(
             f"{name} is laid out as {tensor.placements} in an order that does not tell which of "  # type: ignore[attr-defined]
             f"the entries of dimension {dim} this process holds. Use the placements that distribute_tensor, "
@@ -823,11 +799,6 @@ def _along(placement: Any, tensor: Tensor, dim: int) -> Any:
     return Shard(0)
 
 
-def _in_another_order(tensor: Tensor, alike: Sequence[Any]) -> bool:
-    """Whether a dimension is cut several times, from the right to the left, which its placements do not tell."""
-    return sum(not p.is_replicate() for p in alike) > 1 and not has_usual_shard_order(tensor)
-
-
 class UnitPlan:
     """Where the units of one list of parameters that are split between processes stand in the vector.
 
@@ -840,7 +811,7 @@ class UnitPlan:
     def __init__(self, units: Sequence[HeldUnits], slots: Sequence[int], weights: Tensor) -> None:
         self.units = units
         self.offsets = [0, *accumulate(slots)]
-        self.split = [i for i, unit in enumerate(units) if unit.are_split]
+        self.split = [i for i, unit in enumerate(units) if unit.slots]
         self._slots = torch.tensor(list(slots), dtype=torch.int64, device=weights.device)
         self._weights = self._each(weights)
         self._places: dict[tuple[int, torch.device], Tensor] = {}
@@ -870,15 +841,10 @@ class UnitPlan:
         divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)  # so that no square leaves the range
         return divisor * empty.index_add(0, at, (pieces / divisor[at]).square()).sqrt()
 
-    def take(self, factors: Tensor, devices: Mapping[int, torch.device]) -> dict[int, Tensor]:
-        """Return the factors of the pieces that this process holds, from those of all split units.
-
-        Args:
-            factors: One for each slot.
-            devices: Where the factors of each tensor are wanted; those that are not split are left out.
-        """
-        some = [i for i in self.split if i in devices]
-        return {i: move(factors[self._at(i, factors.device)], devices[i]) for i in some}
+    def take(self, steps: Sequence[Tensor], rows: Mapping[int, Tensor]) -> dict[int, Sequence[Tensor]]:
+        """Return what the pieces of ``rows`` are multiplied by, beside each, from the steps of all split units."""
+        some = [i for i in self.split if i in rows]
+        return {i: [move(step[self._at(i, step.device)], rows[i].device) for step in steps] for i in some}
 
     def _at(self, index: int, device: torch.device) -> Tensor:
         if (index, device) not in self._places:
