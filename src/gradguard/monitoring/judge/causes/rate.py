@@ -144,16 +144,10 @@ def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
 
 def _moved_for_nothing(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether weights have become others, and the loss has not fallen for it."""
-    grown = _growth(signals)
+    grown = signals.growth
     if not curve.is_positive or curve.fallen() > 0.1 or grown < GROWN:
         return None
     return Evidence(signals.span, f"Weights grew {number(grown)} times, and the loss has not fallen for it.")
-
-
-def _growth(signals: Signals) -> float:
-    """How many times its first norm the usual weight has at the end; 1 where that was not measured."""
-    layers = [layer for layer in signals.layers if len(layer.weights) > 1 and not signals.begins_at_zero(layer)]
-    return statistics.median(layer.weights[-1] / layer.weights[0] for layer in layers) if layers else 1.0
 
 
 def _risen(signals: Signals, curve: Curve) -> Evidence | None:
