@@ -1,4 +1,4 @@
-"""More tasks for `diagnosis.py`: at first held out from the one who wrote the diagnosis, and since then learned from."""
+"""More tasks for `diagnosis.py`: held out from the one who wrote the diagnosis at first, and learned from since."""
 
 import math
 

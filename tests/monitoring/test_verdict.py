@@ -27,11 +27,7 @@ def share_of(share, count=1000):
     [
         (make_record(), "never", "No optimizer step was recorded."),
         (make_record(steps=[{"t": "step", "i": 0}]), "never", "No clipping in 1 step. No finite gradient norm"),
-        (
-            make_record(steps=steps_of(CALM)),
-            "never",
-            "No clipping in 600 steps. Gradient norms before clipping: median",
-        ),
+        (make_record(steps=steps_of(CALM)), "never", "No clipping in 600 steps. Gradient norms before clipping: "),
         (clipped(share_of(0), 1.0), "never", "Clipping at 1.0 never bound in 1,000 steps."),
         (clipped(share_of(0.01), 1.0), "guard", "at 1.0 bound on 1 % of 1,000 steps: a guard against rare"),
         (clipped(share_of(0.2), 1.0), "shaping", "bound on 20 % of 1,000 steps: it shapes training, with a median"),

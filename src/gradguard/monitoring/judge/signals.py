@@ -387,6 +387,12 @@ class Signals:
         known = [layer.ratio for layer in self.sized_layers if layer.ratio is not None]
         return statistics.median(known) if known else None
 
+    @cached_property
+    def growth(self) -> float:
+        """How many times its first norm the usual weight has at the end; 1 where that was not measured."""
+        layers = [layer for layer in self.layers if len(layer.weights) > 1 and not self.begins_at_zero(layer)]
+        return statistics.median(layer.weights[-1] / layer.weights[0] for layer in layers) if layers else 1.0
+
     def gain(self, layer: Layer, line: int = 0) -> float | None:
         """Return by how much a random matrix of this norm multiplies the size of what goes in; None for a vector.
 

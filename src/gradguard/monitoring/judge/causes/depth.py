@@ -30,6 +30,9 @@ AMPLIFIES, DAMPS = 1.2, 0.3
 FAR_ABOVE = 100.0
 """Times its weight: a first gradient as no layer has whose values keep their size."""
 
+KILLED = 10.0
+"""Times its first norm: a weight whose gradient has died since was driven there by its steps."""
+
 LARGE_GAIN = 2.0
 """By which every weight begins to multiply sizes: the largest in use for plain layers is 1.7."""
 
@@ -61,9 +64,10 @@ def vanishing(signals: Signals) -> Cause | None:
     if signals.eps is not None:
         words = f"The optimizer's eps is {signals.eps:g}."
         evidence.append(Evidence(signals.span, words, numbers=(("eps", signals.eps),)))
+    alive = statistics.median(layer.gradients[0] for layer in below) > SLOPE * max(one.gradients[0] for one in layers)
     return Cause(
         "vanishing",
-        "likely",
+        "possible" if alive and signals.growth > KILLED else "likely",
         f"Nothing is learnt below {edge}: gradients there are {size} of those above.",
         "Keep gradients alive along depth: residual connections or normalisation between layers, ReLU or GELU in "
         "place of "

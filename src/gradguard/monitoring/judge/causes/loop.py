@@ -243,6 +243,7 @@ def rate_zero(signals: Signals) -> Cause | None:
     if (
         not known
         or zero < 0.9 * len(known)
+        or any(known[: len(known) // 20])
         or any(any(layer.ratios[1:]) and zero == len(known) for layer in signals.layers)
     ):
         return None

@@ -151,7 +151,7 @@ def _by_growth(signals: Signals, place: int, seen: Evidence, growth: Evidence | 
     step, fix = signals.named(place), lower_rate(signals, place)
     return Cause(
         "nonfinite_growth",
-        "certain" if growth is not None and growth.numbers[0][1] > 10 * GROWN else "likely",
+        "certain" if growth is not None and growth.numbers[0][1] > 10 * GROWN and place > _BEFORE else "likely",
         f"Losses and gradients grew until they were not finite at step {step}.",
         fix.advice,
         (seen, *([growth] if growth is not None and growth.numbers[0][1] > 1 else [])),

@@ -17,9 +17,6 @@ GROWN = 2.0
 THROWN, THROWN_WITHIN, THROWN_GAIN = 4.0, 60, 1.5
 """Times its first norm, within so many steps, to a gain above any initialisation's: a weight that was thrown away."""
 
-WANDERING_UPDATE = 0.01
-"""The same where the loss stands still for a good part of the run."""
-
 TINY_MOVE = 0.05
 """By which share of themselves weights can have moved in all steps together: with less a run has hardly begun."""
 
@@ -58,8 +55,6 @@ def rate_too_high(signals: Signals) -> Cause | None:
         return None
     fix = lower_rate(signals)
     certainty = "certain" if thrown or (len(signs) >= 3 and len(signals.outbursts) < 3) else "likely"
-    if len(signs) == 1 and signs[0].numbers and signs[0].numbers[0][0] == "weak":
-        certainty = "possible"
     return Cause(
         "rate_too_high",
         certainty,
@@ -139,35 +134,20 @@ def _to_and_fro(signals: Signals, curve: Curve) -> Evidence | None:
 
 def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether each step changes weights by a large share of themselves, while the loss does not fall."""
-    ratios = [layer.ratios for layer in signals.layers if layer.ratios]
-    if not ratios:
+    ratios, usual = [layer.ratios for layer in signals.layers if layer.ratios], signals.ratio or 0.0
+    first = statistics.median(one[0] for one in ratios) if ratios else 0.0
+    if max(usual, first / 3) < LARGE_UPDATE or curve.is_falling or curve.fallen() > 0.9:
         return None
-    first, later = statistics.median(one[0] for one in ratios), signals.ratio or 0.0
-    grown = _growth(signals)
-    wanders = not curve.is_falling and curve.fallen() < 0.9 and max(later, first / 3) > LARGE_UPDATE
-    if not wanders and not (signals.is_stuck and curve.fallen() < 0.5 and later > WANDERING_UPDATE and grown > GROWN):
-        return None
-    grew = f", and weights grew {number(grown)} times" if grown > GROWN else ""
-    words = (
-        f"A step changes the usual weight by {100 * max(first, later):.2g} % of itself{grew}; 0.1 % is the rule "
-        "of thumb."
-    )
-    weak = (("weak", 1.0),) if wanders and max(later, first / 10) < LARGE_UPDATE else ()
-    return Evidence(signals.span, words, numbers=weak)
+    words = f"A step changes the usual weight by {100 * max(usual, first):.2g} % of itself; 0.1 % is the rule of thumb."
+    return Evidence(signals.span, words)
 
 
 def _moved_for_nothing(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether weights have become others, and the loss has not fallen for it."""
-    grown = _growth(signals)
+    grown = signals.growth
     if not curve.is_positive or curve.fallen() > 0.1 or grown < GROWN:
         return None
     return Evidence(signals.span, f"Weights grew {number(grown)} times, and the loss has not fallen for it.")
-
-
-def _growth(signals: Signals) -> float:
-    """How many times its first norm the usual weight has at the end; 1 where that was not measured."""
-    layers = [layer for layer in signals.layers if len(layer.weights) > 1 and not signals.begins_at_zero(layer)]
-    return statistics.median(layer.weights[-1] / layer.weights[0] for layer in layers) if layers else 1.0
 
 
 def _risen(signals: Signals, curve: Curve) -> Evidence | None:
