@@ -86,7 +86,7 @@ def test_what_wide_draws_found_wrong(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
-    [pytest.param(n, marks=[pytest.mark.exhaustive] if n >= 60 else []) for n in range(0, CASES, AT_ONCE)],
+    [pytest.param(n, marks=[pytest.mark.exhaustive] if n >= 40 else []) for n in range(0, CASES, AT_ONCE)],
 )
 def test_a_loss_of_any_kind_is_exact_or_refused(first):
     cases = [draw_widely(3 * 10**6 + seed) for seed in range(first, first + AT_ONCE)]
