@@ -11,8 +11,8 @@ returned, which takes less time. In private training nothing may be told later: 
 a batch that gives a sample another gradient than among copies of itself is wrong, whatever it is divided by.
 
 ``python tests/per_sample/generated_losses.py FIRST LAST [REDUCTIONS]`` prints what came of the cases; with ``wide`` in
-front, of cases drawn from all reductions and everything that is here, a third of them private; with ``glance``, of such
-cases of the given reductions, by the check alone.
+front, of cases drawn from all reductions and everything that is here, a third of them private; with ``glance``, of what
+the check alone says, where that is enough; with both, of the former by the latter.
 """
 
 import contextlib
@@ -1273,6 +1273,7 @@ def moved(case):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         r = random.Random(case.seed)
+        case.collated = False  # padded to another length a sample is another
         ids = r.sample(range(POOL), r.randint(2, 6))
         others = [i for i in range(POOL) if i not in ids]
         at = r.randrange(len(ids))
@@ -1404,6 +1405,12 @@ def main(first, last, reductions=("mean", "sum"), quick=False, widely=False):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed = torch.default_generator.manual_seed  # which looks for no accelerator
-    quick, widely = sys.argv[1] == "glance", sys.argv[1] == "wide"
-    first, last, *rest = sys.argv[2 if quick or widely else 1 :]
-    main(int(first), int(last), tuple(rest[0].split(",")) if rest else ("mean", "sum"), quick, widely)
+    modes = [word for word in sys.argv[1:] if word in ("glance", "wide")]
+    first, last, *rest = sys.argv[1 + len(modes) :]
+    main(
+        int(first),
+        int(last),
+        tuple(rest[0].split(",")) if rest else ("mean", "sum"),
+        "glance" in modes,
+        "wide" in modes,
+    )

@@ -302,6 +302,33 @@ def test_the_witness_has_the_random_numbers_of_its_batch(checkpoint, dtype):
     assert clipper._tracker.witness.last_good == 16
 
 
+class Reading(nn.Linear):
+    """Reads a value of its input, or takes the largest of all."""
+
+    def __init__(self, reads):
+        super().__init__(4, 3)
+        self.reads = reads
+
+    def forward(self, x):
+        if self.reads == "a value":
+            bool(x[0, 0] > 0)
+        elif self.reads == "the largest":
+            x = x / x.detach().abs().amax().clamp(min=1e3)
+        elif self.reads == "its own largest":
+            x = x / x.detach().abs().amax(1, keepdim=True)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("reads", ["a value", "the largest", "its own largest", "nothing"])
+def test_a_model_that_reads_values_is_witnessed_more_often(reads):
+    clipper = clipper_of(Reading(reads).double())
+    seen = witnessed(clipper)
+    for _ in range(20):
+        step(clipper.module, clipper, batch())
+    often = [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 14, 19]
+    assert seen == (often if reads in ("a value", "the largest") else [1, 2, 4, 8, 16])
+
+
 def test_the_run_is_the_same_to_the_last_bit_with_and_without_a_witness():
     runs = []
     for check in (True, False):
@@ -369,7 +396,7 @@ def test_two_calls_in_one_mini_batch_are_witnessed_together():
         (squares(model(x)) + squares(model(y))).mean().backward()
         clipper.clip_and_accumulate()
         clipper.pre_step()
-    assert seen == [1, 2, 4]
+    assert seen == [1, 2, 3, 4, 5]  # its forward reads a value
 
 
 def test_outputs_of_which_one_is_made_of_the_other_and_a_batch_that_is_written_into():

@@ -5,7 +5,7 @@ with its reason; one that has been mended must be taken from it.
 """
 
 import pytest
-from generated_losses import NORMALISED, OVER_ALL_ROWS, PLAIN, draw, glance, moved, trial
+from generated_losses import NORMALISED, OVER_ALL_ROWS, PLAIN, draw, draw_widely, glance, moved, trial
 
 CASES, SAMPLED, AT_ONCE = 12_000, 240, 20
 KNOWN: dict[int, str] = {}
@@ -66,6 +66,32 @@ def test_what_long_runs_found_wrong(seed):
 @pytest.mark.parametrize("seed", [700175, 700208, 700276, 700347, 700503, 700678, 301367])
 def test_what_long_runs_found_wrong_over_all_rows(seed):
     assert trial(draw(seed, ("token_mean",))).kind in ("exact", "refused", "false refusal")
+
+
+WIDE = {
+    5000580: "a constant that equals the rows of a sample, in a mean with weights",
+    5001428: "a mean times 1 over rows of several values",
+    5001441: "in private training a tensor of 1 divides",
+    5001454: "a one-hot target over rows that are padded to the longest",
+    5003129: "a mean within the only sample with rows, in two ways",
+    5010591: "one term chooses rows, the other cuts them",
+}
+
+
+@pytest.mark.parametrize("seed", WIDE, ids=WIDE.get)
+def test_what_wide_draws_found_wrong(seed):
+    assert glance(draw_widely(seed)).kind in ("refused", "false refusal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(n, marks=[pytest.mark.exhaustive] if n >= 40 else []) for n in range(0, CASES, AT_ONCE)],
+)
+def test_a_loss_of_any_kind_is_exact_or_refused(first):
+    cases = [draw_widely(3 * 10**6 + seed) for seed in range(first, first + AT_ONCE)]
+    outcomes = [(case, trial(case)) for case in cases]
+    assert not [f"{case}\n{o.kind}: {o.words}" for case, o in outcomes if o.kind in ("wrong", "crash")]
 
 
 @pytest.mark.slow

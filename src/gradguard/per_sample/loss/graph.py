@@ -192,6 +192,11 @@ def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
     return Make(kind, structure, tuple(numbers), tuple(labelled))
 
 
+def data_put_rows(node: Node) -> bool:
+    """Tell whether an operation puts rows, or adds them up, where tensors of the user's say."""
+    return operation(node) not in _CHOOSING_ROWS and _is_by_data(node)
+
+
 def data_choose_rows(nodes: Iterable[Node]) -> bool:
     """Tell whether operations take rows that tensors of the user's decide, and put none in between."""
     names, by_data = set[str](), set[str]()

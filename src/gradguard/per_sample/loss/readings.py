@@ -70,7 +70,7 @@ def readings(term: Term, together: Mapping[Node, Tensor], token_mean: bool) -> l
         token_mean: Whether a mean over the rows of one sample is the mean over all, where no other sample has a row.
     """
     if term.share is not None:
-        return [*_of_mean(term), OWN]
+        return [*_of_mean(term, together), OWN]
     found = list(_of_sum(term, together, token_mean))
     return [*found, OWN]
 
@@ -104,7 +104,7 @@ def _of_sum(term: Term, together: Mapping[Node, Tensor], token_mean: bool) -> It
             yield Reading("values", place, 0, term.weights / count, constant)
 
 
-def _of_mean(term: Term) -> Iterator[Reading]:
+def _of_mean(term: Term, together: Mapping[Node, Tensor]) -> Iterator[Reading]:
     constants = [(place, constant) for place, constant in enumerate(term.constants) if not constant.declared]
     if math.isclose(abs(math.prod(constant.value for _, constant in constants)), 1, rel_tol=1e-6):
         return  # one undoes another, as a trainer's and its adapter's
@@ -120,7 +120,8 @@ def _of_mean(term: Term) -> Iterator[Reading]:
                 yield Reading("rows in the mean", place, level, each / each.sum(), constant)
     for place, constant in constants:
         counts = [*[float(each.sum()) for each, _ in levels], *[term.size / n for n in (1, *term.inner) if n]]
-        counts += [float(term.weights.sum()) / n for n in term.inner if n]
+        shared = float(together.get(constant.node, term.weights).sum())
+        counts += [shared / n for n in (1, *term.inner) if n]
         counts.append(float(batch_size))
         for level, count in enumerate(counts):
             number = abs(constant.value)

@@ -20,6 +20,7 @@ from gradguard.per_sample.loss.graph import (
     Step,
     Unreadable,
     data_choose_rows,
+    data_put_rows,
     operation,
     operations,
     parents,
@@ -290,14 +291,14 @@ def _adding(path: Path) -> list[str]:
 
 
 def cut(path: Path, outputs: Outputs, depends: Dependence) -> str:
-    """Name an operation that cuts or fills rows at a place that may be that of the longest sample; "" if none does."""
+    """Name an operation that cuts, fills or puts rows at a place that other samples may decide; "" if none does."""
     for node in (*[step.node for step in path.steps], *_behind(path.node, depends, outputs.values)):
         name = operation(node)
         if name == "Slice":
             start, end = (signed(saved(node, each)) for each in ("start", "end"))
             if 0 < end < _before(node)[signed(saved(node, "dim"))] and end - start != 1:
                 return node.name()
-        elif name in {"Alias", _COPIES, "ConstantPadNd"}:
+        elif name in {"Alias", _COPIES, "ConstantPadNd"} or data_put_rows(node):
             return node.name()
     return ""
 

@@ -249,9 +249,9 @@ def _refuse_cut(found: Sequence[Path], outputs: Outputs, depends: Dependence) ->
     """
     if outputs.batch_size > 1 and (name := next(filter(None, (cut(path, outputs, depends) for path in found)), "")):
         raise _Ambiguous(
-            f"{name} cuts or fills values in the loss up to some length, which may be that of the longest sample, so "
-            "that it tells of one sample by all others. Leave the length as it is, and mask; or count what is cut "
-            "from the end, as in output[:, :-1]"
+            f"{name} cuts or fills values in the loss up to some length, which may be that of the longest sample, or "
+            "puts rows where data say, so that it tells of one sample by all others. Leave the length as it is, and "
+            "mask; or count what is cut from the end, as in output[:, :-1]"
         )
 
 
@@ -385,6 +385,7 @@ def _averaged_together(terms: Sequence[Term]) -> list[Term]:
                 rows=torch.stack([term.rows for term in members]).sum(0),
                 levels=[],
                 constants=tuple(c for c in members[0].constants if all(c in term.constants for term in members)),
+                inner=members[0].inner,
             )
         )
     return joined
