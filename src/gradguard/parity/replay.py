@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from gradguard.distributed.placements import gradient_of
 from gradguard.errors import InvalidValueError
 from gradguard.parity.shards import LocalParameter, Part
-from gradguard.tensors.sketch import CHUNK, hashed
 from gradguard.parity.summation import Backwards, backwards
+from gradguard.tensors.sketch import CHUNK, hashed
 from gradguard.torch_private import is_compiled
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

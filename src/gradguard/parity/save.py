@@ -15,8 +15,8 @@ from gradguard.parity.replay import Replay, digest, precision_of
 from gradguard.parity.saved import SavedGradients, write
 from gradguard.parity.scales import DOUBLED, is_linear, scale_of
 from gradguard.parity.shards import LocalParameter, ShardOf, gathered, local_parameters, processes
-from gradguard.tensors.sketch import HASH_VERSION
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights, versions
+from gradguard.tensors.sketch import HASH_VERSION
 
 Step = Callable[[], Any]
 

@@ -20,9 +20,9 @@ from gradguard.optimizer_hooks import EveryStep
 from gradguard.parity.replay import flip_weights, generator_states, has_drawn, precision_of
 from gradguard.parity.saved import SavedGradients, write
 from gradguard.parity.shards import LocalParameter, gathered, local_parameters, processes
-from gradguard.tensors.sketch import HASH_VERSION
 from gradguard.parity.summation import backwards
 from gradguard.parity.whole import About, WholeParameters, about, local_gradients, local_weights, versions
+from gradguard.tensors.sketch import HASH_VERSION
 from gradguard.torch_private import never_compiled
 
 
