@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradguard as gg
 from gradguard.clip_events import listen
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
+from gradguard.resilience import weight_watch
 
 WARM = 5
 NAN = math.nan
@@ -461,10 +462,12 @@ def laddered(net, optimizer):
     return lambda: (ladder.loss(loss), optimizer.step(), ladder.step())
 
 
-@pytest.mark.parametrize(("attach", "most"), [(skipping, 6), (laddered, 27)])
-def test_on_the_cpu_a_step_costs_few_operations_more(attach, most):
+@pytest.mark.parametrize(("attach", "most"), [(skipping, 6), (laddered, 8)])
+def test_on_the_cpu_a_step_costs_few_operations_more(monkeypatch, attach, most):
     """Each small one takes some microseconds: reading a number, or copying the clipper's state.
 
-    Of those of `Resilience` 19 are the norm of the weights, which the compiled kernels take in one call, but not here.
+    `Resilience` takes the norm of the weights as well: one call of the compiled kernels, which are not used while
+    operations are counted, so it is left out.
     """
+    monkeypatch.setattr(weight_watch, "total_norm", lambda weights: torch.zeros((), dtype=torch.float64))
     assert 0 < operations_of_a_step(attach) - operations_of_a_step(plain) <= most

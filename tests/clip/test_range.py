@@ -320,6 +320,26 @@ def test_what_was_found(engine):
     assert p.grad.tolist() == pytest.approx([1e147] * 20_480, rel=1e-9)
 
 
+def norm_of_moduli(parameters: Sequence[nn.Parameter], order: float) -> float:
+    moduli = [abs(z) for p in parameters for z in p.grad.tolist()]
+    return max(moduli) if order == math.inf else math.fsum(m**order for m in moduli) ** (1 / order)
+
+
+@pytest.mark.parametrize("order", [0.5, 1.0, 3.0, 4.5, math.inf])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+def test_norms_of_complex_gradients_are_those_of_the_moduli(engine, dtype, order):
+    for seed, size in enumerate((1e-3, 1.0, 1e3)):
+        draws = torch.Generator().manual_seed(seed)
+        drawn = [size * torch.randn(n, dtype=torch.complex128, generator=draws) for n in (1, 37, 1100)]
+        parameters = [parameter(one.to(dtype)) for one in drawn]
+        for limit in (math.inf, 0.3):
+            norm = norm_of_moduli(parameters, order)
+            found = float(gg.clip_grad_norm_(parameters, limit, norm_type=order))
+            assert found == pytest.approx(norm, rel=1e-5 if dtype is torch.complex64 else 1e-11)
+        assert norm_of_moduli(parameters, order) <= 0.3 * (1 + 1e-5)
+
+
 class Clipped(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

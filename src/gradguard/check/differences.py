@@ -168,9 +168,12 @@ class Differences:
     def _climbed(self, directions: Tensor, first: _Central) -> Disagreement:
         """Return the disagreements, from smaller steps where ``first`` does not settle them."""
         scales, enough = self._sizes(directions)
-        rows = zip(directions.split(1), scales, enough.tolist(), strict=True)
+        allowed = enough.tolist()
         return Disagreement.together(
-            [self._down_the_ladder(row, first.of(i), *own) for i, (row, *own) in enumerate(rows)]
+            [
+                self._down_the_ladder(row, first.of(i), scales[i], allowed[i])
+                for i, row in enumerate(directions.split(1))
+            ]
         )
 
     def _sizes(self, directions: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,8 @@ class GradientReport:
         lines = [f"{self.verdict:<13} {finding}" for finding in self.findings]
         counted = f"{self.forwards} forwards, {self.backwards} backwards, {self.dtype}"
         counted += f", forward mode {self.forward_mode}" if self.directions else ""
-        counted = f"{self.directions} directions, {counted}" if self.directions else counted
+        several = "" if self.directions == 1 else "s"
+        counted = f"{self.directions} direction{several}, {counted}" if self.directions else counted
         power = f"; a wrong element of typical size would show from {self.power:.0e} relative" if self.power < 1 else ""
         tied = sum(note.kind in ("kink", "tie") for note in self.notes)
         power += f", but for {tied} at kinks or ties" if power and tied else ""

@@ -17,7 +17,6 @@ from gradguard.check.nearby import Pieces, pieces_around
 from gradguard.check.report import Finding
 
 _ROUNDS = 12
-_MOST_DIRECTIONS = 4
 _MOST_FINDINGS = 5
 _SETS_PER_LEVEL = 8
 _POWERLESS = 1e-3
@@ -47,8 +46,8 @@ class Search:
 
     differences: Differences
     generator: torch.Generator
-    count: int = field(init=False)
-    """Random directions that have to agree: one tells all errors from rounding in float64, where bars are narrow."""
+    count: int = 2
+    """Random directions that have to agree; in float64, where bars are narrow, the first does if it is clear."""
     findings: list[Finding] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
     undecided: list[Finding] = field(default_factory=list)
@@ -67,7 +66,6 @@ class Search:
     def run(self) -> None:
         """Search until all directions agree, or enough is found."""
         differences = self.differences
-        self.count = 2 if differences.is_low else 1
         self.open = differences.point.isfinite()
         self.continuous = self.open.clone()
         self.negligible = differences.negligible()
@@ -105,7 +103,7 @@ class Search:
             return None
         powerless = None
         drawn = directions(self.differences.point, self._input_points(), self.generator)
-        count = self.count if self.differences.are_few else 1
+        count = self.count if self.differences.are_few and self.differences.is_low else 1
         first = torch.stack([next(drawn) for _ in range(count)]) if count > 1 else next(drawn)[None]
         first *= self.open
         known = self.differences.along_each(first, with_noise=self.differences.has_noise)
@@ -114,11 +112,11 @@ class Search:
             known = self.differences.along_each(first, with_noise=True)
             is_clear = self._is_clear(known)
         waiting = [(direction, known.of(i)) for i, direction in enumerate(first.unbind())]
-        if count == self.count and is_clear:
+        if is_clear and (count == self.count or not self.differences.is_low):
             self.agreed, self.smooth = [found for _, found in waiting], waiting[0]
             return None
         del first
-        for _ in range(_MOST_DIRECTIONS):
+        for _ in range(2 * self.count):
             direction = waiting[0][0] if waiting else next(drawn).mul_(self.open)
             found = waiting.pop(0)[1] if waiting else self.differences.along(direction)
             if not self.differences.has_noise and not self._is_clear(found):

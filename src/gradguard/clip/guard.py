@@ -55,6 +55,9 @@ class Guard:
     * In that folded path the host never waits for an accelerator, and the step can be captured in a CUDA graph; only
       the first step of SGD with momentum reads one number. An optimizer that is not fused reads one number a step
       under ``"skip"`` and ``"raise"``, none otherwise.
+    * The kernel divides in float32. On the CPU gradients are clipped before the step where the number is too large for
+      that; an accelerator divides by the largest one, so that gradients whose norm is above 3.4e38 times the threshold
+      keep more than the threshold.
 
     **Edge cases.**
 
