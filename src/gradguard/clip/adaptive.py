@@ -45,7 +45,7 @@ from gradguard.clip.selection import KnownNames, Selection, Selector
 from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.classes import Classes
-from gradguard.distributed.placements import is_sharded, local_part
+from gradguard.distributed.placements import entries_held, is_sharded, local_part
 from gradguard.distributed.plan import NormReduction
 from gradguard.distributed.reduction import Reducer
 from gradguard.distributed.settings import Settings
@@ -59,7 +59,6 @@ from gradguard.tensors.scaling import steps_of
 from gradguard.tensors.units import WHOLE, UnitLayout, clip_units_, layout_of, scale_units_, unit_norms
 from gradguard.torch_private import (
     flattened_by_fsdp1,
-    has_usual_shard_order,
     sparse_indices,
     sparse_values,
     transposed_convolutions,
@@ -771,32 +770,15 @@ def _cut_dimensions(tensor: Tensor, name: str) -> set[int]:
 
 
 def _numbers_along(tensor: Tensor, dim: int, name: str) -> Tensor:
-    """Which entries of dimension ``dim`` this process holds: their numbers, cut in the same way."""
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    alike = [_along(p, tensor, dim) or Replicate() for p in tensor.placements]  # type: ignore[attr-defined]
-    everything = torch.arange(tensor.shape[dim], device="cpu")
-    numbers = distribute_tensor(everything, tensor.device_mesh, alike, src_data_rank=None)  # type: ignore[attr-defined]
-    held = local_part(numbers).cpu()
-    is_cut_often = sum(not p.is_replicate() for p in alike) > 1  # perhaps from the right to the left
-    if len(held) != local_part(tensor.detach()).shape[dim] or (is_cut_often and not has_usual_shard_order(tensor)):
+    """Return the numbers of the entries of dimension ``dim`` that this process holds."""
+    held = entries_held(tensor, dim)
+    if held is None:
         raise UnsupportedGradientError(
             f"{name} is laid out as {tensor.placements} in an order that does not tell which of "  # type: ignore[attr-defined]
             f"the entries of dimension {dim} this process holds. Use the placements that distribute_tensor, "
             "fully_shard or parallelize_module make, or exclude it from adaptive clipping."
         )
     return held
-
-
-def _along(placement: Any, tensor: Tensor, dim: int) -> Any:
-    """The placement of a vector that is cut as dimension ``dim`` is; None if that dimension is not cut here."""
-    from torch.distributed.tensor import Shard
-
-    if getattr(placement, "dim", None) is None or placement.dim % tensor.dim() != dim:
-        return None
-    if hasattr(placement, "split_factor"):  # what fully_shard makes of a dimension that tensor parallelism has cut
-        return type(placement)(0, split_factor=placement.split_factor)
-    return Shard(0)
 
 
 class UnitPlan:
