@@ -715,7 +715,7 @@ def test_a_sample_moves_no_other(name):
 
 
 def classified_well(order):
-    """A clipper after the backward of a batch of which one sample alone has a derivative, and what that one gets alone."""
+    """A clipper after a batch of which one sample alone has a derivative, and what that one gets alone."""
     x = torch.full((5, 4), 200.0)
     x[3] = 0.1
     model, labels = nn.Linear(4, 2), torch.zeros(5, dtype=torch.long)
@@ -736,5 +736,5 @@ def test_rows_without_a_derivative_in_their_order_are_their_samples():
 
 
 def test_rows_without_a_derivative_are_not_taken_for_those_of_the_only_sample_with_one():
-    with pytest.raises(UnsupportedGradientError, match="4 of the 5 values .* have a derivative of 0 in this batch"):
+    with pytest.raises(UnsupportedGradientError, match=r"4 of the 5 values .* have a derivative of 0 in this batch"):
         classified_well([3, 0, 4, 1, 2])
