@@ -712,3 +712,29 @@ def test_a_sample_moves_no_other(name):
     for key, rows in after.items():
         for i in (0, 2, 3):
             torch.testing.assert_close(rows[i], before[key][i], rtol=1e-11, atol=1e-14)
+
+
+def classified_well(order):
+    """A clipper after a batch of which one sample alone has a derivative, and what that one gets alone."""
+    x = torch.full((5, 4), 200.0)
+    x[3] = 0.1
+    model, labels = nn.Linear(4, 2), torch.zeros(5, dtype=torch.long)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0], [-1.0]]).expand(2, 4))
+    own = F.cross_entropy(model(x[3:4]), labels[:1], reduction="none")
+    [expected] = torch.autograd.grad(((1 - (-own).exp()) ** 2 * own).mean(), [model.weight])
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9), mode="exact", loss_reduction="token_mean")
+    rows = F.cross_entropy(clipper.module(x)[order], labels, reduction="none")
+    ((1 - (-rows).exp()) ** 2 * rows).mean().backward()
+    clipper.clip_and_accumulate()
+    return clipper, expected
+
+
+def test_rows_without_a_derivative_in_their_order_are_their_samples():
+    clipper, expected = classified_well([0, 1, 2, 3, 4])
+    torch.testing.assert_close(clipper.per_sample_gradients()["weight"][3], expected)
+
+
+def test_rows_without_a_derivative_are_not_taken_for_those_of_the_only_sample_with_one():
+    with pytest.raises(UnsupportedGradientError, match=r"4 of the 5 values .* have a derivative of 0 in this batch"):
+        classified_well([3, 0, 4, 1, 2])

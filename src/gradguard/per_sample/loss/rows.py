@@ -30,7 +30,7 @@ from gradguard.per_sample.loss.graph import (
     signed,
 )
 from gradguard.per_sample.loss.ledger import RowWeights
-from gradguard.per_sample.loss.separation import Outputs
+from gradguard.per_sample.loss.separation import Outputs, Silent
 from gradguard.torch_private import input_metadata_of, saved_constant
 
 _WITH_REDUCTION = operations(
@@ -417,6 +417,7 @@ def _verified(
 
     Raises:
         Coupled: If no row belongs to one sample.
+        Silent: If rows have no derivative that would tell.
         Unreadable: If that cannot be told.
     """
     values = _values(path, name, depends)
@@ -434,6 +435,8 @@ def _verified(
     if len(values) == 1 and not _chooses(path.node, depends, outputs.values):
         try:
             samples = _of_rows(outputs.samples_of(*values[0]), name, shape)
+        except Silent:
+            raise
         except Unreadable:
             if not candidates:
                 return None

@@ -8,6 +8,7 @@ breaks it, unless both have the same d; so d runs through the digits of the samp
 """
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Sequence, Set
 
@@ -21,6 +22,10 @@ from gradguard.per_sample.loss.graph import Root, Unreadable, parents
 from gradguard.torch_private import input_metadata_of
 
 _BASE = 8
+
+
+class Silent(Unreadable):
+    """Values whose derivative is 0 do not tell which sample they are of."""
 
 
 class Outputs:
@@ -123,20 +128,17 @@ class Outputs:
     def samples_of(self, node: Node, number: int) -> Tensor:
         """Return the sample that each element of a value seems to depend on, from derivatives of J^T c.
 
+        An element whose derivative is 0, as of a sample that is classified perfectly, tells of no sample.
+
         Raises:
-            Unreadable: If it depends on none or several, or an operation cannot be differentiated twice.
+            Silent: If the derivative of one is 0.
+            Unreadable: If one depends on none or several, or an operation cannot be differentiated twice.
         """
         if not self._pulls:
             raise Unreadable("a sharded model's backward cannot be run twice")
         value = input_metadata_of(node)[number]
-        once = self._pull(node, number, _normal(value.shape, value.dtype, value.device))
-        reached = [
-            samples_first(_finite(g), axis, self.batch_size).reshape(self.batch_size, -1).any(1)
-            for g, axis in zip(once, self._axes, strict=True)
-            if g is not None
-        ]
-        if reached and int(torch.stack(reached).any(0).sum()) == 1:
-            return torch.full(value.shape, int(torch.stack(reached).any(0).nonzero()), device=value.device)
+        if math.prod(value.shape) == 1 and (only := self._only_sample(node, number)) is not None:
+            return torch.full(value.shape, only, device=value.device)
         cotangent = torch.zeros(value.shape, dtype=value.dtype, device=value.device, requires_grad=True)
         pulled = self._pull(node, number, cotangent, create_graph=True)
         used = [(g, axis) for g, axis in zip(pulled, self._axes, strict=True) if g is not None and g.requires_grad]
@@ -152,11 +154,29 @@ class Outputs:
             [many] = torch.autograd.grad([g for g, _ in used], cotangent, numbered)
         except RuntimeError as error:
             raise Unreadable(f"{node.name()} cannot be differentiated twice ({_sentence(error)})") from error
+        if silent := int((one == 0).sum()):
+            raise Silent(
+                f"{silent} of the {one.numel()} values from {node.name()} have a derivative of 0 in this batch, as the "
+                "loss of a sample that is classified perfectly has, so that they do not tell which sample they are of. "
+                "Leave samples in their order, or begin with another batch"
+            )
         ratio = (many / one).double() - 1
         samples = ratio.round()
         if not bool(((ratio - samples).abs() < 0.05).all() & (samples >= 0).all() & (samples < self.batch_size).all()):
             raise Unreadable(f"values from {node.name()} do not tell the {self.batch_size} samples apart")
         return samples.long()
+
+    def _only_sample(self, node: Node, number: int) -> int | None:
+        """Return the one sample that a single number depends on; None if it depends on none or several."""
+        value = input_metadata_of(node)[number]
+        once = self._pull(node, number, _normal(value.shape, value.dtype, value.device))
+        reached = [
+            samples_first(_finite(g), axis, self.batch_size).reshape(self.batch_size, -1).any(1)
+            for g, axis in zip(once, self._axes, strict=True)
+            if g is not None
+        ]
+        found = torch.stack(reached).any(0).nonzero() if reached else torch.empty(0)
+        return int(found) if len(found) == 1 else None
 
     def _pull(self, node: Node, number: int, cotangent: Tensor, create_graph: bool = False) -> Sequence[Tensor | None]:
         """What the outputs get in a backward from the value; None for those that it does not reach before others."""
