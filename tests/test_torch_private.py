@@ -921,7 +921,6 @@ OTHERS = {
     "audit/in_script.py": {"_take_model_step"},  # DeepSpeed's
     "audit/engines.py": {"_get_norm_groups", "_zero_padding"},  # DeepSpeed's
     "monitoring/show/report/summary.py": {"_confidence"},  # the end of a key
-    "monitoring/record/lines.py": {"_shapes"},  # its own
     "check/named_call.py": {"_fields"},  # of namedtuples, documented
     "resilience/plain_values.py": {"_fields"},  # likewise
     "backward_clip/calibration.py": {"_scale"},  # Calibration's own

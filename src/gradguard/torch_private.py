@@ -712,8 +712,10 @@ def overflows_of(scaler: Any, optimizer: torch.optim.Optimizer) -> Sequence[Tens
 
 @_needs
 def loss_scale_of(scaler: Any) -> Tensor | None:
-    """Return the scale of ``scaler`` on its device; None if it has scaled nothing, or is of another kind."""
+    """Return the scale of ``scaler`` on its device, 1 of a disabled one; None if it has scaled nothing, or is another."""
     is_of_torch = isinstance(scaler, torch.amp.GradScaler)
+    if is_of_torch and not scaler.is_enabled():  # which has no attribute of that name
+        return torch.tensor(1.0)
     scale = scaler._scale if is_of_torch else getattr(scaler, "_scale", None)
     return scale if isinstance(scale, Tensor) else None
 
@@ -847,8 +849,10 @@ def process_groups() -> Mapping[Any, Mapping[int, int]]:
 
 @_needs
 def device_types_of(group: Any) -> list[str]:
-    """Return the types of devices that ``group`` can add up on."""
-    return [device.type for device in group._device_types]
+    """Return the types of devices that ``group`` can add up on; of a group that does not list them, by its backends."""
+    known = [device.type for device in group._device_types]
+    pairs = [] if known else torch.distributed.get_backend_config(group).split(",")
+    return known or [pair.partition(":")[0] for pair in pairs]
 
 
 @_needs

@@ -166,7 +166,7 @@ PATTERNS: dict[str, tuple[str, Callable[[Counts], list[tuple]]]] = {
     ),
     "not finite": (r"gradients were not finite[^;|]*? on ([\d,]+) steps?,", lambda c: [(f"{c.nonfinite:,}",)]),
     "usable steps": (r"([\d,]+) usable steps", lambda c: [(f"{c.usable:,}",)]),
-    "median norm": (r"(?:orms: median|overall median) (\S+?),", lambda c: [(number(c.median),)]),
+    "median norm": (r"(?:orms(?: before clipping)?: median|overall median) (\S+?),", lambda c: [(number(c.median),)]),
     "text: steps": (r"(?m)^(?:optimizer_\d_)?steps: (\d+)$", lambda c: [(f"{c.steps}",)]),
     "text: lost": (r"(?m)^(?:optimizer_\d_)?nonfinite_steps: (\d+)$", lambda c: [(f"{c.nonfinite}",)]),
     "text: skipped": (r"(?m)^(?:optimizer_\d_)?skipped_steps: (\d+)$", lambda c: [(f"{c.skipped}",)]),

@@ -15,7 +15,7 @@ SIZES = {"a": 1.0, "b": 1000.0, None: 30.0}
 class OnDevice(SpikeDetector):
     """Judges on the CPU as on an accelerator."""
 
-    _judge = SpikeDetector._judge_on_device
+    _judge = SpikeDetector._judge_tensors
 
 
 def on_host(spikes, norm):
