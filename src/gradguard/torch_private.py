@@ -712,7 +712,7 @@ def overflows_of(scaler: Any, optimizer: torch.optim.Optimizer) -> Sequence[Tens
 
 @_needs
 def loss_scale_of(scaler: Any) -> Tensor | None:
-    """Return the scale of ``scaler`` on its device, 1 of a disabled one; None if it has scaled nothing, or is another."""
+    """Return the scale of ``scaler`` on its device: 1 if disabled, None if it has scaled nothing or is another."""
     is_of_torch = isinstance(scaler, torch.amp.GradScaler)
     if is_of_torch and not scaler.is_enabled():  # which has no attribute of that name
         return torch.tensor(1.0)

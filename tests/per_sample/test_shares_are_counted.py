@@ -714,7 +714,7 @@ def test_a_sample_moves_no_other(name):
             torch.testing.assert_close(rows[i], before[key][i], rtol=1e-11, atol=1e-14)
 
 
-def classified_well(order):
+def classified_well(reorder):
     """A clipper after a batch of which one sample alone has a derivative, and what that one gets alone."""
     x = torch.full((5, 4), 200.0)
     x[3] = 0.1
@@ -724,17 +724,36 @@ def classified_well(order):
     own = F.cross_entropy(model(x[3:4]), labels[:1], reduction="none")
     [expected] = torch.autograd.grad(((1 - (-own).exp()) ** 2 * own).mean(), [model.weight])
     clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9), mode="exact", loss_reduction="token_mean")
-    rows = F.cross_entropy(clipper.module(x)[order], labels, reduction="none")
+    rows = F.cross_entropy(reorder(clipper.module(x)), labels, reduction="none")
     ((1 - (-rows).exp()) ** 2 * rows).mean().backward()
     clipper.clip_and_accumulate()
     return clipper, expected
 
 
-def test_rows_without_a_derivative_in_their_order_are_their_samples():
-    clipper, expected = classified_well([0, 1, 2, 3, 4])
+@pytest.mark.parametrize("reorder", [lambda h: h, lambda h: h[[3, 0, 4, 1, 2]]], ids=["as they are", "by an index"])
+def test_rows_without_a_derivative_are_their_samples_where_the_graph_says_so(reorder):
+    clipper, expected = classified_well(reorder)
     torch.testing.assert_close(clipper.per_sample_gradients()["weight"][3], expected)
 
 
 def test_rows_without_a_derivative_are_not_taken_for_those_of_the_only_sample_with_one():
     with pytest.raises(UnsupportedGradientError, match=r"4 of the 5 values .* have a derivative of 0 in this batch"):
-        classified_well([3, 0, 4, 1, 2])
+        classified_well(lambda h: torch.cat([h[3:], h[:3]]))
+
+
+def test_a_row_without_a_derivative_is_counted_for_its_own_sample():
+    """Six rows of three samples, chosen twice: those of hinges that are closed contradict no place."""
+    torch.manual_seed(0)
+    model, x, valid = made(), torch.randn(3, T, 4, dtype=torch.float64), torch.zeros(3, T, dtype=torch.bool)
+    valid[0, :2], valid[1, :1], valid[2, :3] = True, True, True
+    open_hinges = torch.tensor([1.0, 1.0, 1.0, -100.0, 1.0, 1.0], dtype=torch.float64)  # row 3 is sample 2's
+
+    def loss(out, mask, shift):
+        left, right = out[..., 0][mask], out[..., 1][mask]
+        return (left - right + 2 * shift).clamp(min=0).mean()
+
+    expected = torch.autograd.grad(loss(model(x[1:2]), valid[1:2], open_hinges[2:3]), [model[2].weight])[0]
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9), mode="exact", loss_reduction="token_mean")
+    loss(clipper.module(x), valid, open_hinges).backward()
+    clipper.clip_and_accumulate()
+    torch.testing.assert_close(clipper.per_sample_gradients()["2.weight"][1], expected)

@@ -396,12 +396,10 @@ def _sample_of_rows(
     node: Node, shape: torch.Size, batch_size: int, batch_first: bool, depends: Dependence
 ) -> list[Tensor]:
     """The samples that rows may belong to, the likeliest first."""
-    selected = _selection(node, shape, depends)
-    if selected is not None:
-        before = shape_of(*parents(selected)[0])
-        axes = _axes(before, batch_size, batch_first)
-        chosen = [_chosen(selected, before, axis, batch_size, batch_first) for axis in axes]
-        return [_expanded(samples, shape) for samples in chosen if len(samples) == shape[0]]
+    if selected := _selections(node, shape, depends):
+        first, *others = [_chosen_samples(one, shape, batch_size, batch_first) for one in selected]
+        agreed = [one for one in first if all(any(torch.equal(one, two) for two in other) for other in others)]
+        return [_expanded(samples, shape) for samples in agreed]
     axes = _axes(shape, batch_size, batch_first)
     device = torch.device(_metadata(node).device)
     return [_numbered(shape, axis, batch_size, batch_first, device) for axis in axes]
@@ -426,6 +424,9 @@ def _verified(
         if all(one is None for one in found):  # within the module, which was looked at by itself
             return samples, len(candidates) == 1 and _in_order(values, outputs, depends)
         if False not in found:
+            is_list = len(shape) == 1 or samples.numel() > outputs.batch_size  # of rows, not [B, T]
+            if is_list and _selects_unseen(path.node, shape, values, outputs, depends):
+                _refuse_another(samples, values, name, shape, outputs)
             return samples, True
     for samples in _turned(candidates, shape, outputs.batch_size):
         if all(outputs.are_separate(*value, _as_values(samples, name, shape, shape_of(*value))) for value in values):
@@ -450,6 +451,31 @@ def _verified(
         "samples each: what a sample adds to the gradient depends on the others. Leave that term out, or compute it "
         "for each sample and average"
     )
+
+
+def _selects_unseen(
+    node: Node, shape: torch.Size, values: list[tuple[Node, int]], outputs: Outputs, depends: Dependence
+) -> bool:
+    """Whether rows were chosen from others somewhere behind, in a way that does not tell which."""
+    behind = [
+        one for value in values if value not in outputs.values for one in _behind(value[0], depends, outputs.values)
+    ]
+    return any(operation(one) in _SELECTING for one in behind) and not _selections(node, shape, depends)
+
+
+def _refuse_another(
+    samples: Tensor, values: list[tuple[Node, int]], name: str, shape: torch.Size, outputs: Outputs
+) -> None:
+    """Check that each row shows by its derivative whose it is: one whose derivative is 0 contradicts nothing.
+
+    Raises:
+        Silent: If a row has none.
+        Unreadable: If that cannot be told, or rows are of other samples.
+    """
+    for value in values:
+        shown = _of_rows(outputs.samples_of(*value), name, shape)
+        if not torch.equal(shown, samples.broadcast_to(shape).to(shown)):
+            raise Unreadable(f"values of shape {list(shape)} belong to other samples than their order says")
 
 
 _IN_ORDER = (
@@ -523,16 +549,29 @@ def _expanded(samples: Tensor, shape: torch.Size) -> Tensor:
     return samples.view(samples.shape + (1,) * (len(shape) - samples.dim())).broadcast_to(shape)
 
 
-def _selection(node: Node, shape: torch.Size, depends: Dependence) -> Node | None:
-    """The operation that chose these rows from others, as ``logits[mask]`` does, if any."""
-    while shape and node.name() not in TAPS:
+def _selections(node: Node, shape: torch.Size, depends: Dependence) -> list[Node]:
+    """The operations that chose these rows from others, as ``logits[mask]`` does; none if one way to them has none."""
+    found: list[Node] = []
+    pending, seen = [node] if shape else [], {node}
+    while pending:
+        node = pending.pop()
         if operation(node) in _SELECTING:
-            return node
+            found.append(node)
+            continue
         behind = [(child, number) for child, number in parents(node) if depends(child)]
-        if len(behind) != 1 or shape_of(*behind[0])[:1] != shape[:1]:
-            return None
-        node = behind[0][0]
-    return None
+        if node.name() in TAPS or not behind or any(shape_of(*each)[:1] != shape[:1] for each in behind):
+            return []
+        pending += [child for child, _ in behind if child not in seen]
+        seen.update(child for child, _ in behind)
+    return found
+
+
+def _chosen_samples(node: Node, shape: torch.Size, batch_size: int, batch_first: bool) -> list[Tensor]:
+    """The samples that the rows of a selection may be of, for each dimension that may be the samples'."""
+    before = shape_of(*parents(node)[0])
+    axes = _axes(before, batch_size, batch_first)
+    chosen = [_chosen(node, before, axis, batch_size, batch_first) for axis in axes]
+    return [samples for samples in chosen if len(samples) == shape[0]]
 
 
 def _chosen(node: Node, before: torch.Size, axis: int, batch_size: int, batch_first: bool) -> Tensor:
