@@ -83,7 +83,7 @@ def test_the_demo_tells_the_story_of_its_records(tmp_path, monkeypatch, capsys):
     assert f"gradguard run --clip {recommend(sick).rule} char_lm.py" in told
     before, after = re.search(r"ends at (\S+) instead of (\S+)\.", told).group(2, 1)
     assert float(after) < 0.9 * float(before)
-    assert Path("gradguard-demo/report.html").stat().st_size > 10_000
+    assert Path("gradguard-demo/demo.html").stat().st_size > 10_000
     assert len(told.splitlines()) < 20
     assert "gradguard run train.py" in told.splitlines()[-1]
     printed(capsys, "demo", "--no-open")  # again, over its own files
@@ -92,8 +92,12 @@ def test_the_demo_tells_the_story_of_its_records(tmp_path, monkeypatch, capsys):
 def test_the_demo_writes_over_nothing_of_the_users(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("mine/clipped").mkdir(parents=True)
-    assert main(["demo", "--no-open", "--out", "mine"]) == 2
-    assert "choose another --out" in capsys.readouterr().err
+    Path("runs/unclipped").mkdir(parents=True)
+    Path("runs/unclipped/run.jsonl").write_text("a record of my own\n", encoding="utf-8")
+    for folder in ("mine", "runs"):
+        assert main(["demo", "--no-open", "--out", folder]) == 2
+        assert "choose another --out" in capsys.readouterr().err
+    assert Path("runs/unclipped/run.jsonl").read_text(encoding="utf-8") == "a record of my own\n"
 
 
 def test_the_picture_of_the_demo_shows_what_it_prints(monkeypatch):

@@ -31,13 +31,14 @@ def _demo(parsed: argparse.Namespace) -> int:
     records = []
     for name in _RECORDS:
         folder = parsed.out / name
-        if folder.exists() and not (folder / "run.jsonl").is_file():
-            raise CommandError(f"{folder} exists and is no record of this demo: choose another --out.")
+        content = gzip.decompress((Path(__file__).with_name("demo_records") / f"{name}.jsonl.gz").read_bytes())
+        file = folder / "run.jsonl"
+        if folder.exists() and not (file.is_file() and file.read_bytes() == content):
+            raise CommandError(f"{folder} exists and is not the record of this demo: choose another --out.")
         folder.mkdir(parents=True, exist_ok=True)
-        packed = Path(__file__).with_name("demo_records") / f"{name}.jsonl.gz"
-        (folder / "run.jsonl").write_bytes(gzip.decompress(packed.read_bytes()))
+        file.write_bytes(content)
         records.append(read_record(folder))
-    page = write_report(records, parsed.out / "report.html")
+    page = write_report(records, parsed.out / "demo.html")
     sick, healed = records
     decision = recommend(sick)
     before, after = (f"{verdict(record).final_loss:.3g}" for record in records)

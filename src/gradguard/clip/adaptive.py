@@ -427,7 +427,7 @@ def rows_like(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an adaptive clip does to all gradients.
+    """The outcome of an adaptive clip for all gradients.
 
     Attributes:
         norms: The norm of each gradient, or of each class of gradients, before the clip.
@@ -473,7 +473,7 @@ class Units:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitClip:
-    """What an adaptive clip does, known on every process before anything is written, or where it is written at once.
+    """An adaptive clip of all gradients: decided on every process before anything is written, or written at once.
 
     Attributes:
         grads: The gradients.
@@ -647,7 +647,7 @@ def _binds(factors: Mapping[int, Tensor], home: torch.device) -> Tensor:
 
 
 def _outcome_here(grads: Gradients, units: Units, norm: Tensor) -> Outcome:
-    """What the clip does to gradients that this process holds whole, of which ``norm`` is the norm."""
+    """Clip gradients that this process holds whole; ``norm`` is their norm."""
     after = [n * f for n, f in zip(_joined(units.norms), _joined(units.factors), strict=True)]
     each = tensor_norms([units.norms.get(i, g) for i, g in enumerate(grads.gradients)])
     return Outcome(each, _total([*after, *_norms_alone(grads, units)]), (_binds(units.factors, norm.device) > 0).any())
@@ -717,7 +717,7 @@ class HeldUnits:
 
 
 ONE_UNIT = HeldUnits(WHOLE)
-"""What nobody asks about the units of."""
+"""A placeholder for a tensor whose units do not matter."""
 
 
 def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:

@@ -14,8 +14,6 @@ from gradguard.distributed import processes
 from gradguard.distributed.fully_sharded import group_of_fully_sharded
 from gradguard.errors import UnsupportedGradientError
 
-_TASK = "add up the clipped gradients"
-
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside a DistributedDataParallel, or the model itself."""
@@ -71,12 +69,12 @@ def rank_and_size(group: Any) -> tuple[int, int]:
 
 
 def from_first_rank(value: bytes, group: Any, device: torch.device) -> bytes:
-    """Return the ``value`` of the group's first process, on all of them. All values must be of one length."""
+    """Return the first process' ``value``, such as the key of the noise, on all of them. All are of one length."""
     if group is None:
         return value
     shared = torch.tensor(list(value), dtype=torch.uint8, device=device)
     send = partial(dist.broadcast, shared, src=dist.get_global_rank(group, 0), group=group)
-    processes.run(send, group, _TASK, on_host=shared.is_cpu)
+    processes.run(send, group, "set private training up", on_host=shared.is_cpu)
     return bytes(shared.tolist())
 
 
@@ -85,6 +83,7 @@ def all_reduce_sum(tensors: Sequence[Tensor], group: Any) -> None:
     if group is None or not tensors:
         return
     together = torch.cat([tensor.reshape(-1) for tensor in tensors])  # float64 if any of them is
-    processes.run(partial(dist.all_reduce, together, group=group), group, _TASK, on_host=together.is_cpu)
+    add = partial(dist.all_reduce, together, group=group)
+    processes.run(add, group, "add up the clipped gradients", on_host=together.is_cpu)
     for tensor, part in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))

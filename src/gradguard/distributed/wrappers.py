@@ -41,7 +41,7 @@ _flat: "weakref.WeakKeyDictionary[nn.Module, dict[int, Placement]]" = weakref.We
 
 
 class _Known:
-    """What is known of the gradients of a DistributedDataParallel, by what its processes do together.
+    """Facts on the gradients of a DistributedDataParallel that are the same on all of its processes.
 
     DDP notes when each gradient was ready in a backward that synchronises, and each backward is noticed at the outputs.
     A forward tells nothing: one process alone may evaluate, or sample.
@@ -50,7 +50,7 @@ class _Known:
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._reducer = wrapper.reducer
         self._before: tuple[int, ...] = ()
-        """What DDP had noted before the last backward, or clip."""
+        """The state of DDP's reducer before the last backward, or clip."""
         self._averaged: dict[int, weakref.ref[Tensor]] = {}
         """The gradients that are averaged, by the identities of their parameters."""
         wrapper.register_forward_hook(ForwardHook(self._after_forward))

@@ -1,4 +1,4 @@
-"""What a field of a file that somebody else may have made must be: rules for types and bounds, to be put in tables.
+"""Rules for the types and bounds of fields in files that somebody else may have made; readers put them in tables.
 
 A rule takes the value that JSON has for a field. It returns what to keep of it, or raises ValueError.
 """
