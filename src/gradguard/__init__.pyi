@@ -33,12 +33,14 @@ from gradguard.clip.guard import Guard as Guard
 from gradguard.clip.previous_norm import ClipByPreviousNorm as ClipByPreviousNorm
 from gradguard.clip.rules import ClipByGlobalNorm as ClipByGlobalNorm
 from gradguard.clip.rules import ClipByNorm as ClipByNorm
+from gradguard.clip.rules import ClipByRMS as ClipByRMS
 from gradguard.clip.rules import ClipByValue as ClipByValue
 from gradguard.clip.thresholds.adagc import AdaGC as AdaGC
 from gradguard.clip.thresholds.autoclip import AutoClip as AutoClip
 from gradguard.clip.thresholds.clip_fraction import ClipFraction as ClipFraction
 from gradguard.clip.thresholds.median import ClipByMedian as ClipByMedian
 from gradguard.clip.thresholds.zclip import ZClip as ZClip
+from gradguard.clip.update import ClipUpdate as ClipUpdate
 from gradguard.monitoring.observe.monitor import Monitor as Monitor
 from gradguard.monitoring.observe.watch import watch as watch
 from gradguard.parity.save import save_gradients as save_gradients
@@ -66,8 +68,10 @@ __all__ = [
     "ClipByMedian",
     "ClipByNorm",
     "ClipByPreviousNorm",
+    "ClipByRMS",
     "ClipByValue",
     "ClipFraction",
+    "ClipUpdate",
     "ErrorClipByNorm",
     "ErrorClipByValue",
     "ErrorClipStats",

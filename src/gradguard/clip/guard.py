@@ -140,7 +140,8 @@ class Guard:
         spikes: SkipSpikes | None = None,
     ) -> None:
         self._stages = Stages.named(process_group, mesh, shared)
-        _check(optimizer, clipper, nonfinite, max_consecutive_skips)
+        check_attachable(optimizer, clipper)
+        check_guard_options(nonfinite, max_consecutive_skips)
         self.optimizer, self.clipper, self.last = optimizer, clipper, cast("ClipResult | None", None)
         self._policy = nonfinite
         self._model, self._model_names = model, names_in(model, optimizer)
@@ -603,7 +604,12 @@ def _refuse_wrapper(optimizer: object) -> None:
         raise InvalidTypeError(f"optimizer is {kind}, which wraps another: pass wrapper.optimizer{advice}.")
 
 
-def _check(optimizer: object, clipper: object, policy: str, limit: int | None) -> None:
+def check_attachable(optimizer: object, clipper: object) -> None:
+    """Check that ``clipper`` can act at each step of ``optimizer``.
+
+    Raises:
+        InvalidTypeError: If the optimizer cannot be hooked or wraps another, or the clipper is none.
+    """
     _refuse_wrapper(optimizer)
     if not runs_hooks(optimizer):
         raise InvalidTypeError(
@@ -615,4 +621,3 @@ def _check(optimizer: object, clipper: object, policy: str, limit: int | None) -
         raise InvalidTypeError(
             f"clipper is {given}: expected a clipper, such as ClipByGlobalNorm(1.0) or ClipByMedian()."
         )
-    check_guard_options(policy, limit)

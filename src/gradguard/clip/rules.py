@@ -145,29 +145,101 @@ class ClipByNorm(FixedRule):
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure each gradient and decide on one coefficient for each."""
-        if grads.reduction is not None:
-            refuse_flat_parameters(grads.parameters, "ClipByNorm")
         limit = check_threshold("max_norm", self.max_norm)
-        norms = norms_of(grads, scale, self.norm_type)
-        coefficients = clip_coefficient(norms, limit)
-        clipped = (coefficients < 1).any()
-        before, after = total_of(norms, self.norm_type), total_of(norms * coefficients, self.norm_type)
-        locked_in = self._lock_in.follow(clipped, limit, torch.isfinite(before))
-        result = describe(
-            grads,
-            norms,
-            torch.where(clipped, after / torch.where(before == 0, 1.0, before), 1.0),
-            clipped,
-            order=self.norm_type,
-            threshold=limit,
-            locked_in=locked_in,
-        )
+        return _decide_each(self, grads, norms_of(grads, scale, self.norm_type), limit, limit, self.norm_type)
 
-        def write() -> None:
-            for step in steps_of(coefficients, limit, norms):
-                scale_each_(grads.gradients, step)
 
-        return Decision(grads, result, None, write)
+class ClipByRMS(FixedRule):
+    r"""Scale each gradient by itself so that the root mean square of its elements is at most ``max_rms``.
+
+    .. math:: g_i \leftarrow g_i \cdot \min\Bigl(1, \frac{d \sqrt{n_i}}{\lVert g_i \rVert_2 + 10^{-6}}\Bigr)
+              \quad\text{for each tensor } i \text{ of } n_i \text{ elements}
+
+    Tensors of any size are held to the same size of an element. It is the rule by which Adafactor bounds its
+    updates: see `ClipUpdate`, whose default it is.
+
+    **Guarantees.** That of `ClipByNorm` with the threshold :math:`d \sqrt{n_i}`. Of a tensor that is spread over
+    processes :math:`n_i` is the number of all its elements.
+
+    **Edge cases.** As for `ClipByNorm`.
+
+    Args:
+        max_rms: d, at least 0; a 0-dim tensor stays on its device. The attribute of that name may be set at any time.
+
+    Raises:
+        InvalidValueError: If ``max_rms`` is negative or NaN.
+        InvalidTypeError: If ``max_rms`` is no number.
+
+    Example:
+        >>> import torch
+        >>> import gradguard as gg
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> layer.weight.grad, layer.bias.grad = torch.tensor([[6.0, 8.0]]), torch.tensor([0.5])
+        >>> result = gg.ClipByRMS(max_rms=1.0)(layer)
+        >>> layer.weight.grad.round(decimals=4), layer.bias.grad
+        (tensor([[0.8485, 1.1314]]), tensor([0.5000]))
+
+    Reference:
+        Shazeer, Stern (2018), Adafactor: adaptive learning rates with sublinear memory cost, arXiv
+        1804.04235, section 6.
+    """
+
+    def __init__(self, max_rms: float | Tensor = 1.0) -> None:
+        super().__init__()
+        self.max_rms = check_threshold("max_rms", max_rms)
+        self._roots: tuple[tuple[int, ...], Tensor] | None = None  # the sizes that they are of, and they
+
+    def is_per_tensor(self) -> bool:
+        """Tell that gradients may come one at a time: yes."""
+        return True
+
+    @torch.no_grad()
+    def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
+        """Measure each gradient and decide on one coefficient for each."""
+        norms, limit = norms_of(grads, scale), check_threshold("max_rms", self.max_rms)
+        if isinstance(limit, Tensor):
+            limit = move(limit.detach(), norms.device, norms.dtype)
+        return _decide_each(self, grads, norms, self._roots_of_sizes(grads, norms) * limit, limit)
+
+    def _roots_of_sizes(self, grads: Gradients, norms: Tensor) -> Tensor:
+        """Return the root of the number of elements of each whole tensor: the norm of as many ones."""
+        sizes = tuple([gradient.numel() for gradient in grads.gradients])
+        if self._roots is None or self._roots[0] != sizes or self._roots[1].device != norms.device:
+            roots = torch.tensor(sizes, dtype=torch.float64, device="cpu").sqrt()
+            self._roots = sizes, roots.to(norms.device, norms.dtype)
+        roots = self._roots[1] if grads.reduction is None else grads.reduction.add_up((self._roots[1], 2.0))[0]
+        return roots.clamp(min=1.0)  # an empty tensor is below any bound
+
+
+def _decide_each(
+    rule: FixedRule,
+    grads: Gradients,
+    norms: Tensor,
+    limits: float | Tensor,
+    threshold: float | Tensor,
+    order: float = 2.0,
+) -> Decision:
+    """Decide on one coefficient for each gradient: at most ``limits``, one for all or one for each, may be left."""
+    if grads.reduction is not None:
+        refuse_flat_parameters(grads.parameters, type(rule).__name__)
+    coefficients = clip_coefficient(norms, limits)
+    clipped = (coefficients < 1).any()
+    before, after = total_of(norms, order), total_of(norms * coefficients, order)
+    result = describe(
+        grads,
+        norms,
+        torch.where(clipped, after / torch.where(before == 0, 1.0, before), 1.0),
+        clipped,
+        order=order,
+        threshold=threshold,
+        locked_in=rule._lock_in.follow(clipped, threshold, torch.isfinite(before)),
+    )
+
+    def write() -> None:
+        for step in steps_of(coefficients, limits, norms):
+            scale_each_(grads.gradients, step)
+
+    return Decision(grads, result, None, write)
 
 
 class ClipByValue(FixedRule):

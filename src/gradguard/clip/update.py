@@ -1,0 +1,268 @@
+"""A clipper for what a step does to the weights, where the optimizer has made something else of the gradients."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, with_culprits
+from gradguard.clip.gradients import Stages, gradients_of, refused_by_name
+from gradguard.clip.guard import check_attachable
+from gradguard.clip.in_backward import is_in_backward, refuse_in_backward
+from gradguard.clip.optimizer_names import names_in, names_of
+from gradguard.clip.reach import Reach
+from gradguard.clip.rules import ClipByRMS
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.optimizer_hooks import EveryStep
+from gradguard.tensors.admission import keeping_subnormals
+from gradguard.tensors.layout import meeting_device, wide_dtype
+
+
+class ClipUpdate:
+    r"""Clip the update of ``optimizer``, whatever it makes of its gradients; the training loop stays as it is.
+
+    .. math:: u = \frac{\theta_{t} - \mathrm{step}(\theta_{t})}{\eta}, \qquad
+              \theta_{t+1} = \theta_{t} - \eta\, \mathrm{clip}(u)
+
+    with the learning rate η of each parameter's group. A clip of gradients cannot bound the steps of an optimizer that
+    divides by a size of its own: Adam, Adafactor and Muon move the weights by as much after a clip as before, and Adam
+    by far more where a gradient grows a hundredfold while its average of squares is still small. The clipper sees u as
+    it would see gradients: any rule serves. `ClipByRMS` is Adafactor's, ``ClipAdaptive(0.1)`` holds each unit's u to a
+    share of its weights, ``ClipByMedian()`` follows the recent past.
+
+    **Guarantees.**
+
+    * An element of the weights whose update is not clipped keeps the bits that the optimizer has given it.
+    * The optimizer's state is what its step has made it, as in Adafactor: only the weights are moved by less.
+    * Of sharded weights (DDP, FSDP2, tensor parallelism) each step is that of one process.
+    * It works beside a `Guard` on the same optimizer, in any order, under a GradScaler, with a closure, and with
+      optimizers that step inside backward: a step that is skipped has no update.
+    * The host does not wait for an accelerator, beyond what the clipper does.
+
+    **Edge cases.**
+
+    ==================================  ========================================================================
+    case                                what happens
+    ==================================  ========================================================================
+    weight decay, decoupled             is a part of the update, as :math:`\lambda\theta` beside the rest of u
+    a learning rate of 0                has no update; the weights stay what the step has made them
+    groups of several learning rates    u is taken with the rate of each
+    NaN or inf in an update             as the rule does for a gradient; the weights hold it. A `Guard` keeps such
+                                        gradients from the optimizer
+    weights of 16 bits                  a clipped element is rounded once more
+    a group without ``lr``              an error when it is made
+    several evaluations of a closure    the whole step is one update
+    ==================================  ========================================================================
+
+    **Price.** Up to four times the memory of the weights, for the time of a step, and some ten passes over them.
+
+    Args:
+        optimizer: Any `torch.optim.Optimizer`. Of a wrapper pass the one inside, ``wrapper.optimizer``.
+        clipper: The rule; None for ``ClipByRMS(1.0)``.
+        model: Names the parameters, as for `Guard`.
+        process_group: As for `Guard`.
+        mesh: As for `Guard`.
+        shared: As for `Guard`.
+
+    Attributes:
+        last: What the last clip did, in units of u; None before the first step.
+        optimizer: The optimizer.
+        clipper: The clipper.
+
+    Raises:
+        InvalidTypeError: If ``optimizer`` cannot be hooked or is a wrapper, or ``clipper`` is no clipper.
+        InvalidValueError: If ``model`` shares no parameter with it, or a group has no learning rate.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> weight = torch.nn.Parameter(torch.ones(4))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> update = gg.ClipUpdate(optimizer, gg.ClipByRMS(1.0))
+        >>> weight.grad = torch.full((4,), 3.0)
+        >>> optimizer.step()
+        >>> weight.detach().round(decimals=4), bool(update.last.clipped)  # -0.5 instead of -1.5
+        (tensor([0.5000, 0.5000, 0.5000, 0.5000]), True)
+
+    Reference:
+        Shazeer, Stern (2018), Adafactor: adaptive learning rates with sublinear memory cost, arXiv
+        1804.04235, section 6.
+        Wortsman et al. (2023), Stable and low-precision training for large-scale vision-language models, arXiv
+        2304.13013 (StableAdamW, which measures the gradient over Adam's root of squares in place of its update).
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        clipper: Clipper | None = None,
+        *,
+        model: nn.Module | None = None,
+        process_group: Any = None,
+        mesh: Any = None,
+        shared: Any = None,
+    ) -> None:
+        self._stages = Stages.named(process_group, mesh, shared)
+        self.clipper = ClipByRMS(1.0) if clipper is None else clipper
+        check_attachable(optimizer, self.clipper)
+        _learning_rates(optimizer)
+        self.optimizer, self.last = optimizer, cast("ClipResult | None", None)
+        self._model, self._model_names = model, names_in(model, optimizer)
+        self._begun: list[_Moving] = []  # the parameters of the step that is running
+        self._hooks = EveryStep(lambda *_: None, self._after, optimizer=optimizer, enter=self._enter)
+
+    def __repr__(self) -> str:
+        """Return the call that makes such a clip, of what is called ``optimizer`` and ``model`` here."""
+        model = "" if self._model is None else ", model=model"
+        return f"ClipUpdate(optimizer, {self.clipper!r}{model})"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: it belongs to one optimizer."""
+        raise InvalidTypeError(
+            "a ClipUpdate belongs to one optimizer and cannot be copied or pickled: attach another to the copied "
+            "optimizer, and load_state_dict() this one's state_dict()."
+        )
+
+    def detach(self) -> None:
+        """Stop acting, for good; may be repeated."""
+        self._hooks.remove()
+        self._begun = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the clipper's state."""
+        return {"clipper": self.clipper.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned.
+
+        Args:
+            state_dict: What to take.
+
+        Raises:
+            InvalidValueError: If it is no state of a `ClipUpdate`.
+        """
+        if set(state_dict) != {"clipper"}:
+            raise InvalidValueError(
+                f"this is not the state of a ClipUpdate: expected the key 'clipper', got {sorted(state_dict)}. Pass "
+                "what update.state_dict() returned."
+            )
+        self.clipper.load_state_dict(state_dict["clipper"])
+
+    @torch.no_grad()
+    def _enter(self, optimizer: Optimizer, closure: bool) -> None:
+        """Keep the weights, and the learning rates by which the step will move them."""
+        del optimizer, closure
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if is_in_backward():
+            refuse_in_backward(self.clipper, parameters, self._stages)
+        rates = _learning_rates(self.optimizer)
+        self._begun = [_Moving(p, p.detach().clone(), rate) for p, rate in zip(parameters, rates, strict=True)]
+
+    @torch.no_grad()
+    @keeping_subnormals
+    def _after(self, optimizer: Optimizer) -> None:
+        """Decide while the parameters hold the weights before the step, and the updates stand for their gradients."""
+        del optimizer
+        moving, self._begun = self._begun, []
+        if not moving:
+            return
+        largest = _largest([one.rate for one in moving])
+        after = [one.parameter.detach().clone() for one in moving]
+        updates = [one.scaled(one.before - one.parameter, largest) for one in moving]
+        for one in moving:
+            one.parameter.copy_(one.before)
+        try:
+            decision = self._decide(moving, updates, largest)
+            after = [
+                torch.where(update == one.scaled(one.before - new, largest), new, one.moved_by(update, largest))
+                for one, update, new in zip(moving, updates, after, strict=True)
+            ]
+        finally:
+            for one, weight in zip(moving, after, strict=True):
+                one.parameter.copy_(weight)
+        self.last = decision.result
+
+    def _decide(self, moving: Sequence["_Moving"], updates: Sequence[Tensor], largest: float | Tensor) -> Decision:
+        """Clip the updates in place."""
+        names, parameters = names_of(self.optimizer, self._model_names), [one.parameter for one in moving]
+        gradients = [p.grad for p in parameters]
+        try:
+            for parameter, update in zip(parameters, updates, strict=True):
+                parameter.grad = update
+            grads = gradients_of(names, parameters, self._stages, self._model)
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+        if self._stages.group is not None:
+            self.clipper.learn(ListedParameters(grads, self._model))
+        else:
+            self.clipper.learn(list(zip(names, parameters, strict=True)) if self._model is None else self._model)
+        reach = Reach([{"params": [one.parameter]} for one in moving], [one.rate for one in moving])
+        grads = self.clipper.compared(replace(grads, reach=reach), "update")
+        with refused_by_name(grads):
+            decision = with_culprits(self.clipper.decide(grads, largest))
+        decision.apply()
+        return decision
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Moving:
+    """A parameter in a step.
+
+    Attributes:
+        parameter: The parameter, which the step changes.
+        before: What it was.
+        rate: The learning rate of its group; 1 where that is 0.
+    """
+
+    parameter: Tensor
+    before: Tensor
+    rate: float | Tensor
+
+    def scaled(self, difference: Tensor, largest: float | Tensor) -> Tensor:
+        """Return what a step has taken from the weights as it would be at the rate ``largest``."""
+        return difference if _alike(self.rate, largest) else difference * (largest / self.rate)
+
+    def moved_by(self, update: Tensor, largest: float | Tensor) -> Tensor:
+        """Return the weights that this update, scaled to the rate ``largest``, makes of those before."""
+        return self.before - (update if _alike(self.rate, largest) else update / (largest / self.rate))
+
+
+def _learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
+    """Return the learning rate of each parameter of ``optimizer``, 1 in place of 0: nothing moves there.
+
+    Raises:
+        InvalidValueError: If a group has none.
+    """
+    rates: list[float | Tensor] = []
+    for number, group in enumerate(optimizer.param_groups):
+        rate = group.get("lr")
+        if isinstance(rate, bool) or not isinstance(rate, int | float | Tensor):
+            raise InvalidValueError(
+                f"param_groups[{number}] of this {type(optimizer).__name__} has lr={rate!r}: expected a learning rate, "
+                "because updates are clipped in units of it. Give the group a number; group['lr'] = 1.0 if the "
+                "optimizer chooses the size of its steps by itself."
+            )
+        if isinstance(rate, Tensor):
+            wide = rate.detach().to(wide_dtype(rate.device))
+            rate = torch.where(wide == 0, 1.0, wide)
+        else:
+            rate = float(rate) or 1.0
+        rates += [rate] * len(group["params"])
+    return rates
+
+
+def _alike(rate: float | Tensor, other: float | Tensor) -> bool:
+    return rate is other or (isinstance(rate, float) and isinstance(other, float) and rate == other)
+
+
+def _largest(rates: Sequence[float | Tensor]) -> float | Tensor:
+    """Return the largest rate: one of them, if they are alike or the host knows them."""
+    if all(_alike(rate, rates[0]) for rate in rates):
+        return rates[0]
+    if all(isinstance(rate, float) for rate in rates):
+        return max(rates)
+    device = meeting_device([rate for rate in rates if isinstance(rate, Tensor)])
+    wide = [torch.as_tensor(rate, dtype=wide_dtype(device), device=device) for rate in rates]
+    return torch.stack(wide).amax()
