@@ -192,7 +192,9 @@ def test_a_step_that_a_guard_skips_has_no_update(guard_first, foreign):
         if step == 2:
             torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
         else:
-            moved = [float((p.detach() - b).square().mean().sqrt()) for p, b in zip(model.parameters(), before[0].values())]
+            moved = [
+                float((p.detach() - b).square().mean().sqrt()) for p, b in zip(model.parameters(), before[0].values())
+            ]
             assert max(moved) <= 0.5 * 0.1 * 1.0001
             assert max(moved) > 0
     assert next(one for one in kept if isinstance(one, gg.Guard)).skipped_steps == 1

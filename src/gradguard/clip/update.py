@@ -1,6 +1,7 @@
 """A clipper for what a step does to the weights, where the optimizer has made something else of the gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
@@ -14,11 +15,12 @@ from gradguard.clip.guard import check_attachable
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward
 from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.reach import Reach
-from gradguard.clip.rules import ClipByRMS
+from gradguard.clip.rules import ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue
+from gradguard.distributed.placements import local_part
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.tensors.admission import keeping_subnormals
-from gradguard.tensors.layout import meeting_device, wide_dtype
+from gradguard.tensors.layout import are_readable, meeting_device, wide_dtype
 
 
 class ClipUpdate:
@@ -35,7 +37,8 @@ class ClipUpdate:
 
     **Guarantees.**
 
-    * An element of the weights whose update is not clipped keeps the bits that the optimizer has given it.
+    * An element of the weights whose update is not clipped keeps the bits that the optimizer has given it; on the CPU
+      nothing is written on a step on which a fixed rule does not bind.
     * The optimizer's state is what its step has made it, as in Adafactor: only the weights are moved by less.
     * Of sharded weights (DDP, FSDP2, tensor parallelism) each step is that of one process.
     * It works beside a `Guard` on the same optimizer, in any order, under a GradScaler, with a closure, and with
@@ -57,7 +60,8 @@ class ClipUpdate:
     several evaluations of a closure    the whole step is one update
     ==================================  ========================================================================
 
-    **Price.** Up to four times the memory of the weights, for the time of a step, and some ten passes over them.
+    **Memory.** Twice the weights of this process, as long as it acts; another copy while a rule decides that looks at
+    weights, or is one of your own.
 
     Args:
         optimizer: Any `torch.optim.Optimizer`. Of a wrapper pass the one inside, ``wrapper.optimizer``.
@@ -109,7 +113,9 @@ class ClipUpdate:
         _learning_rates(optimizer)
         self.optimizer, self.last = optimizer, cast("ClipResult | None", None)
         self._model, self._model_names = model, names_in(model, optimizer)
-        self._begun: list[_Moving] = []  # the parameters of the step that is running
+        self._moving: list[_Moving] = []
+        self._rates: list[float | Tensor] = []  # of the step that is running
+        self._begun = False
         self._hooks = EveryStep(lambda *_: None, self._after, optimizer=optimizer, enter=self._enter)
 
     def __repr__(self) -> str:
@@ -127,7 +133,7 @@ class ClipUpdate:
     def detach(self) -> None:
         """Stop acting, for good; may be repeated."""
         self._hooks.remove()
-        self._begun = []
+        self._moving, self._begun = [], False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clipper's state."""
@@ -156,40 +162,41 @@ class ClipUpdate:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if is_in_backward():
             refuse_in_backward(self.clipper, parameters, self._stages)
-        rates = _learning_rates(self.optimizer)
-        self._begun = [_Moving(p, p.detach().clone(), rate) for p, rate in zip(parameters, rates, strict=True)]
+        self._rates = _learning_rates(self.optimizer)
+        known = {id(one.parameter): one for one in self._moving if one.fits()}
+        self._moving = [known.get(id(p)) or _Moving(p, torch.empty_like(p), torch.empty_like(p)) for p in parameters]
+        for one in self._moving:
+            local_part(one.before).copy_(local_part(one.parameter))
+        self._begun = True
 
     @torch.no_grad()
     @keeping_subnormals
     def _after(self, optimizer: Optimizer) -> None:
-        """Decide while the parameters hold the weights before the step, and the updates stand for their gradients."""
         del optimizer
-        moving, self._begun = self._begun, []
-        if not moving:
+        if not self._begun or not self._moving:
             return
-        largest = _largest([one.rate for one in moving])
-        after = [one.parameter.detach().clone() for one in moving]
-        updates = [one.scaled(one.before - one.parameter, largest) for one in moving]
-        for one in moving:
-            one.parameter.copy_(one.before)
-        try:
-            decision = self._decide(moving, updates, largest)
-            after = [
-                torch.where(update == one.scaled(one.before - new, largest), new, one.moved_by(update, largest))
-                for one, update, new in zip(moving, updates, after, strict=True)
-            ]
-        finally:
-            for one, weight in zip(moving, after, strict=True):
-                one.parameter.copy_(weight)
-        self.last = decision.result
+        self._begun = False
+        largest = _largest(self._rates)
+        stretches = [None if _alike(rate, largest) else largest / rate for rate in self._rates]
+        for one, stretch in zip(self._moving, stretches, strict=True):
+            one.measure(stretch)
+        plain = all(type(leaf) in _OF_GRADIENTS_ALONE for leaf in self.clipper.leaves())
+        with nullcontext() if plain else _as_before(self._moving):
+            decision = self._decide(largest)
+            self.last, bad = decision.result, decision.result.clipped | decision.result.nonfinite
+            if plain and are_readable(bad) and not bool(bad):
+                return
+            decision.apply()
+        for one, stretch in zip(self._moving, stretches, strict=True):
+            one.write(stretch)
 
-    def _decide(self, moving: Sequence["_Moving"], updates: Sequence[Tensor], largest: float | Tensor) -> Decision:
-        """Clip the updates in place."""
-        names, parameters = names_of(self.optimizer, self._model_names), [one.parameter for one in moving]
+    def _decide(self, largest: float | Tensor) -> Decision:
+        """Return what the clipper decides while the updates stand in the places of the gradients."""
+        names, parameters = names_of(self.optimizer, self._model_names), [one.parameter for one in self._moving]
         gradients = [p.grad for p in parameters]
         try:
-            for parameter, update in zip(parameters, updates, strict=True):
-                parameter.grad = update
+            for one in self._moving:
+                one.parameter.grad = one.update
             grads = gradients_of(names, parameters, self._stages, self._model)
         finally:
             for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -198,35 +205,57 @@ class ClipUpdate:
             self.clipper.learn(ListedParameters(grads, self._model))
         else:
             self.clipper.learn(list(zip(names, parameters, strict=True)) if self._model is None else self._model)
-        reach = Reach([{"params": [one.parameter]} for one in moving], [one.rate for one in moving])
+        reach = Reach([{"params": [p]} for p in parameters], self._rates)
         grads = self.clipper.compared(replace(grads, reach=reach), "update")
         with refused_by_name(grads):
-            decision = with_culprits(self.clipper.decide(grads, largest))
-        decision.apply()
-        return decision
+            return with_culprits(self.clipper.decide(grads, largest))
+
+
+_OF_GRADIENTS_ALONE = (ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue)
+"""Rules that look at no weight, and change nothing on a step on which they do not bind."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moving:
-    """A parameter in a step.
-
-    Attributes:
-        parameter: The parameter, which the step changes.
-        before: What it was.
-        rate: The learning rate of its group; 1 where that is 0.
-    """
+    """A parameter, with memory for what it was before the step and for its update, laid out as it is."""
 
     parameter: Tensor
     before: Tensor
-    rate: float | Tensor
+    update: Tensor
 
-    def scaled(self, difference: Tensor, largest: float | Tensor) -> Tensor:
-        """Return what a step has taken from the weights as it would be at the rate ``largest``."""
-        return difference if _alike(self.rate, largest) else difference * (largest / self.rate)
+    def fits(self) -> bool:
+        """Tell whether the memory is still like the parameter."""
+        own, now = self.before, self.parameter
+        return (own.shape, own.dtype, own.device) == (now.shape, now.dtype, now.device)
 
-    def moved_by(self, update: Tensor, largest: float | Tensor) -> Tensor:
-        """Return the weights that this update, scaled to the rate ``largest``, makes of those before."""
-        return self.before - (update if _alike(self.rate, largest) else update / (largest / self.rate))
+    def measure(self, stretch: float | Tensor | None) -> None:
+        """Set the update to what the step has taken from the weights, times ``stretch``."""
+        update = torch.sub(local_part(self.before), local_part(self.parameter), out=local_part(self.update))
+        if stretch is not None:
+            update.mul_(stretch)
+
+    def write(self, stretch: float | Tensor | None) -> None:
+        """Let the parameter be what the update makes of it; where the update is as `measure` set it, it is that."""
+        before, after, update = map(local_part, (self.before, self.parameter, self.update))
+        whole = before - after
+        if stretch is not None:
+            whole.mul_(stretch)
+        moved = before - (update if stretch is None else update / stretch)
+        after.copy_(torch.where(update == whole, after, moved))
+
+
+@contextmanager
+def _as_before(moving: Sequence[_Moving]) -> Iterator[None]:
+    """Let the parameters be what they were before the step: a rule may compare an update with its weights."""
+    places = [local_part(one.parameter) for one in moving]
+    after = [place.clone() for place in places]
+    try:
+        for one, place in zip(moving, places, strict=True):
+            place.copy_(local_part(one.before))
+        yield
+    finally:
+        for place, weight in zip(places, after, strict=True):
+            place.copy_(weight)
 
 
 def _learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
