@@ -115,6 +115,7 @@ CALLS = {
     "get_total_norm": (lambda: lambda ps: gg.get_total_norm([p.grad for p in ps]), 0, 0),
     "ClipByGlobalNorm": (lambda: gg.ClipByGlobalNorm(1.0), 0, 1),
     "ClipByNorm": (lambda: gg.ClipByNorm(1.0), 2, 2),
+    "ClipByRMS": (lambda: gg.ClipByRMS(1.0), 2, 2),
     "ClipByValue": (lambda: gg.ClipByValue(1.0), 0, 0),
     "ClipByValue, tensor": (lambda: gg.ClipByValue(tensor()), 2, 2),
     "ClipByValue, lopsided": (lambda: gg.ClipByValue(1.0, -2.0), 4, 4),

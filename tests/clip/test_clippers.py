@@ -18,7 +18,7 @@ from gradguard.clip.adaptive import ClipAdaptive
 from gradguard.clip.clipper import Clipper, Decision, describe
 from gradguard.clip.gradients import measured, norms_of, total_of
 from gradguard.clip.lock_in import LockIn
-from gradguard.clip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from gradguard.clip.rules import ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 from reference import clip_norm as slow_clip
 from reference import total_norm as slow_norm
@@ -53,6 +53,11 @@ def each_norm(params, threshold):
         gg.clip_grad_norm_(p, threshold)
 
 
+def each_rms(params, threshold):
+    for p in params:
+        gg.clip_grad_norm_(p, threshold * math.sqrt(max(1, p.numel())))
+
+
 RULES = {
     "global": (lambda t: ClipByGlobalNorm(t), lambda params, t: gg.clip_grad_norm_(params, t)),
     "global, p = 1": (lambda t: ClipByGlobalNorm(t, 1.0), lambda params, t: gg.clip_grad_norm_(params, t, 1.0)),
@@ -61,6 +66,7 @@ RULES = {
         lambda params, t: gg.clip_grad_norm_(params, t, math.inf),
     ),
     "each": (lambda t: ClipByNorm(t), each_norm),
+    "each, by its mean square": (lambda t: ClipByRMS(t), each_rms),
     "value": (lambda t: ClipByValue(t), lambda params, t: gg.clip_grad_value_(params, t)),
     "interval": (
         lambda t: ClipByValue(t, -2 * t - 1),

@@ -14,6 +14,7 @@ CLIPPERS = [
     "ClipByGlobalNorm(max_norm=torch.tensor(0.5))",
     "ClipByGlobalNorm(max_norm=torch.tensor(0.5, dtype=torch.float64))",
     "ClipByNorm(max_norm=2.0, norm_type=1.0)",
+    "ClipByRMS(max_rms=2.0)",
     "ClipByValue(max=1.0)",
     "ClipByValue(max=1.0, min=-0.5)",
     "ClipByPreviousNorm(max_norm=1.0)",

@@ -14,6 +14,7 @@ CONFIGURATIONS = {
     "value, 0": lambda: gg.ClipByValue(0.0),
     "norm": lambda: gg.ClipByNorm(0.5),
     "norm, 1": lambda: gg.ClipByNorm(0.5, 1.0),
+    "rms": lambda: gg.ClipByRMS(0.05),
     "norm, 3": lambda: gg.ClipByNorm(0.5, 3.0),
     "norm, inf": lambda: gg.ClipByNorm(0.5, INF),
     "global norm": lambda: gg.ClipByGlobalNorm(1.0),

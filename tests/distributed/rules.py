@@ -9,6 +9,7 @@ RULES = {
     "global norm, 1": lambda: gg.ClipByGlobalNorm(20.0, 1.0),
     "global norm, inf": lambda: gg.ClipByGlobalNorm(0.5, math.inf),
     "norm": lambda: gg.ClipByNorm(1.0),
+    "rms": lambda: gg.ClipByRMS(0.3),
     "norm, 3": lambda: gg.ClipByNorm(1.0, 3.0),
     "value": lambda: gg.ClipByValue(1.0),
     "value, one side": lambda: gg.ClipByValue(2.0, -0.5),

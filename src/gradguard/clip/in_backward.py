@@ -10,7 +10,7 @@ from gradguard.distributed.wrappers import refuse_wrapped_in_backward
 from gradguard.errors import NonFiniteGradientError, UnsupportedGradientError
 from gradguard.torch_private import current_graph_task
 
-_ALONE = "ClipByNorm, ClipByValue, ClipAdaptive, AdaGC(absolute=float('inf'))"
+_ALONE = "ClipByNorm, ClipByRMS, ClipByValue, ClipAdaptive, AdaGC(absolute=float('inf'))"
 
 
 def is_in_backward() -> bool:

@@ -159,7 +159,7 @@ class ClipByRMS(FixedRule):
     updates: see `ClipUpdate`, whose default it is.
 
     **Guarantees.** That of `ClipByNorm` with the threshold :math:`d \sqrt{n_i}`. Of a tensor that is spread over
-    processes :math:`n_i` is the number of all its elements.
+    processes :math:`n_i` is the number of all its elements; of a sparse one its zeros count.
 
     **Edge cases.** As for `ClipByNorm`.
 
