@@ -193,7 +193,8 @@ def test_a_step_that_a_guard_skips_has_no_update(guard_first, foreign):
             torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
         else:
             moved = [
-                float((p.detach() - b).square().mean().sqrt()) for p, b in zip(model.parameters(), before[0].values())
+                float((p.detach() - b).square().mean().sqrt())
+                for p, b in zip(model.parameters(), before[0].values(), strict=True)
             ]
             assert max(moved) <= 0.5 * 0.1 * 1.0001
             assert max(moved) > 0
