@@ -148,6 +148,25 @@ def test_bfloat16_weights_are_rounded_once_more():
     torch.testing.assert_close(weight, torch.full_like(weight, 0.5), rtol=2**-7, atol=0)
 
 
+def test_weights_whose_gradients_have_another_dtype():
+    class Descent(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_((group["lr"] * p.grad).to(p.dtype))
+
+    first, second = (nn.Parameter(torch.ones(8, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = Descent([{"params": [first]}, {"params": [second], "lr": 0.3}], lr=0.5)
+    for p, size in ((first, 4.0), (second, 0.7)):
+        p.grad_dtype = torch.float32
+        p.grad = torch.full((8,), size)
+    gg.ClipUpdate(optimizer)
+    optimizer.step()
+    torch.testing.assert_close(first, torch.full_like(first, 0.5), rtol=2**-7, atol=0)
+    assert torch.equal(second.detach(), torch.full((8,), 1 - 0.3 * 0.7, dtype=torch.bfloat16))
+
+
 def test_float16_updates_of_a_small_rate_do_not_overflow():
     weight = nn.Parameter(torch.zeros(4, dtype=torch.float16))
     optimizer = torch.optim.SGD([weight], lr=1e-4)
@@ -389,6 +408,12 @@ def optimizer_without_rate():
     return optimizer
 
 
+def one_rule_for_two():
+    optimizer, rule = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0), gg.ClipByMedian()
+    kept = gg.Guard(optimizer, rule)
+    gg.ClipUpdate(kept.optimizer, rule)
+
+
 SGD = lambda: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)  # noqa: E731
 
 
@@ -399,6 +424,7 @@ SGD = lambda: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)  # noqa: E
         (lambda: gg.ClipUpdate(nn.Linear(1, 1)), InvalidTypeError, "whose step"),
         (lambda: gg.ClipUpdate(SGD(), 1.0), InvalidTypeError, "clipper is float"),
         (lambda: gg.ClipUpdate(SGD(), model=nn.Linear(2, 1)), InvalidValueError, "none of the optimizer's"),
+        (one_rule_for_two, InvalidValueError, "belongs to the Guard of this optimizer"),
         (lambda: copy.deepcopy(gg.ClipUpdate(SGD())), InvalidTypeError, "cannot be copied"),
         (lambda: gg.ClipUpdate(SGD()).load_state_dict({}), InvalidValueError, "not the state of a ClipUpdate"),
         (lambda: gg.ClipByRMS(-1.0), InvalidValueError, "max_rms"),

@@ -4,7 +4,7 @@ import threading
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from gradguard.tensors.layout import are_readable, move, wide_dtype
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
 
 _guards: "WeakKeyDictionary[Optimizer, ref[Guard]]" = WeakKeyDictionary()
+_owners: WeakSet[Any] = WeakSet()
+"""What follows steps with a clipper of its own."""
+
 _registry = threading.Lock()
 LossT = TypeVar("LossT", Tensor, float)
 
@@ -550,6 +553,7 @@ class Guard:
                 return
             self._attached = False
             _guards.pop(self.optimizer, None)
+            give_back(self)
             self._stop_listening()
             self._hooks.remove()
 
@@ -562,14 +566,7 @@ class Guard:
                     "Chain(a, b) applies one after the other, Groups({...}) gives parameters their own; or call "
                     "detach() on the other guard first."
                 )
-            others = [g.clipper for other in _guards.values() if (g := other()) is not None]
-            taken = {id(leaf) for clipper in others for leaf in clipper.leaves()}
-            for leaf in self.clipper.leaves():
-                if id(leaf) in taken and not leaf.serves_several_guards and leaf.state_dict():
-                    raise InvalidValueError(
-                        f"this {type(leaf).__name__} belongs to the Guard of another optimizer, and it remembers: two "
-                        "histories would mix. Make one clipper for each Guard, or pass copy.deepcopy(clipper)."
-                    )
+            take(self)
             refuse_shared(self.spikes, [g.spikes for other in _guards.values() if (g := other()) is not None])
             _guards[self.optimizer] = ref(self)
             self._attached = True
@@ -589,6 +586,29 @@ class Guard:
 
 def _wide(number: Tensor) -> Tensor:
     return number.to(wide_dtype(number.device))
+
+
+def take(owner: Any) -> None:
+    """Let ``owner.clipper`` follow the steps of ``owner`` and of no other, until `give_back`.
+
+    Raises:
+        InvalidValueError: If one of its rules follows those of another already, and remembers.
+    """
+    taken = {id(leaf): other for other in _owners for leaf in other.clipper.leaves()}
+    for leaf in owner.clipper.leaves():
+        other = taken.get(id(leaf))
+        if other is not None and not leaf.serves_several_guards and leaf.state_dict():
+            kind, which = type(other).__name__, "this" if other.optimizer is owner.optimizer else "another"
+            raise InvalidValueError(
+                f"this {type(leaf).__name__} belongs to the {kind} of {which} optimizer, and it remembers: two "
+                "histories would mix. Make one clipper for each, or pass copy.deepcopy(clipper)."
+            )
+    _owners.add(owner)
+
+
+def give_back(owner: Any) -> None:
+    """Let the rules of ``owner`` serve another."""
+    _owners.discard(owner)
 
 
 def _refuse_wrapper(optimizer: object) -> None:

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, with_culprits
 from gradguard.clip.gradients import Stages, gradients_of, refused_by_name
-from gradguard.clip.guard import check_attachable
+from gradguard.clip.guard import check_attachable, give_back, take
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward
 from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.reach import Reach
@@ -116,6 +116,7 @@ class ClipUpdate:
         self._moving: list[_Moving] = []
         self._rates: list[float | Tensor] = []  # of the step that is running
         self._begun = False
+        take(self)
         self._hooks = EveryStep(lambda *_: None, self._after, optimizer=optimizer, enter=self._enter)
 
     def __repr__(self) -> str:
@@ -133,6 +134,7 @@ class ClipUpdate:
     def detach(self) -> None:
         """Stop acting, for good; may be repeated."""
         self._hooks.remove()
+        give_back(self)
         self._moving, self._begun = [], False
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,7 +166,7 @@ class ClipUpdate:
             refuse_in_backward(self.clipper, parameters, self._stages)
         self._rates = _learning_rates(self.optimizer)
         known = {id(one.parameter): one for one in self._moving if one.fits()}
-        self._moving = [known.get(id(p)) or _Moving(p, torch.empty_like(p), torch.empty_like(p)) for p in parameters]
+        self._moving = [known.get(id(p)) or _Moving.of(p) for p in parameters]
         for one in self._moving:
             local_part(one.before).copy_(local_part(one.parameter))
         self._begun = True
@@ -223,6 +225,12 @@ class _Moving:
     before: Tensor
     update: Tensor
 
+    @staticmethod
+    def of(parameter: Tensor) -> "_Moving":
+        """Return memory for one; the update is of the dtype that its gradient may have."""
+        dtype = parameter.grad_dtype or parameter.dtype
+        return _Moving(parameter, torch.empty_like(parameter), torch.empty_like(parameter, dtype=dtype))
+
     def fits(self) -> bool:
         """Tell whether the memory is still like the parameter."""
         own, now = self.before, self.parameter
@@ -237,7 +245,7 @@ class _Moving:
     def write(self, stretch: float | Tensor | None) -> None:
         """Let the parameter be what the update makes of it; where the update is as `measure` set it, it is that."""
         before, after, update = map(local_part, (self.before, self.parameter, self.update))
-        whole = before - after
+        whole = (before - after).to(update.dtype)
         if stretch is not None:
             whole.mul_(stretch)
         moved = before - (update if stretch is None else update / stretch)
