@@ -598,7 +598,8 @@ def take(owner: Any) -> None:
     for leaf in owner.clipper.leaves():
         other = taken.get(id(leaf))
         if other is not None and not leaf.serves_several_guards and leaf.state_dict():
-            kind, which = type(other).__name__, "this" if other.optimizer is owner.optimizer else "another"
+            kind = "Guard" if isinstance(other, Guard) else type(other).__name__
+            which = "this" if other.optimizer is owner.optimizer else "another"
             raise InvalidValueError(
                 f"this {type(leaf).__name__} belongs to the {kind} of {which} optimizer, and it remembers: two "
                 "histories would mix. Make one clipper for each, or pass copy.deepcopy(clipper)."
