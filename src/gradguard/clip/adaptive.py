@@ -45,6 +45,7 @@ from gradguard.clip.selection import KnownNames, Selection, Selector
 from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.classes import Classes
+from gradguard.distributed.megatron import cut_of
 from gradguard.distributed.placements import entries_held, is_sharded, local_part
 from gradguard.distributed.plan import NormReduction
 from gradguard.distributed.reduction import Reducer
@@ -743,13 +744,14 @@ def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
         return HeldUnits(layout)
     if layout.dim is None:
         return HeldUnits(layout, 1, torch.zeros(1, dtype=torch.int64, device="cpu"))
-    columns, count = _numbers_along(tensor, layout.dim, name), tensor.shape[layout.dim]
+    whole = cut_by_megatron.shape(tensor) if (cut_by_megatron := cut_of(tensor)) else tensor.shape
+    columns, count = _numbers_along(tensor, layout.dim, name), whole[layout.dim]
     if layout.groups == 1:
         return HeldUnits(layout, count, columns)
     # A unit spans the rows of one group, and a part need not hold the same number of rows of each: its pieces are the
     # entries of dimension 0, each by itself.
     rows = _numbers_along(tensor, 0, name)
-    group = rows // (tensor.shape[0] // layout.groups)
+    group = rows // (whole[0] // layout.groups)
     pieces = UnitLayout(dim=layout.dim, groups=max(1, len(rows)))
     return HeldUnits(pieces, layout.groups * count, (group[:, None] * count + columns).flatten())
 
@@ -757,7 +759,7 @@ def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
 def _cut_dimensions(tensor: Tensor, name: str) -> set[int]:
     """The dimensions of ``tensor`` along which processes hold different parts."""
     if not is_sharded(tensor):
-        return set()
+        return set() if (cut := cut_of(tensor)) is None else {cut.dim}
     sizes, placements = tensor.device_mesh.shape, tensor.placements  # type: ignore[attr-defined]
     cutting = [p for p, size in zip(placements, sizes, strict=True) if size > 1 and not p.is_replicate()]
     for placement in cutting:
@@ -771,6 +773,8 @@ def _cut_dimensions(tensor: Tensor, name: str) -> set[int]:
 
 def _numbers_along(tensor: Tensor, dim: int, name: str) -> Tensor:
     """Return the numbers of the entries of dimension ``dim`` that this process holds."""
+    if (cut := cut_of(tensor)) is not None:
+        return cut.numbers(tensor) if cut.dim == dim else torch.arange(tensor.shape[dim], device="cpu")
     held = entries_held(tensor, dim)
     if held is None:
         raise UnsupportedGradientError(

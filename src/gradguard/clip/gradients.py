@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.distributed.classes import Classes
+from gradguard.distributed.megatron import refuse_main_gradients
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
 from gradguard.distributed.plan import NormReduction, plan_for, plan_for_gradients
 from gradguard.distributed.reduction_group import StageGroup, several_processes, stages_group
@@ -111,6 +112,8 @@ def gradients_of(
     if planned is not None:
         plan, tensors, names = planned
         held = plan.hold(tensors, names)
+        if not any(gradient.numel() for gradient in held.gradients):
+            refuse_main_gradients(tensors)
         grads = Gradients(
             held.parameters, held.gradients, range(len(held.gradients)), held.names, reduction=held.reduction
         )
@@ -128,6 +131,8 @@ def _whole_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> 
         first = {id(g): i for i, g in reversed(list(enumerate(gradients))) if g is not None}
         positions = sorted(first.values())
     kept: list[Any] = [gradients[i] for i in positions]
+    if not kept:
+        refuse_main_gradients(tensors)
     if any_sharded(kept):
         for i, gradient in zip(positions, kept, strict=True):
             check_alike(gradient, tensors[i], f"`{names[i]}`" if names else f"parameter {i}")

@@ -18,6 +18,12 @@ from torch import Tensor, nn
 
 from gradguard.distributed.agreement import gather_objects
 from gradguard.distributed.classes import Classes, padded_numel
+from gradguard.distributed.megatron import (
+    megatron_placements,
+    megatron_state,
+    refuse_megatron_gradients,
+    refuse_unnamed_megatron_stages,
+)
 from gradguard.distributed.placements import (
     Placement,
     added_up,
@@ -331,6 +337,9 @@ def plan_for(
     flat: Mapping[int, Placement] = {}
     if several_processes():
         flat = check_wrappers(tensors, module, None if stages is None else stages.group)
+        if megatron_state() is not None:
+            refuse_unnamed_megatron_stages(tensors, stages, shared)
+            flat = {**flat, **megatron_placements(tensors)}
     if stages is None and shared is None and not flat and not any_sharded(tensors):
         return None
     shared = check_shared(shared, tensors, stages)
@@ -395,6 +404,7 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     if not any_sharded(gradients):
         if several_processes():
             refuse_flat_gradients(gradients)
+            refuse_megatron_gradients()
         return None
     gradients = _each_gradient_once(list(gradients))
     there = [g for g in gradients if g is not None]

@@ -13,6 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gradguard.distributed.megatron import refuse_experts, refuse_parts
 from gradguard.distributed.placements import Placement
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
@@ -220,8 +221,9 @@ def refuse_flat_parameters(parameters: Sequence[Tensor], what: str) -> None:
     """Raise if FSDP1 has made one tensor of several parameters, for ``what``, which needs each by itself.
 
     Raises:
-        UnsupportedGradientError: If so.
+        UnsupportedGradientError: If so, or if they are Megatron's experts.
     """
+    refuse_experts(parameters, what)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(p, fsdp.FlatParameter) for p in parameters):
         raise UnsupportedGradientError(
@@ -331,11 +333,13 @@ def refuse_wrapped_in_backward(parameters: Sequence[Tensor]) -> None:
 
 
 def refuse_wrapped(parameters: Iterable[Tensor]) -> None:
-    """Raise if ``parameters``, taken for those of this process alone, are replicated by DDP over several processes.
+    """Raise if ``parameters``, taken for those of this process alone, are replicated by DDP or spread by Megatron.
 
     Raises:
         UnsupportedGradientError: If so.
     """
+    parameters = list(parameters)
+    refuse_parts(parameters, "per-sample clipping")
     if not (dist.is_available() and dist.is_initialized()) or not _wrappers():
         return
     wanted = {id(p) for p in parameters}

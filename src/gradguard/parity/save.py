@@ -50,7 +50,8 @@ def save_gradients(
     | case | result |
     |---|---|
     | DDP, FSDP1, FSDP2, HSDP, DTensors in any layout | the whole gradient; ranks that hold other copies are found |
-    | experts or stages with names of their own, Megatron's layers | an error, unless ``shard_of`` says what they are |
+    | parts of Megatron-core's tensor parallelism | the whole gradient, by the attributes and groups of Megatron |
+    | experts or stages with names of their own | an error, unless ``shard_of`` says what they are |
     | dropout | the same masks in all runs; other masks in another set-up, of which `gradguard parity` warns |
     | ``step`` changes weights | an error: it must end after backward |
     | gradients in Megatron's ``main_grad`` | read where ``grad`` is None |

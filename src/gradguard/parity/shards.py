@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.distributed.fully_sharded import is_fully_sharded
+from gradguard.distributed.megatron import cut_of
 from gradguard.distributed.placements import added_up, gradient_of, is_sharded, local_part, placement_of
 from gradguard.distributed.processes import gather
 from gradguard.distributed.wrappers import named_parameters
@@ -122,6 +123,7 @@ class LocalParameter:
         parameter: The tensor of the model; FSDP1's flat one may stand for several.
         flat: Where in FSDP1's flat parameter it lies.
         placed: What ``shard_of`` said.
+        part: What Megatron's attributes say.
     """
 
     name: str
@@ -129,6 +131,7 @@ class LocalParameter:
     parameter: Tensor
     flat: FlatShard | None = None
     placed: Placed | None = None
+    part: Part | None = None
 
     def weights(self) -> tuple[Part, Tensor]:
         """Return the part, and its weights, whose memory is the model's."""
@@ -152,13 +155,24 @@ class LocalParameter:
             return Part(self.shape, (self.flat.numel,), start=self.flat.start), own
         if self.placed is not None:
             return _placed_part(self.name, self.placed, local_part(tensor)), local_part(tensor)
-        return part_of(tensor), local_part(tensor)
+        return part_of(tensor) if self.part is None else self.part, local_part(tensor)
 
     def layout(self) -> str:
         """Return how the whole is spread, in words."""
         if self.flat is not None:
             return "FSDP1 flat parameter"
+        if self.part is not None:
+            return "Megatron's tensor parallelism"
         return placement_of(self.parameter).layout if self.placed is None else "as shard_of says"
+
+
+def _megatron_part(parameter: Tensor) -> Part | None:
+    """Return which part of its whole a parameter of Megatron's is; None of one that is whole."""
+    cut = cut_of(parameter)
+    if cut is None:
+        return None
+    own, numbers = tuple(parameter.shape), cut.numbers(parameter)
+    return Part(cut.shape(parameter), own, tuple(numbers if d == cut.dim else None for d in range(len(own))))
 
 
 def _placed_part(name: str, placed: Placed, local: Tensor) -> Part:
@@ -197,8 +211,9 @@ def local_parameters(model: nn.Module, shard_of: ShardOf | None) -> list[LocalPa
         if p.is_complex():
             raise UnsupportedGradientError(f"{name} is {p.dtype}: expected real and dense parameters.")
         placed = shard_of(name) if shard_of else None
-        whole, shape = (name, tuple(p.shape)) if placed is None else (placed[0], tuple(placed[1]))
-        parameters.append(LocalParameter(whole, shape, p, placed=placed))
+        part = _megatron_part(p) if placed is None else None
+        whole, shape = (name, tuple(p.shape) if part is None else part.shape) if placed is None else placed[:2]
+        parameters.append(LocalParameter(whole, tuple(shape), p, placed=placed, part=part))
     return parameters
 
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.distributed.groups import all_reduce_sum, process_group_of, rank_and_size, stop_synchronizing, unwrapped
+from gradguard.distributed.megatron import refuse_parts
 from gradguard.distributed.placements import shard_like
 from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
@@ -153,6 +154,7 @@ class PerSampleGradientClipper:
         noise_scale: bool | int = False,
     ) -> None:
         refuse_unsupported(module)
+        refuse_parts(module.parameters(), "per-sample clipping")
         check_options(norm_clipper, batch_first, loss_reduction, mode, scaler, check, noise_scale)
         self._names: list[str] = []
         self._groups: list[list[str]] = []

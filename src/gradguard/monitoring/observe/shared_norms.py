@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradguard.distributed.megatron import megatron_placements
 from gradguard.distributed.placements import any_sharded
 from gradguard.distributed.plan import NormReduction, Plan, plan_for
 from gradguard.distributed.reduction_group import several_processes
@@ -29,11 +30,11 @@ from gradguard.torch_private import flattened_by_fsdp1
 
 
 def are_spread(parameters: Sequence[Tensor]) -> bool:
-    """Return whether processes hold parts of ``parameters``: DTensors (FSDP2, tensor parallel), or FSDP1's flat ones.
+    """Return whether processes hold parts of ``parameters``: DTensors, FSDP1's flat ones, Megatron's.
 
     The answer is the same on all processes.
     """
-    if any_sharded(parameters):
+    if any_sharded(parameters) or megatron_placements(parameters):
         return True
     possible = "torch.distributed.fsdp" in sys.modules and several_processes()
     return possible and any(flattened_by_fsdp1(parameters))

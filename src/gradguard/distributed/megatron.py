@@ -1,0 +1,178 @@
+"""Megatron-core's parameters: ordinary tensors, whose attributes and process groups say which part of a whole they are.
+
+==============================  ====================================================================================
+attribute, set by Megatron      meaning
+==============================  ====================================================================================
+``tensor_model_parallel``       the tensor is a part of a whole; every rank of the tensor-parallel group holds another
+``partition_dim``               along this dimension
+``partition_stride``            in so many blocks, each cut into as many pieces as there are ranks
+``allreduce`` is False          the tensor is of an expert: ranks of the expert-parallel group hold other experts
+``shared_embedding``            the first and the last pipeline stage hold the same weight
+==============================  ====================================================================================
+
+Everything else is the same on each rank of the tensor-parallel group, once Megatron has finished the gradients.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradguard.distributed.placements import Placement, is_sharded
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.torch_private import process_groups
+
+PARTS, EXPERTS = "a part of Megatron's tensor parallelism", "an expert of Megatron's"
+
+_placements: dict[tuple[frozenset[int], str], Placement] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a whole tensor is cut into parts.
+
+    Attributes:
+        dim: Along which dimension.
+        ranks: Into how many parts.
+        rank: Which of them this process holds.
+        blocks: In how many blocks, of each of which a part has a piece.
+    """
+
+    dim: int
+    ranks: int
+    rank: int
+    blocks: int
+
+    def shape(self, part: Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole."""
+        return tuple(size * self.ranks if d == self.dim else size for d, size in enumerate(part.shape))
+
+    def numbers(self, part: Tensor) -> Tensor:
+        """Return which entries of the whole's dimension the part has."""
+        pieces = torch.arange(self.shape(part)[self.dim], device="cpu").chunk(self.ranks * self.blocks)
+        return torch.cat(pieces[self.rank :: self.ranks])
+
+
+def megatron_state() -> Any:
+    """Return Megatron-core's module of process groups; None where the program has made none."""
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    return state if state is not None and state.model_parallel_is_initialized() else None
+
+
+def cut_of(tensor: Tensor) -> Cut | None:
+    """Return how Megatron has cut the whole of which ``tensor`` is a part; None if it has not."""
+    state = megatron_state()
+    if state is None or is_sharded(tensor) or not getattr(tensor, "tensor_model_parallel", False):
+        return None
+    kind = "expert_tensor_parallel" if _is_of_expert(tensor) else "tensor_model_parallel"
+    ranks, rank = (getattr(state, f"get_{kind}_{what}")() for what in ("world_size", "rank"))
+    return Cut(tensor.partition_dim, ranks, rank, tensor.partition_stride) if ranks > 1 else None  # type: ignore[attr-defined]
+
+
+def megatron_placements(tensors: Sequence[Tensor]) -> dict[int, Placement]:
+    """Return, by identity, how Megatron has spread those of ``tensors`` of which other ranks hold other parts."""
+    state = megatron_state()
+    if state is None:
+        return {}
+    found = {}
+    for tensor in tensors:
+        if _is_of_expert(tensor):
+            group, layout = state.get_expert_tensor_and_model_parallel_group(), EXPERTS
+        elif getattr(tensor, "tensor_model_parallel", False):
+            group, layout = state.get_tensor_model_parallel_group(), PARTS
+        else:
+            continue
+        ranks = frozenset(process_groups()[group])
+        if len(ranks) > 1 and not is_sharded(tensor):
+            found[id(tensor)] = _placements.setdefault((ranks, layout), Placement(None, ranks, 1, layout))
+    return found
+
+
+def refuse_unnamed_megatron_stages(tensors: Sequence[Tensor], stages: Any, shared: Any) -> None:
+    """Raise if Megatron has pipeline stages of which the call does not know, or weights that two of them hold.
+
+    Raises:
+        InvalidValueError: If so.
+    """
+    state = megatron_state()
+    if state is None or state.get_pipeline_model_parallel_world_size() == 1:
+        return
+    if stages is None:
+        raise InvalidValueError(
+            "Megatron has pipeline stages, and the norm would be that of this stage alone: pass "
+            "process_group=parallel_state.get_pipeline_model_parallel_group()."
+        )
+    known = {id(weight) for weight in (shared or {}).values()}
+    if any(getattr(t, "shared_embedding", False) and id(t) not in known for t in tensors):
+        raise InvalidValueError(
+            "the embedding is held by the first and by the last pipeline stage, and would count twice: pass "
+            "shared={'embedding': weight} on both."
+        )
+
+
+def refuse_megatron_gradients() -> None:
+    """Raise if Megatron spreads parameters: its attributes are on these, and not on their gradients.
+
+    Raises:
+        UnsupportedGradientError: If so.
+    """
+    state = megatron_state()
+    groups = (
+        ()
+        if state is None
+        else (
+            state.get_tensor_model_parallel_group(),
+            state.get_expert_tensor_and_model_parallel_group(),
+        )
+    )
+    if any(len(process_groups()[group]) > 1 for group in groups):
+        raise UnsupportedGradientError(
+            "Megatron spreads parameters over processes, and gradients alone do not say of which they are parts: "
+            'clip_grad_norm_(model, float("inf")) measures all gradients and writes nothing.'
+        )
+
+
+def refuse_parts(parameters: Iterable[Tensor], what: str) -> None:
+    """Raise if Megatron has spread one of ``parameters``, for ``what``, which takes them for whole ones.
+
+    Raises:
+        UnsupportedGradientError: If so.
+    """
+    if megatron_placements(list(parameters)):
+        raise UnsupportedGradientError(
+            f"{what} takes parameters for whole ones, and Megatron has spread some of these over processes: expected a "
+            "tensor-parallel size and an expert-parallel size of 1, or fully_shard(model)."
+        )
+
+
+def refuse_main_gradients(parameters: Sequence[Any]) -> None:
+    """Raise if no parameter has a gradient in ``grad``, and one has Megatron's ``main_grad``.
+
+    Raises:
+        UnsupportedGradientError: If so: nothing would be clipped.
+    """
+    if any(getattr(p, "main_grad", None) is not None for p in parameters):
+        raise UnsupportedGradientError(
+            "no parameter has a gradient in .grad: Megatron's DistributedDataParallel keeps them in .main_grad, and "
+            "its optimizer clips them (clip_grad= in OptimizerConfig). Check that norm with gg.audit_norm."
+        )
+
+
+def refuse_experts(tensors: Sequence[Tensor], what: str) -> None:
+    """Raise if one of ``tensors`` is of an expert, for ``what``, which needs the norm of each parameter by itself.
+
+    Raises:
+        UnsupportedGradientError: If so: experts of several ranks have one name.
+    """
+    if any(p.layout == EXPERTS for p in megatron_placements(tensors).values()):
+        raise UnsupportedGradientError(
+            f"{what} needs each parameter by itself, and Megatron's ranks hold other experts under the same names: use "
+            "a norm of all, such as ClipByGlobalNorm."
+        )
+
+
+def _is_of_expert(tensor: Tensor) -> bool:
+    return getattr(tensor, "allreduce", True) is False
