@@ -20,6 +20,7 @@ from gradguard.clip.optimizer_proxy import OptimizerProxy, Snapshot
 from gradguard.clip.reach import with_reach
 from gradguard.clip_events import SkipReason, is_heard, tell
 from gradguard.distributed.agreement import largest_of
+from gradguard.distributed.wrappers import follow_backwards
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_steps
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
@@ -165,6 +166,7 @@ class Guard:
         self._reached = False  # whether it has called the optimizer's step
         self._attached = False
         self._look_at_parameters()  # which the clipper may refuse
+        follow_backwards()
         self._attach()
 
     def __repr__(self) -> str:
