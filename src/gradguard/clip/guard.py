@@ -154,6 +154,8 @@ class Guard:
         self.spikes = check_spikes(spikes)
         self._spike_watch = SpikeWatch(spikes, clipper)
         self._spike: bool | Tensor = False  # whether the last step was skipped as one
+        # A spike's gradients are left as they are, for `Resilience`, and an error leaves everything.
+        self._clips_before_it_skips = nonfinite != "raise" and spikes is None
         self._detector = ScaledClipDetector()
         self._late = LateReader(self._read_late)
         self._proxy = OptimizerProxy(optimizer) if OptimizerProxy.serves(optimizer) else None
@@ -220,7 +222,8 @@ class Guard:
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         grads = self._gradients()
         with refused_by_name(grads):
-            decision = with_culprits(self.clipper.decide(grads, 1.0 if scale is None else scale))
+            decide = self.clipper.decide_at_once if self._clips_before_it_skips else self.clipper.decide
+            decision = with_culprits(decide(grads, 1.0 if scale is None else scale))
         self.last = decision.result
         self._skipped, self._skip_reason, self._spike = False, None, False
         if number == 0:
