@@ -53,7 +53,9 @@ class Guard:
       exception: if the first step of a fused optimizer on an accelerator is skipped, its state exists, as zeros.)
     * Where the optimizer is a stock fused Adam, AdamW, SGD or Adagrad and the clip multiplies all gradients by one
       number, its kernel does that on the way: one pass over the gradients less. Nothing is set on the optimizer.
-    * In that folded path the host never waits for an accelerator, and the step can be captured in a CUDA graph; only
+    * `ClipAdaptive` measures and clips in one pass over memory, on one process and unless ``"raise"`` or ``spikes`` has
+      to know the norm first. Gradients of a step that is then skipped have been clipped.
+    * In the folded path the host never waits for an accelerator, and the step can be captured in a CUDA graph; only
       the first step of SGD with momentum reads one number. An optimizer that is not fused reads one number a step
       under ``"skip"`` and ``"raise"``, none otherwise.
     * The kernel divides in float32. On the CPU gradients are clipped before the step where the number is too large for
