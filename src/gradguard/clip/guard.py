@@ -58,9 +58,9 @@ class Guard:
     * In the folded path the host never waits for an accelerator, and the step can be captured in a CUDA graph; only
       the first step of SGD with momentum reads one number. An optimizer that is not fused reads one number a step
       under ``"skip"`` and ``"raise"``, none otherwise.
-    * The kernel divides in float32. On the CPU gradients are clipped before the step where the number is too large for
-      that; an accelerator divides by the largest one, so that gradients whose norm is above 3.4e38 times the threshold
-      keep more than the threshold.
+    * The kernel divides in float32. Where the norm is above 3.4e38 times the threshold, the CPU clips before the step;
+      on an accelerator ``"skip"`` skips it like one that is not finite, and other policies divide by 3.4e38, so that
+      such gradients keep more than the threshold.
 
     **Edge cases.**
 
@@ -261,6 +261,8 @@ class Guard:
             return
         self._skip_reason = "nonfinite" if overflow is None else "grad_scaler"
         bad = bad if skips_bad else torch.zeros_like(bad)
+        if skips_bad and folds is not None and not readable and decision.coefficient is not None:
+            bad = bad | folds.overflows(decision.coefficient, scale)
         if folds is not None and not readable and folds.skips_safely():
             self._act_on_device(decision, folds, scale, bad, cast("Tensor | None", spike), skips_bad)
             return
@@ -341,7 +343,7 @@ class Guard:
             decision.apply()
         elif not are_readable(coefficient):
             folds.fold(coefficient, scale)
-        elif not folds.holds(coefficient, scale):
+        elif bool(folds.overflows(coefficient, scale)):
             decision.apply()
         elif float(coefficient) != 1.0:
             folds.fold(coefficient, scale)
