@@ -1,6 +1,7 @@
 """`gg.gradcheck` on PyTorch's own operators: flags on them as they are, and the share of planted errors that it sees.
 
 python benchmarks/gradient_check_operators.py [--torch] [--only softmax] [--per-operator 3] [--max-inputs 300]
+python benchmarks/gradient_check_operators.py --time --per-operator 1 --max-inputs 30
 
 An error is planted in the gradient of a sample's first input: the largest element is 10 % too large, or everything is
 too large by a factor of 1 + 1e-4. Samples whose gradient is 0 everywhere get none, nor do those which the checker
@@ -8,12 +9,14 @@ flags as they are: their FAIL would say nothing.
 """
 
 import argparse
+import statistics
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -22,6 +25,7 @@ from rich.table import Table
 from torch.autograd.gradcheck import GradcheckError
 
 import gradguard as gg
+from pairs import compare
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/gradient_check"))
 from operators import Sample, planted_factor, planted_one_element, samples
@@ -99,9 +103,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="operators whose names contain this")
     parser.add_argument("--per-operator", type=int, default=3, help="samples of each operator")
     parser.add_argument("--max-inputs", type=int, default=300, help="elements of a sample's inputs")
+    parser.add_argument("--time", action="store_true", help="only the time beside torch's slow mode, by size")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    if args.time:
+        show_times(samples(per_operator=args.per_operator, max_inputs=args.max_inputs, only=args.only))
+        return
     checkers: dict[str, Checker] = {"gradguard": ours}
     if args.torch:
         checkers |= {"torch slow": torchs(fast=False), "torch fast": torchs(fast=True)}
@@ -116,6 +124,35 @@ def main() -> None:
                 if planted is not None:
                     tallies[name].add(check, kind, planted)
     show(found, tallies)
+
+
+PAIRS = 7
+UP_TO = 2, 6, 12, 23, sys.maxsize
+"""Elements of a sample's inputs, by which times are put together."""
+
+
+def show_times(found: Iterable[Sample]) -> None:
+    """Print processor times of samples that both pass, over those of `torch.autograd.gradcheck`: medians of pairs."""
+    both = ours, torchs(fast=False)
+    times = []
+    for sample in found:
+        try:
+            if {check(sample)[0] for check in both} != {"PASS"}:
+                continue
+        except Exception:  # torch refuses some
+            continue
+        own, theirs = (lambda _, check=check, sample=sample: check(sample) for check in both)
+        times.append((sum(x.numel() for x in sample.inputs), compare(own, theirs, PAIRS, time.process_time)))
+    table = Table("elements", "samples", "ours ms", "torch ms", "geometric mean of ratios", "ratio of sums")
+    for least, most in [*pairwise((0, *UP_TO)), (0, sys.maxsize)]:
+        of_size = [one for size, one in times if least < size <= most]
+        if of_size:
+            sums = sum(one.ours for one in of_size) / sum(one.theirs for one in of_size)
+            medians = (statistics.median(ms) for ms in zip(*((one.ours, one.theirs) for one in of_size), strict=True))
+            mean = 1 / statistics.geometric_mean(one.ratio for one in of_size)
+            cells = f"{least + 1} to {most}", str(len(of_size)), *(f"{ms:.1f}" for ms in medians), f"{mean:.2f}"
+            table.add_row(*cells, f"{sums:.2f}")
+    Console(width=120).print(table)
 
 
 def show(found: list[Sample], tallies: dict[str, Tally]) -> None:

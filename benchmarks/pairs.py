@@ -21,7 +21,12 @@ class Comparison:
     theirs: float
 
 
-def compare(ours: Callable[[int], object], theirs: Callable[[int], object], pairs: int = 21) -> Comparison:
+def compare(
+    ours: Callable[[int], object],
+    theirs: Callable[[int], object],
+    pairs: int = 21,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Comparison:
     """Time both, one after the other, in turn; each gets the number of the repetition."""
     for warm_up in range(2):
         ours(warm_up)
@@ -29,11 +34,11 @@ def compare(ours: Callable[[int], object], theirs: Callable[[int], object], pair
     times = []
     for k in range(2, pairs + 2):
         first, second = (ours, theirs) if k % 2 else (theirs, ours)
-        start = time.perf_counter()
+        start = clock()
         first(k)
-        middle = time.perf_counter()
+        middle = clock()
         second(k)
-        end = time.perf_counter()
+        end = clock()
         pair = (middle - start, end - middle)
         times.append(pair if k % 2 else pair[::-1])
     return Comparison(

@@ -153,7 +153,7 @@ struct Work {
 // ---- norms ----
 enum Order { ONE = 1, TWO = 2, INFINITE = 3 };
 
-static const double DOWN = 0x1p-600;
+static const double DOWN = 0x1p-600, UP = 0x1p600, MOST = 0x1p960, LEAST = 0x1p-930;
 static double root(const Sum& s) {
   if (s.middle != s.middle || s.large != s.large) return NAN;
   if (s.large > 0) return __builtin_sqrt(s.large + s.middle * DOWN * DOWN) * 0x1p600;
@@ -356,6 +356,26 @@ static char* line_of(const UnitList* list, const Piece& p, int64_t before) {
 static void measure_rows(const UnitList* list, const Piece& p, Sum* sums) {
   for (int64_t u = 0; u < p.count; ++u) use->squares[list->dtype[p.tensor]](row_of(list, p, u), p.n, &sums[u]);
 }
+// Squares of float64 may leave its range: those of columns whose sum tells so are added up scaled down, or up. As rows:
+// `MOST` and the least sum that is trusted are those of kernels.cpp.
+static void add_columns_of_all_sizes(const UnitList* list, const Piece& p, int64_t start, int64_t n, const double* square,
+                                     Sum* sums) {
+  const Shape& s = list->shape[p.tensor];
+  double down[SPAN] = {}, up[SPAN] = {};
+  for (int64_t b = 0; b < s.before; ++b) {
+    const double* x = (const double*)line_of(list, p, b) + start;
+    for (int64_t i = 0; i < n; ++i) {
+      double small = x[i] * DOWN, large = x[i] * UP;
+      down[i] += small * small, up[i] += large * large;
+    }
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    Sum& sum = sums[(start + i) / s.after];
+    if (square[i] >= MOST) sum.large += down[i];
+    else if (square[i] <= LEAST) sum.small += up[i];
+    else sum.middle += square[i];  // NaN too
+  }
+}
 // Columns of units longer than SPAN are taken a stretch at a time.
 static void measure_columns(const UnitList* list, const Piece& p, Sum* sums) {
   const Shape& s = list->shape[p.tensor];
@@ -365,12 +385,15 @@ static void measure_columns(const UnitList* list, const Piece& p, Sum* sums) {
     int64_t n = smaller(SPAN, p.n - start);
     memset(square, 0, n * sizeof(double));
     for (int64_t b = 0; b < s.before; ++b) use->column_squares[d](line_of(list, p, b) + start * SIZE[d], n, square);
-    for (int64_t i = 0; i < n; ++i) sums[(start + i) / s.after].middle += square[i];
+    bool leaves = false;
+    for (int64_t i = 0; d == F64 && i < n; ++i) leaves |= square[i] >= MOST || square[i] <= LEAST;
+    if (leaves) add_columns_of_all_sizes(list, p, start, n, square, sums);
+    else
+      for (int64_t i = 0; i < n; ++i) sums[(start + i) / s.after].middle += square[i];
   }
 }
 
-// The 2-norm of each unit of each tensor, one after the other. Columns of float64 are not for this: their squares may
-// leave its range.
+// The 2-norm of each unit of each tensor, one after the other.
 API int gg_unit_norms(const UnitList* list, double* norms, const Threads* threads) {
   Subnormals kept;
   UnitWork w(list);
@@ -492,11 +515,16 @@ API int gg_unit_clip(const UnitList* weights, const UnitList* grads, double thre
         Sum g[SPAN] = {}, v[SPAN] = {};
         measure_columns(grads, p, g);
         measure_columns(weights, p, v);
+        double first[SPAN], second[SPAN];
+        bool is_split = false;
         for (int64_t u = 0; u < p.count; ++u) {
           norms[p.unit + u] = root(g[u]);
-          factors[p.unit + u] = factor_for(norms[p.unit + u], root(v[u]), threshold, eps).whole;  // never of float64
+          Factor factor = factor_for(norms[p.unit + u], root(v[u]), threshold, eps);
+          factors[p.unit + u] = factor.whole, first[u] = factor.first, second[u] = factor.second;
+          is_split |= factor.second != 1;
         }
-        scale_columns(grads, p, &factors[p.unit]);
+        scale_columns(grads, p, first);
+        if (is_split) scale_columns(grads, p, second);
       }
     }
   });
@@ -720,7 +748,6 @@ API int64_t gg_collect_units(const Python* py, void* list, int64_t n, const int3
     for (int k = d + 1; k < t.ndim; ++k) s.after *= t.shape[k];
     bool rows = d == 0 && (t.shape[0] == 1 || t.strides[0] == s.after) && is_block(t, 1, s.after, false);
     if (numel && !rows && !is_block(t, 0, numel, true)) return i;
-    if (dtype[i] == F64 && !are_rows(s)) return i;
     shape[i] = s;
   }
   return n;

@@ -340,9 +340,10 @@ ONE_PASS = {
 }
 
 
+@pytest.mark.parametrize("exclude", [(), "2"])
 @pytest.mark.parametrize("policy", ["propagate", "zero", "raise"])
 @pytest.mark.parametrize("spoil", ONE_PASS)
-def test_a_clipper_in_one_pass_does_and_tells_what_it_does_in_three(spoil, policy, monkeypatch):
+def test_a_clipper_in_one_pass_does_and_tells_what_it_does_in_three(spoil, policy, exclude, monkeypatch):
     """Bit by bit, the counts of what was not finite included, though these are taken after the writing."""
     outcomes, asked, in_one_pass = [], [], adaptive.clip_units_
     for at_once in (True, False):
@@ -357,7 +358,7 @@ def test_a_clipper_in_one_pass_does_and_tells_what_it_does_in_three(spoil, polic
             return asked[-1]
 
         monkeypatch.setattr(adaptive, "clip_units_", clipped)
-        clipper = gg.ClipAdaptive(0.05)
+        clipper = gg.ClipAdaptive(0.05, exclude=exclude)
         if policy == "raise" and spoil not in ("healthy", "zeros"):
             with pytest.raises(NonFiniteGradientError, match=r"0\.weight"):
                 clipper(net, nonfinite=policy)
@@ -371,5 +372,57 @@ def test_a_clipper_in_one_pass_does_and_tells_what_it_does_in_three(spoil, polic
         )
         asked.clear()
         outcomes.append([*result, *[p.grad for p in net.parameters()]])
+    for one, three in zip(*outcomes, strict=True):
+        torch.testing.assert_close(one, three, rtol=0, atol=0, equal_nan=True)
+
+
+GUARDS = {
+    "skip": (dict, True),
+    "propagate": (lambda: {"nonfinite": "propagate"}, True),
+    "zero": (lambda: {"nonfinite": "zero"}, True),
+    "raise": (lambda: {"nonfinite": "raise"}, False),
+    "spikes": (lambda: {"spikes": gg.SkipSpikes()}, False),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("guard", GUARDS)
+@pytest.mark.parametrize("spoil", ["healthy", "NaN", "inf"])
+def test_a_guard_in_one_pass_steps_and_tells_as_in_three(spoil, guard, fused, monkeypatch):
+    """One that raises, or skips spikes, has to know before it writes: it leaves gradients as they are."""
+    outcomes, asked, in_one_pass = [], [], adaptive.clip_units_
+    options, is_at_once = GUARDS[guard]
+    for at_once in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(9, 6), nn.LayerNorm(6), nn.Linear(6, 2))
+
+        def clipped(*given, at_once=at_once):
+            asked.append(in_one_pass(*given) if at_once else None)
+            return asked[-1]
+
+        monkeypatch.setattr(adaptive, "clip_units_", clipped)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
+        attached = gg.Guard(optimizer, gg.ClipAdaptive(0.05, exclude="2"), model=net, **options())
+        told = []
+        for step in range(3):
+            for p in net.parameters():
+                p.grad = torch.randn_like(p)
+            before = [p.grad.clone() for p in net.parameters()]
+            if step == 1:
+                ONE_PASS[spoil]([p.grad for p in net.parameters()])
+            if guard == "raise" and step == 1 and spoil != "healthy":
+                with pytest.raises(NonFiniteGradientError, match=r"0\.weight"):
+                    optimizer.step()
+                assert all(torch.equal(p.grad, g) for p, g in zip([*net.parameters()][1:], before[1:], strict=True))
+            else:
+                optimizer.step()
+            last = attached.last
+            told += [last.norm, last.coefficient, last.clipped, last.nonfinite, last.tensor_norms]
+            told += [torch.tensor(list(last.culprits().values())), torch.tensor(attached.skipped_steps)]
+        assert len([done for done in asked if done is not None]) == (
+            3 * (is_at_once and at_once and native.status().in_use)
+        )
+        asked.clear()
+        outcomes.append([*told, *net.parameters(), *[p.grad for p in net.parameters()]])
     for one, three in zip(*outcomes, strict=True):
         torch.testing.assert_close(one, three, rtol=0, atol=0, equal_nan=True)

@@ -293,10 +293,10 @@ def guarded(layout, scale):
     layers = model(layout)
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
     guard = gg.Guard(optimizer, gg.ClipAdaptive(THRESHOLD), model=layers, nonfinite="skip", tensor_norms=True)
-    results = []
-    for factor in (1.0, scale, 1.0):
-        for p in layers.parameters():
-            p.grad.mul_(factor)
+    results, came = [], [p.grad.clone() for p in layers.parameters()]
+    for factor in (1.0, scale, 1.0):  # a skipped step may have clipped them
+        for p, gradient in zip(layers.parameters(), came, strict=True):
+            p.grad = gradient * factor
         optimizer.step()
         results.append(told(guard.last))
     pairs = zip(entries(layout or "plain"), layers.parameters(), strict=True)

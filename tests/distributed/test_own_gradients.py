@@ -1,6 +1,7 @@
 """Gradients that nothing has added up are refused at the clip: DDP's, those that FSDP2 ignores, of shared weights."""
 
 import math
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Network, batch
 
 import gradguard as gg
-from gradguard.errors import UnsupportedGradientError
+from gradguard.distributed.wrappers import follow_backwards
+from gradguard.errors import DistributedError, UnsupportedGradientError
+from gradguard.torch_private import default_store
 from sharded import mesh
 
 CLIPS = {
@@ -81,6 +84,7 @@ WAYS = {
 def replicated(way, clip):
     torch.manual_seed(0)
     model, found = DistributedDataParallel(Network()), []
+    follow_backwards()  # as a Guard does: before its first clip, one process that evaluates alone is not understood
     for how in (way, "averaged", way, way):
         model.zero_grad()
         WAYS[how][0](model)
@@ -126,6 +130,63 @@ def test_a_silent_backward_into_the_gradients_of_another_is_refused_each_time(po
         assert [bool(one) for one in said] == [False, True, True, False]
 
 
+def first_clip(after):
+    """The first clip of a model that was in training before."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Network())
+    backward(model)
+    for how in after:
+        how(model)
+    try:
+        return float(gg.clip_grad_norm_(model, 0.1))
+    except UnsupportedGradientError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("after", "is_right"),
+    [((), True), ((silent,), False), ((silent, silent), False), ((silent, backward), True), ((by_hand,), True)],
+)
+def test_the_first_clip_knows_the_last_backward(pool, after, is_right):
+    found = pool(2).run(first_clip, after)
+    assert all(isinstance(one, float) == is_right for one in found), found
+    assert all("ran inside no_sync()" in one for one in found if not is_right)
+
+
+def measured_alone(by, seconds):
+    torch.manual_seed(0)
+    model, found = DistributedDataParallel(Network()), []
+    store = default_store()
+    before = store.timeout
+    dist.barrier()
+    store.set_timeout(timedelta(seconds=seconds))
+    try:
+        for rank, how in ((None, backward), (by, silent), (None, silent), (by, backward), (None, by_hand)):
+            model.zero_grad()
+            how(model)
+            try:
+                if rank in (None, dist.get_rank()):
+                    gg.clip_grad_norm_(model, math.inf)
+                found.append("")
+            except (DistributedError, UnsupportedGradientError) as error:
+                found.append(str(error))
+            if rank is not None:
+                dist.barrier()
+    finally:
+        store.set_timeout(before)
+    return found
+
+
+@pytest.mark.parametrize("by", [0, 1])
+def test_one_process_that_measures_alone_after_a_silent_backward_is_refused(pool, by):
+    found = pool(2).run(measured_alone, by, 0.3)
+    alone, other = found[by], found[1 - by]
+    assert "only 1 of 2 processes came within 0 s to compare their gradients" in alone[1]
+    assert all("ran inside no_sync()" in said[2] for said in found), found  # the next comparison is not out of step
+    assert [bool(one) for one in alone] == [False, True, True, False, False]
+    assert [bool(one) for one in other] == [False, False, True, False, False]
+
+
 def one_alone(act, model):
     """What one process does by itself between two clips, which nothing forbids it."""
     if dist.get_rank():
@@ -140,6 +201,7 @@ def one_alone(act, model):
 def clipped_twice(act, clip):
     torch.manual_seed(0)
     model = DistributedDataParallel(Network())
+    follow_backwards()
     norms = []
     for _ in range(2):  # the second step begins with what the first has left
         model.zero_grad()

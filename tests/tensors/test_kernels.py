@@ -26,7 +26,7 @@ from gradguard.tensors.kernels import Blocks, UnitBlocks, representable
 from gradguard.tensors.nonfinite import count_nonfinite
 from gradguard.tensors.norms import tensor_norms, total_norm
 from gradguard.tensors.scaling import clamp_, exceeds, scale_
-from gradguard.tensors.units import ROWS, WHOLE, UnitLayout, scale_units_, unit_norms
+from gradguard.tensors.units import ROWS, WHOLE, UnitLayout, clip_units_, scale_units_, unit_norms
 from reference import clip_adaptive
 from reference import total_norm as slow_norm
 
@@ -429,9 +429,6 @@ def weights_and_gradients(dtype: torch.dtype, weight_dtype: torch.dtype | None =
 def test_units_are_measured_and_scaled_as_torch_does(dtype, level, switch_kernels):
     layouts = [layout for _, layout in UNITS.values()]
     gradients = [p.grad for p in weights_and_gradients(dtype)]
-    if dtype is torch.float64:
-        kept = [i for i, layout in enumerate(layouts) if layout in (ROWS, WHOLE)]
-        gradients, layouts = [gradients[i] for i in kept], [layouts[i] for i in kept]
     assert UnitBlocks.of(gradients, [x.dim for x in layouts], [x.groups for x in layouts]) is not None
     norms = unit_norms(gradients, layouts)
     factors = [torch.linspace(0, 1, len(n), dtype=torch.float64) for n in norms]
@@ -446,6 +443,35 @@ def test_units_are_measured_and_scaled_as_torch_does(dtype, level, switch_kernel
         assert torch.equal(a, b)
 
 
+COLUMNS = {name: case for name, case in UNITS.items() if case[1].dim not in (0, None)}
+SIZES_OF_UNITS = [1.0, 1e-150, 1e150, 1e-170, 0.0, 1e-310, 1e-140, 1e144]
+SIZES_WITHIN = [1.0, 1.0, 1e-150, 1e150]
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_float64_columns_whose_squares_leave_its_range_are_measured_and_clipped(case, level):
+    shape, layout = COLUMNS[case]
+    x, units = random(shape).double(), layout.units(torch.empty(shape))
+    view, sizes = layout.spread(x, torch.tensor(SIZES_OF_UNITS, dtype=torch.float64).repeat(units)[:units])
+    view.mul_(sizes)
+    flat = x.view(-1)
+    flat[::3] *= torch.tensor(SIZES_WITHIN, dtype=torch.float64).repeat(len(flat))[: len(flat[::3])]
+    flat[5], flat[-7] = math.nan, -math.inf
+    assert UnitBlocks.of([x], [layout.dim], [layout.groups]) is not None
+    rows = layout.rows(x).clone()
+    largest = rows.abs().amax(1, keepdim=True).clamp(min=5e-324)
+    norms = torch.linalg.vector_norm(rows / largest, dim=1, keepdim=True)
+    expected = torch.where(largest.isinf(), math.inf, largest * norms).squeeze(1)
+    torch.testing.assert_close(unit_norms([x], [layout])[0], expected, rtol=1e-12, atol=1e-323, equal_nan=True)
+    assert int(expected.isnan().sum()) == int(expected.isinf().sum()) == 1
+    bound = 1e-12 * layout.rows(torch.ones(shape)).double().norm(dim=1, keepdim=True)
+    clipped = torch.where(expected[:, None] > bound, rows / largest * (bound / norms), rows)
+    done = clip_units_([x], [torch.ones(shape).double()], [layout], 1e-12, 1e-3)
+    assert done is not None
+    finite = expected.isfinite()
+    torch.testing.assert_close(layout.rows(x)[finite], clipped[finite], rtol=1e-12, atol=1e-323)
+
+
 @pytest.mark.parametrize("dtypes", [(d, None) for d in DTYPES] + [(torch.float32, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("threshold", [0.0, 0.01, 0.2, 1e6])
 def test_clipping_at_once_is_deciding_and_writing_to_the_bit(dtypes, threshold):
@@ -455,12 +481,7 @@ def test_clipping_at_once_is_deciding_and_writing_to_the_bit(dtypes, threshold):
         params[7].grad[2, 1], params[0].grad[7, 3] = math.inf, math.nan
     layouts = [{id(p): layout for p, (_, layout) in zip(ps, UNITS.values(), strict=True)} for ps in clipped]
     lists = [gradients_of(None, params) for params in clipped]
-    as_they_came = [bits(p.grad) for p in clipped[0]]
     at_once = decide_units(lists[0], layouts[0], range(len(clipped[0])), threshold, 1e-3, at_once=True)
-    if dtypes[0] is torch.float64:
-        assert at_once.units.steps  # columns of float64 are not for the kernels
-        assert [bits(p.grad) for p in clipped[0]] == as_they_came
-        return
     assert not at_once.units.steps
     decided = decide_units(lists[1], layouts[1], range(len(clipped[1])), threshold, 1e-3)
     decided.write()

@@ -27,6 +27,9 @@ _AT_ONCE = 3
 _FEW = 10_000
 """Of numbers at a point, and at most so many, several points are computed with at a time."""
 
+_UNDERFLOWS = 1e-140
+"""At a 2-norm below this, squares of elements have lost digits."""
+
 MULTIPLE = 4.0
 RELATIVE = {torch.float64: 5e-9, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 """What a gradient may be off by beside the bar, relative to its norm along the direction."""
@@ -178,12 +181,13 @@ class Differences:
 
     def _sizes(self, directions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of gradient · direction, and the bar that is narrow enough, for each cotangent."""
+        together = len(self.gradients) if self.are_few else 1
         scales, enough = [], []
-        for gradient in self.gradients:
-            product = directions * gradient
+        for gradients in self.gradients.split(together):
+            product = directions[:, None] * gradients
             enough.append(1e-11 * torch.linalg.vector_norm(product, 1, dim=-1))
             scales.append(norms(product))
-        return torch.stack(scales, dim=-1), torch.stack(enough, dim=-1)
+        return torch.cat(scales, dim=-1), torch.cat(enough, dim=-1)
 
     def _down_the_ladder(
         self, direction: Tensor, first: _Central, scale: Tensor, enough: Sequence[float]
@@ -351,9 +355,10 @@ def _direction(point: Tensor, inputs: list[Tensor], keeps_zeros: bool, generator
 
 
 def norms(rows: Tensor) -> Tensor:
-    """Return the 2-norm along the last dimension, however large the elements are."""
-    if not rows.numel():
-        return rows.sum(dim=-1)
+    """Return the 2-norm along the last dimension, however large or small the elements are."""
+    plain = torch.linalg.vector_norm(rows, dim=-1)
+    if not rows.numel() or bool(((plain > _UNDERFLOWS) & (plain < torch.inf)).all()):
+        return plain
     largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True)
     unit = torch.where((largest > 0) & (largest < torch.inf), largest, 1.0)
     return unit.squeeze(-1) * (rows / unit).norm(dim=-1)

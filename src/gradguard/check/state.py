@@ -6,13 +6,14 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gradguard.state.generators import States, generator_states, restore_generators
 from gradguard.torch_private import buffer_slots
 
 _DEEPEST = 4
-_WITHOUT_MODULES = (Tensor, str, bytes, int, float, type(None), type(random))
+_WITHOUT_MODULES = (Tensor, str, bytes, int, float, type(None), type(random), torch.dtype, torch.device)
 
 
 class State:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.arguments import check_threshold
-from gradguard.clip.clipper import ClipResult, Decision, ListedParameters, choice, describe, with_culprits
+from gradguard.clip.clipper import ClipResult, Decision, ListedParameters, choice, describe
 from gradguard.clip.gradients import (
     ONE_STAGE,
     GlobalNorm,
@@ -329,13 +329,11 @@ class ClipAdaptive(FixedRule):
         return self._decide(grads, scale, at_once=False)
 
     @torch.no_grad()
-    def decide_and_apply(self, grads: Gradients) -> Decision:
-        """Clip in one pass where nothing is excluded, nothing was measured before, and this process holds all."""
+    def decide_at_once(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
+        """Clip in one pass where nothing was measured before, and this process holds all."""
         is_refined = type(self).decide is not ClipAdaptive.decide
         at_once = not is_refined and not isinstance(grads, MeasuredGradients)
-        decision = with_culprits(self._decide(grads, 1.0, at_once=True) if at_once else self.decide(grads))
-        decision.apply()
-        return decision
+        return self._decide(grads, scale, at_once=True) if at_once else self.decide(grads, scale)
 
     def _decide(self, grads: Gradients, scale: float | Tensor, *, at_once: bool) -> Decision:
         limit = check_threshold("threshold", self.threshold)
@@ -535,8 +533,8 @@ def decide_units(
         kept: The positions of the gradients to clip; the others are measured and left alone.
         threshold: λ, at least 0.
         eps: ε, at least 0.
-        at_once: Whether to do it in the same pass over memory, where that is possible: all gradients are clipped, and
-            this process holds them whole.
+        at_once: Whether to do it in the same pass over memory, where that is possible: this process holds the gradients
+            whole.
 
     Raises:
         UnsupportedGradientError: If a gradient is sparse in another way than an embedding's, or a layout does not
@@ -551,19 +549,21 @@ def decide_units(
         return UnitClip(grads, done, norm_of_norms(outcome.norms), lambda: outcome)
     parameters = grads.parameters
     cut = {i: layouts.get(id(parameters[i])) or layout_of(parameters[i]) for i in kept}
-    clipped = _clipped_at_once(grads, cut, threshold, eps) if at_once and len(cut) == len(grads.gradients) else None
+    clipped = _clipped_at_once(grads, cut, threshold, eps) if at_once else None
     if clipped is not None:
-        norm, units = clipped
+        of_units, units = clipped
+        norms = [of_units.view(1)]
     else:
         units = _measured(grads, cut, (), threshold, eps)
-        norm = _total([*_joined(units.norms), *_norms_alone(grads, units)])
+        norms = _joined(units.norms)
+    norm = _total([*norms, *_norms_alone(grads, units)])
     return UnitClip(grads, units, norm, lambda: _outcome_here(grads, units, norm))
 
 
 def _clipped_at_once(
     grads: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float
 ) -> tuple[Tensor, Units] | None:
-    """Clip in one pass over memory; return the norm of all before, and what was done, or None if nothing was."""
+    """Clip in one pass over memory; return the norm of all units before, and what was done, or None if nothing was."""
     rows = {i: grads.gradients[i] for i in layouts if grads.gradients[i].numel()}
     if isinstance(threshold, Tensor) or not rows:
         return None

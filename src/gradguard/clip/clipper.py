@@ -301,7 +301,8 @@ class Clipper(ABC):
         if heard:
             announce(tensors, tells_norms=grads.reduction is None and self.orders() == {2.0})
         with refused_by_name(grads):
-            decision = self.decide_and_apply(grads)
+            decision = with_culprits(self.decide_at_once(grads))
+            decision.apply()
         result = _zeroed(decision) if policy == "zero" else decision.result
         if heard:
             tell(self.event_of(grads, result))
@@ -316,11 +317,9 @@ class Clipper(ABC):
             scale: What a GradScaler has multiplied them by: thresholds are for gradients divided by it.
         """
 
-    def decide_and_apply(self, grads: Gradients) -> Decision:
-        """Do what `decide` says at once; a rule that can in fewer passes over memory says how."""
-        decision = with_culprits(self.decide(grads))
-        decision.apply()
-        return decision
+    def decide_at_once(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
+        """Decide, and clip in the same pass over memory where the rule can: then `Decision.apply` has nothing to do."""
+        return self.decide(grads, scale)
 
     def measure(self, grads: Gradients) -> "MeasuredGradients":
         """Return ``grads`` with the norms that `decide` will ask for."""

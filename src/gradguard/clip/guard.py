@@ -20,6 +20,7 @@ from gradguard.clip.optimizer_proxy import OptimizerProxy, Snapshot
 from gradguard.clip.reach import with_reach
 from gradguard.clip_events import SkipReason, is_heard, tell
 from gradguard.distributed.agreement import largest_of
+from gradguard.distributed.wrappers import follow_backwards
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_steps
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
@@ -55,12 +56,14 @@ class Guard:
       exception: if the first step of a fused optimizer on an accelerator is skipped, its state exists, as zeros.)
     * Where the optimizer is a stock fused Adam, AdamW, SGD or Adagrad and the clip multiplies all gradients by one
       number, its kernel does that on the way: one pass over the gradients less. Nothing is set on the optimizer.
-    * In that folded path the host never waits for an accelerator, and the step can be captured in a CUDA graph; only
+    * `ClipAdaptive` measures and clips in one pass over memory, on one process and unless ``"raise"`` or ``spikes`` has
+      to know the norm first. Gradients of a step that is then skipped have been clipped.
+    * In the folded path the host never waits for an accelerator, and the step can be captured in a CUDA graph; only
       the first step of SGD with momentum reads one number. An optimizer that is not fused reads one number a step
       under ``"skip"`` and ``"raise"``, none otherwise.
-    * The kernel divides in float32. On the CPU gradients are clipped before the step where the number is too large for
-      that; an accelerator divides by the largest one, so that gradients whose norm is above 3.4e38 times the threshold
-      keep more than the threshold.
+    * The kernel divides in float32. Where the norm is above 3.4e38 times the threshold, the CPU clips before the step;
+      on an accelerator ``"skip"`` skips it like one that is not finite, and other policies divide by 3.4e38, so that
+      such gradients keep more than the threshold.
 
     **Edge cases.**
 
@@ -157,6 +160,8 @@ class Guard:
         self.spikes = check_spikes(spikes)
         self._spike_watch = SpikeWatch(spikes, clipper)
         self._spike: bool | Tensor = False  # whether the last step was skipped as one
+        # A spike's gradients are left as they are, for `Resilience`, and an error leaves everything.
+        self._clips_before_it_skips = nonfinite != "raise" and spikes is None
         self._detector = ScaledClipDetector()
         self._late = LateReader(self._read_late)
         self._proxy = OptimizerProxy(optimizer) if OptimizerProxy.serves(optimizer) else None
@@ -169,6 +174,7 @@ class Guard:
         self._reached = False  # whether it has called the optimizer's step
         self._attached = False
         self._look_at_parameters()  # which the clipper may refuse
+        follow_backwards()
         self._attach()
 
     def __repr__(self) -> str:
@@ -222,7 +228,8 @@ class Guard:
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         grads = self._gradients()
         with refused_by_name(grads):
-            decision = with_culprits(self.clipper.decide(grads, 1.0 if scale is None else scale))
+            decide = self.clipper.decide_at_once if self._clips_before_it_skips else self.clipper.decide
+            decision = with_culprits(decide(grads, 1.0 if scale is None else scale))
         self.last = decision.result
         self._skipped, self._skip_reason, self._spike = False, None, False
         if number == 0:
@@ -258,6 +265,8 @@ class Guard:
             return
         self._skip_reason = "nonfinite" if overflow is None else "grad_scaler"
         bad = bad if skips_bad else torch.zeros_like(bad)
+        if skips_bad and folds is not None and not readable and decision.coefficient is not None:
+            bad = bad | folds.overflows(decision.coefficient, scale)
         if folds is not None and not readable and folds.skips_safely():
             self._act_on_device(decision, folds, scale, bad, cast("Tensor | None", spike), skips_bad)
             return
@@ -338,7 +347,7 @@ class Guard:
             decision.apply()
         elif not are_readable(coefficient):
             folds.fold(coefficient, scale)
-        elif not folds.holds(coefficient, scale):
+        elif bool(folds.overflows(coefficient, scale)):
             decision.apply()
         elif float(coefficient) != 1.0:
             folds.fold(coefficient, scale)

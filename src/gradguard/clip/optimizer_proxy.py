@@ -89,9 +89,9 @@ class OptimizerProxy:
         )
 
     @staticmethod
-    def holds(coefficient: Tensor, scale: Tensor | None) -> bool:
-        """Tell whether what the kernel would divide by is a number in float32; the host reads it."""
-        return not bool((coefficient > 0) & _divisor(coefficient, scale).isinf())
+    def overflows(coefficient: Tensor, scale: Tensor | None) -> Tensor:
+        """Tell whether what the kernel would divide by is beyond float32: 0-dim bool, on the device."""
+        return (coefficient > 0) & _divisor(coefficient, scale).isinf()
 
     def fold(self, coefficient: Tensor, scale: Tensor | None) -> None:
         """Let the kernel multiply every gradient by ``coefficient``, and divide it by what a GradScaler multiplied."""

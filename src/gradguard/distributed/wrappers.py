@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradguard.distributed.megatron import refuse_experts, refuse_parts
 from gradguard.distributed.placements import Placement
-from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.errors import DistributedError, InvalidValueError, UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
 from gradguard.torch_private import (
+    default_store,
     flat_part_of,
     flattened_by_fsdp1,
     is_fsdp1,
@@ -50,7 +52,10 @@ class _Known:
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._reducer = wrapper.reducer
-        self._before: tuple[int, ...] = ()
+        # DDP's reducer keeps what the last backward that synchronised has left. Its last forward tells whether another
+        # one may have followed that did not: False after one inside no_sync(), and under no_grad().
+        last_synchronises = wrapper.require_forward_param_sync
+        self._before = () if last_synchronises else tuple(self._reducer.get_backward_stats())
         """The state of DDP's reducer before the last backward, or clip."""
         self._averaged: dict[int, weakref.ref[Tensor]] = {}
         """The gradients that are averaged, by the identities of their parameters."""
@@ -174,6 +179,14 @@ def check_wrappers(
     return {} if elementwise else flat_placements(tensors, module)
 
 
+def follow_backwards() -> None:
+    """Note from here on what each backward of a DistributedDataParallel does with its gradients."""
+    if dist.is_available() and dist.is_initialized():
+        for wrapper in _wrappers():
+            if isinstance(wrapper, DistributedDataParallel):
+                _known_of(wrapper)
+
+
 def _known_of(wrapper: DistributedDataParallel) -> _Known:
     if wrapper not in _known:
         _known[wrapper] = _Known(wrapper)
@@ -184,6 +197,7 @@ def _refuse_own_gradients(wrapper: DistributedDataParallel, parameters: Sequence
     """Raise if gradients of replicas differ; a collective, where none has averaged them: a script may have done it."""
     if not parameters or dist.get_world_size(wrapper.process_group) == 1:
         return
+    _wait_for_all(wrapper.process_group)
     grads = [None if p.grad is None else p.grad.detach() for p in parameters]
     dense = [grad.coalesce().values() if grad is not None and grad.is_sparse else grad for grad in grads]
     norms = [
@@ -199,6 +213,33 @@ def _refuse_own_gradients(wrapper: DistributedDataParallel, parameters: Sequence
             "its own, which differ: their norm differs from rank to rank. Let the forward and the backward of the last "
             "micro-batch run outside no_sync(), and clip then. Nothing was changed."
         )
+
+
+def _wait_for_all(group: Any) -> None:
+    """Wait, at the store, until all processes have come to compare their gradients.
+
+    A collective that one process began alone would meet those of the others' next backward, and could be added to them.
+
+    Raises:
+        DistributedError: If they have not all come within the time-out of the store.
+    """
+    store, world = default_store(), dist.get_world_size(group)
+    key, deadline = f"gradguard/{group.group_name}/replicas", time.monotonic() + store.timeout.total_seconds()
+    came, pause = store.add(key, 1), 1e-4
+    wanted = came + -came % world  # no process begins a comparison before all have come to the last
+    while came < wanted and time.monotonic() < deadline:
+        time.sleep(pause)
+        came, pause = store.add(key, 0), min(2 * pause, 0.05)
+    if came == wanted:
+        return
+    if store.add(key, -1) < wanted - 1:
+        raise DistributedError(
+            f"only {came + world - wanted} of {world} processes came within {store.timeout.total_seconds():.0f} s to "
+            "compare their gradients: DistributedDataParallel was not seen to average those of the last backward, as "
+            "inside no_sync(), so that one process alone cannot tell their norm. Clip and measure on every rank, or "
+            "after a backward that synchronizes. Nothing was changed."
+        )
+    store.add(key, 1)  # the last has come while this process gave up
 
 
 def refuse_flat_gradients(gradients: Sequence[Tensor | None]) -> None:
