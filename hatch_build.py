@@ -1,4 +1,6 @@
-"""What hatchling calls when it builds a wheel or an editable installation: the compiled kernels, if they can be built.
+"""What hatchling calls for a wheel or an editable installation: pages, and compiled kernels if they can be built.
+
+The pages of docs/ go into a wheel, where `gradguard explain` reads them.
 
 Without them the wheel is one for every machine. ``GRADGUARD_NATIVE=0`` leaves them out; ``GRADGUARD_PLATFORM`` is the
 platform that the wheel is named for, where that is a wider one than this machine: `make release` sees that it is true.
@@ -14,13 +16,19 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NATIVE = Path(__file__).parent / "native"
+DOCS = Path(__file__).parent / "docs"
+PAGES = ("*.md", "trainers/*.md", "tutorials/*.md")
 
 
 class NativeKernels(BuildHookInterface):
     """Adds ``gradguard/lib/libgradguard.so`` to a wheel, or to the source tree that an editable installation uses."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build the library; a failure is told and leaves it out."""
+        """Add the pages; build the library, whose failure is told and leaves it out."""
+        if version != "editable":
+            pages = [page for pattern in PAGES for page in DOCS.glob(pattern)]
+            force_include = build_data["force_include"]
+            force_include |= {str(page): f"gradguard/pages/{page.relative_to(DOCS).as_posix()}" for page in pages}
         if os.environ.get("GRADGUARD_NATIVE") == "0":
             return
         try:
