@@ -240,4 +240,18 @@ def rows_below(heading: str) -> list[str]:
 def test_the_pictures_are_what_their_script_draws():
     pictures = runpy.run_path(str(ROOT / "docs/pictures.py"))["PICTURES"]
     for name, draw in pictures.items():
-        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == draw(), f"run docs/pictures.py: {name}"
+        picture = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert picture == draw(), f"run docs/pictures.py: {name}"
+        assert not re.search(r"(href|src)=.?http|url\(.?http", picture)  # nothing is loaded
+        is_terminal = name in ("demo.svg", "tail.svg")  # dark in both themes
+        assert is_terminal or ("<title>" in picture and "prefers-color-scheme:dark" in picture)
+
+
+def test_every_picture_is_shown_and_has_words_for_who_cannot_see_it():
+    shown = {}
+    for page in PAGES:
+        for words, target in re.findall(r"!\[([^]]*)\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            shown[(page.parent / target).resolve()] = words
+    assert all(len(words) > 20 for words in shown.values()), shown
+    drawn = runpy.run_path(str(ROOT / "docs/pictures.py"))["PICTURES"]
+    assert {ROOT / "docs" / name for name in drawn} <= {*shown}
