@@ -61,7 +61,8 @@ def main() -> None:
 
 def unready(root: Path) -> list[str]:
     """Return what keeps the last commit from being a release."""
-    version = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    version = project["version"]
     changelog, citation = ((root / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff"))
     module = (root / "src/gradguard/__init__.py").read_text(encoding="utf-8")
     faults = []
@@ -75,6 +76,8 @@ def unready(root: Path) -> list[str]:
         faults.append(f"CHANGELOG.md: expected its first heading to be `## {version} (YEAR-MONTH-DAY)`.")
     if f"version: {version}\n" not in citation or (dated and f"date-released: {dated[1]}\n" not in citation):
         faults.append(f"CITATION.cff: expected version: {version}, and as date-released that of CHANGELOG.md.")
+    if not project.get("urls", {}).get("Source", "").startswith("https://"):
+        faults.append("pyproject.toml: expected Source under [project.urls]: links of the README lead there.")
     if git(root, "status", "--porcelain"):
         faults.append("there are uncommitted changes: commit or stash them.")
     return faults

@@ -101,6 +101,51 @@ def test_the_readme_is_read_in_a_minute():
     assert lines.index("## Install") < 40
 
 
+QUESTION = re.compile(r'^\*\*"(.+?)"\*\*(.+?)(?=^\*\*"|^## )', flags=re.MULTILINE | re.DOTALL)
+
+
+def test_each_of_six_questions_has_the_threads_that_asked_it_and_its_page():
+    questions = QUESTION.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(questions) == 6
+    for _, answer in questions:
+        links = re.findall(r"\]\(([^)]+)\)", answer)
+        threads = [
+            link for link in links if re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", link)
+        ]
+        assert len(threads) >= 2
+        assert [link for link in links if link.startswith("docs/")]
+        assert {*links} == {*threads} | {link for link in links if link.startswith("docs/")}
+
+
+def test_the_commands_of_the_readme_run(tmp_path, monkeypatch, capsys):
+    from gradguard.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BROWSER", "true")  # which the demo would open
+    train = "import torch\nx = torch.nn.Linear(2, 1)\no = torch.optim.SGD(x.parameters())\n"
+    Path("train.py").write_text(train + "x(torch.ones(3, 2)).sum().backward()\no.step()\n", encoding="utf-8")
+    lines = re.findall(r"^\$ (.*?)(?:\s+#.*)?$", "".join(blocks(ROOT / "README.md", "console")), flags=re.MULTILINE)
+    commands = [line.split()[1:] for line in lines if line.startswith("gradguard ")]
+    assert [line for line in lines if not line.startswith("gradguard ")] == ["pip install ."]  # by `make release`
+    assert [words[0] for words in commands] == ["demo", "run", "explain"]
+    for words in commands:
+        assert main([*words, "--no-open"] if words == ["demo"] else words) == 0
+    assert "gradguard run train.py" in capsys.readouterr().out
+
+
+def test_the_options_and_commands_that_the_readme_names_exist(capsys):
+    from gradguard.cli import main
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"`gradguard ([\w-]+)((?: --[\w-]+)*)", text)
+    assert len(named) >= 4
+    for command, options in named:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        shown = capsys.readouterr().out
+        assert all(option in shown for option in options.split())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_and_pictures_exist(page):
     prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
@@ -195,4 +240,18 @@ def rows_below(heading: str) -> list[str]:
 def test_the_pictures_are_what_their_script_draws():
     pictures = runpy.run_path(str(ROOT / "docs/pictures.py"))["PICTURES"]
     for name, draw in pictures.items():
-        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == draw(), f"run docs/pictures.py: {name}"
+        picture = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert picture == draw(), f"run docs/pictures.py: {name}"
+        assert not re.search(r"(href|src)=.?http|url\(.?http", picture)  # nothing is loaded
+        is_terminal = name in ("demo.svg", "tail.svg")  # dark in both themes
+        assert is_terminal or ("<title>" in picture and "prefers-color-scheme:dark" in picture)
+
+
+def test_every_picture_is_shown_and_has_words_for_who_cannot_see_it():
+    shown = {}
+    for page in PAGES:
+        for words, target in re.findall(r"!\[([^]]*)\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            shown[(page.parent / target).resolve()] = words
+    assert all(len(words) > 20 for words in shown.values()), shown
+    drawn = runpy.run_path(str(ROOT / "docs/pictures.py"))["PICTURES"]
+    assert {ROOT / "docs" / name for name in drawn} <= {*shown}

@@ -2,14 +2,15 @@
 
 import json
 import re
-import runpy
 from pathlib import Path
 
 import pytest
 
+from gradguard import errors
 from gradguard.cli import main
 from gradguard.cli.pages import _page
 from gradguard.monitoring.judge import diagnosis
+from gradguard.monitoring.judge.detectors import KINDS
 from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.record.file import read_record
 
@@ -21,24 +22,76 @@ def printed(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_every_finding_and_every_cause_is_explained(capsys):
-    page = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
+PARTS = {
+    "causes": ([*diagnosis.KEYS], ["**What it means.**", "**How it looks.**", "**What to do.**"]),
+    "findings": ([*KINDS], ["**What it means.**", "**How it looks.**", "**What to do.**"]),
+    "errors": (
+        [name for name, value in vars(errors).items() if isinstance(value, type)],
+        ["**What it means.**", "**What to do.**"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("page", "name"), [(page, name) for page, (names, _) in PARTS.items() for name in names])
+def test_every_name_is_explained_in_the_terminal(page, name, capsys):
+    shown = printed(capsys, "explain", name)
+    assert shown.startswith(f"# {name}\n")
+    if name in PARTS["causes"][0] and name in PARTS["findings"][0]:
+        as_cause, shown = shown.split("As a finding:")
+        shown = as_cause if page == "causes" else shown
+    places = [shown.index(heading) for heading in PARTS[page][1]]
+    assert places == sorted(places)
+    assert all(len(text.strip()) > 20 for text in re.split(r"\*\*[^*]+\*\*", shown[places[0] :])[1:])
+    assert "](" not in shown  # neither a picture nor a link that leads nowhere
+
+
+@pytest.mark.parametrize("page", PARTS)
+def test_a_page_of_parts_explains_each_name_once_and_no_other(page, capsys):
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^### `(\w+)`$", text, re.MULTILINE)) == sorted(PARTS[page][0])
     listed = printed(capsys, "explain")
-    names = re.findall(r"^### `(\w+)`|^\| `(\w+)` \|", page, re.MULTILINE)
-    assert len(names) > 40
-    for name in {finding or cause for finding, cause in names}:
-        assert f"`{name}`" in listed
+    assert all(f"`{name}`" in listed for name in PARTS[page][0])
+
+
+def test_the_list_of_what_one_sees_leads_to_every_cause():
+    table = (ROOT / "docs/causes.md").read_text(encoding="utf-8").split("\n## ")[0]
+    assert set(re.findall(r"\(#(\w+)\)", table)) == {*diagnosis.KEYS}
+
+
+def test_pages_are_printed_whole_and_say_where_links_lead(capsys):
+    listed = re.findall(r"`([\w/]+)`", printed(capsys, "explain").split("Pages: ")[1])
+    assert {"clipping", "nan", "trainers/lightning", "tutorials/nan"} <= {*listed}
+    for name in listed:
         shown = printed(capsys, "explain", name)
-        assert shown.startswith(f"# {name}\n")
-        assert len(shown) > 40
-        assert "](" not in shown  # neither a picture nor a link that leads nowhere
+        assert shown.startswith("# ")
+        assert "](" not in re.sub(r"```.*?```|`[^`\n]*`", "", shown, flags=re.DOTALL)
+        assert {*re.findall(r"\(`gradguard explain ([^`]*)`\)", shown)} <= {*listed}
+    assert "(`gradguard explain nan`)" in printed(capsys, "explain", "nonfinite_data")
+
+
+def test_every_command_names_its_page_in_its_help_and_in_its_errors(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert "`gradguard explain`" in shown
+    commands = re.findall(r"^    ([\w-]+)", shown, re.MULTILINE)
+    assert len(commands) > 10
+    for command in commands:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        (page,) = re.findall(r"`gradguard explain (\w+)`", capsys.readouterr().out)
+        assert printed(capsys, "explain", page)
+    assert main(["report", str(tmp_path / "nothing")]) == 2
+    assert capsys.readouterr().err.endswith("\n`gradguard explain report` is the page on `gradguard report`.\n")
 
 
 def test_an_unknown_name_gets_the_nearest_ones(capsys):
     assert main(["explain", "spik"]) == 2
-    assert capsys.readouterr().err == "gradguard: error: 'spik' is no finding and no cause. Did you mean spike?\n"
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("gradguard: error: 'spik' is no cause, finding, error or page. Did you mean spike")
     assert main(["explain", "zzz"]) == 2
-    assert capsys.readouterr().err.endswith("`gradguard explain` lists all.\n")
+    assert "`gradguard explain` lists all.\n" in capsys.readouterr().err
 
 
 def test_the_page_for_assistants_names_what_there_is(tmp_path, monkeypatch, capsys):
@@ -48,8 +101,7 @@ def test_the_page_for_assistants_names_what_there_is(tmp_path, monkeypatch, caps
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
         assert stop.value.code == 0
-    page = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
-    known = {"certain", "likely", "possible", "error", *re.findall(r"^(?:### |\| )`(\w+)`", page, re.MULTILINE)}
+    known = {"certain", "likely", "possible", "error", *diagnosis.KEYS, *KINDS}
     known |= {"keep", "constant", "rule", "nothing", "fix", "unknown"}  # kinds of decisions
     monkeypatch.chdir(tmp_path)
     printed(capsys, "demo", "--no-open")
@@ -75,6 +127,7 @@ def test_the_demo_tells_the_story_of_its_records(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     told = printed(capsys, "demo", "--no-open")
     sick, healed = read_record(Path("gradguard-demo/unclipped")), read_record(Path("gradguard-demo/clipped"))
+    assert (sick.dropped, sick.unreadable, healed.dropped, healed.unreadable) == (0, 0, 0, 0)
     assert diagnosis.diagnose(sick).cause.key == "exploding_time"
     words = " ".join(told.split())
     assert diagnosis.diagnose(sick).sentence in words
@@ -98,8 +151,3 @@ def test_the_demo_writes_over_nothing_of_the_users(tmp_path, monkeypatch, capsys
         assert main(["demo", "--no-open", "--out", folder]) == 2
         assert "choose another --out" in capsys.readouterr().err
     assert Path("runs/unclipped/run.jsonl").read_text(encoding="utf-8") == "a record of my own\n"
-
-
-def test_the_picture_of_the_demo_shows_what_it_prints(monkeypatch):
-    picture = runpy.run_path(str(ROOT / "docs/demo_picture.py"))
-    assert (ROOT / "docs/demo.svg").read_text(encoding="utf-8") == picture["drawn"]()

@@ -14,6 +14,23 @@ from gradguard.monitoring.record.text import drop_output, encodable, printable
 
 _COMMANDS = (demo, run, tune, report, pages, serve, replay, tail, check, parity, replay_step, env)
 
+_PAGES = {
+    "demo": "index",
+    "run": "watching",
+    "tune": "recommendation",
+    "report": "report",
+    "explain": "causes",
+    "skill": "skill",
+    "serve": "report",
+    "replay": "recommendation",
+    "tail": "watching",
+    "check": "gradient_check",
+    "parity": "parity",
+    "replay-step": "which_batch",
+    "env": "index",
+}
+"""The page of the documentation on each command, as `gradguard explain` prints it."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command ``argv`` and return its exit code: 2 for what cannot be carried out, with no traceback.
@@ -45,7 +62,7 @@ def _code(arguments: list[str]) -> int:
             return code
     except GradguardError as error:
         shown = "\n".join(map(printable, str(error).splitlines()))
-        print(f"gradguard: error: {shown}", file=sys.stderr)
+        print(f"gradguard: error: {shown}\n{_more(arguments[0])}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return BySignal.of(signal.SIGINT)
@@ -62,10 +79,17 @@ def _code(arguments: list[str]) -> int:
         return 2
 
 
+def _more(command: str) -> str:
+    return f"`gradguard explain {_PAGES[command]}` is the page on `gradguard {command}`."
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gradguard", description="Gradients you can trust.")
+    more = "`gradguard explain` prints the documentation: causes, findings, errors and pages."
+    parser = argparse.ArgumentParser(prog="gradguard", description="Gradients you can trust.", epilog=more)
     parser.add_argument("--version", action="version", version=f"gradguard {__version__}")
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
     for command in _COMMANDS:
         command.add_to(commands)
+    for name, command in commands.choices.items():
+        command.epilog = " ".join(filter(None, (command.epilog, _more(name))))
     return parser

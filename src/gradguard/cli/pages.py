@@ -8,34 +8,44 @@ from pathlib import Path
 
 from gradguard.errors import CommandError
 
+_OF_PARTS = {"Causes": "causes", "Findings": "findings", "Errors": "errors"}
+"""Pages with a part for each name: its heading is the name."""
+
+_FILES = ("*.md", "trainers/*.md", "tutorials/*.md")
+
 
 def add_to(commands) -> None:
     """Add the commands to those of the parser."""
-    explain = commands.add_parser("explain", help="what a finding or a cause of a report means, and what to do")
-    explain.add_argument("kind", nargs="?", metavar="NAME", help="such as spike or rate_too_high; without one, a list")
+    explain = commands.add_parser("explain", help="what a cause, finding or error means and what to do; or a page")
+    explain.add_argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="such as rate_too_high, spike, NonFiniteGradientError or the page clipping; without one, a list",
+    )
     explain.set_defaults(call=_explain)
     skill = commands.add_parser("skill", help="one page for an assistant: which command when, how to read --json")
     skill.set_defaults(call=_skill)
 
 
 def _explain(parsed: argparse.Namespace) -> int:
-    page = _page("findings.md")
-    findings = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
-    causes = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE))
-    if parsed.kind is None:
-        listed = [f"| `{name}` | {words} |" for name, words in causes.items()]
-        names = ", ".join(f"`{name}`" for name in findings)
-        _show("\n".join(["| cause | what the record shows |", "|---|---|", *listed, "", f"Findings: {names}."]))
+    parts = {page: _parts(page) for page in _OF_PARTS.values()}
+    pages = _names()
+    if parsed.name is None:
+        lists = {title: parts[page] for title, page in _OF_PARTS.items()} | {"Pages": pages}
+        _show("\n\n".join(f"{title}: {', '.join(f'`{name}`' for name in names)}." for title, names in lists.items()))
         return 0
-    if parsed.kind not in causes and parsed.kind not in findings:
-        near = get_close_matches(parsed.kind, [*causes, *findings], n=3)
-        hint = f"Did you mean {' or '.join(near)}?" if near else "`gradguard explain` lists all."
-        raise CommandError(f"{parsed.kind!a:.80} is no finding and no cause. {hint}")
-    text = findings.get(parsed.kind, "")
-    if parsed.kind in causes:
-        text = f"As the cause of a run: {causes[parsed.kind]}.\n{text}"
-    _show(f"# {parsed.kind}\n{text}")
-    return 0
+    found = [(page, names[parsed.name]) for page, names in parts.items() if parsed.name in names]
+    if found:
+        as_both = {"causes": "As the cause of a run:\n\n", "findings": "As a finding:\n\n"} if len(found) > 1 else {}
+        _show("\n".join([f"# {parsed.name}", *(as_both.get(page, "") + text for page, text in found)]))
+        return 0
+    if parsed.name in pages:
+        _show(_page(f"{parsed.name}.md"))
+        return 0
+    near = get_close_matches(parsed.name, [*(name for names in parts.values() for name in names), *pages], n=3)
+    hint = f"Did you mean {' or '.join(near)}?" if near else "`gradguard explain` lists all."
+    raise CommandError(f"{parsed.name!a:.80} is no cause, finding, error or page. {hint}")
 
 
 def _skill(parsed: argparse.Namespace) -> int:
@@ -44,17 +54,37 @@ def _skill(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _page(name: str) -> str:
-    """Return a page of docs/: of the installed package's copy, or of the checkout."""
+def _parts(page: str) -> dict[str, str]:
+    """Return the text below each heading that is a name."""
+    return dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", _page(f"{page}.md"), re.MULTILINE | re.DOTALL))
+
+
+def _folder() -> Path:
+    """Return docs/: the installed package's copy, or that of the checkout."""
     package = Path(__file__).parents[1]
-    file = package / "pages" / name
-    return (file if file.exists() else package.parents[1] / "docs" / name).read_text(encoding="utf-8")
+    copy = package / "pages"
+    return copy if copy.exists() else package.parents[1] / "docs"
+
+
+def _names() -> list[str]:
+    folder = _folder()
+    found = [path for pattern in _FILES for path in sorted(folder.glob(pattern))]
+    return [path.relative_to(folder).with_suffix("").as_posix() for path in found]
+
+
+def _page(name: str) -> str:
+    return (_folder() / name).read_text(encoding="utf-8")
 
 
 def _show(text: str) -> None:
-    """Print Markdown: drawn on a terminal, as it is elsewhere. Pictures and links to other pages are left out."""
+    """Print Markdown: drawn on a terminal, as it is elsewhere. Pictures are left out; links say what to type."""
     text = re.sub(r"^!\[.*?\]\(.*?\)\n+", "", text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    pages = _names()
+    text = re.sub(
+        r"\[([^]]*)\]\((?:\.\./)*([^)#]*?)(?:\.md)?(?:#[^)]*)?\)",
+        lambda link: f"{link[1]} (`gradguard explain {link[2]}`)" if link[2] in pages else link[1],
+        text,
+    )
     if not sys.stdout.isatty():
         print(text)
         return

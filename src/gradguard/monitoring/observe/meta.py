@@ -212,6 +212,8 @@ def program_facts(argv: Sequence[str] | None = None, clip: str | None = None, *,
         keep_arguments: Whether the arguments are written as they are, with the secrets that may be among them.
     """
     given = sys.argv if argv is None else argv
+    if given and given[0].endswith("ipykernel_launcher.py"):  # a notebook's kernel, which is no program to run again
+        given = []
     shown = list(given) if keep_arguments else redacted_arguments(given)
     version = getattr(sys.modules.get("gradguard"), "__version__", None)  # not imported: this floor is below
     return {"version": version, "argv": shown, "clip": clip, "git": git_state()}
