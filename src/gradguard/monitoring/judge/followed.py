@@ -6,7 +6,7 @@ from typing import Any
 
 from gradguard.monitoring.judge.cause import Cause
 from gradguard.monitoring.judge.numbers import number
-from gradguard.monitoring.judge.signals import Signals
+from gradguard.monitoring.judge.signals import Signals, signals_of
 from gradguard.monitoring.record.file import Record
 
 
@@ -18,7 +18,7 @@ def facts_of(record: Record, cause: Cause, rule: str | None) -> dict[str, Any]:
         cause: The first cause of its diagnosis.
         rule: The clip that it recommends.
     """
-    signals = Signals(record, ())
+    signals = signals_of(record)
     curve = signals.curve
     facts = {
         "record": "/".join(record.path.parts[-3:] if not record.path.is_absolute() else record.path.parts[-2:]),

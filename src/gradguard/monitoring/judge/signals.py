@@ -6,7 +6,6 @@ not. Losses and norms are followed by medians, which single steps do not move.
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +13,11 @@ from itertools import pairwise
 from typing import Any
 
 from gradguard.monitoring.judge.findings import Finding
-from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import BINDS_BELOW, is_search_of_scale
+from gradguard.monitoring.judge.health import findings
+from gradguard.monitoring.judge.scale_free import is_scale_free
+from gradguard.monitoring.record.file import Record, once
+from gradguard.monitoring.record.steps import BINDS_BELOW, is_search_of_scale, skipped_on
+from gradguard.threshold_rules import SortedWindow, upper_median_distance
 
 _OF_LOSSES = ("diverging_loss", "not_learning", "oscillation")
 
@@ -132,41 +134,47 @@ class Signals:
 
     Args:
         record: The record of its steps alone.
-        found: What health finds of it.
 
     Attributes:
         takes_turns: Whether other optimizers step between its steps, so that losses may be of networks that work
             against each other, and are not judged.
     """
 
-    def __init__(self, record: Record, found: Sequence[Finding]) -> None:
+    def __init__(self, record: Record) -> None:
         self.record = record
         steps = record.steps
-        self.numbers: list[int] = list(steps.column("i"))
+        self.numbers: Sequence[int] = steps.column("i")
         self.count = len(self.numbers)
         self.takes_turns = sum(after - before > 1 for before, after in pairwise(self.numbers)) > self.count // 10
+        self.skipped = skipped_on(steps)
+        self.searched = [False] * self.count
+        if steps.has_any("amp_scale"):
+            self.searched = [is_search_of_scale(step) for step in steps]
+        self.losses = _of_turns(_finite(steps.column("loss")))
+        self.norms, self.rates, self.coefficients = (
+            _finite(steps.column(key)) for key in ("norm", "lr", "coefficient")
+        )
+        self.lost_loss = [there and loss is None for loss, there in zip(self.losses, steps.has("loss"), strict=True)]
+        lost_norm = (there and norm is None for norm, there in zip(self.norms, steps.has("norm"), strict=True))
+        self.lost = [
+            bool(bad or norm or loss) and not search
+            for bad, norm, loss, search in zip(
+                steps.column("nonfinite"), lost_norm, self.lost_loss, self.searched, strict=True
+            )
+        ]
+
+    @cached_property
+    def found(self) -> tuple[Finding, ...]:
+        """What health finds of it, but for losses that mean nothing and the parameters of others."""
         about_losses = _OF_LOSSES if self.takes_turns else ()
         theirs = self._names_of_others()
-        self.found = tuple(one for one in found if one.kind not in about_losses and not theirs & set(one.params))
-        self.kinds = {one.kind for one in self.found}
-        losses, has_loss = steps.column("loss"), steps.has("loss")
-        norms, has_norm = steps.column("norm"), steps.has("norm")
-        skipped = [bool(one) for one in steps.column("skipped")]
-        bad = [bool(one) for one in steps.column("nonfinite")]
-        searched = [False] * self.count
-        if steps.has_any("amp_scale"):
-            searched = [is_search_of_scale(step) for step in steps]
-        self.skipped, self.searched = skipped, searched
-        self.losses: list[float | None] = _of_turns([_finite(loss) for loss in losses])
-        self.lost_loss = [there and loss is None for loss, there in zip(self.losses, has_loss, strict=True)]
-        self.norms: list[float | None] = [_finite(norm) for norm in norms]
-        lost_norm = (there and norm is None for norm, there in zip(self.norms, has_norm, strict=True))
-        self.lost = [
-            (one or two or three) and not search
-            for one, two, three, search in zip(bad, lost_norm, self.lost_loss, searched, strict=True)
-        ]
-        self.rates: list[float | None] = [_finite(rate) for rate in steps.column("lr")]
-        self.coefficients: list[float | None] = [_finite(one) for one in steps.column("coefficient")]
+        found = findings(self.record)
+        return tuple(one for one in found if one.kind not in about_losses and not theirs & set(one.params))
+
+    @cached_property
+    def kinds(self) -> set[str]:
+        """The kinds of what health finds."""
+        return {one.kind for one in self.found}
 
     def _names_of_others(self) -> set[str]:
         """The parameters of other optimizers."""
@@ -412,7 +420,7 @@ class Signals:
         It divides by their size if it has an ``eps``. Without one, measured updates decide: over the lines they vary
         far less than the gradients do.
         """
-        return self.eps is not None or _is_named_scale_free(self.record)
+        return self.eps is not None or bool(is_scale_free(self.record))
 
     # --- clips --------------------------------------------------------------------------------------------------------
 
@@ -481,27 +489,27 @@ OUTBURST_DEVIATIONS = 6.0
 
 def _outbursts(values: Sequence[float | None], times: float = OUTBURST_TIMES) -> list[int]:
     """Places where a value leaps away from the recent ones, which leave earlier leaps out."""
-    found, recent, limit, fresh = [], deque[float](maxlen=_RECENT), math.inf, 0
+    found, recent, limit, fresh = list[int](), SortedWindow(_RECENT), math.inf, 0
     for place, value in enumerate(values):
         if value is None or value <= 0:
             continue
         if value > limit:
             found.append(place)
             if len(found) > 3 and found[-1] - found[-4] == 3:  # this is a new level, and no leap
-                recent, limit = deque([value], maxlen=_RECENT), math.inf
+                recent, limit = SortedWindow(_RECENT), math.inf
+                recent.add(math.log(value))
             continue
-        recent.append(value)
+        recent.add(math.log(value))
         fresh += 1
-        if len(recent) >= _FEWEST_RECENT and fresh >= _REFRESH:
-            limit, fresh = _limit(recent, times), 0
+        if fresh >= _REFRESH and len(recent.ordered) >= _FEWEST_RECENT:
+            limit, fresh = _limit(recent.ordered, times), 0
     return found
 
 
-def _limit(recent: Sequence[float], times: float) -> float:
-    """The value above which the next one leaps away from the recent ones."""
-    logs = sorted(map(math.log, recent))
+def _limit(logs: Sequence[float], times: float) -> float:
+    """The value above which the next one leaps away from those with these logarithms, ascending."""
     middle = logs[len(logs) // 2]
-    spread = _MAD_TO_SIGMA * sorted([abs(one - middle) for one in logs])[len(logs) // 2]
+    spread = _MAD_TO_SIGMA * upper_median_distance(logs, middle)
     return math.exp(min(middle + max(math.log(times), OUTBURST_DEVIATIONS * spread), _LARGEST_LOGARITHM))
 
 
@@ -511,8 +519,10 @@ def _of_turns(losses: list[float | None]) -> list[float | None]:
     if sum(one is not None for one in logs) < max(20, sum(loss is not None for loss in losses) // 2):
         return losses
     one = _usual_step(logs, 1)
+    if one < _TURNS:
+        return losses
     turn = next((lag for lag in range(2, _LONGEST_TURN + 1) if 2 * _usual_step(logs, lag) <= one), None)
-    if one < _TURNS or turn is None:
+    if turn is None:
         return losses
     known = [log for log in logs if log is not None]
     if abs(statistics.fmean(known[turn : 2 * turn]) - statistics.fmean(known[:turn])) > 3 * one:
@@ -532,11 +542,18 @@ def _usual_step(logs: Sequence[float | None], lag: int) -> float:
     return statistics.median(steps) if steps else math.inf
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _finite(values: list[float | None]) -> list[float | None]:
+    """The values, with None for those that are not finite, as a run that is still in memory may have them."""
+    if math.isfinite(sum(filter(None, values))):
+        return values
+    return [value if value is not None and math.isfinite(value) else None for value in values]
 
 
-def _is_named_scale_free(record: Record) -> bool:
-    from gradguard.monitoring.judge.scale_free import is_scale_free
+@once
+def signals_of(record: Record) -> Signals:
+    """Return what one optimizer's steps show; nobody may change it.
 
-    return bool(is_scale_free(record))
+    Args:
+        record: The record of its steps alone.
+    """
+    return Signals(record)

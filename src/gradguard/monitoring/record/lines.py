@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
+from operator import itemgetter
 from typing import Any, overload
 
 _Row = tuple[Any, ...]
@@ -65,7 +66,11 @@ class Lines(Sequence[dict[str, Any]]):
             key: The name of a field.
         """
         if key not in self._columns:
-            self._columns[key] = [None if (place := row[0].get(key)) is None else row[place] for row in self._rows]
+            places = {of.get(key) for of in self._places.values()}
+            if len(places) == 1 and places != {None}:  # one place in every line, as nearly always
+                self._columns[key] = list(map(itemgetter(*places), self._rows))
+            else:
+                self._columns[key] = [None if (place := row[0].get(key)) is None else row[place] for row in self._rows]
         return self._columns[key]
 
     def has(self, key: str) -> list[bool]:
@@ -74,7 +79,8 @@ class Lines(Sequence[dict[str, Any]]):
         Args:
             key: The name of a field.
         """
-        return [key in row[0] for row in self._rows]
+        there = {key in of for of in self._places.values()}
+        return [*there] * len(self) if len(there) == 1 else [key in row[0] for row in self._rows]
 
     def has_any(self, key: str) -> bool:
         """Return whether any line has the key.
@@ -82,7 +88,7 @@ class Lines(Sequence[dict[str, Any]]):
         Args:
             key: The name of a field.
         """
-        return any(key in row[0] for row in self._rows)
+        return any(key in of for of in self._places.values()) and any(self.has(key))
 
     def where(self, chosen: Sequence[Any]) -> "Lines":
         """Return the lines that are chosen; the object itself where all are.

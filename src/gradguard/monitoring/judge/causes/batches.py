@@ -201,8 +201,11 @@ def _fall(signals: Signals) -> int | None:
     """The place at which the loss leaps up out of calm and soon falls to a fraction of what it was, and stays there."""
     values = signals.losses
     for place in range(30, signals.count - 40):
-        here, before = values[place], [loss for loss in values[place - 20 : place] if loss is not None]
-        if here is None or len(before) < 15 or min(before) <= 0 or here < 2 * max(before):
+        here, previous = values[place], values[place - 1]
+        if here is None or (previous is not None and here < 2 * previous):
+            continue
+        before = [loss for loss in values[place - 20 : place] if loss is not None]
+        if len(before) < 15 or min(before) <= 0 or here < 2 * max(before):
             continue
         later = [loss for loss in values[place + 20 :] if loss is not None]
         if later and max(later[: len(later) // 2 + 1]) < FALLEN * statistics.median(before):
