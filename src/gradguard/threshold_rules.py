@@ -438,6 +438,7 @@ class LockInAlarm:
         thresholds.append(threshold)
         bound_on.append(clipped)
         self._bound += clipped
-        if not locked_in(len(bound_on), self._bound, threshold, threshold, window):
-            return False  # most steps end here: only thresholds that differ are looked through
+        low, high = (thresholds[0], threshold) if thresholds[0] < threshold else (threshold, thresholds[0])
+        if not locked_in(len(bound_on), self._bound, low, high, window):
+            return False  # most steps end here: only thresholds that may be one are looked through
         return self._same >= window or locked_in(window, self._bound, min(thresholds), max(thresholds), window)

@@ -468,15 +468,11 @@ def period_of(places: Sequence[int]) -> int | None:
     for gap in sorted(gaps):
         if gap < 3:
             continue
-        on_grid = max(_on_grid(places, first, gap) for first in places[:6])
+        on_grid = max(sum((place - first) % gap == 0 for place in places) for first in places[:6])
         slots = (places[-1] - places[0]) // gap + 1
         if on_grid >= 4 and on_grid >= 0.7 * len(places) and on_grid >= 0.7 * slots:
             return gap
     return None
-
-
-def _on_grid(places: Sequence[int], first: int, gap: int) -> int:
-    return sum((place - first) % gap == 0 for place in places)
 
 
 OUTBURST_TIMES = 4.0

@@ -174,7 +174,10 @@ def data_shift(signals: Signals) -> Cause | None:
         return None
     up, down = _level_shift(signals), _fall(signals)
     place = up if up is not None else down
-    if place is None or _rate_jumped(signals, place):
+    if place is None:
+        return None
+    rates = [rate for rate in signals.rates[max(0, place - 3) : place + 1] if rate]
+    if rates and max(rates) > 2 * min(rates):
         return None
     before, after = signals.losses[max(0, place - 20) : place], signals.losses[place : place + 20]
     low, high = (statistics.median([loss for loss in values if loss is not None]) for values in (before, after))
@@ -236,11 +239,6 @@ def _level_shift(signals: Signals) -> int | None:
     times, place = max(found, default=(0.0, None))
     needed = ONE_TIMES if len(leaps) == 1 else FEW_TIMES if len(leaps) <= MOST_SHIFTS else MOST_TIMES
     return place if times > needed else None
-
-
-def _rate_jumped(signals: Signals, place: int) -> bool:
-    rates = [rate for rate in signals.rates[max(0, place - 3) : place + 1] if rate]
-    return bool(rates) and max(rates) > 2 * min(rates)
 
 
 def drift(signals: Signals) -> Cause | None:

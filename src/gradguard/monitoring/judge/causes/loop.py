@@ -96,7 +96,7 @@ def no_gradient(signals: Signals) -> Cause | None:
     missing, share = _missing(signals)
     if missing:
         names = [str(signals.params[place].get("name", "?")) for place in missing]
-        first = min(missing) == 0 or _are_deepest(signals, missing)
+        first = min(missing) == 0  # something cuts the model behind them
         cut = share >= UNUSED_SHARE or (first and len(missing) > 1)
         words = f"{len(names)} of {len(signals.params)} parameters never had a gradient: {named(names)}."
         where = f" up to {names[-1]}" if first and len(names) > 1 else ""
@@ -163,12 +163,6 @@ def _frozen(signals: Signals) -> Cause | None:
         (Evidence(signals.span, words, names, (("share", share),)),),
         ("No learning rate and no clip changes what has no gradient.",),
     )
-
-
-def _are_deepest(signals: Signals, missing: list[int]) -> bool:
-    """Whether the parameters without gradient are the first ones of the model: something cuts it behind them."""
-    last = max(missing)
-    return sum(place <= last for place in missing) == last + 1
 
 
 def _missing(signals: Signals) -> tuple[list[int], float]:

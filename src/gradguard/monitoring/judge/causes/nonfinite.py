@@ -47,14 +47,9 @@ def nonfinite(signals: Signals) -> Cause | None:
     small = _small_type(signals, origin)
     if small or (origin is not None and origin[0] == "Exp"):
         return _by_range(signals, step, seen, small, origin)
-    if place <= 2 and not _is_calm_start(signals, place):
-        return _by_growth(signals, place, seen, growth) if place else _by_data(signals, step, seen, "likely", "")
+    if 0 < place <= 2 and signals.rates[place - 1]:  # right after the first update, which the rate makes
+        return _by_growth(signals, place, seen, growth)
     return _by_data(signals, step, seen, "likely", "" if origin is None else _made_by(origin))
-
-
-def _is_calm_start(signals: Signals, place: int) -> bool:
-    """Whether the first update cannot have done it: a run that breaks right after it broke by its rate."""
-    return place == 0 or not signals.rates[place - 1]
 
 
 def _growth(signals: Signals, place: int) -> Evidence | None:

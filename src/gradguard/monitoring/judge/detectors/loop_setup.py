@@ -65,7 +65,9 @@ class Setup:
         bound = binds(step)
         self._coefficient = step["coefficient"] if bound and step.get("rule") in UNIFORM_RULES else 1.0
         found = self._scaled_clip(step) if bound and step.get("scaled_clip") else []
-        return found + self._kept_gradients(step["i"]) if step.get("kept_gradients") else found
+        if step.get("kept_gradients") and not self._log.goes_on(KEPT.name, step["i"]):
+            found += self._begin(KEPT, self._kept, KEPT_STEPS, step["i"], {})
+        return found
 
     def tensors(self, i: int, norms: Sequence[float], absent: Sequence[int]) -> list[Finding]:
         """Return what is new after a line with the norm of each parameter.
@@ -110,9 +112,6 @@ class Setup:
             return []
         numbers = {"threshold": threshold, "scale": scale}
         return self._begin(SCALED_CLIP, self._scaled, SCALED_CLIPS, step["i"], numbers)
-
-    def _kept_gradients(self, i: int) -> list[Finding]:
-        return [] if self._log.goes_on(KEPT.name, i) else self._begin(KEPT, self._kept, KEPT_STEPS, i, {})
 
     def _begin(self, kind: Kind, seen: list[int], needed: int, i: int, numbers: dict[str, float]) -> list[Finding]:
         seen.append(i)

@@ -167,11 +167,10 @@ def _largest(rows: Sequence[list[Number]], count: int) -> list[Number]:
     if len(rows) == 1:
         return rows[0][:count]
     short = [row[:count] for row in rows]
-    return [None if None in cells else _largest_known(cells) for cells in zip(*short, strict=True)]
-
-
-def _largest_known(cells: Sequence[Any]) -> float:
-    return max((cell for cell in cells if cell == cell), default=math.nan)
+    columns: list[Any] = list(zip(*short, strict=True))
+    return [
+        None if None in cells else max((cell for cell in cells if cell == cell), default=math.nan) for cells in columns
+    ]
 
 
 def _most_telling(columns: list[list[Number]], kept: list[int], most: int) -> tuple[list[int], int]:
