@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 
 from gradguard.threshold_formulas import (
@@ -90,7 +91,8 @@ class _Stepwise(Rule):
     """
 
     def __init__(self, step: Callable[..., tuple[float, Memory]], memory: Memory, **settings: float) -> None:
-        self._next, self._memory, self._settings = step, dict(memory), settings
+        self._memory = dict(memory)
+        self._next = partial(step, PLAIN, self._memory, **settings)
 
     def choose(self, norm: float) -> float:
         """Return the threshold for ``norm``, and remember it.
@@ -98,10 +100,7 @@ class _Stepwise(Rule):
         Args:
             norm: As for `Rule.step`.
         """
-        return self._advance(norm)
-
-    def _advance(self, norm: float, **known: float) -> float:
-        threshold, changed = self._next(PLAIN, self._memory, norm, norm > 0, **self._settings, **known)
+        threshold, changed = self._next(norm, norm > 0)
         self._memory.update(changed)
         return threshold
 
@@ -140,7 +139,9 @@ class Median(_Stepwise):
             norm: As for `Rule.step`.
             longest: The norm of gradients that would move the weights by as much as they are long.
         """
-        return self._advance(norm, longest=longest)
+        threshold, changed = self._next(norm, norm > 0, longest=longest)
+        self._memory.update(changed)
+        return threshold
 
 
 class Percentile(_Stepwise):

@@ -106,19 +106,23 @@ class Track:
 
     def step(self, step: dict[str, Any]) -> list[Finding]:
         """Return what is new after a step."""
-        i, norm, skipped = step["i"], step.get("norm"), bool(step.get("skipped"))
-        scale = step.get("amp_scale")
-        found = self.setup.step(step)
-        found += [] if scale is None else self.scale.step(i, scale, skipped and not step.get("spike"))
+        i, norm, skipped, scale = step["i"], step.get("norm"), bool(step.get("skipped")), step.get("amp_scale")
+        clipped = binds(step)
+        found = self.setup.step(step, clipped)
+        if scale is not None:
+            found += self.scale.step(i, scale, skipped and not step.get("spike"))
         if step.get("nonfinite") or ("norm" in step and not _is_finite(norm)):
             return found + self.level.nonfinite(i, skipped, scale is not None)
         if norm is None or skipped:
             return found
-        loss, clipped, top = step.get("loss"), binds(step), step.get("top")
-        loss = loss if _is_finite(loss) else None
-        if loss is not None:
-            found += self.loss.follow(i, loss) + self.oscillation.follow(i, loss, clipped)
-        found += self.level.finite(i, norm, loss, clipped, top) + self.outliers.follow(i, norm, top, clipped)
+        loss, top = step.get("loss"), step.get("top")
+        if _is_finite(loss):
+            found += self.loss.follow(i, loss)
+            found += self.oscillation.follow(i, loss, clipped)
+        else:
+            loss = None
+        found += self.level.finite(i, norm, loss, clipped, top)
+        found += self.outliers.follow(i, norm, top, clipped)
         threshold = threshold_of(step)
         if threshold is not None:
             found += self.clipping.follow(i, threshold, step.get("coefficient"))
