@@ -14,7 +14,7 @@ from gradguard.arguments import check_order
 from gradguard.clip.clipper import Clipper, Decision, describe
 from gradguard.clip.gradients import Gradients, global_norm
 from gradguard.clip.lock_in import LockIn
-from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.errors import InvalidValueError
 from gradguard.tensors.host_copy import refuse_capture
 from gradguard.tensors.layout import wide_dtype
 from gradguard.tensors.number_operations import TENSORS, median_of_stored
@@ -208,19 +208,6 @@ def scalar(value: float) -> Tensor:
 def counter() -> Tensor:
     """Return a 0-dim count of 0."""
     return torch.zeros((), dtype=torch.int64, device="cpu")
-
-
-def whole(name: str, value: int) -> int:
-    """Return ``value``, a whole number >= 1.
-
-    Raises:
-        InvalidTypeError: If it is no whole number.
-        InvalidValueError: If it is below 1.
-    """
-    if not isinstance(value, int):
-        raise InvalidTypeError(f"{name}={value!r}: expected a whole number >= 1, got {type(value).__name__}.")
-    check(value >= 1, "a whole number >= 1", lambda: f"{name}={value}")
-    return value
 
 
 def check(condition: bool, expected: str, given: Callable[[], str]) -> None:
