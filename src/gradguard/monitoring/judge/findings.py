@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradguard.monitoring.judge.numbers import listed
+from gradguard.words import counted, listed
 
 RECOVERED_STEPS = 100
 """So many healthy steps end an episode; the next fault of its kind is told anew."""
@@ -271,4 +271,4 @@ def steps(count: int) -> str:
         >>> steps(1), steps(1200)
         ('1 step', '1,200 steps')
     """
-    return f"{count:,} step{'s' * (count != 1)}"
+    return counted(count, "step")

@@ -116,11 +116,10 @@ class Track:
         if norm is None or skipped:
             return found
         loss, top = step.get("loss"), step.get("top")
-        if _is_finite(loss):
+        loss = loss if _is_finite(loss) else None
+        if loss is not None:
             found += self.loss.follow(i, loss)
             found += self.oscillation.follow(i, loss, clipped)
-        else:
-            loss = None
         found += self.level.finite(i, norm, loss, clipped, top)
         found += self.outliers.follow(i, norm, top, clipped)
         threshold = threshold_of(step)

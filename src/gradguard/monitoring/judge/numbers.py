@@ -1,7 +1,6 @@
 """Numbers as people write them."""
 
 import math
-from collections.abc import Sequence
 
 
 def percent(share: float) -> str:
@@ -58,21 +57,3 @@ def plain_threshold(threshold: float) -> str:
         ['1.0', '0.25', '2.2', '34']
     """
     return repr(float(f"{threshold:.6g}")) if threshold < 10 else f"{threshold:g}"
-
-
-def listed(words: Sequence[str], most: int) -> str:
-    """Some of them, and how many more there are.
-
-    Args:
-        words: At least one.
-        most: How many to name.
-
-    Returns:
-        For example ``"a, b and 3 more"``.
-
-    Example:
-        >>> listed("abcde", 2), listed("ab", 2)
-        ('a, b and 3 more', 'a, b')
-    """
-    more = len(words) - most
-    return ", ".join(words[:most]) + (f" and {more:,} more" if more > 0 else "")

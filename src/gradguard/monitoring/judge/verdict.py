@@ -21,6 +21,7 @@ from gradguard.monitoring.record.steps import (
     taken_steps,
     usable_norms,
 )
+from gradguard.words import counted
 
 _FEWEST_FOR_SPIKES = 20
 
@@ -225,7 +226,7 @@ def _sentence(record: Record, numbers: dict[str, Any]) -> str:
 def _clip_words(record: Record, numbers: dict[str, Any]) -> str:
     clips, share = numbers["clips"], percent(numbers["clip_share"] or 0.0)
     if not numbers["clipping"]:
-        return f"No clipping in {_steps(numbers['steps'])}."
+        return f"No clipping in {counted(numbers['steps'], 'step')}."
     steps = _taken(numbers)
     if len(clips) > 1:
         each = shares_in_words(clips, max(numbers["taken_steps"], 1))
@@ -249,11 +250,8 @@ def _acted_on_some(numbers: dict[str, Any]) -> bool:
 def _taken(numbers: dict[str, Any]) -> str:
     """The steps that a share is of: not all of the run, where some were skipped or not finite."""
     taken = numbers["taken_steps"]
-    return _steps(taken) if taken == numbers["steps"] else f"the {_steps(taken)} that were taken and finite"
-
-
-def _steps(count: int) -> str:
-    return f"{count:,} step{'s' * (count != 1)}"
+    steps = counted(taken, "step")
+    return steps if taken == numbers["steps"] else f"the {steps} that were taken and finite"
 
 
 def _where(record: Record, threshold: float | None) -> str:
@@ -279,7 +277,7 @@ def _norm_words(numbers: dict[str, Any]) -> str:
         return "No finite gradient norm was recorded."
     times = f" ({number(largest / median)}x the median)" if median > 0 else ""
     share = numbers["spike_share"]
-    usable = _steps(numbers["usable_steps"])
+    usable = counted(numbers["usable_steps"], "step")
     spikes = "" if share is None else f"; {percent(share)} of {usable} after the warm-up were spikes"
     return f"Gradient norms before clipping: median {number(median)}, largest {number(largest)}{times}{spikes}."
 
@@ -288,6 +286,6 @@ def _fault_words(numbers: dict[str, Any]) -> str:
     skipped, lost = numbers["skipped_steps"], numbers["nonfinite_steps"]
     spikes = numbers["skipped_spikes"]
     first = f"{skipped:,} skipped{f' ({spikes:,} as finite spikes)' if spikes else ''}. " if skipped else ""
-    of = f"Of {_steps(numbers['steps'])}: " if skipped or lost else ""
+    of = f"Of {counted(numbers['steps'], 'step')}: " if skipped or lost else ""
     diverged = " The loss was not finite at the end." if numbers["diverged"] else ""
     return f"{of}{first}{lost:,} non-finite.{diverged}"

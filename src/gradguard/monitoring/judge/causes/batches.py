@@ -8,6 +8,7 @@ from itertools import pairwise
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.numbers import number, plain_threshold
 from gradguard.monitoring.judge.signals import BLOCKS, Signals, period_of
+from gradguard.words import counted
 
 FEWEST_OUTBURSTS = 3
 CALM_SHARE = 0.2
@@ -70,7 +71,7 @@ def bad_batches(signals: Signals) -> Cause | None:
     )
     words = (
         f"There the loss or the gradient norm leapt out of calm, to {number(times)} times what it was just before, "
-        f"{len(numbers):,} time{'s' * (len(numbers) != 1)} in all."
+        f"{counted(len(numbers), 'time')} in all."
     )
     return Cause(
         "bad_batches",

@@ -7,6 +7,7 @@ from gradguard.monitoring.judge.findings import named
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Signals
+from gradguard.words import counted
 
 GROWN = 3.0
 """Norms or losses so many times the recent ones, just before numbers were lost, had grown."""
@@ -35,7 +36,7 @@ def nonfinite(signals: Signals) -> Cause | None:
     lost = sum(signals.lost)
     finding = signals.finding("nonfinite")
     params = finding.params if finding is not None else ()
-    words = f"the loss or gradients were not finite on {lost:,} step{'s' * (lost != 1)}, first on step {step}"
+    words = f"the loss or gradients were not finite on {counted(lost, 'step')}, first on step {step}"
     words += f", in {named(params)}." if params else "."
     seen = Evidence((step, signals.span[1] if signals.ends_lost else step), _sentence(words), tuple(params))
     growth = _growth(signals, place)
