@@ -161,6 +161,19 @@ class Log:
                     episode.numbers[extreme] = pick(episode.numbers[extreme], value)
         return episode
 
+    def tell(self, key: str, kind: Kind, first: int, i: int, value: float | None = None, **more: Any) -> list[Finding]:
+        """Return the finding of a fault on step ``i`` if it begins an episode, nothing if one goes on.
+
+        Args:
+            key: As for `goes_on`.
+            kind: As for `begin`.
+            first: As for `begin`.
+            i: The step.
+            value: As for `goes_on`.
+            **more: As for `begin`.
+        """
+        return [] if self.goes_on(key, i, value) else self.begin(key, kind, first, i, **more)
+
     def same(self, key: str, other: str) -> None:
         """Let ``other`` tell of the open episode of ``key`` too.
 

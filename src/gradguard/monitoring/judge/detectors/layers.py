@@ -78,11 +78,8 @@ class Layers:
         if not 0 <= place < len(self.names) or self._large[place]:
             return []
         name = self.names[place]
-        if self._log.goes_on(f"dominating {name}", i):
-            return []
-        return self._log.begin(
-            f"dominating {name}", DOMINATING, i, i, params=[name], numbers={"share": count / LOCK_IN_WINDOW}
-        )  # fmt: skip
+        numbers = {"share": count / LOCK_IN_WINDOW}
+        return self._log.tell(f"dominating {name}", DOMINATING, i, i, params=[name], numbers=numbers)
 
     def norms(self, i: int, norms: Sequence[float], absent: Sequence[int] = ()) -> list[Finding]:
         """Return what is new after a line with the norm of each parameter.

@@ -100,10 +100,10 @@ class Corruption:
     def _returned(self, suspect: tuple[int, int, float, float], norms: Sequence[float]) -> list[Finding]:
         """What lasts is another state, not an accident."""
         i, place, times, limit = suspect
-        if norms[place] > limit or self._log.goes_on(f"corrupt {place}", i, times):
+        if norms[place] > limit:
             return []
-        name = self._names[place]
-        return self._log.begin(f"corrupt {place}", CORRUPT, i, i, params=[name], numbers={"largest": times})
+        about = {"params": [self._names[place]], "numbers": {"largest": times}}
+        return self._log.tell(f"corrupt {place}", CORRUPT, i, i, times, **about)
 
     def _alone(self, i: int, place: int, norms: Sequence[float]) -> tuple[int, int, float, float] | None:
         others = [
