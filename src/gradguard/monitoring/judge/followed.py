@@ -8,6 +8,7 @@ from gradguard.monitoring.judge.cause import Cause
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import Signals, signals_of
 from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.lines import without_none
 
 
 def facts_of(record: Record, cause: Cause, rule: str | None) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def helped(signals: Signals) -> str:
 def follows_clip(signals: Signals) -> bool:
     """Return whether the clip in use is the one that the earlier run was told."""
     rule = str((signals.record.meta.get("followed") or {}).get("rule") or "")
-    used = [one for one in signals.record.steps.column("threshold") if one is not None]
+    used = without_none(signals.record.steps.column("threshold"))
     name, _, value = rule.partition("=")
     if name != "norm" or not used:
         return False

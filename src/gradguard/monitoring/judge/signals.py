@@ -16,6 +16,7 @@ from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.file import Record, once
+from gradguard.monitoring.record.lines import without_none
 from gradguard.monitoring.record.steps import BINDS_BELOW, is_search_of_scale, skipped_on
 from gradguard.threshold_rules import SortedWindow, upper_median_distance
 
@@ -271,13 +272,13 @@ class Signals:
     @cached_property
     def rate(self) -> float | None:
         """The largest learning rate; None where none is known."""
-        known = [rate for rate in self.rates if rate is not None]
+        known = without_none(self.rates)
         return max(known) if known else None
 
     @cached_property
     def is_warming_up(self) -> bool:
         """Whether the learning rate still rises at the end of the run."""
-        known = [rate for rate in self.rates if rate is not None]
+        known = without_none(self.rates)
         return len(known) > 10 and known[-1] == max(known) > 3 * statistics.median(known[: len(known) // 4])
 
     # --- layers -------------------------------------------------------------------------------------------------------
@@ -520,14 +521,14 @@ def _of_turns(losses: list[float | None]) -> list[float | None]:
     turn = next((lag for lag in range(2, _LONGEST_TURN + 1) if 2 * _usual_step(logs, lag) <= one), None)
     if turn is None:
         return losses
-    known = [log for log in logs if log is not None]
+    known = without_none(logs)
     if abs(statistics.fmean(known[turn : 2 * turn]) - statistics.fmean(known[:turn])) > 3 * one:
         return losses  # thrown up by its first steps, and going to and fro since then
     found = list(losses)
     for place, own in enumerate(logs):
         first = max(0, place - turn + 1)
         if own is not None:
-            found[place] = math.exp(statistics.fmean(log for log in logs[first : first + turn] if log is not None))
+            found[place] = math.exp(statistics.fmean(without_none(logs[first : first + turn])))
     return found
 
 

@@ -12,6 +12,7 @@ from gradguard.monitoring.judge.recoveries import Recoveries, recoveries
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record, once
+from gradguard.monitoring.record.lines import without_none
 from gradguard.monitoring.record.steps import (
     bound_on,
     by_optimizer,
@@ -132,7 +133,7 @@ def _clipping(record: Record) -> dict[str, Any]:
     bound = list(compress(real.column("coefficient"), bound_on(real)))
     share = len(bound) / len(real) if real else None
     clips = acting_clips(record)
-    used = [threshold for threshold in record.steps.column("threshold") if threshold is not None]
+    used = without_none(record.steps.column("threshold"))
     threshold = used[-1] if used else None
     if len(clips) > 1:
         threshold = max(clips, key=lambda clip: clip.bound or 0).threshold
@@ -149,7 +150,7 @@ def _clipping(record: Record) -> dict[str, Any]:
 
 
 def _norms(record: Record) -> dict[str, Any]:
-    norms = [norm for norm in record.steps.column("norm") if norm is not None]
+    norms = without_none(record.steps.column("norm"))
     usable = usable_norms(record)
     spikes = None
     if len(usable) >= _FEWEST_FOR_SPIKES:
@@ -167,7 +168,7 @@ def _losses(record: Record) -> dict[str, Any]:
     means = window_means(losses, max(10, len(losses) // 20))
     return {
         "final_loss": means[-1] if means else None,
-        "best_loss": min((mean for mean in means if mean is not None), default=None),
+        "best_loss": min(without_none(means), default=None),
         "diverged": bool(losses) and losses[-1] is None,
     }
 

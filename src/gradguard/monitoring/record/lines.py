@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from operator import itemgetter
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
+_T = TypeVar("_T")
 _Row = tuple[Any, ...]
 """The places of the line's keys in it, then the value of each."""
 
@@ -127,6 +128,15 @@ class Lines(Sequence[dict[str, Any]]):
 
     def __repr__(self) -> str:
         return f"Lines({list(self)!r})"
+
+
+def without_none(values: Iterable[_T | None]) -> list[_T]:
+    """Return the values that are there: a number that was not measured, or was not finite, is None.
+
+    Args:
+        values: Such as a column.
+    """
+    return [value for value in values if value is not None]
 
 
 def _line(row: _Row) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.numbers import number, plain_threshold
 from gradguard.monitoring.judge.signals import BLOCKS, Signals, period_of
+from gradguard.monitoring.record.lines import without_none
 from gradguard.words import counted
 
 FEWEST_OUTBURSTS = 3
@@ -87,7 +88,7 @@ def bad_batches(signals: Signals) -> Cause | None:
 def _was_lost_before(signals: Signals, place: int) -> bool:
     """Whether the loss was thrown up before the first leap, and never came below its start: not by a batch."""
     curve = signals.curve
-    before = [loss for loss in signals.losses[1:place] if loss is not None]
+    before = without_none(signals.losses[1:place])
     if curve is None or not before:
         return False
     return max(before) > 1.5 * curve.start + 6 * min(curve.noise, curve.start) and curve.best > 0.85 * curve.start > 0
@@ -109,7 +110,7 @@ def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
     harmed = 0
     for place in places:
         before = signals.usual(place, signals.losses)
-        after = [loss for loss in signals.losses[place + 1 : place + 6] if loss is not None]
+        after = without_none(signals.losses[place + 1 : place + 6])
         harmed += before is not None and bool(after) and statistics.median(after) > 1.25 * before
     return harmed < 0.4 * len(places)
 
@@ -120,7 +121,7 @@ def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:
         return True
     leaps = 0
     for place in places:
-        recent = [loss for loss in signals.losses[max(0, place - 24) : place] if loss is not None]
+        recent = without_none(signals.losses[max(0, place - 24) : place])
         loss, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place)
         if loss is not None and len(recent) >= 5 and (norm is None or usual is None or norm > 2.5 * usual):
             middle = statistics.median(recent)
@@ -138,7 +139,7 @@ def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
         return False
     if norm is not None and usual is not None and norm < 2.5 * usual:  # heavy noise in the targets of a robust loss
         return False
-    after = [loss for loss in signals.losses[place : place + 6] if loss is not None]
+    after = without_none(signals.losses[place : place + 6])
     return max(after) > 2 * here or any(loss < 0.3 * before for before, loss in pairwise(after))  # else other data
 
 
@@ -181,7 +182,7 @@ def data_shift(signals: Signals) -> Cause | None:
     if rates and max(rates) > 2 * min(rates):
         return None
     before, after = signals.losses[max(0, place - 20) : place], signals.losses[place : place + 20]
-    low, high = (statistics.median([loss for loss in values if loss is not None]) for values in (before, after))
+    low, high = (statistics.median(without_none(values)) for values in (before, after))
     step = signals.named(place)
     level = (
         f"{number(high)} from step {step} on, at once"
@@ -208,10 +209,10 @@ def _fall(signals: Signals) -> int | None:
         here, previous = values[place], values[place - 1]
         if here is None or (previous is not None and here < 2 * previous):
             continue
-        before = [loss for loss in values[place - 20 : place] if loss is not None]
+        before = without_none(values[place - 20 : place])
         if len(before) < 15 or min(before) <= 0 or here < 2 * max(before):
             continue
-        later = [loss for loss in values[place + 20 :] if loss is not None]
+        later = without_none(values[place + 20 :])
         if later and max(later[: len(later) // 2 + 1]) < FALLEN * statistics.median(before):
             return place
     return None
@@ -225,8 +226,8 @@ def _level_shift(signals: Signals) -> int | None:
         here, previous = values[place], values[place - 1]
         if here is None or previous is None or here < 1.3 * previous:
             continue
-        before = [loss for loss in values[place - 20 : place] if loss is not None]
-        after = [loss for loss in values[place : place + 10] if loss is not None]
+        before = without_none(values[place - 20 : place])
+        after = without_none(values[place : place + 10])
         if len(before) < 15 or len(after) < 8:
             continue
         low, high = statistics.median(before), statistics.median(after)

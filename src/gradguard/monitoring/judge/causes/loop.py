@@ -6,6 +6,7 @@ from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.findings import Finding, named
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import Signals
+from gradguard.monitoring.record.lines import without_none
 
 MISSING_SHARE = 0.2
 """Of all elements: frozen parts below it are no reason why a run does not learn."""
@@ -232,7 +233,7 @@ def _all_zero(signals: Signals) -> Cause:
 
 def rate_zero(signals: Signals) -> Cause | None:
     """Return whether the learning rate is 0."""
-    known = [rate for rate in signals.rates if rate is not None]
+    known = without_none(signals.rates)
     zero = sum(rate == 0 for rate in known)
     if (
         not known
@@ -277,7 +278,7 @@ def not_started(signals: Signals) -> Cause | None:
             (Evidence(signals.span, words, names),),
             ruled,
         )
-    rates = [rate for rate in signals.rates if rate is not None]
+    rates = without_none(signals.rates)
     if signals.is_warming_up:
         words = f"The learning rate rises all through the run, from {rates[0]:.2g} to {rates[-1]:.2g}."
         return Cause(

@@ -11,7 +11,7 @@ from gradguard.monitoring.judge.numbers import number, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.judge.verdict import Verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.lines import Lines
+from gradguard.monitoring.record.lines import Lines, without_none
 from gradguard.monitoring.record.steps import nonfinite_on, rules_on
 from gradguard.monitoring.show.report import series
 from gradguard.monitoring.show.report.figure import (
@@ -300,7 +300,7 @@ def _median(steps: Lines, key: str) -> float | None:
 
 
 def _known(steps: Lines, key: str) -> list[float]:
-    return [value for value in steps.column(key) if value is not None]
+    return without_none(steps.column(key))
 
 
 _MEDIANS = ("median norm", "median loss")
