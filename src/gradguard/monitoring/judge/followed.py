@@ -8,7 +8,7 @@ from gradguard.monitoring.judge.cause import Cause
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import Signals, signals_of
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.lines import without_none
+from gradguard.monitoring.record.lines import known_fields, without_none
 
 
 def facts_of(record: Record, cause: Cause, rule: str | None) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def facts_of(record: Record, cause: Cause, rule: str | None) -> dict[str, Any]:
         "loss": None if curve is None or signals.ends_lost else curve.final,
         "error": None if curve is None else curve.error,
     }
-    return {key: value for key, value in facts.items() if value is not None}
+    return known_fields(facts)
 
 
 def helped(signals: Signals) -> str:

@@ -14,6 +14,7 @@ from gradguard.monitoring.judge.detectors.rhythm import Oscillation
 from gradguard.monitoring.judge.detectors.tensors import Corruption, Diagnostics
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, Log
 from gradguard.monitoring.record.file import Line
+from gradguard.monitoring.record.lines import known_fields
 from gradguard.monitoring.record.steps import binds, threshold_of
 
 
@@ -240,7 +241,7 @@ def event_line(found: Finding, i: int) -> Line:
         "confidence": found.confidence,
         "optimizer": found.optimizer,
     }
-    return {key: value for key, value in fields.items() if value is not None}
+    return known_fields(fields)
 
 
 def _failure(line: Line, error: Exception) -> Line:

@@ -1,6 +1,11 @@
 """Numbers as people write them."""
 
 import math
+import statistics
+from collections.abc import Collection, Sequence
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 def percent(share: float) -> str:
@@ -57,3 +62,21 @@ def plain_threshold(threshold: float) -> str:
         ['1.0', '0.25', '2.2', '34']
     """
     return repr(float(f"{threshold:.6g}")) if threshold < 10 else f"{threshold:g}"
+
+
+def median(values: Sequence[float]) -> float | None:
+    """Return the median; None where there are no values.
+
+    Args:
+        values: Numbers.
+    """
+    return statistics.median(values) if values else None
+
+
+def only(values: Collection[_T]) -> _T | None:
+    """Return the only one of some values; None where there are none or several.
+
+    Args:
+        values: The values.
+    """
+    return next(iter(values)) if len(values) == 1 else None

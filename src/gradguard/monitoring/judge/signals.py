@@ -14,6 +14,7 @@ from typing import Any
 
 from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.health import findings
+from gradguard.monitoring.judge.numbers import median
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.lines import without_none
@@ -127,7 +128,7 @@ class Layer:
     def ratio(self) -> float | None:
         """By which share of itself a step usually changes it; None where that was not measured."""
         later = self.ratios[1:] or self.ratios
-        return statistics.median(later) if later else None
+        return median(later)
 
 
 class Signals:
@@ -243,7 +244,7 @@ class Signals:
         """
         values = self.norms if values is None else values
         recent = [value for value in values[max(0, place - _RECENT) : place] if value]
-        return statistics.median(recent) if recent else None
+        return median(recent)
 
     @cached_property
     def outbursts(self) -> list[int]:
@@ -394,7 +395,7 @@ class Signals:
     def ratio(self) -> float | None:
         """By which share of itself a step usually changes the usual weight; None where that was not measured."""
         known = [layer.ratio for layer in self.sized_layers if layer.ratio is not None]
-        return statistics.median(known) if known else None
+        return median(known)
 
     @cached_property
     def growth(self) -> float:

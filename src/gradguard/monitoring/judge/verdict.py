@@ -1,13 +1,12 @@
 """One sentence with numbers about what clipping did to a run, and the numbers themselves."""
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, compress
 from typing import Any
 
 from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, shares_in_words
-from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import median, number, only, percent, plain_threshold
 from gradguard.monitoring.judge.recoveries import Recoveries, recoveries
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.judge.spikes import spikes_of
@@ -120,7 +119,7 @@ def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
     return replace(
         whole,
         sentence=" ".join(f"{label[:1].upper()}{label[1:]}: {part.sentence}" for label, part in parts),
-        threshold=thresholds.pop() if len(thresholds) == 1 else None,
+        threshold=only(thresholds),
         spike_share=spikes,
         usable_steps=sum(part.usable_steps for _, part in parts),
         diverged=any(part.diverged for _, part in parts),
@@ -145,7 +144,7 @@ def _clipping(record: Record) -> dict[str, Any]:
         "threshold": threshold,
         "taken_steps": len(real),
         "clips": tuple(clips),
-        "median_coefficient": statistics.median(bound) if bound else None,
+        "median_coefficient": median(bound),
     }
 
 
@@ -156,7 +155,7 @@ def _norms(record: Record) -> dict[str, Any]:
     if len(usable) >= _FEWEST_FOR_SPIKES:
         spikes = len(spikes_of(record)) / len(usable)
     return {
-        "median_norm": statistics.median(norms) if norms else None,
+        "median_norm": median(norms),
         "max_norm": max(norms, default=None),
         "spike_share": spikes,
         "usable_steps": len(usable),

@@ -16,6 +16,7 @@ from gradguard.monitoring.judge.findings import Kind
 from gradguard.monitoring.judge.live import event_line
 from gradguard.monitoring.observe.measure import Diagnostics, Norms, histogram_of
 from gradguard.monitoring.record.file import Line
+from gradguard.monitoring.record.lines import known_fields
 from gradguard.recovery_events import RecoveryEvent
 from gradguard.words import listed
 
@@ -247,7 +248,7 @@ def lines_of(step: Entry, table: ParameterTable, every: int | None) -> Iterator[
     else:
         lines = _lines_of_update(step) if isinstance(step, ScaleUpdate) else _lines_of_setup(step, table)
     for line in lines:
-        yield {key: value for key, value in line.items() if value is not None}
+        yield known_fields(line)
 
 
 def _every(turn: int, parameters: int) -> int:

@@ -139,5 +139,14 @@ def without_none(values: Iterable[_T | None]) -> list[_T]:
     return [value for value in values if value is not None]
 
 
+def known_fields(line: Mapping[str, _T | None]) -> dict[str, _T]:
+    """Return the fields that are there.
+
+    Args:
+        line: By name; None stands for a field that is not there.
+    """
+    return {key: value for key, value in line.items() if value is not None}
+
+
 def _line(row: _Row) -> dict[str, Any]:
     return dict(zip(row[0], row[1:], strict=True))

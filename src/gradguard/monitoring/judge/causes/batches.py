@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
-from gradguard.monitoring.judge.numbers import number, plain_threshold
+from gradguard.monitoring.judge.numbers import median, number, plain_threshold
 from gradguard.monitoring.judge.signals import BLOCKS, Signals, period_of
 from gradguard.monitoring.record.lines import without_none
 from gradguard.words import counted
@@ -167,7 +167,7 @@ def _calm(signals: Signals, places: Sequence[int]) -> float | None:
     """The median of the norms of ordinary steps."""
     near = {place + k for place in places for k in range(4)}
     norms = [norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5]
-    return statistics.median(norms) if norms else None
+    return median(norms)
 
 
 def data_shift(signals: Signals) -> Cause | None:

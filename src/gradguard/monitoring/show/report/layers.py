@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradguard.monitoring.judge.numbers import median
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.show.report.series import Number, buckets
 
@@ -41,7 +42,7 @@ class LayerMatrix:
     def medians(self) -> list[Number]:
         """The median of the positive cells of each row, None for a row without one."""
         positive = [[cell for cell in row if cell is not None and cell > 0] for row in self.cells]
-        return [statistics.median(row) if row else None for row in positive]
+        return [median(row) for row in positive]
 
     def packed(self) -> str:
         """All cells as hundredths of log10 in 16 bits, in base64: two digits in a third of the text."""
