@@ -3,6 +3,7 @@
 Their arithmetic is in `gradguard.threshold_formulas`, by which records are replayed too.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
@@ -10,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from gradguard.arguments import check_order
+from gradguard.arguments import check_order, check_threshold
 from gradguard.clip.clipper import Clipper, Decision, describe
 from gradguard.clip.gradients import Gradients, global_norm
 from gradguard.clip.lock_in import LockIn
@@ -208,6 +209,16 @@ def scalar(value: float) -> Tensor:
 def counter() -> Tensor:
     """Return a 0-dim count of 0."""
     return torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+def ceiling_of(ceiling: float | None) -> float:
+    """Return a threshold that always holds as a number; infinity where there is none.
+
+    Raises:
+        InvalidValueError: If it is negative or NaN.
+        InvalidTypeError: If it is no number.
+    """
+    return math.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
 
 
 def check(condition: bool, expected: str, given: Callable[[], str]) -> None:

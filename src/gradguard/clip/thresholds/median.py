@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradguard.arguments import check_number, check_threshold, check_whole
+from gradguard.arguments import check_number, check_whole
 from gradguard.clip.gradients import Gradients
 from gradguard.clip.thresholds.base import (
     RingHistory,
     ThresholdClipper,
+    ceiling_of,
     check,
     counter,
     empty_history,
@@ -124,7 +125,7 @@ class ClipByMedian(ThresholdClipper):
         self.start = check_number("start", start, "a number above 0 and at most 1")
         self.window, self.warmup = check_whole("window", window), check_whole("warmup", warmup)
         check(warmup <= window, "warmup <= window", lambda: f"warmup={warmup}, window={window}")
-        self.ceiling = torch.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
+        self.ceiling = ceiling_of(ceiling)
         self.update = torch.inf if update is None else check_number("update", update, "a number above 0")
         super().__init__(norm_type, logarithms=empty_history(self.window), count=counter(), held=scalar(0.0))
 

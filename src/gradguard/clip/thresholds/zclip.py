@@ -6,10 +6,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from gradguard.arguments import check_number, check_threshold, check_whole
+from gradguard.arguments import check_number, check_whole
 from gradguard.clip.thresholds.base import (
     RingHistory,
     ThresholdClipper,
+    ceiling_of,
     check,
     counter,
     empty_history,
@@ -101,7 +102,7 @@ class ZClip(ThresholdClipper):
         self.z_threshold = check_number("z_threshold", z_threshold, "a finite number > 0")
         self.clip_factor = check_number("clip_factor", clip_factor, "a finite number > 0")
         check(mode in get_args(Mode), "one of " + ", ".join(map(repr, get_args(Mode))), lambda: f"mode={mode!r}")
-        self.ceiling = torch.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
+        self.ceiling = ceiling_of(ceiling)
         self.warmup, self.mode = check_whole("warmup", warmup), mode
         self.skip_update_on_spike, self.strict_paper = skip_update_on_spike, strict_paper
         super().__init__(

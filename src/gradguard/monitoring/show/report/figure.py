@@ -50,6 +50,15 @@ class Chart:
     over_steps: bool = field(default=False)
 
 
+def mode_of(x: Sequence[object]) -> str:
+    """Return plotly's ``mode`` of a line, which is a point where there is one position.
+
+    Args:
+        x: The positions.
+    """
+    return "lines" if len(x) > 1 else "markers"
+
+
 def steps_between(first: int, last: int) -> str:
     """Name a range of steps.
 
