@@ -1,6 +1,7 @@
 """Checks of thresholds and orders of norms, made before any gradient is changed."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -33,18 +34,58 @@ def check_threshold(name: str, value: float | Tensor) -> float | Tensor:
     return value
 
 
-def check_number(name: str, value: float) -> float:
-    """Return ``value`` as a float, NaN included.
+_RANGES: dict[str, Callable[[float], bool]] = {
+    "a number": lambda number: True,
+    "a number > 0, or float('inf') for none": lambda number: number > 0,
+    "a number > 0, or None": lambda number: number > 0,
+    "a number above 0": lambda number: number > 0,
+    "a finite number > 0": lambda number: 0 < number < math.inf,
+    "a finite number >= 0": lambda number: 0 <= number < math.inf,
+    "a number from 0 to 1": lambda number: 0 <= number <= 1,
+    "a number from 0 to 100": lambda number: 0 <= number <= 100,
+    "a number above 0 and at most 1": lambda number: 0 < number <= 1,
+    "a share above 0 and below 1": lambda number: 0 < number < 1,
+    "at least 1, which calls each that stands out a spike": lambda number: number >= 1,
+}
+"""What an argument may be, in the words of its error; NaN is in the first alone."""
+
+
+def check_number(name: str, value: float, expected: str = "a number") -> float:
+    """Return ``value`` as a float.
+
+    Args:
+        name: What the argument is called.
+        value: The argument.
+        expected: What it may be, one of `_RANGES`; by default any number, NaN included.
 
     Raises:
         InvalidTypeError: If it is no number.
+        InvalidValueError: If it is another one.
     """
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise InvalidTypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}.")
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise InvalidTypeError(f"{name}={value!r}: expected one number.") from error
+    if not _RANGES[expected](number):
+        raise InvalidValueError(f"{name}={value}: expected {expected}.")
+    return number
+
+
+def check_whole(name: str, value: int, least: int = 1, most: int | None = None) -> int:
+    """Return ``value``, a whole number from ``least`` to ``most``; a truth value is none.
+
+    Raises:
+        InvalidTypeError: If it is no whole number.
+        InvalidValueError: If it is outside.
+    """
+    bound = f">= {least}" if most is None else f"from {least} to {most}"
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidTypeError(f"{name}={value!r}: expected a whole number {bound}, got {type(value).__name__}.")
+    if value < least or (most is not None and value > most):
+        raise InvalidValueError(f"{name}={value}: expected a whole number {bound}.")
+    return value
 
 
 def check_order(norm_type: float) -> float:

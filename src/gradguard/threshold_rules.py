@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 
 from gradguard.threshold_formulas import (
@@ -90,7 +91,8 @@ class _Stepwise(Rule):
     """
 
     def __init__(self, step: Callable[..., tuple[float, Memory]], memory: Memory, **settings: float) -> None:
-        self._next, self._memory, self._settings = step, dict(memory), settings
+        self._memory = dict(memory)
+        self._next = partial(step, PLAIN, self._memory, **settings)
 
     def choose(self, norm: float) -> float:
         """Return the threshold for ``norm``, and remember it.
@@ -98,10 +100,7 @@ class _Stepwise(Rule):
         Args:
             norm: As for `Rule.step`.
         """
-        return self._advance(norm)
-
-    def _advance(self, norm: float, **known: float) -> float:
-        threshold, changed = self._next(PLAIN, self._memory, norm, norm > 0, **self._settings, **known)
+        threshold, changed = self._next(norm, norm > 0)
         self._memory.update(changed)
         return threshold
 
@@ -140,7 +139,9 @@ class Median(_Stepwise):
             norm: As for `Rule.step`.
             longest: The norm of gradients that would move the weights by as much as they are long.
         """
-        return self._advance(norm, longest=longest)
+        threshold, changed = self._next(norm, norm > 0, longest=longest)
+        self._memory.update(changed)
+        return threshold
 
 
 class Percentile(_Stepwise):
@@ -253,11 +254,27 @@ class SortedWindow:
 
     Args:
         length: How many.
+
+    Attributes:
+        recent: The values, the newest last.
+        ordered: The values, ascending.
     """
 
     def __init__(self, length: int) -> None:
-        self._recent: deque[float] = deque(maxlen=length)
-        self._ordered: list[float] = []
+        self.recent: deque[float] = deque(maxlen=length)
+        self.ordered: list[float] = []
+
+    def add(self, value: float) -> None:
+        """Remember a value, and forget the oldest one if there is no room.
+
+        Args:
+            value: A number.
+        """
+        recent, ordered = self.recent, self.ordered
+        if len(ordered) == recent.maxlen:
+            del ordered[bisect_left(ordered, recent[0])]
+        recent.append(value)
+        insort(ordered, value)
 
     def put(self, count: int, value: float, enters: bool) -> None:
         """Remember ``value`` if it ``enters``.
@@ -267,12 +284,8 @@ class SortedWindow:
             value: A number.
             enters: Whether it does.
         """
-        if not enters:
-            return
-        if len(self._recent) == self._recent.maxlen:
-            del self._ordered[bisect_left(self._ordered, self._recent[0])]
-        self._recent.append(value)
-        insort(self._ordered, value)
+        if enters:
+            self.add(value)
 
     def median(self, count: int) -> float:
         """Return the median, 0 if there are no values.
@@ -280,7 +293,7 @@ class SortedWindow:
         Args:
             count: How many values entered.
         """
-        return median_of(self._ordered) if count else 0.0
+        return median_of(self.ordered) if count else 0.0
 
     def median_distance(self, count: int, middle: float) -> float:
         """Return the median of the distances from ``middle``, 0 if there are no values.
@@ -289,7 +302,7 @@ class SortedWindow:
             count: How many values entered.
             middle: Any number.
         """
-        return median_distance(self._ordered, middle) if count else 0.0
+        return median_distance(self.ordered, middle) if count else 0.0
 
 
 class _HeapHistory:
@@ -354,21 +367,39 @@ def median_distance(ordered: Sequence[float], middle: float) -> float:
         >>> median_distance([0.0, 1.0, 2.0, 5.0], 1.0)
         1.0
     """
+    first, last = _nearest(ordered, middle)
+    left, right = abs(middle - ordered[first]), abs(ordered[last] - middle)
+    upper = max(left, right)
+    if len(ordered) % 2:
+        return upper
+    first, last = (first + 1, last) if left > right else (first, last - 1)  # without the farthest
+    lower = max(abs(middle - ordered[first]), abs(ordered[last] - middle)) if first <= last else upper
+    return (upper + lower) / 2
+
+
+def upper_median_distance(ordered: Sequence[float], middle: float) -> float:
+    """Return what `statistics.median_high` returns of the distances of all numbers from ``middle``.
+
+    Args:
+        ordered: At least one number, ascending.
+        middle: Any number.
+    """
+    first, last = _nearest(ordered, middle)
+    return max(abs(middle - ordered[first]), abs(ordered[last] - middle))
+
+
+def _nearest(ordered: Sequence[float], middle: float) -> tuple[int, int]:
+    """The ends of the half of all numbers, rounded up to more than half, that is nearest to ``middle``."""
     count = len(ordered)
-    nearest = count // 2 + 1  # so many lie side by side; the farthest of them is the upper of the middle distances
-    low, high = 0, count - nearest
+    further = count // 2  # so many lie beside the first of them; the farthest is at the upper of the middle distances
+    low, high = 0, count - further - 1
     while low < high:
         start = (low + high) // 2
-        if middle - ordered[start] > ordered[start + nearest] - middle:
+        if middle - ordered[start] > ordered[start + further + 1] - middle:
             low = start + 1
         else:
             high = start
-    left, right = abs(middle - ordered[low]), abs(ordered[low + nearest - 1] - middle)
-    if count % 2:
-        return max(left, right)
-    rest = ordered[low + 1 : low + nearest] if left > right else ordered[low : low + nearest - 1]
-    within = max(abs(middle - rest[0]), abs(rest[-1] - middle)) if rest else max(left, right)
-    return (max(left, right) + within) / 2
+    return low, low + further
 
 
 class LockInAlarm:
@@ -408,6 +439,7 @@ class LockInAlarm:
         thresholds.append(threshold)
         bound_on.append(clipped)
         self._bound += clipped
-        if not locked_in(len(bound_on), self._bound, threshold, threshold, window):
-            return False  # most steps end here: only thresholds that differ are looked through
+        low, high = (thresholds[0], threshold) if thresholds[0] < threshold else (threshold, thresholds[0])
+        if not locked_in(len(bound_on), self._bound, low, high, window):
+            return False  # most steps end here: only thresholds that may be one are looked through
         return self._same >= window or locked_in(window, self._bound, min(thresholds), max(thresholds), window)

@@ -13,6 +13,7 @@ from gradguard.errors import RecordError
 from gradguard.monitoring.judge.health import HealthMonitor, findings
 from gradguard.monitoring.judge.verdict import window_means
 from gradguard.monitoring.observe.step import ParameterTable, StepMeasurement, lines_of
+from gradguard.monitoring.record.fields import parse_line
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.record.lines import Lines
 from gradguard.monitoring.record.reader import JsonlReader
@@ -305,3 +306,36 @@ def test_a_long_run_has_the_norms_of_each_parameter_on_fewer_steps():
     assert written(range(99_990, 100_010)) == [*range(99_990, 100_000), *range(100_000, 100_010, 2)]
     assert written(range(399_990, 400_020)) == [399_992, 399_996, 400_000, 400_008, 400_016]
     assert written(range(400_000, 400_008), every=3) == [400_002, 400_005]
+
+
+KEYS = {
+    "one order": [["a", "b"]],
+    "one place": [["a", "b"], ["a", "c"]],
+    "other places": [["a", "b"], ["b", "a"], ["c"]],
+}
+
+
+@pytest.mark.parametrize("orders", KEYS.values(), ids=KEYS)
+def test_a_column_is_what_each_line_has(orders):
+    draw = random.Random(0)
+    lines = [{key: draw.choice((None, draw.random())) for key in draw.choice(orders)} for _ in range(50)]
+    for cut in (slice(None), slice(20, 21), slice(0)):
+        kept, expected = Lines(lines)[cut], lines[cut]
+        for key in "abcd":
+            assert kept.column(key) == [line.get(key) for line in expected]
+            assert kept.has(key) == [key in line for line in expected]
+            assert kept.has_any(key) == any(key in line for line in expected)
+
+
+SPACE = {" ": True, "\t\r\n": True, "\x0b": False, "\u00a0": False, "\u2003": False, "{}": False, "": True}
+
+
+@pytest.mark.parametrize(("space", "is_json"), SPACE.items(), ids=map(ascii, SPACE))
+def test_only_what_json_calls_space_may_stand_around_a_line(space, is_json):
+    line = '{"t": "step", "i": 1}'
+    for raw in (f"{line}{space}", f"{space}{line}"):
+        if is_json:
+            assert parse_line(raw.encode()) == ({"t": "step", "i": 1}, 0)
+        else:
+            with pytest.raises(ValueError, match=r"Expecting|Extra data"):
+                parse_line(raw.encode())

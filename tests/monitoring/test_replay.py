@@ -17,7 +17,7 @@ from gradguard.monitoring.judge.replay import COUNTERFACTUAL, DEFAULT_RULES, wha
 from gradguard.monitoring.record.file import RecordWriter
 from gradguard.monitoring.show.replay import print_replay
 from gradguard.named_rules import replayed_rule
-from gradguard.threshold_rules import LockInAlarm, PerTensor, TwiceTheMedian, median_distance
+from gradguard.threshold_rules import LockInAlarm, PerTensor, TwiceTheMedian, median_distance, upper_median_distance
 
 CALM = [40 * n if i % 37 == 36 else n for i, n in enumerate(log_normal(150, spread=0.2))]
 CALM[45] = 0.0
@@ -146,6 +146,7 @@ def test_the_median_of_distances_is_found_in_logarithmic_time(seed):
         slow = sorted(abs(value - middle) for value in values)
         expected = (slow[(len(slow) - 1) // 2] + slow[len(slow) // 2]) / 2
         assert median_distance(values, middle) == pytest.approx(expected, abs=1e-12)
+        assert upper_median_distance(values, middle) == slow[len(slow) // 2]
 
 
 def test_the_numbers_of_a_row_by_hand():

@@ -272,7 +272,7 @@ def relation(one: Held, other: Held, said: Claim | None = None) -> Relation:
     if one.weight.distance(other.weight) >= APART or not one.weight.is_close(other.weight, APART):
         return "distinct"
     if one.weight.spread > 0 and one.weight.is_close(other.weight, 1e-6):
-        return _copies_of_a_weight(one, other, alike, "sharded" in claims)
+        return "same" if alike else "unknown" if "sharded" in claims else "differ"
     if not alike:
         return "distinct" if "sharded" in claims else "unknown"
     scalar = one.numel == 1 and "sharded" not in claims
@@ -305,17 +305,14 @@ def contradictions(tensors: Sequence[Tensor]) -> list[NormFinding]:
     for tensor in tensors:
         if tensor.contradiction:
             by_reason.setdefault(tensor.contradiction, []).append(" = ".join(tensor.names))
-    return [
-        NormFinding(
-            "claim", f"{_claimed(why)}: {why}. Leave these out of groups, or correct their layout", tuple(names)
+    found = []
+    for why, names in by_reason.items():
+        said, are = ("parts", "copies") if "equal" in why else ("copies", "parts")
+        words = (
+            f"said to be {said}, and by their values {are}: {why}. Leave these out of groups, or correct their layout"
         )
-        for why, names in by_reason.items()
-    ]
-
-
-def _claimed(why: str) -> str:
-    said, found = ("parts", "copies") if "equal" in why else ("copies", "parts")
-    return f"said to be {said}, and by their values {found}"
+        found.append(NormFinding("claim", words, tuple(names)))
+    return found
 
 
 def drift(one: Held, other: Held) -> float:
@@ -324,12 +321,6 @@ def drift(one: Held, other: Held) -> float:
     apart = one.weight.distance(other.weight) * max(one.weight.spread, other.weight.spread)
     apart = math.hypot(apart, (one.weight.mean - other.weight.mean) * math.sqrt(one.numel))
     return apart / size if size else 0.0
-
-
-def _copies_of_a_weight(one: Held, other: Held, alike: bool, claimed_sharded: bool) -> Relation:
-    if alike:
-        return "same"
-    return "unknown" if claimed_sharded else "differ"
 
 
 def _tied(tensors: list[Tensor]) -> list[Tensor]:

@@ -239,20 +239,9 @@ class Probe:
                 counts[rank] = self.answers(places, rank)[0] / local
         none = [rank for rank, count in counts.items() if count <= self._tolerance]
         some = [rank for rank in counts if rank not in none]
-        return (
-            f"only what rank {_ranks(some)} holds counts"
-            if none and some and not all(self._covers(some, tensor) for tensor in tensors)
-            else None
-        )
-
-    @staticmethod
-    def _covers(ranks: Sequence[int], tensor: Tensor) -> bool:
-        """Tell whether these hold every part, so that the others need not count."""
-        return all(set(ranks) & set(part.ranks) for part in tensor.parts)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+        if not none or not some or all(set(some) & set(part.ranks) for tensor in tensors for part in tensor.parts):
+            return None  # those that count hold every part, so that the others need not
+        return f"only what rank {', '.join(map(str, some[:8]))}{' ...' if len(some) > 8 else ''} holds counts"
 
 
 def _ratios(answers: Sequence[float], expected: float) -> str:

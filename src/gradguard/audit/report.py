@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from gradguard.json_values import jsonable
+from gradguard.words import counted, listed
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
@@ -40,7 +41,7 @@ class NormFinding:
     factor: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.message}" + (f" [{listed(self.names)}]" if self.names else "")
+        return f"{self.kind}: {self.message}" + (f" [{listed(self.names, 3)}]" if self.names else "")
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class NormAudit:
         said += [f"computed {self.norm:.6g}"] if self.norm is not None else []
         said += [f"reported {self.reported:.6g}"] if self.reported is not None else []
         tensors = sum(len(c.names) for c in self.classes)
-        said.append(f"{_count(tensors, 'tensor')} in {_count(len(self.classes), 'class', 'classes')}")
-        said += [_count(self.processes, "process", "processes"), _count(self.probes, "probe")]
+        said.append(f"{counted(tensors, 'tensor')} in {counted(len(self.classes), 'class', 'classes')}")
+        said += [counted(self.processes, "process", "processes"), counted(self.probes, "probe")]
         lines = [f"{self.verdict:<13} {finding}" for finding in self.findings]
         lines.append(f"{self.verdict:<13} {', '.join(said)}")
         return "\n".join(lines + [f"{'note':<13} {note}" for note in self.notes])
@@ -119,13 +120,3 @@ def verdict_of(findings: Sequence[NormFinding]) -> Verdict:
     if any(finding.kind not in UNDECIDED for finding in findings):
         return "FAIL"
     return "INCONCLUSIVE" if findings else "PASS"
-
-
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the names in one line; of many the first."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-def _count(number: int, one: str, several: str = "") -> str:
-    return f"{number} {one if number == 1 else several or one + 's'}"

@@ -168,7 +168,9 @@ class Clipping:
             self._replaced.append(enter_checkpoint(graph.nodes[position], again))
         if self.leaves:
             chosen = [graph.nodes[i] for i in plan.leaves if (i, 0) not in excluded]
-            self._hook_leaves([node for node in chosen if node not in inputs])
+            for node in chosen:
+                if node not in inputs and (variable := getattr(node, "variable", None)) is not None:
+                    self.hook_leaf(variable)
         return graph
 
     def leave_nothing_out(self) -> None:
@@ -302,12 +304,6 @@ class Clipping:
         if self.pruned_steps and grad.is_complex():
             raise UnsupportedGradientError("a complex gradient in a graph planned for real ones: use prune=False.")
         return apply_rule(self.rule, grad, self.overflow_stays)
-
-    def _hook_leaves(self, nodes: list[Node]) -> None:
-        for node in nodes:
-            variable = getattr(node, "variable", None)
-            if variable is not None:
-                self.hook_leaf(variable)
 
 
 class _FunctionProxy:

@@ -238,7 +238,8 @@ class LossScope(Scope):
 def _enters_beside_loss(graph: Graph, roots: Sequence[Tensor | GradientEdge]) -> bool:
     """Tell whether a backward from ``roots`` comes to a value of ``graph`` on another way than through its loss."""
     loss = graph.nodes[0]
-    nodes = [r.node if isinstance(r, GradientEdge) else root_of(r)[0] for r in roots if _has_graph(r)]
+    with_graph = [r for r in roots if isinstance(r, GradientEdge) or r.grad_fn is not None]
+    nodes = [r.node if isinstance(r, GradientEdge) else root_of(r)[0] for r in with_graph]
     seen = set(nodes)
     for node in nodes:  # grows while it is read
         if node is loss or is_leaf(node):
@@ -250,10 +251,6 @@ def _enters_beside_loss(graph: Graph, roots: Sequence[Tensor | GradientEdge]) ->
                 seen.add(child)
                 nodes.append(child)
     return False
-
-
-def _has_graph(root: Tensor | GradientEdge) -> bool:
-    return isinstance(root, GradientEdge) or root.grad_fn is not None
 
 
 def _numbers(node: Node) -> range:

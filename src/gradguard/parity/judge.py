@@ -186,7 +186,7 @@ def _by_numbers(name: str, reference: Measured, new: Measured, facts: Mapping[st
     distance = difference / bar if bar else (math.inf if difference else 0.0)
     why = "" if distance <= BARS and bars else _not_measured(reference, new)
     shown = Outcome(name, "equal", distance, math.inf if not size else None if why else bar / size)
-    apart = [who for who, run in _both(reference, new) if _ranks_apart(run, bar)]
+    apart = [who for who, run in _both(reference, new) if any(not norm(one) <= BARS * bar for one in run.contrasts)]
     dead = [who for who, sketch in (("the reference", r), ("the new run", c)) if not any(sketch)]
     if dead and not apart and not why and distance > BARS:
         return _with(shown, "dead", message=f"all zeros in {dead[0]}")
@@ -253,10 +253,6 @@ def _with(outcome: Outcome, kind: Kind, **found: object) -> Outcome:
 
 
 # Ranks that hold different copies.
-
-
-def _ranks_apart(run: Measured, bar: float) -> bool:
-    return any(not norm(contrast) <= BARS * bar for contrast in run.contrasts)
 
 
 def _missing_reduction(

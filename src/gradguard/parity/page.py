@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from gradguard.files.writing import write_whole
 from gradguard.parity.judge import BARS, Outcome
 from gradguard.parity.report import ParityReport
 from gradguard.parity.saved import SavedGradients
+from gradguard.words import listed
 
 _MEANING = {
     "PASS": "Each gradient is within what rounding does to it.",
@@ -21,7 +23,7 @@ _MEANING = {
 _TONE = {"PASS": "guard", "FAIL": "bad", "INCONCLUSIVE": "shaping"}
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 1032, 260, 66, 14, 12
 _LOWEST, _HIGHEST = -2, 4  # powers of ten that the chart shows; what is beyond lies on its edge
-_MOST_NAMES = 40
+_names = partial(listed, most=40)
 
 
 def write_page(
@@ -87,7 +89,7 @@ def render(report: ParityReport, runs: Sequence[SavedGradients], names: Sequence
         blind=[o for o in report.parameters if o.kind == "blind"],
         right=equal,
         facts=_facts(runs),
-        listed=_listed,
+        listed=_names,
         short=_short,
     )
 
@@ -123,8 +125,8 @@ def _facts(runs: Sequence[SavedGradients]) -> list[tuple[str, ...]]:
     tables = [
         {
             "parameters": f"{len(run.parameters):,}",
-            "layout": _listed(list(dict.fromkeys(p.layout for p in run.parameters))),
-            "dtype of gradients": _listed(list(dict.fromkeys(p.dtype.removeprefix("torch.") for p in run.parameters))),
+            "layout": _names(list(dict.fromkeys(p.layout for p in run.parameters))),
+            "dtype of gradients": _names(list(dict.fromkeys(p.dtype.removeprefix("torch.") for p in run.parameters))),
             "rounding of the coarsest dtype": _short(run.epsilon),
             "runs that differ by rounding": f"{len(run.sketches['gradient']) - 1}",
             "loss": _short(run.losses[0]) if run.losses else "",
@@ -136,11 +138,6 @@ def _facts(runs: Sequence[SavedGradients]) -> list[tuple[str, ...]]:
     ]
     names = dict.fromkeys(name for table in tables for name in table)
     return [(name, *(table.get(name, "") for table in tables)) for name in names]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _short(value: float | None) -> str:

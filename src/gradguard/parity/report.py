@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from gradguard.json_values import jsonable
 from gradguard.parity.judge import Outcome
+from gradguard.words import listed
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
@@ -79,5 +80,4 @@ class ParityReport:
 
 def names(parameters: Sequence[str]) -> str:
     """Return the first few names, and how many more there are."""
-    more = len(parameters) - _MOST_NAMES
-    return ", ".join(parameters[:_MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
+    return listed(parameters, _MOST_NAMES)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from gradguard.arguments import check_whole
 from gradguard.clip.clipper import Clipper
 from gradguard.clip.guard import Guard
 from gradguard.clip.thresholds.median import ClipByMedian
@@ -26,7 +27,7 @@ from gradguard.resilience.slow_down import SlowDown
 from gradguard.resilience.snapshot import Snapshot
 from gradguard.resilience.step_buffers import StepBuffers
 from gradguard.resilience.weight_watch import WeightWatch
-from gradguard.spikes.base import Detector, NumberVerdict, verdict_of, whole_number
+from gradguard.spikes.base import Detector, NumberVerdict, verdict_of
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.host_copy import Event as CopyEvent
@@ -181,8 +182,8 @@ class Resilience:
         if isinstance(optimizer, list | tuple):
             raise InvalidTypeError(_several(f"optimizer is a {type(optimizer).__name__}"))
         lag = (0 if _is_on_cpu(model) else 2) if lag is None else lag
-        self.every, self.lag = whole_number("every", every, 1), whole_number("lag", lag, 0)
-        self.trials, self.budget = _checked_trials(trials), whole_number("budget", budget, 0)
+        self.every, self.lag = check_whole("every", every, 1), check_whole("lag", lag, 0)
+        self.trials, self.budget = _checked_trials(trials), check_whole("budget", budget, 0)
         if not 0 < slow <= 1:
             raise InvalidValueError(f"slow={slow!r}: expected a number above 0 and at most 1, such as 0.5.")
         self.slow = slow
@@ -652,7 +653,7 @@ def _is_on_cpu(model: nn.Module) -> bool:
 
 
 def _checked_trials(trials: Sequence[int]) -> tuple[int, ...]:
-    steps = tuple(whole_number("trials", step, 1) for step in trials)
+    steps = tuple(check_whole("trials", step, 1) for step in trials)
     if not steps or list(steps) != sorted(set(steps)):
         raise InvalidValueError(f"trials={trials!r}: expected numbers of steps that rise, such as (6, 16, 36).")
     return steps

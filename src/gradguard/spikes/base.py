@@ -9,7 +9,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from gradguard.arguments import check_number
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.host_copy import refuse_capture
 from gradguard.tensors.layout import wide_dtype
@@ -219,30 +218,3 @@ class Detector(ABC):
 def verdict_of(detector: Detector) -> SpikeVerdict | NumberVerdict | None:
     """Return what ``detector.last`` says as it was found, a new object at each step: no tensors for plain numbers."""
     return detector._verdict
-
-
-def number_above_0(name: str, value: float) -> float:
-    """Return ``value``, a finite number > 0, as a float.
-
-    Raises:
-        InvalidValueError: If it is not.
-    """
-    number = check_number(name, value)
-    if not 0 < number < torch.inf:
-        raise InvalidValueError(f"{name}={value!r}: expected a finite number > 0.")
-    return number
-
-
-def whole_number(name: str, value: int, least: int, most: int | None = None) -> int:
-    """Return ``value``, a whole number from ``least`` to ``most``.
-
-    Raises:
-        InvalidTypeError: If it is no whole number.
-        InvalidValueError: If it is outside.
-    """
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidTypeError(f"{name}={value!r}: expected a whole number, got {type(value).__name__}.")
-    if value < least or (most is not None and value > most):
-        bound = f">= {least}" if most is None else f"from {least} to {most}"
-        raise InvalidValueError(f"{name}={value}: expected a whole number {bound}.")
-    return value

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradguard.errors import InvalidValueError
-from gradguard.spikes.base import Detector, NumberVerdict, SpikeVerdict, number_above_0, whole_number
+from gradguard.arguments import check_number, check_whole
+from gradguard.spikes.base import Detector, NumberVerdict, SpikeVerdict
 from gradguard.tensors.layout import are_readable
 from gradguard.tensors.number_operations import TENSORS, median_of_stored
 from gradguard.threshold_formulas import PLAIN, Number, Operations
@@ -128,12 +128,12 @@ class SpikeDetector(Detector):
     ) -> None:
         super().__init__()
         self._numbers: _Numbers | None = None
-        self.k, self.floor = number_above_0("k", k), number_above_0("floor", floor)
-        self.window, self.recent = whole_number("window", window, 1), whole_number("recent", recent, 1)
-        self.warmup, self.cap = whole_number("warmup", warmup, 1, window), whole_number("cap", cap, 1, window)
-        self.alone = number_above_0("alone", alone)
-        if self.alone < 1:
-            raise InvalidValueError(f"alone={alone!r}: expected at least 1, which calls each that stands out a spike.")
+        self.k = check_number("k", k, "a finite number > 0")
+        self.floor = check_number("floor", floor, "a finite number > 0")
+        self.window, self.recent = check_whole("window", window), check_whole("recent", recent)
+        self.warmup, self.cap = check_whole("warmup", warmup, 1, window), check_whole("cap", cap, 1, window)
+        self.alone = check_number("alone", alone, "a finite number > 0")
+        check_number("alone", alone, "at least 1, which calls each that stands out a spike")
 
     def __repr__(self) -> str:
         """Return the call that makes such a detector."""

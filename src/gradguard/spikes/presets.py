@@ -5,7 +5,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from gradguard.spikes.base import Detector, SpikeVerdict, number_above_0, whole_number
+from gradguard.arguments import check_number, check_whole
+from gradguard.spikes.base import Detector, SpikeVerdict
 
 
 class WindowRule(Detector):
@@ -20,7 +21,7 @@ class WindowRule(Detector):
 
     def __init__(self, window: int) -> None:
         super().__init__()
-        self.window = whole_number("window", window, 2)
+        self.window = check_whole("window", window, 2)
 
     def _empty(self, signals: int) -> dict[str, Tensor]:
         history = torch.full((signals, self.window), torch.nan, dtype=torch.float64, device="cpu")
@@ -81,7 +82,7 @@ class OlmoRule(WindowRule):
 
     def __init__(self, window: int = 128, sigmas: float = 6.0) -> None:
         super().__init__(window)
-        self.sigmas = number_above_0("sigmas", sigmas)
+        self.sigmas = check_number("sigmas", sigmas, "a finite number > 0")
 
     def __repr__(self) -> str:
         """Return the call that makes such a rule."""
@@ -127,7 +128,7 @@ class LightningRule(WindowRule):
 
     def __init__(self, window: int = 10, rtol: float = 2.0, warmup: int = 1) -> None:
         super().__init__(window)
-        self.rtol, self.warmup = number_above_0("rtol", rtol), whole_number("warmup", warmup, 1)
+        self.rtol, self.warmup = check_number("rtol", rtol, "a finite number > 0"), check_whole("warmup", warmup)
 
     def __repr__(self) -> str:
         """Return the call that makes such a rule."""

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradguard.arguments import check_number
+from gradguard.arguments import check_number, check_whole
 from gradguard.clip.clipper import Decision, describe
 from gradguard.clip.gradients import Gradients, measured, norms_of, total_of
-from gradguard.clip.thresholds.base import StatefulClipper, check, counter, whole
+from gradguard.clip.thresholds.base import StatefulClipper, counter
 from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move
@@ -97,12 +97,10 @@ class AdaGC(StatefulClipper):
         warmup: int = 100,
         strict_paper: bool = False,
     ) -> None:
-        self.absolute, self.relative = check_number("absolute", absolute), check_number("relative", relative)
-        self.beta = check_number("beta", beta)
-        check(self.absolute > 0, "a number > 0, or float('inf') for none", lambda: f"absolute={absolute}")
-        check(0 < self.relative < torch.inf, "a finite number > 0", lambda: f"relative={relative}")
-        check(0 <= self.beta <= 1, "a number from 0 to 1", lambda: f"beta={beta}")
-        self.warmup, self.strict_paper = whole("warmup", warmup), strict_paper
+        self.absolute = check_number("absolute", absolute, "a number > 0, or float('inf') for none")
+        self.relative = check_number("relative", relative, "a finite number > 0")
+        self.beta = check_number("beta", beta, "a number from 0 to 1")
+        self.warmup, self.strict_paper = check_whole("warmup", warmup), strict_paper
         self.names: list[str] = []
         self._last: tuple[tuple[str, ...], Tensor] | None = None
         super().__init__(step=counter(), averages=_nothing_yet(0), seen=torch.zeros(0, dtype=torch.int64, device="cpu"))

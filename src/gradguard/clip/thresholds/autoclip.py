@@ -3,15 +3,13 @@
 import torch
 from torch import Tensor
 
-from gradguard.arguments import check_number
+from gradguard.arguments import check_number, check_whole
 from gradguard.clip.thresholds.base import (
     RingHistory,
     ThresholdClipper,
     WholeHistory,
-    check,
     counter,
     empty_history,
-    whole,
 )
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.number_operations import TENSORS
@@ -69,9 +67,8 @@ class AutoClip(ThresholdClipper):
     """
 
     def __init__(self, percentile: float = 10.0, window: int | None = None, strict_paper: bool = False) -> None:
-        self.percentile = check_number("percentile", percentile)
-        check(0 <= self.percentile <= 100, "a number from 0 to 100", lambda: f"percentile={percentile}")
-        self.window, self.strict_paper = None if window is None else whole("window", window), strict_paper
+        self.percentile = check_number("percentile", percentile, "a number from 0 to 100")
+        self.window, self.strict_paper = None if window is None else check_whole("window", window), strict_paper
         self._most = 0  # an upper bound on the count that the host knows
         super().__init__(history=empty_history(self.window or _FIRST_ROOM), count=counter())
 

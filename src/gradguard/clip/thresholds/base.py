@@ -3,6 +3,7 @@
 Their arithmetic is in `gradguard.threshold_formulas`, by which records are replayed too.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
@@ -10,11 +11,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from gradguard.arguments import check_order
+from gradguard.arguments import check_order, check_threshold
 from gradguard.clip.clipper import Clipper, Decision, describe
 from gradguard.clip.gradients import Gradients, global_norm
 from gradguard.clip.lock_in import LockIn
-from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.errors import InvalidValueError
 from gradguard.tensors.host_copy import refuse_capture
 from gradguard.tensors.layout import wide_dtype
 from gradguard.tensors.number_operations import TENSORS, median_of_stored
@@ -210,17 +211,14 @@ def counter() -> Tensor:
     return torch.zeros((), dtype=torch.int64, device="cpu")
 
 
-def whole(name: str, value: int) -> int:
-    """Return ``value``, a whole number >= 1.
+def ceiling_of(ceiling: float | None) -> float:
+    """Return a threshold that always holds as a number; infinity where there is none.
 
     Raises:
-        InvalidTypeError: If it is no whole number.
-        InvalidValueError: If it is below 1.
+        InvalidValueError: If it is negative or NaN.
+        InvalidTypeError: If it is no number.
     """
-    if not isinstance(value, int):
-        raise InvalidTypeError(f"{name}={value!r}: expected a whole number >= 1, got {type(value).__name__}.")
-    check(value >= 1, "a whole number >= 1", lambda: f"{name}={value}")
-    return value
+    return math.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
 
 
 def check(condition: bool, expected: str, given: Callable[[], str]) -> None:

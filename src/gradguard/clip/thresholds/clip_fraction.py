@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from gradguard.arguments import check_number, check_threshold
-from gradguard.clip.thresholds.base import ThresholdClipper, check, scalar
+from gradguard.arguments import check_number
+from gradguard.clip.thresholds.base import ThresholdClipper, ceiling_of, check, scalar
 from gradguard.threshold_formulas import fraction_step
 
 
@@ -64,14 +64,12 @@ class ClipFraction(ThresholdClipper):
         floor: float = 0.0,
         ceiling: float | None = None,
     ) -> None:
-        self.target, self.learning_rate = check_number("target", target), check_number("learning_rate", learning_rate)
-        check(0 < self.target < 1, "a share above 0 and below 1", lambda: f"target={target}")
-        check(0 < self.learning_rate < torch.inf, "a finite number > 0", lambda: f"learning_rate={learning_rate}")
+        self.target = check_number("target", target, "a share above 0 and below 1")
+        self.learning_rate = check_number("learning_rate", learning_rate, "a finite number > 0")
         self.floor = check_number("floor", floor)
-        self.ceiling = torch.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
+        self.ceiling = ceiling_of(ceiling)
         check(0 <= self.floor <= self.ceiling, "0 <= floor <= ceiling", lambda: f"floor={floor}, ceiling={ceiling}")
-        self.initial = torch.inf if initial is None else check_number("initial", initial)
-        check(self.initial > 0, "a number > 0, or None", lambda: f"initial={initial}")
+        self.initial = torch.inf if initial is None else check_number("initial", initial, "a number > 0, or None")
         super().__init__(threshold=scalar(self.initial))
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:

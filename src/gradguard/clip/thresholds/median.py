@@ -5,16 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradguard.arguments import check_number, check_threshold
+from gradguard.arguments import check_number, check_whole
 from gradguard.clip.gradients import Gradients
 from gradguard.clip.thresholds.base import (
     RingHistory,
     ThresholdClipper,
+    ceiling_of,
     check,
     counter,
     empty_history,
     scalar,
-    whole,
 )
 from gradguard.distributed.settings import Settings
 from gradguard.tensors.layout import move
@@ -120,14 +120,13 @@ class ClipByMedian(ThresholdClipper):
         start: float = MEDIAN_START,
         update: float | None = MEDIAN_UPDATE,
     ) -> None:
-        self.k, self.floor = _at_least_0("k", k), _at_least_0("floor", floor)
-        self.start = check_number("start", start)
-        check(0 < self.start <= 1, "a number above 0 and at most 1", lambda: f"start={start}")
-        self.window, self.warmup = whole("window", window), whole("warmup", warmup)
+        self.k = check_number("k", k, "a finite number >= 0")
+        self.floor = check_number("floor", floor, "a finite number >= 0")
+        self.start = check_number("start", start, "a number above 0 and at most 1")
+        self.window, self.warmup = check_whole("window", window), check_whole("warmup", warmup)
         check(warmup <= window, "warmup <= window", lambda: f"warmup={warmup}, window={window}")
-        self.ceiling = torch.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
-        self.update = torch.inf if update is None else check_number("update", update)
-        check(self.update > 0, "a number above 0", lambda: f"update={update}")
+        self.ceiling = ceiling_of(ceiling)
+        self.update = torch.inf if update is None else check_number("update", update, "a number above 0")
         super().__init__(norm_type, logarithms=empty_history(self.window), count=counter(), held=scalar(0.0))
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
@@ -153,9 +152,3 @@ class ClipByMedian(ThresholdClipper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned, also in a version without a bound on the update."""
         super().load_state_dict({"held": scalar(0.0), **state_dict})
-
-
-def _at_least_0(name: str, value: float) -> float:
-    number = check_number(name, value)
-    check(0 <= number < torch.inf, "a finite number >= 0", lambda: f"{name}={value}")
-    return number

@@ -6,15 +6,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from gradguard.arguments import check_number, check_threshold
+from gradguard.arguments import check_number, check_whole
 from gradguard.clip.thresholds.base import (
     RingHistory,
     ThresholdClipper,
+    ceiling_of,
     check,
     counter,
     empty_history,
     scalar,
-    whole,
 )
 from gradguard.tensors.number_operations import TENSORS
 from gradguard.threshold_formulas import pytorch_coefficient, z_score_step
@@ -98,14 +98,12 @@ class ZClip(ThresholdClipper):
         skip_update_on_spike: bool = False,
         strict_paper: bool = False,
     ) -> None:
-        self.alpha, self.z_threshold = check_number("alpha", alpha), check_number("z_threshold", z_threshold)
-        self.clip_factor = check_number("clip_factor", clip_factor)
-        check(0 <= self.alpha <= 1, "a number from 0 to 1", lambda: f"alpha={alpha}")
-        check(0 < self.z_threshold < torch.inf, "a finite number > 0", lambda: f"z_threshold={z_threshold}")
-        check(0 < self.clip_factor < torch.inf, "a finite number > 0", lambda: f"clip_factor={clip_factor}")
+        self.alpha = check_number("alpha", alpha, "a number from 0 to 1")
+        self.z_threshold = check_number("z_threshold", z_threshold, "a finite number > 0")
+        self.clip_factor = check_number("clip_factor", clip_factor, "a finite number > 0")
         check(mode in get_args(Mode), "one of " + ", ".join(map(repr, get_args(Mode))), lambda: f"mode={mode!r}")
-        self.ceiling = torch.inf if ceiling is None else float(check_threshold("ceiling", ceiling))
-        self.warmup, self.mode = whole("warmup", warmup), mode
+        self.ceiling = ceiling_of(ceiling)
+        self.warmup, self.mode = check_whole("warmup", warmup), mode
         self.skip_update_on_spike, self.strict_paper = skip_update_on_spike, strict_paper
         super().__init__(
             first=empty_history(self.warmup), count=counter(), mean=scalar(torch.nan), variance=scalar(torch.nan)

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradguard.monitoring.judge.numbers import percent, plain_threshold
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.lines import Lines
+from gradguard.monitoring.record.lines import Lines, without_none
 from gradguard.monitoring.record.steps import BINDS_BELOW, taken_steps
 
 _FIXED = ("norm", "value", "adaptive")
@@ -107,8 +107,8 @@ class _Clip:
             self.bound += coefficient < BINDS_BELOW
 
     def add_all(self, thresholds: Sequence[float | None], coefficients: Sequence[float | None]) -> None:
-        known = [threshold for threshold in thresholds if threshold is not None]
-        measured = [coefficient for coefficient in coefficients if coefficient is not None]
+        known = without_none(thresholds)
+        measured = without_none(coefficients)
         self.acted, self.measured, self.last = len(thresholds), len(measured), thresholds[-1]
         self.bound = sum(coefficient < BINDS_BELOW for coefficient in measured)
         self.least, self.largest = min(known, default=math.inf), max(known, default=-math.inf)

@@ -9,7 +9,7 @@ from gradguard.monitoring.judge.findings import SEVERITIES, Finding, steps
 from gradguard.monitoring.judge.followed import helped
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import number
-from gradguard.monitoring.judge.signals import FEWEST_STEPS, Signals
+from gradguard.monitoring.judge.signals import FEWEST_STEPS, Signals, signals_of
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import by_optimizer
 
@@ -74,7 +74,7 @@ def diagnose(record: Record) -> Diagnosis:
     """
     parts = by_optimizer(record)
     if len(parts) == 1:
-        signals = Signals(parts[0].record, findings(parts[0].record))
+        signals = signals_of(parts[0].record)
         return Diagnosis(_ranked(signals), helped(signals))
     each = [(part.label, diagnose(part.record)) for part in parts]
     sick = [cause.of(label) for label, one in each for cause in one.causes if cause.key not in ("healthy", "unknown")]

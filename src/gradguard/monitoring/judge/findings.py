@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradguard.monitoring.judge.numbers import listed
+from gradguard.words import counted, listed
 
 RECOVERED_STEPS = 100
 """So many healthy steps end an episode; the next fault of its kind is told anew."""
@@ -161,6 +161,19 @@ class Log:
                     episode.numbers[extreme] = pick(episode.numbers[extreme], value)
         return episode
 
+    def tell(self, key: str, kind: Kind, first: int, i: int, value: float | None = None, **more: Any) -> list[Finding]:
+        """Return the finding of a fault on step ``i`` if it begins an episode, nothing if one goes on.
+
+        Args:
+            key: As for `goes_on`.
+            kind: As for `begin`.
+            first: As for `begin`.
+            i: The step.
+            value: As for `goes_on`.
+            **more: As for `begin`.
+        """
+        return [] if self.goes_on(key, i, value) else self.begin(key, kind, first, i, **more)
+
     def same(self, key: str, other: str) -> None:
         """Let ``other`` tell of the open episode of ``key`` too.
 
@@ -186,6 +199,68 @@ class Log:
         return [begun.finding()]
 
 
+class Lasting:
+    """Faults of single parameters that are told when they have lasted for so many lines in a row, and so many steps.
+
+    Args:
+        log: Where faults go.
+        names: The names of the parameters.
+        lines: How many lines.
+        steps: How many steps from the first to the last of them.
+    """
+
+    def __init__(self, log: Log, names: Sequence[str], lines: int, steps: int = 0) -> None:
+        self._log, self._names, self._lines, self._steps = log, names, lines, steps
+        self._counts: dict[int, int] = {}
+        self._since: dict[int, int] = {}
+        self._episodes: dict[int, Episode] = {}
+
+    def count(self, place: int) -> int:
+        """Return for how many lines in a row it has been seen on a parameter.
+
+        Args:
+            place: The place of the parameter.
+        """
+        return self._counts.get(place, 0)
+
+    def follow(self, i: int, faulty: Sequence[int]) -> list[int]:
+        """Return the parameters on which the fault has just lasted long enough; let episodes that are told go on.
+
+        Args:
+            i: The step.
+            faulty: The places of the parameters on which it is seen.
+        """
+        if not faulty and not self._counts:  # as nearly always
+            return []
+        self._counts = {place: self._counts.get(place, 0) + 1 for place in faulty}
+        self._since = {place: self._since.get(place, i) for place in faulty}
+        self._episodes = {place: self._episodes[place] for place in faulty if place in self._episodes}
+        for place, episode in self._episodes.items():
+            episode.last, episode.count = i, max(episode.count, self._counts[place])
+        return [
+            place
+            for place, count in self._counts.items()
+            if count >= self._lines and i - self._since[place] >= self._steps and place not in self._episodes
+        ]
+
+    def begin(self, kind: Kind, i: int, places: Sequence[int], **numbers: float) -> list[Finding]:
+        """Return the finding of an episode that begins, none without parameters.
+
+        Args:
+            kind: The kind of the finding.
+            i: The step on which it is told.
+            places: The parameters that it is about, of those that `follow` has returned.
+            **numbers: What the message says.
+        """
+        if not places:
+            return []
+        first, names = min(self._since[place] for place in places), [self._names[place] for place in places]
+        about = {"count": self._lines, "params": names, "numbers": numbers}
+        found = self._log.begin(f"{kind.name} {places}", kind, first, i, **about)
+        self._episodes.update(dict.fromkeys(places, self._log.episodes[-1]))
+        return found
+
+
 def named(params: Sequence[str]) -> str:
     """Return up to five names, and how many more there are.
 
@@ -209,4 +284,4 @@ def steps(count: int) -> str:
         >>> steps(1), steps(1200)
         ('1 step', '1,200 steps')
     """
-    return f"{count:,} step{'s' * (count != 1)}"
+    return counted(count, "step")

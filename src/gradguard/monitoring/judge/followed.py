@@ -6,8 +6,9 @@ from typing import Any
 
 from gradguard.monitoring.judge.cause import Cause
 from gradguard.monitoring.judge.numbers import number
-from gradguard.monitoring.judge.signals import Signals
+from gradguard.monitoring.judge.signals import Signals, signals_of
 from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.lines import known_fields, without_none
 
 
 def facts_of(record: Record, cause: Cause, rule: str | None) -> dict[str, Any]:
@@ -18,7 +19,7 @@ def facts_of(record: Record, cause: Cause, rule: str | None) -> dict[str, Any]:
         cause: The first cause of its diagnosis.
         rule: The clip that it recommends.
     """
-    signals = Signals(record, ())
+    signals = signals_of(record)
     curve = signals.curve
     facts = {
         "record": "/".join(record.path.parts[-3:] if not record.path.is_absolute() else record.path.parts[-2:]),
@@ -32,7 +33,7 @@ def facts_of(record: Record, cause: Cause, rule: str | None) -> dict[str, Any]:
         "loss": None if curve is None or signals.ends_lost else curve.final,
         "error": None if curve is None else curve.error,
     }
-    return {key: value for key, value in facts.items() if value is not None}
+    return known_fields(facts)
 
 
 def helped(signals: Signals) -> str:
@@ -71,7 +72,7 @@ def helped(signals: Signals) -> str:
 def follows_clip(signals: Signals) -> bool:
     """Return whether the clip in use is the one that the earlier run was told."""
     rule = str((signals.record.meta.get("followed") or {}).get("rule") or "")
-    used = [one for one in signals.record.steps.column("threshold") if one is not None]
+    used = without_none(signals.record.steps.column("threshold"))
     name, _, value = rule.partition("=")
     if name != "norm" or not used:
         return False

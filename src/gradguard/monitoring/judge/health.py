@@ -14,6 +14,7 @@ from gradguard.monitoring.judge.detectors.tensors import CORRUPT
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, SEVERITIES, Episode, Finding
 from gradguard.monitoring.judge.live import HealthMonitor
 from gradguard.monitoring.record.file import Record, once
+from gradguard.monitoring.record.lines import without_none
 from gradguard.monitoring.record.steps import bound_on, by_optimizer, in_order, taken_steps, thresholds_of
 from gradguard.threshold_rules import LockInAlarm
 
@@ -121,7 +122,7 @@ def lock_in_share(record: Record) -> float | None:
     if not taken:
         return None
     bound, thresholds = bound_on(taken), thresholds_of(taken)
-    known = [threshold for threshold in thresholds if threshold is not None]
+    known = without_none(thresholds)
     bound = [binds for binds, threshold in zip(bound, thresholds, strict=True) if threshold is not None]
     return sum(map(LockInAlarm().follow, bound, known)) / len(taken)
 

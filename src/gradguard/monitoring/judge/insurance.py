@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from gradguard.monitoring.judge.norm_statistics import drift_of, spread_of
 from gradguard.monitoring.judge.scale_free import is_scale_free
-from gradguard.monitoring.judge.signals import Signals
+from gradguard.monitoring.judge.signals import signals_of
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import taken_steps, usable_norms
@@ -102,7 +102,7 @@ def _outliers(norms: Sequence[float]) -> set[int]:
 
 def _learns(record: Record) -> bool:
     """Whether the loss falls and stays near its best: that of moving targets, of returns or of a rival says little."""
-    curve = Signals(record, ()).curve
+    curve = signals_of(record).curve
     if curve is None or not curve.has_fallen:
         return False
     since = curve.levels[curve.levels.index(curve.best) :]

@@ -14,6 +14,7 @@ from gradguard.monitoring.judge.detectors.rhythm import Oscillation
 from gradguard.monitoring.judge.detectors.tensors import Corruption, Diagnostics
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, Log
 from gradguard.monitoring.record.file import Line
+from gradguard.monitoring.record.lines import known_fields
 from gradguard.monitoring.record.steps import binds, threshold_of
 
 
@@ -106,19 +107,22 @@ class Track:
 
     def step(self, step: dict[str, Any]) -> list[Finding]:
         """Return what is new after a step."""
-        i, norm, skipped = step["i"], step.get("norm"), bool(step.get("skipped"))
-        scale = step.get("amp_scale")
-        found = self.setup.step(step)
-        found += [] if scale is None else self.scale.step(i, scale, skipped and not step.get("spike"))
+        i, norm, skipped, scale = step["i"], step.get("norm"), bool(step.get("skipped")), step.get("amp_scale")
+        clipped = binds(step)
+        found = self.setup.step(step, clipped)
+        if scale is not None:
+            found += self.scale.step(i, scale, skipped and not step.get("spike"))
         if step.get("nonfinite") or ("norm" in step and not _is_finite(norm)):
             return found + self.level.nonfinite(i, skipped, scale is not None)
         if norm is None or skipped:
             return found
-        loss, clipped, top = step.get("loss"), binds(step), step.get("top")
+        loss, top = step.get("loss"), step.get("top")
         loss = loss if _is_finite(loss) else None
         if loss is not None:
-            found += self.loss.follow(i, loss) + self.oscillation.follow(i, loss, clipped)
-        found += self.level.finite(i, norm, loss, clipped, top) + self.outliers.follow(i, norm, top, clipped)
+            found += self.loss.follow(i, loss)
+            found += self.oscillation.follow(i, loss, clipped)
+        found += self.level.finite(i, norm, loss, clipped, top)
+        found += self.outliers.follow(i, norm, top, clipped)
         threshold = threshold_of(step)
         if threshold is not None:
             found += self.clipping.follow(i, threshold, step.get("coefficient"))
@@ -237,7 +241,7 @@ def event_line(found: Finding, i: int) -> Line:
         "confidence": found.confidence,
         "optimizer": found.optimizer,
     }
-    return {key: value for key, value in fields.items() if value is not None}
+    return known_fields(fields)
 
 
 def _failure(line: Line, error: Exception) -> Line:

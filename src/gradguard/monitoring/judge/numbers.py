@@ -1,7 +1,11 @@
 """Numbers as people write them."""
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Collection, Sequence
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 def percent(share: float) -> str:
@@ -60,19 +64,19 @@ def plain_threshold(threshold: float) -> str:
     return repr(float(f"{threshold:.6g}")) if threshold < 10 else f"{threshold:g}"
 
 
-def listed(words: Sequence[str], most: int) -> str:
-    """Some of them, and how many more there are.
+def median(values: Sequence[float]) -> float | None:
+    """Return the median; None where there are no values.
 
     Args:
-        words: At least one.
-        most: How many to name.
-
-    Returns:
-        For example ``"a, b and 3 more"``.
-
-    Example:
-        >>> listed("abcde", 2), listed("ab", 2)
-        ('a, b and 3 more', 'a, b')
+        values: Numbers.
     """
-    more = len(words) - most
-    return ", ".join(words[:most]) + (f" and {more:,} more" if more > 0 else "")
+    return statistics.median(values) if values else None
+
+
+def only(values: Collection[_T]) -> _T | None:
+    """Return the only one of some values; None where there are none or several.
+
+    Args:
+        values: The values.
+    """
+    return next(iter(values)) if len(values) == 1 else None

@@ -9,7 +9,7 @@ from gradguard.monitoring.judge.cause import Cause
 from gradguard.monitoring.judge.diagnosis import Diagnosis, diagnose
 from gradguard.monitoring.judge.insurance import insurance
 from gradguard.monitoring.judge.norm_statistics import drift_of
-from gradguard.monitoring.judge.numbers import percent, plain_threshold
+from gradguard.monitoring.judge.numbers import only, percent, plain_threshold
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import bound_on, by_optimizer, taken_steps, usable_norms
 
@@ -171,11 +171,11 @@ def _for_healthy(record: Record, norms: Sequence[float]) -> Recommendation:
 def _of_clip_in_use(record: Record, norms: Sequence[float], insured_at: float | None) -> Recommendation | None:
     """The decision on a clip that was in force all along in a healthy run: one that bound, or that is insurance."""
     rules, taken = set(record.steps.column("rule")), taken_steps(record)
-    rule, bound = rules.pop() if len(rules) == 1 else None, bound_on(taken)
+    rule, bound = only(rules), bound_on(taken)
     if rule is None:
         return None
     share, used = sum(bound) / max(1, len(taken)), set(record.steps.column("threshold"))
-    threshold = used.pop() if len(used) == 1 else None
+    threshold = only(used)
     text = str(rule) if threshold is None else f"{rule}={plain_threshold(threshold)}"
     fixed = threshold if rule == "norm" else None
     if not share and (fixed is None or insured_at is None or fixed > STILL_INSURANCE * insured_at):

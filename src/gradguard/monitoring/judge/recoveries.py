@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from gradguard.monitoring.record.file import Record
+from gradguard.words import counted
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,18 @@ class Recoveries:
 
     def __str__(self) -> str:
         """Return it in words."""
-        times = f"{self.roll_backs:,} time{'s' * (self.roll_backs != 1)}"
+        times = counted(self.roll_backs, "time")
         slowed = f" (after {self.slow_downs:,} of them with a lower learning rate)" if self.slow_downs else ""
-        bursts = f"{self.data_shifts:,} burst{'s' * (self.data_shifts != 1)} of spikes"
+        bursts = f"{counted(self.data_shifts, 'burst')} of spikes"
         done = [f"went back to older weights {times}{slowed}"] if self.roll_backs else []
         done += [f"took {bursts} for a change of the data"] if self.data_shifts else []
         if not done and not self.lost_steps:
             return "A burst of spikes was adopted as the new level, and the record ends before it was over."
         if not done:
-            return f"A burst of spikes was adopted as the new level, which cost {_steps(self.lost_steps)}."
-        cost = f"That cost {_steps(self.lost_steps)}"
+            return f"A burst of spikes was adopted as the new level, which cost {counted(self.lost_steps, 'step')}."
+        cost = f"That cost {counted(self.lost_steps, 'step')}"
         longest = self.longest_recovery
-        time = "" if longest is None else f"; the longest recovery took {_steps(longest)}"
+        time = "" if longest is None else f"; the longest recovery took {counted(longest, 'step')}"
         return f"The run {' and '.join(done)}. {cost}{time}."
 
 
@@ -70,7 +71,3 @@ def recoveries(record: Record) -> Recoveries | None:
 
 
 _KINDS = frozenset(["burst", "rolled_back", "data_shift"])
-
-
-def _steps(count: int) -> str:
-    return f"{count:,} step{'s' * (count != 1)}"

@@ -1,12 +1,12 @@
 """What other clipping rules would have done to the norms that a run recorded."""
 
-import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import and_
 from typing import Any
 
+from gradguard.monitoring.judge.numbers import median
 from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record
@@ -148,7 +148,7 @@ def _tally(
         rule=name,
         steps=count,
         clip_share=len(bound) / count,
-        median_coefficient=statistics.median(bound) if bound else None,
+        median_coefficient=median(bound),
         spikes=sum(filter(None, spikes)),
         caught=sum(compress(binds, spikes)),
         largest_passed=max(0.0, max(compress(passed, known), default=0.0)),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from gradguard.monitoring.judge.numbers import only
 from gradguard.monitoring.record.file import Record
 
 _SCALE_FREE = ("adam", "lion", "adafactor", "rmsprop", "adagrad", "adadelta", "muon", "sign", "rprop", "soap")
@@ -18,7 +19,7 @@ def is_scale_free(record: Record) -> bool | None:
     """
     optimizers: list[Any] = record.meta.get("optimizers") or []
     answers = {cancels_scale(str(name)) for name in optimizers}
-    return answers.pop() if len(answers) == 1 else None
+    return only(answers)
 
 
 def cancels_scale(optimizer: str) -> bool:

@@ -6,7 +6,6 @@ not. Losses and norms are followed by medians, which single steps do not move.
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +13,13 @@ from itertools import pairwise
 from typing import Any
 
 from gradguard.monitoring.judge.findings import Finding
-from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import BINDS_BELOW, is_search_of_scale
+from gradguard.monitoring.judge.health import findings
+from gradguard.monitoring.judge.numbers import median
+from gradguard.monitoring.judge.scale_free import is_scale_free
+from gradguard.monitoring.record.file import Record, once
+from gradguard.monitoring.record.lines import without_none
+from gradguard.monitoring.record.steps import BINDS_BELOW, is_search_of_scale, skipped_on
+from gradguard.threshold_rules import SortedWindow, upper_median_distance
 
 _OF_LOSSES = ("diverging_loss", "not_learning", "oscillation")
 
@@ -124,7 +128,7 @@ class Layer:
     def ratio(self) -> float | None:
         """By which share of itself a step usually changes it; None where that was not measured."""
         later = self.ratios[1:] or self.ratios
-        return statistics.median(later) if later else None
+        return median(later)
 
 
 class Signals:
@@ -132,41 +136,47 @@ class Signals:
 
     Args:
         record: The record of its steps alone.
-        found: What health finds of it.
 
     Attributes:
         takes_turns: Whether other optimizers step between its steps, so that losses may be of networks that work
             against each other, and are not judged.
     """
 
-    def __init__(self, record: Record, found: Sequence[Finding]) -> None:
+    def __init__(self, record: Record) -> None:
         self.record = record
         steps = record.steps
-        self.numbers: list[int] = list(steps.column("i"))
+        self.numbers: Sequence[int] = steps.column("i")
         self.count = len(self.numbers)
         self.takes_turns = sum(after - before > 1 for before, after in pairwise(self.numbers)) > self.count // 10
+        self.skipped = skipped_on(steps)
+        self.searched = [False] * self.count
+        if steps.has_any("amp_scale"):
+            self.searched = [is_search_of_scale(step) for step in steps]
+        self.losses = _of_turns(_finite(steps.column("loss")))
+        self.norms, self.rates, self.coefficients = (
+            _finite(steps.column(key)) for key in ("norm", "lr", "coefficient")
+        )
+        self.lost_loss = [there and loss is None for loss, there in zip(self.losses, steps.has("loss"), strict=True)]
+        lost_norm = (there and norm is None for norm, there in zip(self.norms, steps.has("norm"), strict=True))
+        self.lost = [
+            bool(bad or norm or loss) and not search
+            for bad, norm, loss, search in zip(
+                steps.column("nonfinite"), lost_norm, self.lost_loss, self.searched, strict=True
+            )
+        ]
+
+    @cached_property
+    def found(self) -> tuple[Finding, ...]:
+        """What health finds of it, but for losses that mean nothing and the parameters of others."""
         about_losses = _OF_LOSSES if self.takes_turns else ()
         theirs = self._names_of_others()
-        self.found = tuple(one for one in found if one.kind not in about_losses and not theirs & set(one.params))
-        self.kinds = {one.kind for one in self.found}
-        losses, has_loss = steps.column("loss"), steps.has("loss")
-        norms, has_norm = steps.column("norm"), steps.has("norm")
-        skipped = [bool(one) for one in steps.column("skipped")]
-        bad = [bool(one) for one in steps.column("nonfinite")]
-        searched = [False] * self.count
-        if steps.has_any("amp_scale"):
-            searched = [is_search_of_scale(step) for step in steps]
-        self.skipped, self.searched = skipped, searched
-        self.losses: list[float | None] = _of_turns([_finite(loss) for loss in losses])
-        self.lost_loss = [there and loss is None for loss, there in zip(self.losses, has_loss, strict=True)]
-        self.norms: list[float | None] = [_finite(norm) for norm in norms]
-        lost_norm = (there and norm is None for norm, there in zip(self.norms, has_norm, strict=True))
-        self.lost = [
-            (one or two or three) and not search
-            for one, two, three, search in zip(bad, lost_norm, self.lost_loss, searched, strict=True)
-        ]
-        self.rates: list[float | None] = [_finite(rate) for rate in steps.column("lr")]
-        self.coefficients: list[float | None] = [_finite(one) for one in steps.column("coefficient")]
+        found = findings(self.record)
+        return tuple(one for one in found if one.kind not in about_losses and not theirs & set(one.params))
+
+    @cached_property
+    def kinds(self) -> set[str]:
+        """The kinds of what health finds."""
+        return {one.kind for one in self.found}
 
     def _names_of_others(self) -> set[str]:
         """The parameters of other optimizers."""
@@ -234,7 +244,7 @@ class Signals:
         """
         values = self.norms if values is None else values
         recent = [value for value in values[max(0, place - _RECENT) : place] if value]
-        return statistics.median(recent) if recent else None
+        return median(recent)
 
     @cached_property
     def outbursts(self) -> list[int]:
@@ -263,13 +273,13 @@ class Signals:
     @cached_property
     def rate(self) -> float | None:
         """The largest learning rate; None where none is known."""
-        known = [rate for rate in self.rates if rate is not None]
+        known = without_none(self.rates)
         return max(known) if known else None
 
     @cached_property
     def is_warming_up(self) -> bool:
         """Whether the learning rate still rises at the end of the run."""
-        known = [rate for rate in self.rates if rate is not None]
+        known = without_none(self.rates)
         return len(known) > 10 and known[-1] == max(known) > 3 * statistics.median(known[: len(known) // 4])
 
     # --- layers -------------------------------------------------------------------------------------------------------
@@ -385,7 +395,7 @@ class Signals:
     def ratio(self) -> float | None:
         """By which share of itself a step usually changes the usual weight; None where that was not measured."""
         known = [layer.ratio for layer in self.sized_layers if layer.ratio is not None]
-        return statistics.median(known) if known else None
+        return median(known)
 
     @cached_property
     def growth(self) -> float:
@@ -412,7 +422,7 @@ class Signals:
         It divides by their size if it has an ``eps``. Without one, measured updates decide: over the lines they vary
         far less than the gradients do.
         """
-        return self.eps is not None or _is_named_scale_free(self.record)
+        return self.eps is not None or bool(is_scale_free(self.record))
 
     # --- clips --------------------------------------------------------------------------------------------------------
 
@@ -460,15 +470,11 @@ def period_of(places: Sequence[int]) -> int | None:
     for gap in sorted(gaps):
         if gap < 3:
             continue
-        on_grid = max(_on_grid(places, first, gap) for first in places[:6])
+        on_grid = max(sum((place - first) % gap == 0 for place in places) for first in places[:6])
         slots = (places[-1] - places[0]) // gap + 1
         if on_grid >= 4 and on_grid >= 0.7 * len(places) and on_grid >= 0.7 * slots:
             return gap
     return None
-
-
-def _on_grid(places: Sequence[int], first: int, gap: int) -> int:
-    return sum((place - first) % gap == 0 for place in places)
 
 
 OUTBURST_TIMES = 4.0
@@ -481,27 +487,27 @@ OUTBURST_DEVIATIONS = 6.0
 
 def _outbursts(values: Sequence[float | None], times: float = OUTBURST_TIMES) -> list[int]:
     """Places where a value leaps away from the recent ones, which leave earlier leaps out."""
-    found, recent, limit, fresh = [], deque[float](maxlen=_RECENT), math.inf, 0
+    found, recent, limit, fresh = list[int](), SortedWindow(_RECENT), math.inf, 0
     for place, value in enumerate(values):
         if value is None or value <= 0:
             continue
         if value > limit:
             found.append(place)
             if len(found) > 3 and found[-1] - found[-4] == 3:  # this is a new level, and no leap
-                recent, limit = deque([value], maxlen=_RECENT), math.inf
+                recent, limit = SortedWindow(_RECENT), math.inf
+                recent.add(math.log(value))
             continue
-        recent.append(value)
+        recent.add(math.log(value))
         fresh += 1
-        if len(recent) >= _FEWEST_RECENT and fresh >= _REFRESH:
-            limit, fresh = _limit(recent, times), 0
+        if fresh >= _REFRESH and len(recent.ordered) >= _FEWEST_RECENT:
+            limit, fresh = _limit(recent.ordered, times), 0
     return found
 
 
-def _limit(recent: Sequence[float], times: float) -> float:
-    """The value above which the next one leaps away from the recent ones."""
-    logs = sorted(map(math.log, recent))
+def _limit(logs: Sequence[float], times: float) -> float:
+    """The value above which the next one leaps away from those with these logarithms, ascending."""
     middle = logs[len(logs) // 2]
-    spread = _MAD_TO_SIGMA * sorted([abs(one - middle) for one in logs])[len(logs) // 2]
+    spread = _MAD_TO_SIGMA * upper_median_distance(logs, middle)
     return math.exp(min(middle + max(math.log(times), OUTBURST_DEVIATIONS * spread), _LARGEST_LOGARITHM))
 
 
@@ -511,17 +517,19 @@ def _of_turns(losses: list[float | None]) -> list[float | None]:
     if sum(one is not None for one in logs) < max(20, sum(loss is not None for loss in losses) // 2):
         return losses
     one = _usual_step(logs, 1)
-    turn = next((lag for lag in range(2, _LONGEST_TURN + 1) if 2 * _usual_step(logs, lag) <= one), None)
-    if one < _TURNS or turn is None:
+    if one < _TURNS:
         return losses
-    known = [log for log in logs if log is not None]
+    turn = next((lag for lag in range(2, _LONGEST_TURN + 1) if 2 * _usual_step(logs, lag) <= one), None)
+    if turn is None:
+        return losses
+    known = without_none(logs)
     if abs(statistics.fmean(known[turn : 2 * turn]) - statistics.fmean(known[:turn])) > 3 * one:
         return losses  # thrown up by its first steps, and going to and fro since then
     found = list(losses)
     for place, own in enumerate(logs):
         first = max(0, place - turn + 1)
         if own is not None:
-            found[place] = math.exp(statistics.fmean(log for log in logs[first : first + turn] if log is not None))
+            found[place] = math.exp(statistics.fmean(without_none(logs[first : first + turn])))
     return found
 
 
@@ -532,11 +540,18 @@ def _usual_step(logs: Sequence[float | None], lag: int) -> float:
     return statistics.median(steps) if steps else math.inf
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _finite(values: list[float | None]) -> list[float | None]:
+    """The values, with None for those that are not finite, as a run that is still in memory may have them."""
+    if math.isfinite(sum(filter(None, values))):
+        return values
+    return [value if value is not None and math.isfinite(value) else None for value in values]
 
 
-def _is_named_scale_free(record: Record) -> bool:
-    from gradguard.monitoring.judge.scale_free import is_scale_free
+@once
+def signals_of(record: Record) -> Signals:
+    """Return what one optimizer's steps show; nobody may change it.
 
-    return bool(is_scale_free(record))
+    Args:
+        record: The record of its steps alone.
+    """
+    return Signals(record)

@@ -1,14 +1,13 @@
 """Spikes: norms that stand out from those around them, however the norms drift."""
 
 import math
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from itertools import chain
-from statistics import median_high
 
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import usable_norms
+from gradguard.threshold_rules import SortedWindow, upper_median_distance
 
 NEIGHBOURS = 50
 """On each side: more than half of them would have to be spikes before one goes unseen."""
@@ -37,14 +36,15 @@ class SpikeFinder:
     """
 
     def __init__(self) -> None:
-        self._window: deque[tuple[int, float]] = deque()  # (position, logarithm) of the norms in it
-        self._sorted: list[float] = []
+        self._logarithms = SortedWindow(_WIDTH)
+        self._positions: deque[int] = deque(maxlen=_WIDTH)
         self._position = -1
 
     @property
     def level(self) -> float:
         """The median of the norms that it remembers; 0 without any."""
-        return math.exp(self._sorted[len(self._sorted) // 2]) if self._sorted else 0.0
+        ordered = self._logarithms.ordered
+        return math.exp(ordered[len(ordered) // 2]) if ordered else 0.0
 
     def follow(self, norm: float) -> list[int]:
         """Return the positions that are now known to be spikes.
@@ -55,32 +55,26 @@ class SpikeFinder:
         self._position += 1
         if not 0 < norm < math.inf:
             return []
-        logarithm = math.log(norm)
-        self._window.append((self._position, logarithm))
-        insort(self._sorted, logarithm)
-        if len(self._window) < _WIDTH:
-            return []
-        if len(self._window) > _WIDTH:
-            _, oldest = self._window.popleft()
-            del self._sorted[bisect_left(self._sorted, oldest)]
-            if self._window[NEIGHBOURS][1] <= self._sorted[NEIGHBOURS] + _LEAST:
-                return []
-            return self._spikes(NEIGHBOURS, NEIGHBOURS + 1)
-        return self._spikes(0, NEIGHBOURS + 1)  # the first ones have no others before them
+        window = self._logarithms
+        before = len(window.ordered)
+        window.add(math.log(norm))
+        self._positions.append(self._position)
+        if before == _WIDTH:
+            is_low = window.recent[NEIGHBOURS] <= window.ordered[NEIGHBOURS] + _LEAST
+            return [] if is_low else self._spikes(NEIGHBOURS, NEIGHBOURS + 1)
+        return self._spikes(0, NEIGHBOURS + 1) if before + 1 == _WIDTH else []  # the first have no others before them
 
     def finish(self) -> list[int]:
         """Return the spikes among the last norms, which have no others after them; call it once, at the end."""
-        if len(self._window) < _FEWEST:
-            return []
-        return self._spikes(NEIGHBOURS + 1 if len(self._window) == _WIDTH else 0, len(self._window))
+        count = len(self._positions)
+        return self._spikes(NEIGHBOURS + 1 if count == _WIDTH else 0, count) if count >= _FEWEST else []
 
     def _spikes(self, begin: int, end: int) -> list[int]:
-        least = self._sorted[len(self._sorted) // 2] + _LEAST
-        places = [place for place in range(begin, end) if self._window[place][1] > least]
-        if not places:  # nearly always, so that the spread is seldom needed
-            return []
-        limit = _limit(self._sorted)
-        return [self._window[place][0] for place in places if self._window[place][1] > limit]
+        recent, ordered = self._logarithms.recent, self._logarithms.ordered
+        middle = ordered[len(ordered) // 2]
+        deviation = _TO_STANDARD_DEVIATION * upper_median_distance(ordered, middle)
+        limit = middle + DEVIATIONS * max(deviation, LEAST_DEVIATION)
+        return [self._positions[place] for place in range(begin, end) if recent[place] > limit]
 
 
 def find_spikes(norms: Sequence[float]) -> list[int]:
@@ -123,10 +117,3 @@ def spikes_of(record: Record) -> list[int]:
         Positions in its `usable_norms`.
     """
     return find_spikes(usable_norms(record))
-
-
-def _limit(ordered: Sequence[float]) -> float:
-    """What a logarithm must exceed, from all of the window in their order."""
-    middle = ordered[len(ordered) // 2]
-    deviation = _TO_STANDARD_DEVIATION * median_high(abs(one - middle) for one in ordered)
-    return middle + DEVIATIONS * max(deviation, LEAST_DEVIATION)

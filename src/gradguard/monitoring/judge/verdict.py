@@ -1,17 +1,17 @@
 """One sentence with numbers about what clipping did to a run, and the numbers themselves."""
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, compress
 from typing import Any
 
 from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, shares_in_words
-from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import median, number, only, percent, plain_threshold
 from gradguard.monitoring.judge.recoveries import Recoveries, recoveries
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record, once
+from gradguard.monitoring.record.lines import without_none
 from gradguard.monitoring.record.steps import (
     bound_on,
     by_optimizer,
@@ -21,6 +21,7 @@ from gradguard.monitoring.record.steps import (
     taken_steps,
     usable_norms,
 )
+from gradguard.words import counted
 
 _FEWEST_FOR_SPIKES = 20
 
@@ -118,7 +119,7 @@ def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
     return replace(
         whole,
         sentence=" ".join(f"{label[:1].upper()}{label[1:]}: {part.sentence}" for label, part in parts),
-        threshold=thresholds.pop() if len(thresholds) == 1 else None,
+        threshold=only(thresholds),
         spike_share=spikes,
         usable_steps=sum(part.usable_steps for _, part in parts),
         diverged=any(part.diverged for _, part in parts),
@@ -131,7 +132,7 @@ def _clipping(record: Record) -> dict[str, Any]:
     bound = list(compress(real.column("coefficient"), bound_on(real)))
     share = len(bound) / len(real) if real else None
     clips = acting_clips(record)
-    used = [threshold for threshold in record.steps.column("threshold") if threshold is not None]
+    used = without_none(record.steps.column("threshold"))
     threshold = used[-1] if used else None
     if len(clips) > 1:
         threshold = max(clips, key=lambda clip: clip.bound or 0).threshold
@@ -143,18 +144,18 @@ def _clipping(record: Record) -> dict[str, Any]:
         "threshold": threshold,
         "taken_steps": len(real),
         "clips": tuple(clips),
-        "median_coefficient": statistics.median(bound) if bound else None,
+        "median_coefficient": median(bound),
     }
 
 
 def _norms(record: Record) -> dict[str, Any]:
-    norms = [norm for norm in record.steps.column("norm") if norm is not None]
+    norms = without_none(record.steps.column("norm"))
     usable = usable_norms(record)
     spikes = None
     if len(usable) >= _FEWEST_FOR_SPIKES:
         spikes = len(spikes_of(record)) / len(usable)
     return {
-        "median_norm": statistics.median(norms) if norms else None,
+        "median_norm": median(norms),
         "max_norm": max(norms, default=None),
         "spike_share": spikes,
         "usable_steps": len(usable),
@@ -166,7 +167,7 @@ def _losses(record: Record) -> dict[str, Any]:
     means = window_means(losses, max(10, len(losses) // 20))
     return {
         "final_loss": means[-1] if means else None,
-        "best_loss": min((mean for mean in means if mean is not None), default=None),
+        "best_loss": min(without_none(means), default=None),
         "diverged": bool(losses) and losses[-1] is None,
     }
 
@@ -225,7 +226,7 @@ def _sentence(record: Record, numbers: dict[str, Any]) -> str:
 def _clip_words(record: Record, numbers: dict[str, Any]) -> str:
     clips, share = numbers["clips"], percent(numbers["clip_share"] or 0.0)
     if not numbers["clipping"]:
-        return f"No clipping in {_steps(numbers['steps'])}."
+        return f"No clipping in {counted(numbers['steps'], 'step')}."
     steps = _taken(numbers)
     if len(clips) > 1:
         each = shares_in_words(clips, max(numbers["taken_steps"], 1))
@@ -249,11 +250,8 @@ def _acted_on_some(numbers: dict[str, Any]) -> bool:
 def _taken(numbers: dict[str, Any]) -> str:
     """The steps that a share is of: not all of the run, where some were skipped or not finite."""
     taken = numbers["taken_steps"]
-    return _steps(taken) if taken == numbers["steps"] else f"the {_steps(taken)} that were taken and finite"
-
-
-def _steps(count: int) -> str:
-    return f"{count:,} step{'s' * (count != 1)}"
+    steps = counted(taken, "step")
+    return steps if taken == numbers["steps"] else f"the {steps} that were taken and finite"
 
 
 def _where(record: Record, threshold: float | None) -> str:
@@ -279,7 +277,7 @@ def _norm_words(numbers: dict[str, Any]) -> str:
         return "No finite gradient norm was recorded."
     times = f" ({number(largest / median)}x the median)" if median > 0 else ""
     share = numbers["spike_share"]
-    usable = _steps(numbers["usable_steps"])
+    usable = counted(numbers["usable_steps"], "step")
     spikes = "" if share is None else f"; {percent(share)} of {usable} after the warm-up were spikes"
     return f"Gradient norms before clipping: median {number(median)}, largest {number(largest)}{times}{spikes}."
 
@@ -288,6 +286,6 @@ def _fault_words(numbers: dict[str, Any]) -> str:
     skipped, lost = numbers["skipped_steps"], numbers["nonfinite_steps"]
     spikes = numbers["skipped_spikes"]
     first = f"{skipped:,} skipped{f' ({spikes:,} as finite spikes)' if spikes else ''}. " if skipped else ""
-    of = f"Of {_steps(numbers['steps'])}: " if skipped or lost else ""
+    of = f"Of {counted(numbers['steps'], 'step')}: " if skipped or lost else ""
     diverged = " The loss was not finite at the end." if numbers["diverged"] else ""
     return f"{of}{first}{lost:,} non-finite.{diverged}"

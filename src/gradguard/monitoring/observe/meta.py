@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.monitoring.observe.graph_facts import GraphFacts
 from gradguard.monitoring.record.file import SCHEMA, Line
+from gradguard.monitoring.record.lines import known_fields
 from gradguard.monitoring.record.redaction import redacted_arguments
 
 OWNER = "GRADGUARD_PROCESS"
@@ -255,4 +256,4 @@ def meta_line(
         "loss_factor": None if seen is None else seen.factor,
         "params": described(names, parameters, optimizers, seen),
     }
-    return {key: value for key, value in line.items() if value is not None}
+    return known_fields(line)

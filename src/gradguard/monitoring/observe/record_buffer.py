@@ -13,6 +13,7 @@ from gradguard.monitoring.judge.live import Judge
 from gradguard.monitoring.observe.host_copy import AsyncHostCopy, Copy, NumberPlaces
 from gradguard.monitoring.observe.step import Entry, ParameterTable, RecoveryNote, StepMeasurement, lines_of
 from gradguard.monitoring.record.file import Line
+from gradguard.monitoring.record.lines import known_fields
 from gradguard.monitoring.show.alerts import Alerts
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.monitoring.show.sinks.base import plain
@@ -85,7 +86,7 @@ class RecordBuffer:
     def write(self, line: Line) -> None:
         """Write a line that is no step's, now."""
         with self._lock:
-            self.sinks.push([{key: value for key, value in line.items() if value is not None}])
+            self.sinks.push([known_fields(line)])
 
     def add(self, entry: Entry, *, keep: bool = False) -> None:
         """Take a step; write what is due.

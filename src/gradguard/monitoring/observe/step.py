@@ -16,7 +16,9 @@ from gradguard.monitoring.judge.findings import Kind
 from gradguard.monitoring.judge.live import event_line
 from gradguard.monitoring.observe.measure import Diagnostics, Norms, histogram_of
 from gradguard.monitoring.record.file import Line
+from gradguard.monitoring.record.lines import known_fields
 from gradguard.recovery_events import RecoveryEvent
+from gradguard.words import listed
 
 EPSILON = 1e-6
 """What PyTorch's norm clip adds to the norm before it divides."""
@@ -246,7 +248,7 @@ def lines_of(step: Entry, table: ParameterTable, every: int | None) -> Iterator[
     else:
         lines = _lines_of_update(step) if isinstance(step, ScaleUpdate) else _lines_of_setup(step, table)
     for line in lines:
-        yield {key: value for key, value in line.items() if value is not None}
+        yield known_fields(line)
 
 
 def _every(turn: int, parameters: int) -> int:
@@ -421,14 +423,13 @@ def _dominant(step: StepMeasurement, norms: Sequence[float], total: float) -> li
 
 def _nonfinite_line(step: StepMeasurement, norms: Sequence[float], names: Sequence[str]) -> Line:
     bad = [place for place, norm in zip(step.places, norms, strict=True) if not math.isfinite(norm)]
-    shown = ", ".join(names[place] if place >= 0 else "unnamed" for place in bad[:_NAMED_AT_MOST])
-    more = f" and {len(bad) - _NAMED_AT_MOST} more" if len(bad) > _NAMED_AT_MOST else ""
+    shown = listed([names[place] if place >= 0 else "unnamed" for place in bad], _NAMED_AT_MOST)
     return {
         "t": "event",
         "i": step.index,
         "kind": "nonfinite",
         "severity": "error",
-        "message": f"gradients of {shown}{more} are not finite",
+        "message": f"gradients of {shown} are not finite",
         "advice": "find the operation (docs/nan.md says how), or lower the learning rate",
         "params": [names[place] for place in bad if place >= 0],
         "optimizer": step.optimizer,

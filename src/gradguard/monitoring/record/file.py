@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from gradguard.errors import InvalidTypeError, RecordError
 from gradguard.files.opening import open_regular
 from gradguard.monitoring.record.fields import LONGEST_LINE, begins_run, parse_line
-from gradguard.monitoring.record.lines import Lines
+from gradguard.monitoring.record.lines import Lines, known_fields
 from gradguard.monitoring.record.text import printable
 
 FILE_NAME = "run.jsonl"
@@ -176,7 +176,7 @@ class RecordWriter:
         """
         if self._file.closed:
             raise RecordError(f"the record {self.path} is closed; write before close(), or open a new one")
-        text = _json({key: value for key, value in line.items() if value is not None})
+        text = _json(known_fields(line))
         self._lines.append(text)
         self._size += len(text)
         if self._size > MOST_BUFFERED:

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
-from typing import Any, overload
+from operator import itemgetter
+from typing import Any, TypeVar, overload
 
+_T = TypeVar("_T")
 _Row = tuple[Any, ...]
 """The places of the line's keys in it, then the value of each."""
 
@@ -65,7 +67,11 @@ class Lines(Sequence[dict[str, Any]]):
             key: The name of a field.
         """
         if key not in self._columns:
-            self._columns[key] = [None if (place := row[0].get(key)) is None else row[place] for row in self._rows]
+            places = {of.get(key) for of in self._places.values()}
+            if len(places) == 1 and places != {None}:  # one place in every line, as nearly always
+                self._columns[key] = list(map(itemgetter(*places), self._rows))
+            else:
+                self._columns[key] = [None if (place := row[0].get(key)) is None else row[place] for row in self._rows]
         return self._columns[key]
 
     def has(self, key: str) -> list[bool]:
@@ -74,7 +80,8 @@ class Lines(Sequence[dict[str, Any]]):
         Args:
             key: The name of a field.
         """
-        return [key in row[0] for row in self._rows]
+        there = {key in of for of in self._places.values()}
+        return [*there] * len(self) if len(there) == 1 else [key in row[0] for row in self._rows]
 
     def has_any(self, key: str) -> bool:
         """Return whether any line has the key.
@@ -82,7 +89,7 @@ class Lines(Sequence[dict[str, Any]]):
         Args:
             key: The name of a field.
         """
-        return any(key in row[0] for row in self._rows)
+        return any(key in of for of in self._places.values()) and any(self.has(key))
 
     def where(self, chosen: Sequence[Any]) -> "Lines":
         """Return the lines that are chosen; the object itself where all are.
@@ -121,6 +128,24 @@ class Lines(Sequence[dict[str, Any]]):
 
     def __repr__(self) -> str:
         return f"Lines({list(self)!r})"
+
+
+def without_none(values: Iterable[_T | None]) -> list[_T]:
+    """Return the values that are there: a number that was not measured, or was not finite, is None.
+
+    Args:
+        values: Such as a column.
+    """
+    return [value for value in values if value is not None]
+
+
+def known_fields(line: Mapping[str, _T | None]) -> dict[str, _T]:
+    """Return the fields that are there.
+
+    Args:
+        line: By name; None stands for a field that is not there.
+    """
+    return {key: value for key, value in line.items() if value is not None}
 
 
 def _line(row: _Row) -> dict[str, Any]:

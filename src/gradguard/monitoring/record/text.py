@@ -21,7 +21,7 @@ def printable(value: object) -> str:
     text = str(value)
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else _escaped(char) for char in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def on_stderr(message: object) -> None:
@@ -52,7 +52,3 @@ def drop_output() -> None:
     except (OSError, ValueError):
         return
     os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-
-
-def _escaped(char: str) -> str:
-    return char.encode("unicode_escape").decode("ascii")

@@ -8,6 +8,7 @@ from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.record.steps import regime_of
 from gradguard.monitoring.record.text import printable
 from gradguard.monitoring.show.run_state import Bucket, OptimizerState, RunState, number_in
+from gradguard.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -46,7 +47,7 @@ def clock(moment: float, now: float) -> str:
 def ending(end: dict[str, Any]) -> tuple[str, str]:
     """Return how a run ended in words, and their style."""
     code, steps, wall = end.get("exit"), number_in(end, "steps"), number_in(end, "wall")
-    after = f" after {steps:,.0f} step{'s' * (steps != 1)}" if steps is not None else ""
+    after = f" after {counted(steps, 'step')}" if steps is not None else ""
     within = f" in {duration(wall)}" if wall is not None else ""
     if end.get("interrupted"):
         return f"interrupted{after}{within}", "yellow"
@@ -333,7 +334,7 @@ def _events_part(run: RunState, count: int) -> "list[RenderableType]":
         return []
     total = sum(run.severities.values())
     counts = ", ".join(f"{n:,} {name}{'s' * (n > 1 and name != 'info')}" for name, n in run.severities.most_common())
-    text = Text(f"\n{total:,} event{'s' * (total != 1)}: {printable(counts)}", style="dim")
+    text = Text(f"\n{counted(total, 'event')}: {printable(counts)}", style="dim")
     shown = list(run.events)[-count:] if count else []
     for event, following in zip(shown, [*shown[1:], {}], strict=True):
         severity = printable(event.get("severity", "info"))

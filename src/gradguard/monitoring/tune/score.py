@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gradguard.monitoring.record.lines import without_none
+
 Losses = Sequence[float | None]
 """The training loss of each step; None where it was not finite."""
 
@@ -179,7 +181,7 @@ def last_loss(losses: Losses) -> float | None:
         (1.5, None)
     """
     last = losses[-max(1, round(LAST * len(losses))) :] if losses else []
-    finite = [loss for loss in last if loss is not None]
+    finite = without_none(last)
     return math.fsum(loss / len(finite) for loss in finite) if finite and len(finite) == len(last) else None
 
 
@@ -292,7 +294,7 @@ def _score(rule: str, runs: Sequence[Run], lost: dict[tuple[str, int], bool]) ->
     diverged = [run for run in own if lost[rule, run.seed]]
     failed = [run for run in own if (run.failed or _value(run) is None) and run not in diverged]
     losses = {run.seed: None if run in diverged or run in failed else _value(run) for run in own}
-    finite = [loss for loss in losses.values() if loss is not None]
+    finite = without_none(losses.values())
     shares = [run.clip_share for run in own]
     mean = mean_of(finite) if finite else None
     return Score(rule, mean, losses, len(diverged), len(failed), math.fsum(shares) / len(shares))

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
-from gradguard.monitoring.judge.numbers import number, plain_threshold
+from gradguard.monitoring.judge.numbers import median, number, plain_threshold
 from gradguard.monitoring.judge.signals import BLOCKS, Signals, period_of
+from gradguard.monitoring.record.lines import without_none
+from gradguard.words import counted
 
 FEWEST_OUTBURSTS = 3
 CALM_SHARE = 0.2
@@ -70,7 +72,7 @@ def bad_batches(signals: Signals) -> Cause | None:
     )
     words = (
         f"There the loss or the gradient norm leapt out of calm, to {number(times)} times what it was just before, "
-        f"{len(numbers):,} time{'s' * (len(numbers) != 1)} in all."
+        f"{counted(len(numbers), 'time')} in all."
     )
     return Cause(
         "bad_batches",
@@ -86,7 +88,7 @@ def bad_batches(signals: Signals) -> Cause | None:
 def _was_lost_before(signals: Signals, place: int) -> bool:
     """Whether the loss was thrown up before the first leap, and never came below its start: not by a batch."""
     curve = signals.curve
-    before = [loss for loss in signals.losses[1:place] if loss is not None]
+    before = without_none(signals.losses[1:place])
     if curve is None or not before:
         return False
     return max(before) > 1.5 * curve.start + 6 * min(curve.noise, curve.start) and curve.best > 0.85 * curve.start > 0
@@ -108,7 +110,7 @@ def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
     harmed = 0
     for place in places:
         before = signals.usual(place, signals.losses)
-        after = [loss for loss in signals.losses[place + 1 : place + 6] if loss is not None]
+        after = without_none(signals.losses[place + 1 : place + 6])
         harmed += before is not None and bool(after) and statistics.median(after) > 1.25 * before
     return harmed < 0.4 * len(places)
 
@@ -119,7 +121,7 @@ def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:
         return True
     leaps = 0
     for place in places:
-        recent = [loss for loss in signals.losses[max(0, place - 24) : place] if loss is not None]
+        recent = without_none(signals.losses[max(0, place - 24) : place])
         loss, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place)
         if loss is not None and len(recent) >= 5 and (norm is None or usual is None or norm > 2.5 * usual):
             middle = statistics.median(recent)
@@ -137,7 +139,7 @@ def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
         return False
     if norm is not None and usual is not None and norm < 2.5 * usual:  # heavy noise in the targets of a robust loss
         return False
-    after = [loss for loss in signals.losses[place : place + 6] if loss is not None]
+    after = without_none(signals.losses[place : place + 6])
     return max(after) > 2 * here or any(loss < 0.3 * before for before, loss in pairwise(after))  # else other data
 
 
@@ -165,7 +167,7 @@ def _calm(signals: Signals, places: Sequence[int]) -> float | None:
     """The median of the norms of ordinary steps."""
     near = {place + k for place in places for k in range(4)}
     norms = [norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5]
-    return statistics.median(norms) if norms else None
+    return median(norms)
 
 
 def data_shift(signals: Signals) -> Cause | None:
@@ -174,10 +176,13 @@ def data_shift(signals: Signals) -> Cause | None:
         return None
     up, down = _level_shift(signals), _fall(signals)
     place = up if up is not None else down
-    if place is None or _rate_jumped(signals, place):
+    if place is None:
+        return None
+    rates = [rate for rate in signals.rates[max(0, place - 3) : place + 1] if rate]
+    if rates and max(rates) > 2 * min(rates):
         return None
     before, after = signals.losses[max(0, place - 20) : place], signals.losses[place : place + 20]
-    low, high = (statistics.median([loss for loss in values if loss is not None]) for values in (before, after))
+    low, high = (statistics.median(without_none(values)) for values in (before, after))
     step = signals.named(place)
     level = (
         f"{number(high)} from step {step} on, at once"
@@ -201,10 +206,13 @@ def _fall(signals: Signals) -> int | None:
     """The place at which the loss leaps up out of calm and soon falls to a fraction of what it was, and stays there."""
     values = signals.losses
     for place in range(30, signals.count - 40):
-        here, before = values[place], [loss for loss in values[place - 20 : place] if loss is not None]
-        if here is None or len(before) < 15 or min(before) <= 0 or here < 2 * max(before):
+        here, previous = values[place], values[place - 1]
+        if here is None or (previous is not None and here < 2 * previous):
             continue
-        later = [loss for loss in values[place + 20 :] if loss is not None]
+        before = without_none(values[place - 20 : place])
+        if len(before) < 15 or min(before) <= 0 or here < 2 * max(before):
+            continue
+        later = without_none(values[place + 20 :])
         if later and max(later[: len(later) // 2 + 1]) < FALLEN * statistics.median(before):
             return place
     return None
@@ -218,8 +226,8 @@ def _level_shift(signals: Signals) -> int | None:
         here, previous = values[place], values[place - 1]
         if here is None or previous is None or here < 1.3 * previous:
             continue
-        before = [loss for loss in values[place - 20 : place] if loss is not None]
-        after = [loss for loss in values[place : place + 10] if loss is not None]
+        before = without_none(values[place - 20 : place])
+        after = without_none(values[place : place + 10])
         if len(before) < 15 or len(after) < 8:
             continue
         low, high = statistics.median(before), statistics.median(after)
@@ -233,11 +241,6 @@ def _level_shift(signals: Signals) -> int | None:
     times, place = max(found, default=(0.0, None))
     needed = ONE_TIMES if len(leaps) == 1 else FEW_TIMES if len(leaps) <= MOST_SHIFTS else MOST_TIMES
     return place if times > needed else None
-
-
-def _rate_jumped(signals: Signals, place: int) -> bool:
-    rates = [rate for rate in signals.rates[max(0, place - 3) : place + 1] if rate]
-    return bool(rates) and max(rates) > 2 * min(rates)
 
 
 def drift(signals: Signals) -> Cause | None:

@@ -7,6 +7,7 @@ from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.followed import follows_clip
 from gradguard.monitoring.judge.numbers import percent, plain_threshold
 from gradguard.monitoring.judge.signals import Signals
+from gradguard.monitoring.record.lines import without_none
 
 ALWAYS = 0.5
 """Of the steps: a clip that binds on more sets their size."""
@@ -23,7 +24,7 @@ def clip_starves(signals: Signals) -> Cause | None:
     if signals.bound_share <= ALWAYS or _several(signals) or follows_clip(signals):
         return None
     coefficient = statistics.median(signals.bound)
-    threshold = next((one for one in reversed(signals.record.steps.column("threshold")) if one is not None), None)
+    threshold = (without_none(signals.record.steps.column("threshold")) or [None])[-1]
     at = "" if threshold is None else f" at {plain_threshold(threshold)}"
     bound = Evidence(
         signals.span,

@@ -47,7 +47,8 @@ def vanishing(signals: Signals) -> Cause | None:
         return _vanishes_in_time(signals)
     usual = [layer.gradient for layer in layers]
     top = max(usual[-max(2, len(layers) // 4) :])
-    last = next((k for k, layer in enumerate(layers) if not _is_vanished(signals, layer, top)), len(layers))
+    least = [VANISHED * top if signals.eps is None else OF_EPS * signals.floor(layer) for layer in layers]
+    last = next((k for k, size in enumerate(usual) if size >= least[k]), len(layers))
     gradients = usual
     if last < 2:
         gradients = [statistics.median(layer.gradients[:3]) for layer in layers]
@@ -89,12 +90,6 @@ def _end_of_slope(gradients: list[float]) -> int:
     return next((k for k, gradient in enumerate(gradients) if gradient > SLOPE * top), len(gradients))
 
 
-def _is_vanished(signals: Signals, layer: Layer, top: float) -> bool:
-    if signals.eps is not None:
-        return layer.gradient < OF_EPS * signals.floor(layer)
-    return layer.gradient < VANISHED * top
-
-
 def exploding_depth(signals: Signals) -> Cause | None:
     """Return whether gradients grow from layer to layer on the way down, from the first steps on."""
     if any(layer.uses >= RECURRENT_USES for layer in signals.layers):
@@ -109,15 +104,11 @@ def exploding_depth(signals: Signals) -> Cause | None:
         times = statistics.median(first[: max(1, len(first) // 4)]) / statistics.median(
             first[-max(1, len(first) // 4) :]
         )
-        large = signals.begins_exploded(layers) or _gain_of_all(signals) > LARGE_GAIN
+        gains = [signals.gain(layer) or 0.0 for layer in signals.layers if layer.weights]
+        large = signals.begins_exploded(layers) or min(gains, default=0.0) > LARGE_GAIN
         if (times > EXPLODED and grows >= 0.7) or (times > EXPLODED / 20 and grows >= 0.65 and large):
             return _explodes(signals, layers, times)
     return _explodes_both_ways(signals)
-
-
-def _gain_of_all(signals: Signals) -> float:
-    """The smallest gain with which a weight begins."""
-    return min((signals.gain(layer) or 0.0 for layer in signals.layers if layer.weights), default=0.0)
 
 
 def _explodes_both_ways(signals: Signals) -> Cause | None:

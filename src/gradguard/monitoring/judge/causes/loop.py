@@ -6,6 +6,7 @@ from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.findings import Finding, named
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import Signals
+from gradguard.monitoring.record.lines import without_none
 
 MISSING_SHARE = 0.2
 """Of all elements: frozen parts below it are no reason why a run does not learn."""
@@ -96,7 +97,7 @@ def no_gradient(signals: Signals) -> Cause | None:
     missing, share = _missing(signals)
     if missing:
         names = [str(signals.params[place].get("name", "?")) for place in missing]
-        first = min(missing) == 0 or _are_deepest(signals, missing)
+        first = min(missing) == 0  # something cuts the model behind them
         cut = share >= UNUSED_SHARE or (first and len(missing) > 1)
         words = f"{len(names)} of {len(signals.params)} parameters never had a gradient: {named(names)}."
         where = f" up to {names[-1]}" if first and len(names) > 1 else ""
@@ -163,12 +164,6 @@ def _frozen(signals: Signals) -> Cause | None:
         (Evidence(signals.span, words, names, (("share", share),)),),
         ("No learning rate and no clip changes what has no gradient.",),
     )
-
-
-def _are_deepest(signals: Signals, missing: list[int]) -> bool:
-    """Whether the parameters without gradient are the first ones of the model: something cuts it behind them."""
-    last = max(missing)
-    return sum(place <= last for place in missing) == last + 1
 
 
 def _missing(signals: Signals) -> tuple[list[int], float]:
@@ -238,7 +233,7 @@ def _all_zero(signals: Signals) -> Cause:
 
 def rate_zero(signals: Signals) -> Cause | None:
     """Return whether the learning rate is 0."""
-    known = [rate for rate in signals.rates if rate is not None]
+    known = without_none(signals.rates)
     zero = sum(rate == 0 for rate in known)
     if (
         not known
@@ -283,7 +278,7 @@ def not_started(signals: Signals) -> Cause | None:
             (Evidence(signals.span, words, names),),
             ruled,
         )
-    rates = [rate for rate in signals.rates if rate is not None]
+    rates = without_none(signals.rates)
     if signals.is_warming_up:
         words = f"The learning rate rises all through the run, from {rates[0]:.2g} to {rates[-1]:.2g}."
         return Cause(

@@ -7,6 +7,7 @@ from gradguard.monitoring.judge.findings import named
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Signals
+from gradguard.words import counted
 
 GROWN = 3.0
 """Norms or losses so many times the recent ones, just before numbers were lost, had grown."""
@@ -35,7 +36,7 @@ def nonfinite(signals: Signals) -> Cause | None:
     lost = sum(signals.lost)
     finding = signals.finding("nonfinite")
     params = finding.params if finding is not None else ()
-    words = f"the loss or gradients were not finite on {lost:,} step{'s' * (lost != 1)}, first on step {step}"
+    words = f"the loss or gradients were not finite on {counted(lost, 'step')}, first on step {step}"
     words += f", in {named(params)}." if params else "."
     seen = Evidence((step, signals.span[1] if signals.ends_lost else step), _sentence(words), tuple(params))
     growth = _growth(signals, place)
@@ -47,14 +48,9 @@ def nonfinite(signals: Signals) -> Cause | None:
     small = _small_type(signals, origin)
     if small or (origin is not None and origin[0] == "Exp"):
         return _by_range(signals, step, seen, small, origin)
-    if place <= 2 and not _is_calm_start(signals, place):
-        return _by_growth(signals, place, seen, growth) if place else _by_data(signals, step, seen, "likely", "")
+    if 0 < place <= 2 and signals.rates[place - 1]:  # right after the first update, which the rate makes
+        return _by_growth(signals, place, seen, growth)
     return _by_data(signals, step, seen, "likely", "" if origin is None else _made_by(origin))
-
-
-def _is_calm_start(signals: Signals, place: int) -> bool:
-    """Whether the first update cannot have done it: a run that breaks right after it broke by its rate."""
-    return place == 0 or not signals.rates[place - 1]
 
 
 def _growth(signals: Signals, place: int) -> Evidence | None:

@@ -7,6 +7,7 @@ from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Curve, Signals
+from gradguard.monitoring.record.lines import without_none
 
 LARGE_UPDATE = 0.1
 """Of its own norm: a weight that each step changes by so much is another one after ten steps."""
@@ -107,7 +108,7 @@ def _jumped(signals: Signals, curve: Curve) -> Evidence | None:
     if not early:
         return None
     loss, place = max(early)
-    usual_peak = max((one for one in signals.losses[30:] if one is not None), default=0.0)
+    usual_peak = max(without_none(signals.losses[30:]), default=0.0)
     if loss < max(1.2 * (signals.losses[0] or 0.0), usual_peak) or loss - curve.start < 6 * min(
         curve.noise, curve.start
     ):
@@ -269,8 +270,8 @@ def _rate_leapt(signals: Signals, curve: Curve, rates: list[float]) -> Cause | N
     """Whether the loss broke where the learning rate leapt up."""
     leaps = [place for place, (a, b) in enumerate(pairwise(rates), start=1) if a and b > 5 * a and place > 20]
     for place in leaps:
-        before = [loss for loss in signals.losses[max(0, place - 20) : place] if loss is not None]
-        after = [loss for loss in signals.losses[place + 1 : place + 40] if loss is not None]
+        before = without_none(signals.losses[max(0, place - 20) : place])
+        after = without_none(signals.losses[place + 1 : place + 40])
         broke = before and after and statistics.median(after) > 1.3 * statistics.median(before)
         if broke and curve.final > 1.1 * statistics.median(before) + curve.error:  # else a warm restart
             step = signals.named(place)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, named
+from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Lasting, Log, Words, named
 from gradguard.monitoring.judge.numbers import percent
 from gradguard.threshold_formulas import LOCK_IN_WINDOW
 
@@ -55,7 +55,7 @@ class Layers:
         self._tensors = 0 if several else len(self.names)  # how many are this optimizer's
         self._seen, self._tops = 0, Counter()
         self._alive = [False] * len(self.names)
-        self._dead, self._weak, self._detached = _Runs(), _Runs(), _Runs()
+        self._dead, self._weak, self._detached = (Lasting(log, self.names, LAYER_LINES) for _ in range(3))
         self._lines, self._absences = 0, Counter[int]()
 
     def top(self, i: int, place: int, share: float) -> list[Finding]:
@@ -73,14 +73,13 @@ class Layers:
             return []
         tops, self._tops, self._seen = self._tops, Counter(), 0
         place, count = max(tops.items(), key=lambda item: item[1], default=(_NEVER, 0))
-        if count < DOMINATING_OF_STEPS * LOCK_IN_WINDOW or not self._may_dominate(place):
+        if count < DOMINATING_OF_STEPS * LOCK_IN_WINDOW or self._tensors < DOMINATING_TENSORS:
+            return []
+        if not 0 <= place < len(self.names) or self._large[place]:
             return []
         name = self.names[place]
-        if self._log.goes_on(f"dominating {name}", i):
-            return []
-        return self._log.begin(
-            f"dominating {name}", DOMINATING, i, i, params=[name], numbers={"share": count / LOCK_IN_WINDOW}
-        )  # fmt: skip
+        numbers = {"share": count / LOCK_IN_WINDOW}
+        return self._log.tell(f"dominating {name}", DOMINATING, i, i, params=[name], numbers=numbers)
 
     def norms(self, i: int, norms: Sequence[float], absent: Sequence[int] = ()) -> list[Finding]:
         """Return what is new after a line with the norm of each parameter.
@@ -106,7 +105,7 @@ class Layers:
         new = self._dead.follow(i, zero)
         for alive in (True, False):
             places = [place for place in new if self._alive[place] is alive]
-            found += self._begin(self._dead, DEAD if alive else NEVER_ALIVE, i, places)
+            found += self._dead.begin(DEAD if alive else NEVER_ALIVE, i, places)
         return found + self._vanishing(i, norms)
 
     def _detach(self, i: int, absent: Sequence[int]) -> list[Finding]:
@@ -114,7 +113,7 @@ class Layers:
         for place in absent:
             self._absences[place] += 1
         regular = [place for place in absent if self._was_regular(place)]
-        return self._begin(self._detached, DETACHED, i, self._detached.follow(i, regular))
+        return self._detached.begin(DETACHED, i, self._detached.follow(i, regular))
 
     def _was_regular(self, place: int) -> bool:
         if not (0 <= place < len(self._alive) and self._alive[place]):
@@ -123,10 +122,6 @@ class Layers:
         before = self._lines - now  # lines until this absence began, on so many of which it was absent:
         missed = self._absences[place] - 1 - now
         return before >= LAYER_LINES and missed <= (1 - REGULAR) * before
-
-    def _may_dominate(self, place: int) -> bool:
-        known = 0 <= place < len(self.names)
-        return known and self._tensors >= DOMINATING_TENSORS and not self._large[place]
 
     def _vanishing(self, i: int, norms: Sequence[float]) -> list[Finding]:
         sizes = {place: norms[place] / root for place, root in self._roots.items() if norms[place]}
@@ -138,40 +133,7 @@ class Layers:
         usual = statistics.median(sizes.values())
         new = self._weak.follow(i, [place for place, size in sizes.items() if size < WEAK_LAYER_SHARE * usual])
         share = min((sizes[place] / usual for place in new), default=0.0)
-        return self._begin(self._weak, WEAK, i, new, numbers={"smallest": share})
-
-    def _begin(self, runs: "_Runs", kind: Kind, i: int, places: list[int], **more: Any) -> list[Finding]:
-        if not places:
-            return []
-        first = min(runs.since[place] for place in places)
-        names = [self.names[place] for place in places]
-        found = self._log.begin(f"{kind.name} {places}", kind, first, i, count=LAYER_LINES, params=names, **more)
-        runs.episodes.update(dict.fromkeys(places, self._log.episodes[-1]))
-        return found
-
-
-class _Runs:
-    """For how many lines in a row a fault has been seen on each parameter."""
-
-    def __init__(self) -> None:
-        self.since: dict[int, int] = {}
-        self.episodes: dict[int, Episode] = {}
-        self._counts: dict[int, int] = {}
-
-    def count(self, place: int) -> int:
-        """Return for how many lines in a row it has been seen on a parameter."""
-        return self._counts.get(place, 0)
-
-    def follow(self, i: int, faulty: Sequence[int]) -> list[int]:
-        """Return the parameters on which the fault has lasted long enough just now; let open episodes go on."""
-        if not faulty and not self._counts:  # as nearly always
-            return []
-        self._counts = {place: self._counts.get(place, 0) + 1 for place in faulty}
-        self.since = {place: self.since.get(place, i) for place in faulty}
-        self.episodes = {place: its for place in faulty if (its := self.episodes.get(place)) is not None}
-        for place, episode in self.episodes.items():
-            episode.last, episode.count = i, max(episode.count, self._counts[place])
-        return [place for place, count in self._counts.items() if count == LAYER_LINES]
+        return self._weak.begin(WEAK, i, new, smallest=share)
 
 
 def _dead(found: Episode) -> Words:

@@ -161,11 +161,9 @@ class Level:
         self._early_peak = max(norm, self._early_peak) if self._early_run > 1 else norm
         if self._early_run < EXPLODING_STEPS or norm < self._early_peak / 2:
             return []  # a loss that rises in the beginning and then comes down is what a large learning rate does
-        if self._log.goes_on("exploding", i, norm):
-            return []
         numbers = {"usual": first, "times": EXPLODING_TIMES, "largest": self._early_peak}
         since = i - self._early_run + 1
-        return self._log.begin("exploding", EXPLODING, since, i, count=self._early_run, numbers=numbers)
+        return self._log.tell("exploding", EXPLODING, since, i, norm, count=self._early_run, numbers=numbers)
 
     def _exploding(
         self, i: int, norm: float, loss: float | None, clipped: bool, top: tuple[int, float] | None
@@ -181,11 +179,12 @@ class Level:
             self._tops[self._names[top[0]]] += 1
         if count < EXPLODING_STEPS:
             return self._jump(i, norm, clipped)
-        if not self._is_explosion(norm) or self._log.goes_on("exploding", i, norm):
+        if not self._is_explosion(norm):
             return []
         numbers = {"usual": self._usual, "times": self._high / self._usual, "largest": self._peak}
         params = [name for name, often in self._tops.most_common(1) if 2 * often > count]
-        return self._log.begin("exploding", EXPLODING, self._since, i, count=count, numbers=numbers, params=params)
+        about = {"count": count, "numbers": numbers, "params": params}
+        return self._log.tell("exploding", EXPLODING, self._since, i, norm, **about)
 
     def _is_explosion(self, norm: float) -> bool:
         """Norms may rise while a run goes well: slowly, or with the data, and then the loss does not rise with them."""
@@ -212,10 +211,10 @@ class Level:
 
     def _vanishing(self, i: int, norm: float, loss: float | None) -> list[Finding]:
         count = self._count(i, -1)
-        if count < VANISHING_STEPS or self._has_converged(loss) or self._log.goes_on("vanishing", i, norm):
+        if count < VANISHING_STEPS or self._has_converged(loss):
             return []
         numbers = {"below": self._low, "smallest": norm}
-        return self._log.begin("vanishing", VANISHING, self._since, i, count=count, numbers=numbers)
+        return self._log.tell("vanishing", VANISHING, self._since, i, norm, count=count, numbers=numbers)
 
     def _has_converged(self, loss: float | None) -> bool:
         if loss is None or not self._first_losses:

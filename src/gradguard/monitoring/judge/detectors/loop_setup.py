@@ -10,7 +10,6 @@ from typing import Any
 
 from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, named, steps
 from gradguard.monitoring.judge.numbers import plain_threshold
-from gradguard.monitoring.record.steps import binds
 
 SCALED_CLIPS = 3
 """So many bound clips of scaled gradients: a single one may be an experiment."""
@@ -56,16 +55,18 @@ class Setup:
         self._low: dict[int, int] = {}  # for how many lines in a row the clip has left less than the optimizer sees
         self._lines, self._unused = 0, set[int]()
 
-    def step(self, step: dict[str, Any]) -> list[Finding]:
+    def step(self, step: dict[str, Any], bound: bool) -> list[Finding]:
         """Return what is new after a step.
 
         Args:
             step: Its line.
+            bound: Whether a clip bound on it.
         """
-        bound = binds(step)
         self._coefficient = step["coefficient"] if bound and step.get("rule") in UNIFORM_RULES else 1.0
         found = self._scaled_clip(step) if bound and step.get("scaled_clip") else []
-        return found + self._kept_gradients(step["i"]) if step.get("kept_gradients") else found
+        if step.get("kept_gradients") and not self._log.goes_on(KEPT.name, step["i"]):
+            found += self._begin(KEPT, self._kept, KEPT_STEPS, step["i"], {})
+        return found
 
     def tensors(self, i: int, norms: Sequence[float], absent: Sequence[int]) -> list[Finding]:
         """Return what is new after a line with the norm of each parameter.
@@ -110,9 +111,6 @@ class Setup:
             return []
         numbers = {"threshold": threshold, "scale": scale}
         return self._begin(SCALED_CLIP, self._scaled, SCALED_CLIPS, step["i"], numbers)
-
-    def _kept_gradients(self, i: int) -> list[Finding]:
-        return [] if self._log.goes_on(KEPT.name, i) else self._begin(KEPT, self._kept, KEPT_STEPS, i, {})
 
     def _begin(self, kind: Kind, seen: list[int], needed: int, i: int, numbers: dict[str, float]) -> list[Finding]:
         seen.append(i)

@@ -97,10 +97,8 @@ class Loss:
         self._high.append(level)
         if self._count < DIVERGED_BLOCKS or level < STILL_HIGH * self._high[0]:
             return []
-        if self._log.goes_on("loss", i, level):
-            return []
         numbers = {"best": self.best, "start": self.start, "largest": level}
-        return self._log.begin("loss", DIVERGING, self._since, i, count=self._count * BLOCK, numbers=numbers)
+        return self._log.tell("loss", DIVERGING, self._since, i, level, count=self._count * BLOCK, numbers=numbers)
 
 
 def loss_of_whole(part: Part) -> list[Episode]:

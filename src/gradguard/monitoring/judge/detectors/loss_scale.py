@@ -33,9 +33,7 @@ class LossScale:
         self._skipped_steps = self._skipped_steps + 1 if skipped else 0
         if scale >= AMP_LEAST_SCALE:
             return self._many(i, self._skipped_steps) if skipped else []
-        if self._log.goes_on("amp", i, scale):
-            return []
-        return self._log.begin("amp", COLLAPSE, i, i, numbers={"smallest": scale})
+        return self._log.tell("amp", COLLAPSE, i, i, scale, numbers={"smallest": scale})
 
     def skip(self, i: int) -> list[Finding]:
         """Return what is new after a skip that left no step behind.
@@ -47,9 +45,7 @@ class LossScale:
         return self._many(i, self._skips_there)
 
     def _many(self, i: int, count: int) -> list[Finding]:
-        if count < AMP_SKIPS or self._log.goes_on("amp", i):
-            return []
-        return self._log.begin("amp", COLLAPSE, i, i, count=count)
+        return [] if count < AMP_SKIPS else self._log.tell("amp", COLLAPSE, i, i, count=count)
 
 
 def _collapse(found: Episode) -> Words:

@@ -111,9 +111,10 @@ class Outliers:
                 "recurring spikes", RECURRING_SPIKES, near[0][0], i, count=len(near), numbers=numbers, **about
             )  # fmt: skip
         _, _, layer, clipped = self._spikes[-1]
-        if clipped or self._log.goes_on("spike", i, times):
-            return []  # a clip that binds on a spike has done what it is for
-        return self._log.begin("spike", SPIKE, i, i, numbers={"largest": times}, params=[layer] if layer else [])
+        if clipped:  # which has done what it is for
+            return []
+        about = {"numbers": {"largest": times}, "params": [layer] if layer else []}
+        return self._log.tell("spike", SPIKE, i, i, times, **about)
 
 
 def _period(at: list[int]) -> float:

@@ -76,14 +76,9 @@ class Oscillation:
         earlier, later = statistics.fmean(losses[:middle]), statistics.fmean(losses[middle:])
         if min(losses) <= 0 or by < OSCILLATING_BY * level or later < STOPPED_FALLING * earlier:
             return []
-        if self._log.goes_on("oscillation", i, by / level):
-            return []
         harmless = 2 * self._clipped.bit_count() < OSCILLATING_STEPS
-        first = self._losses[0][0]
-        return self._log.begin(
-            "oscillation", OSCILLATION, first, i, count=OSCILLATING_STEPS, numbers={"largest": by / level},
-            harmless=harmless,
-        )  # fmt: skip
+        about = {"count": OSCILLATING_STEPS, "numbers": {"largest": by / level}, "harmless": harmless}
+        return self._log.tell("oscillation", OSCILLATION, self._losses[0][0], i, by / level, **about)
 
 
 _ALL = (1 << OSCILLATING_STEPS) - 1

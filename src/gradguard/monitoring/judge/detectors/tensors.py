@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
-from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, named
+from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Lasting, Log, Words, named
 from gradguard.monitoring.judge.numbers import number, percent
 
 CORRUPT_TIMES = 10.0
@@ -100,10 +100,10 @@ class Corruption:
     def _returned(self, suspect: tuple[int, int, float, float], norms: Sequence[float]) -> list[Finding]:
         """What lasts is another state, not an accident."""
         i, place, times, limit = suspect
-        if norms[place] > limit or self._log.goes_on(f"corrupt {place}", i, times):
+        if norms[place] > limit:
             return []
-        name = self._names[place]
-        return self._log.begin(f"corrupt {place}", CORRUPT, i, i, params=[name], numbers={"largest": times})
+        about = {"params": [self._names[place]], "numbers": {"largest": times}}
+        return self._log.tell(f"corrupt {place}", CORRUPT, i, i, times, **about)
 
     def _alone(self, i: int, place: int, norms: Sequence[float]) -> tuple[int, int, float, float] | None:
         others = [
@@ -126,14 +126,11 @@ class Corruption:
             spreads.append(max(high / middle, middle / low) if low > 0 else 1.0)
         usual = statistics.median_high(spreads) if spreads else 1.0
         self._usual = middles
+        widths = [CORRUPT_DEVIATIONS * math.log(max(spread, usual)) for spread in spreads]
         self._limits = [
-            middle * max(CORRUPT_TIMES, _power(max(spread, usual))) if middle else math.inf
-            for middle, spread in zip(middles, spreads, strict=True)
+            middle * max(CORRUPT_TIMES, math.exp(min(width, 100.0))) if middle else math.inf
+            for middle, width in zip(middles, widths, strict=True)
         ]
-
-
-def _power(spread: float) -> float:
-    return math.exp(min(CORRUPT_DEVIATIONS * math.log(spread), 100.0))
 
 
 class Diagnostics:
@@ -149,7 +146,7 @@ class Diagnostics:
         self._names = [str(parameter.get("name", "?")) for parameter in params]
         self._shapes: list[tuple[int, ...]] = [tuple(parameter.get("shape") or ()) for parameter in params]
         self._matrices = [place for place, shape in enumerate(self._shapes) if len(shape) > 1]
-        self._large, self._small = _Lasting(), _Lasting()
+        self._large, self._small = (Lasting(log, self._names, UPDATE_LINES, UPDATE_STEPS) for _ in range(2))
         self._first: dict[int, float] = {}  # the share of zeros that each began with
         self._before: dict[int, float] = {}
         self._changes: Counter[int] = Counter()
@@ -174,17 +171,12 @@ class Diagnostics:
         large = [place for place, ratio in ratios.items() if ratio > LARGE_UPDATE]
         small = [place for place, ratio in ratios.items() if ratio < SMALL_UPDATE and median > ORDINARY_UPDATE]
         found = []
-        for lasting, kind, places in ((self._large, LARGE_UPDATES, large), (self._small, SMALL_UPDATES, small)):
+        for lasting, kind, places, worst in (
+            (self._large, LARGE_UPDATES, large, max),
+            (self._small, SMALL_UPDATES, small, min),
+        ):
             new = lasting.follow(i, places)
-            if new:
-                pick = max if kind is LARGE_UPDATES else min
-                worst = pick(ratios[place] for place in new)
-                names = [self._names[place] for place in new]
-                first = min(lasting.since[place] for place in new)
-                found += self._log.begin(
-                    f"{kind.name} {new}", kind, first, i, params=names, numbers={"ratio": worst}
-                )  # fmt: skip
-                lasting.episodes.update(dict.fromkeys(new, self._log.episodes[-1]))
+            found += lasting.begin(kind, i, new, ratio=worst((ratios[place] for place in new), default=0.0))
         return found
 
     def zeros(self, i: int, rows: Sequence[float | None] | None, zeros: Sequence[float | None] | None) -> list[Finding]:
@@ -239,28 +231,6 @@ class Diagnostics:
             return False
         of_bias = _at(zeros, after)
         return of_bias is not None and abs(of_bias - share) * self._shapes[after][0] < 1
-
-
-class _Lasting:
-    """On which parameters something has been measured often enough, and over enough steps."""
-
-    def __init__(self) -> None:
-        self.since: dict[int, int] = {}
-        self.episodes: dict[int, Episode] = {}
-        self._counts: dict[int, int] = {}
-
-    def follow(self, i: int, places: Sequence[int]) -> list[int]:
-        """Return the parameters on which it has just lasted long enough; let open episodes go on."""
-        self.since = {place: self.since.get(place, i) for place in places}
-        self._counts = {place: self._counts.get(place, 0) + 1 for place in places}
-        self.episodes = {place: its for place in places if (its := self.episodes.get(place)) is not None}
-        for episode in self.episodes.values():
-            episode.last = i
-        return [
-            place
-            for place, count in self._counts.items()
-            if count >= UPDATE_LINES and i - self.since[place] >= UPDATE_STEPS and place not in self.episodes
-        ]
 
 
 def _at(values: Sequence[float | None] | None, place: int) -> float | None:

@@ -11,6 +11,7 @@ from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.judge.replay import COUNTERFACTUAL, DEFAULT_RULES, WhatIf, what_if
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.show.report.figure import Table, steps_between
+from gradguard.words import listed
 
 SEVERITIES = ("error", "warning", "info")
 _MOST_EVENTS = 30
@@ -85,7 +86,7 @@ def findings_of(record: Record, optimizer: int | None = None) -> list[Shown]:
     return [_in_words(item) for item in sorted(found, key=lambda item: (_rank(item.severity), item.first_step or 0))]
 
 
-def counted(shown: Iterable[Shown]) -> str:
+def severities(shown: Iterable[Shown]) -> str:
     """How many findings there are.
 
     Args:
@@ -95,7 +96,7 @@ def counted(shown: Iterable[Shown]) -> str:
         For example ``"1 error, 2 warnings"``.
 
     Example:
-        >>> counted([Shown("warning", "norm_drift", "", "", "", "")] * 2)
+        >>> severities([Shown("warning", "norm_drift", "", "", "", "")] * 2)
         '2 warnings'
     """
     found = Counter(item.severity for item in shown)
@@ -180,14 +181,13 @@ def _cells(row: WhatIf, recommended: bool) -> tuple[str, ...]:
 
 def _in_words(item: Any) -> Shown:
     names = [str(name) for name in item.params or ()]
-    more = f" and {len(names) - _NAMED_AT_MOST:,} more" if len(names) > _NAMED_AT_MOST else ""
     return Shown(
         severity=item.severity,
         kind=item.kind,
         where="" if item.first_step is None else steps_between(item.first_step, item.last_step),
         message=item.message if item.message.startswith(tuple(names)) else _sentence(item.message),
         advice=_sentence(item.advice or ""),
-        params=", ".join(names[:_NAMED_AT_MOST]) + more,
+        params=listed(names, _NAMED_AT_MOST),
         confidence=item.confidence,
     )
 

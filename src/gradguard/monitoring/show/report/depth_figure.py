@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 from gradguard.monitoring.judge.numbers import number
-from gradguard.monitoring.judge.signals import Layer, Signals
+from gradguard.monitoring.judge.signals import Layer, signals_of
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.show.report.figure import BLACK, BLUE, GREY, Chart, Table, short, subplots
 from gradguard.monitoring.show.report.figures import log_ticks
@@ -29,7 +29,7 @@ def along_depth(record: Record) -> Chart | None:
     Returns:
         The chart, or None where fewer than three weights were recorded.
     """
-    signals = Signals(record, ())
+    signals = signals_of(record)
     layers = signals.layers
     if len(layers) < _FEWEST_LAYERS:
         return None

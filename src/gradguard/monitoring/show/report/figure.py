@@ -9,6 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradguard.monitoring.record.lines import known_fields
+
 
 @dataclass(frozen=True)
 class Table:
@@ -46,6 +48,15 @@ class Chart:
     summary: str
     table: Table
     over_steps: bool = field(default=False)
+
+
+def mode_of(x: Sequence[object]) -> str:
+    """Return plotly's ``mode`` of a line, which is a point where there is one position.
+
+    Args:
+        x: The positions.
+    """
+    return "lines" if len(x) > 1 else "markers"
 
 
 def steps_between(first: int, last: int) -> str:
@@ -103,7 +114,7 @@ class Figure:
     def add_trace(self, kind: str, row: int = 1, **trace: Any) -> None:
         """Draw ``trace``, a ``"scatter"`` or a ``"bar"``, in one row."""
         axes = {"type": kind, "xaxis": f"x{_mark(row)}", "yaxis": f"y{_mark(row)}"}
-        self.data.append(axes | {key: value for key, value in trace.items() if value is not None})
+        self.data.append(axes | known_fields(trace))
 
     def add_shape(self, **shape: Any) -> None:
         """Draw a line or a rectangle."""

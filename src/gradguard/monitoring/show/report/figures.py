@@ -11,7 +11,7 @@ from gradguard.monitoring.judge.numbers import number, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.judge.verdict import Verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.lines import Lines
+from gradguard.monitoring.record.lines import Lines, without_none
 from gradguard.monitoring.record.steps import nonfinite_on, rules_on
 from gradguard.monitoring.show.report import series
 from gradguard.monitoring.show.report.figure import (
@@ -25,6 +25,7 @@ from gradguard.monitoring.show.report.figure import (
     Chart,
     Figure,
     Table,
+    mode_of,
     see_through,
     steps_between,
     subplots,
@@ -172,7 +173,7 @@ def _add_band(
             "scatter", row, x=x, y=y, mode="lines", line={"width": 0.5, "color": see_through(colour)},
             fill="toself", fillcolor=see_through(colour), hoverinfo="skip", showlegend=False, legendgroup=key,
         )  # fmt: skip
-    marker = {"mode": "lines" if len(band.steps) > 1 else "markers", "marker": {"color": colour, "size": 7}}
+    marker = {"mode": mode_of(band.steps), "marker": {"color": colour, "size": 7}}
     ends = "<br>%{customdata[0]:.3g} to %{customdata[1]:.3g} around it" if band.thinned else ""
     figure.add_trace(
         "scatter", row, x=band.steps, y=band.middle, name=label, line={"color": colour, "width": width},
@@ -190,7 +191,7 @@ def _add_line(
     name, (colour, dash) = html.escape(label), look
     figure.add_trace(
         "scatter", row, x=x, y=y, name=name, line={"color": colour, "width": 1.3, "dash": dash},
-        marker={"color": colour, "size": 7}, mode="lines" if len(x) > 1 else "markers",
+        marker={"color": colour, "size": 7}, mode=mode_of(x),
         legendgroup=label, showlegend=in_legend,
         hovertemplate=f"{name}<br>step %{{x:,}}: {key} %{{y:.4g}}<extra></extra>",
     )  # fmt: skip
@@ -201,7 +202,7 @@ def _add_threshold(figure: Figure, record: Record, most: int) -> None:
     line = {"color": BLACK, "width": 1.3, "dash": "dash", "shape": "hv"}
     figure.add_trace(
         "scatter", x=x, y=y, name="threshold in use", line=line,
-        mode="lines" if len(x) > 1 else "markers", marker={"color": BLACK, "size": 7},
+        mode=mode_of(x), marker={"color": BLACK, "size": 7},
         hovertemplate="step %{x:,}: threshold %{y:.3g}<extra></extra>",
     )  # fmt: skip
 
@@ -300,7 +301,7 @@ def _median(steps: Lines, key: str) -> float | None:
 
 
 def _known(steps: Lines, key: str) -> list[float]:
-    return [value for value in steps.column(key) if value is not None]
+    return without_none(steps.column(key))
 
 
 _MEDIANS = ("median norm", "median loss")

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradguard.monitoring.judge.numbers import median
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.show.report.series import Number, buckets
 
@@ -41,7 +42,7 @@ class LayerMatrix:
     def medians(self) -> list[Number]:
         """The median of the positive cells of each row, None for a row without one."""
         positive = [[cell for cell in row if cell is not None and cell > 0] for row in self.cells]
-        return [statistics.median(row) if row else None for row in positive]
+        return [median(row) for row in positive]
 
     def packed(self) -> str:
         """All cells as hundredths of log10 in 16 bits, in base64: two digits in a third of the text."""
@@ -167,11 +168,10 @@ def _largest(rows: Sequence[list[Number]], count: int) -> list[Number]:
     if len(rows) == 1:
         return rows[0][:count]
     short = [row[:count] for row in rows]
-    return [None if None in cells else _largest_known(cells) for cells in zip(*short, strict=True)]
-
-
-def _largest_known(cells: Sequence[Any]) -> float:
-    return max((cell for cell in cells if cell == cell), default=math.nan)
+    columns: list[Any] = list(zip(*short, strict=True))
+    return [
+        None if None in cells else max((cell for cell in cells if cell == cell), default=math.nan) for cells in columns
+    ]
 
 
 def _most_telling(columns: list[list[Number]], kept: list[int], most: int) -> tuple[list[int], int]:

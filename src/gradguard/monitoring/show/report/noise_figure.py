@@ -6,7 +6,7 @@ from typing import Any
 from gradguard.monitoring.judge.numbers import number, percent
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.show.report import series
-from gradguard.monitoring.show.report.figure import BLACK, BLUE, Chart, Table, see_through, subplots
+from gradguard.monitoring.show.report.figure import BLACK, BLUE, Chart, Table, mode_of, see_through, subplots
 from gradguard.monitoring.show.report.figures import log_ticks, step_range
 
 _TABLE_ROWS = 12
@@ -39,13 +39,13 @@ def noise_scale(record: Record, most: int) -> Chart | None:
     )  # fmt: skip
     figure.add_trace(
         "scatter", x=x, y=middle, name="noise scale", legendgroup="scale", line={"color": BLUE, "width": 1.6},
-        mode="lines" if len(x) > 1 else "markers", marker={"color": BLUE, "size": 7},
+        mode=mode_of(x), marker={"color": BLUE, "size": 7},
         hovertemplate="step %{x:,}: noise scale %{y:,.3g}<extra></extra>",
     )  # fmt: skip
     batches = [_positive(step, "batch_size") for step in drawn]
     if any(batches):
         figure.add_trace(
-            "scatter", x=x, y=batches, name="batch size", mode="lines" if len(x) > 1 else "markers",
+            "scatter", x=x, y=batches, name="batch size", mode=mode_of(x),
             line={"color": BLACK, "width": 1.3, "dash": "dash", "shape": "hv"}, marker={"color": BLACK, "size": 7},
             hovertemplate="step %{x:,}: batch of %{y:,}<extra></extra>",
         )  # fmt: skip

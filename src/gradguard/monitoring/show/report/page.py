@@ -8,7 +8,7 @@ from typing import Any
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.files.writing import write_whole
 from gradguard.monitoring.judge.diagnosis import Diagnosis, diagnose
-from gradguard.monitoring.judge.numbers import listed, number, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.judge.verdict import Verdict, verdict
@@ -28,6 +28,7 @@ from gradguard.monitoring.show.report import (
 from gradguard.monitoring.show.report.figure import Chart, palette
 from gradguard.monitoring.show.report.glossary import TERMS, explained
 from gradguard.monitoring.show.report.summary import clip_of, command, compared, environment, labelled, notes, script_of
+from gradguard.words import listed
 
 _FOLDER = Path(__file__).parent
 _PLOTLY_JS = "plotly-cartesian.min.js"
@@ -184,7 +185,7 @@ def _subject(part: Part, whole: Record, label: str, identity: str, among: int) -
         ],
         "what_if": advice.replayed(record, recommendation),
         "findings": findings,
-        "counts": advice.counted(findings),
+        "counts": advice.severities(findings),
         "events": advice.shown_events(advice.untold(_events(record, whole, part.index), findings)),
         "environment": environment(record, judged),
         "notes": notes(record),

@@ -17,9 +17,10 @@ from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, Record
 from gradguard.monitoring.record.redaction import redacted
 from gradguard.monitoring.record.steps import by_optimizer, usable_norms
 from gradguard.monitoring.record.text import printable
-from gradguard.monitoring.show.report.advice import Shown, counted, findings_of
+from gradguard.monitoring.show.report.advice import Shown, findings_of, severities
 from gradguard.monitoring.show.table import print_table
 from gradguard.named_rules import clipping_rule
+from gradguard.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -223,7 +224,7 @@ def _body(judged: Verdict, recommendation: Recommendation, diagnosis: Diagnosis,
         body.append(f"{item.severity}: ", style="bold").append(f"{item.message} {item.advice}", style="not bold")
     rest = [*grave[_MOST_FINDINGS:], *(item for item in found if item.severity == "info")]
     if grave and rest:
-        body.append(f"\nand {counted(rest)}, see the report", style="not bold dim")
+        body.append(f"\nand {severities(rest)}, see the report", style="not bold dim")
     return body
 
 
@@ -328,7 +329,7 @@ def notes(record: Record) -> list[str]:
         found.append("The last line of the record is incomplete and was left out: the run was probably killed.")
     first = f" (the first: {record.first_fault})" if record.first_fault else ""
     damage = [
-        f"{count:,} {what}{'s' * (count != 1)}"
+        counted(count, what)
         for count, what in ((record.unreadable, "damaged line"), (record.dropped, "field"))
         if count
     ]

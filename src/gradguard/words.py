@@ -1,0 +1,29 @@
+"""Names and numbers in sentences: of many the first, and how many more; one step, and two steps."""
+
+from collections.abc import Sequence
+
+
+def listed(words: Sequence[object], most: int) -> str:
+    """Return the first ``most`` words in one line, and how many more there are.
+
+    Example:
+        >>> listed("abcde", 2), listed("ab", 2)
+        ('a, b and 3 more', 'a, b')
+    """
+    more = len(words) - most
+    return ", ".join(map(str, words[:most])) + (f" and {more:,} more" if more > 0 else "")
+
+
+def counted(number: float, one: str, several: str = "") -> str:
+    """Return a number of things in words.
+
+    Args:
+        number: How many.
+        one: What one is called.
+        several: What several are called; by default with an s.
+
+    Example:
+        >>> counted(1, "step"), counted(1200, "step"), counted(2, "class", "classes")
+        ('1 step', '1,200 steps', '2 classes')
+    """
+    return f"{number:,.0f} {one if number == 1 else several or f'{one}s'}"
