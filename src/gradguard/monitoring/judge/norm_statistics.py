@@ -7,7 +7,6 @@ spikes hardly move them.
 import math
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import usable_norms
@@ -50,7 +49,7 @@ def drift_ratio(norms: Sequence[float]) -> float | None:
     """
     if len(norms) < _WINDOWS * _SHORTEST_WINDOW:
         return None
-    medians = [window.median for window in _windows(norms)]
+    medians = list(map(statistics.median, _tenths(norms)))
     return max(medians) / min(medians)
 
 
@@ -84,12 +83,11 @@ def drift_ends(norms: Sequence[float]) -> tuple[float, float] | None:
     """
     if not has_drifted(norms):
         return None
-    windows = _windows(norms)
-    ends = windows[0], windows[-1]
-    if max(end.median for end in ends) <= DRIFT * min(end.median for end in ends):
-        extremes = (f(windows, key=lambda window: window.median) for f in (min, max))
-        ends = tuple(sorted(extremes, key=lambda window: window.place))
-    return ends[0].median, ends[1].median
+    medians = list(map(statistics.median, _tenths(norms)))
+    first, last = 0, -1
+    if max(medians[0], medians[-1]) <= DRIFT * min(medians[0], medians[-1]):
+        first, last = sorted((medians.index(min(medians)), medians.index(max(medians))))
+    return medians[first], medians[last]
 
 
 @once
@@ -129,18 +127,9 @@ def local_spread(norms: Sequence[float]) -> float:
     """
     if len(norms) < _WINDOWS * _SHORTEST_WINDOW:
         return centre_and_spread(norms)[1]
-    return statistics.median(centre_and_spread(window.norms)[1] for window in _windows(norms))
+    return statistics.median(centre_and_spread(part)[1] for part in _tenths(norms))
 
 
-class _Window(NamedTuple):
-    """A tenth of the run: where it lies in it, from 0 to 9, its median norm, and its norms."""
-
-    place: int
-    median: float
-    norms: Sequence[float]
-
-
-def _windows(norms: Sequence[float]) -> list[_Window]:
+def _tenths(norms: Sequence[float]) -> list[Sequence[float]]:
     size = len(norms) // _WINDOWS
-    parts = (norms[place * size : (place + 1) * size] for place in range(_WINDOWS))
-    return [_Window(place, statistics.median(part), part) for place, part in enumerate(parts)]
+    return [norms[place * size : (place + 1) * size] for place in range(_WINDOWS)]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, compress
+from operator import methodcaller
 from typing import Any
 
 from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, shares_in_words
@@ -190,8 +191,9 @@ def window_means(values: Sequence[float | None], width: int) -> list[float | Non
     if not width:
         return []
     # As whole multiples of one power of two the values have exact sums: an outlier that has left leaves nothing behind.
-    unit = max(denominator for _, denominator in map(_ratio, values))
-    whole = (numerator * (unit // denominator) for numerator, denominator in map(_ratio, values))
+    filled, ratio = [value or 0.0 for value in values], methodcaller("as_integer_ratio")
+    unit = max(denominator for _, denominator in map(ratio, filled))
+    whole = (numerator * (unit // denominator) for numerator, denominator in map(ratio, filled))
     totals = list(accumulate(whole, initial=0))
     gaps = list(accumulate((value is None for value in values), initial=0))
     places = range(len(values) - width + 1)
@@ -199,10 +201,6 @@ def window_means(values: Sequence[float | None], width: int) -> list[float | Non
         None if gaps[k + width] > gaps[k] else (totals[k + width] - totals[k]) / (unit * _LARGER) / width * _LARGER
         for k in places
     ]
-
-
-def _ratio(value: float | None) -> tuple[int, int]:
-    return (value or 0.0).as_integer_ratio()
 
 
 _LARGER = 2**20

@@ -18,6 +18,7 @@ from gradguard.monitoring.observe.intercept import ClipCall
 from gradguard.monitoring.observe.measure import Norms, gradient_norms, look_again, total, unscaled
 from gradguard.monitoring.observe.shared_norms import Shared
 from gradguard.monitoring.observe.step import EPSILON, FIXED, ScriptClip, StepMeasurement, copied
+from gradguard.monitoring.record.lines import without_none
 from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import foreach_norm, replace_norms, vector_norm, version_of, versions_of
 
@@ -445,7 +446,7 @@ class HeardClips:
         gradients = [p.grad for p in running.parameters]
         there = [k for k, gradient in enumerate(gradients) if gradient is not None]
         norms = running.norms if len(there) == len(gradients) else _some(running.norms, there)
-        self._pending.add(running.clip, [gradient for gradient in gradients if gradient is not None], norms)
+        self._pending.add(running.clip, without_none(gradients), norms)
 
     def _can_capture(self, parameters: Sequence[Tensor]) -> bool:
         """Remembers `can_capture` of lists that come again; what has been captured shows whether it is still so."""
@@ -568,4 +569,4 @@ def _norms_told(parameters: Sequence[Tensor], event: ClipEvent) -> Norms | None:
 
 
 def _norms_at(gradients: Sequence[Tensor | None]) -> Norms:
-    return gradient_norms([gradient for gradient in gradients if gradient is not None])
+    return gradient_norms(without_none(gradients))
