@@ -119,6 +119,9 @@ def _jumped(signals: Signals, curve: Curve) -> Evidence | None:
         or curve.final < 0.15 * curve.start
     ):
         return None
+    beside = without_none(signals.losses[max(1, place - 2) : place] + signals.losses[place + 1 : place + 3])
+    if max(beside, default=0.0) < _OVERSHOT * curve.start:  # one batch of large losses, and the weights are as before
+        return None
     step = signals.named(place)
     return Evidence(
         (signals.span[0], step),
