@@ -199,35 +199,6 @@ def every_element(only: str) -> Table:
     return table
 
 
-SMALL = 30
-"""Elements of the small operators' inputs."""
-
-
-def small_operators() -> Table:
-    """One small sample of each operator in PyTorch's database."""
-    from operators import samples  # takes a second
-
-    spent = {"PASS": [0.0, 0.0], "other": [0.0, 0.0]}
-    counts = dict.fromkeys(spent, 0)
-    for sample in samples(per_operator=1, max_inputs=SMALL, max_outputs=200):
-        kind = "PASS" if gg.gradcheck(sample.fn, *sample.inputs).verdict == "PASS" else "other"
-        counts[kind] += 1
-        spent[kind][0] += seconds(lambda sample=sample: gg.gradcheck(sample.fn, *sample.inputs), 3)
-        spent[kind][1] += seconds(lambda sample=sample: torchs_check_of(sample), 3)
-    table = Table(f"operators, up to {SMALL} elements", "how many", "ours s", "slow s", "ours ÷ slow", "goal")
-    for kind, (ours, slow) in spent.items():
-        cells = f"{counts[kind]}", f"{ours:.2f}", f"{slow:.2f}", colour(ours / slow, ours <= slow, ".2f")
-        table.add_row(kind, *cells, "≤ 1")
-    return table
-
-
-def torchs_check_of(sample: Any) -> bool:
-    try:
-        return torch.autograd.gradcheck(sample.fn, sample.inputs)
-    except GradcheckError:
-        return False
-
-
 LARGE: dict[str, tuple[Callable[[], Callable[..., Tensor]], tuple[int, ...]]] = {
     "convolution": (lambda: nn.Conv2d(16, 32, 3, padding=1).double(), (8, 16, 64, 64)),
     "attention": (lambda: lambda x: F.scaled_dot_product_attention(x, x, x), (4, 8, 256, 64)),
@@ -296,7 +267,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} thread, float64")
     tables = [against_torch(args.only, args.slow), every_element(args.only)]
     if not args.only:
-        tables += [locating(), small_operators(), memory()]
+        tables += [locating(), memory()]
     for table in tables:
         if table.rows:
             console.print(table)

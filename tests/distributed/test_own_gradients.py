@@ -157,23 +157,22 @@ def measured_alone(by, seconds):
     torch.manual_seed(0)
     model, found = DistributedDataParallel(Network()), []
     store = default_store()
-    before = store.timeout
-    dist.barrier()
-    store.set_timeout(timedelta(seconds=seconds))
-    try:
-        for rank, how in ((None, backward), (by, silent), (None, silent), (by, backward), (None, by_hand)):
-            model.zero_grad()
-            how(model)
-            try:
-                if rank in (None, dist.get_rank()):
-                    gg.clip_grad_norm_(model, math.inf)
-                found.append("")
-            except (DistributedError, UnsupportedGradientError) as error:
-                found.append(str(error))
-            if rank is not None:
-                dist.barrier()
-    finally:
-        store.set_timeout(before)
+    usual = store.timeout
+    for rank, how in ((None, backward), (by, silent), (None, silent), (by, backward), (None, by_hand)):
+        model.zero_grad()
+        how(model)
+        if rank is not None:  # only then nobody else may come late
+            store.set_timeout(timedelta(seconds=seconds))
+        try:
+            if rank in (None, dist.get_rank()):
+                gg.clip_grad_norm_(model, math.inf)
+            found.append("")
+        except (DistributedError, UnsupportedGradientError) as error:
+            found.append(str(error))
+        finally:
+            store.set_timeout(usual)
+        if rank is not None:
+            dist.barrier()
     return found
 
 

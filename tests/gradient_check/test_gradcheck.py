@@ -323,3 +323,17 @@ print([name for name in ("sympy", "torch._dynamo", "torch._inductor", "functorch
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"
+
+
+def test_a_direction_that_tells_nothing_is_followed_by_one_that_does():
+    """The first moves small factors of the product by the mean of all, where differences say nothing."""
+    x = 10 ** torch.linspace(-12, 12, 25, dtype=torch.float64)
+    report = gg.gradcheck(torch.prod, x)
+    assert report.verdict == "PASS", str(report)
+    assert report.power < 1e-6
+    assert report.directions == 2
+
+
+def test_level_elements_whose_gradient_is_0_are_something_to_compare_with():
+    x = torch.ones(2, 2, dtype=torch.float64)
+    assert gg.gradcheck(torch.nn.functional.l1_loss, x, x.clone()).verdict == "PASS"

@@ -112,7 +112,7 @@ class Search:
             known = self.differences.along_each(first, with_noise=True)
             is_clear = self._is_clear(known)
         waiting = [(direction, known.of(i)) for i, direction in enumerate(first.unbind())]
-        if is_clear and (count == self.count or not self.differences.is_low):
+        if is_clear and (count == self.count or (not self.differences.is_low and self._is_telling(known))):
             self.agreed, self.smooth = [found for _, found in waiting], waiting[0]
             return None
         del first
@@ -138,6 +138,17 @@ class Search:
     def _is_clear(self, found: Disagreement) -> bool:
         """Tell whether all that is known agrees, and says something."""
         return not bool((self._are_wrong(found) | self._say_nothing(found)).any())
+
+    def _is_telling(self, found: Disagreement) -> bool:
+        """Tell whether a wrong element of typical size would show, or no element has a size."""
+        powers = self._powers(found)
+        return not powers or min(powers) <= _TOO_WEAK
+
+    def _powers(self, found: Disagreement) -> list[float]:
+        """Return from which relative error on one element of typical size would show, for each cotangent that tells."""
+        typical = found.scale / max(1, int(self.open.sum())) ** 0.5
+        telling = found.scale > self.negligible
+        return (found.allowed(self.differences.relative) / typical)[telling].tolist()
 
     def is_wrong(self, found: Disagreement) -> bool:
         """Tell whether a disagreement is larger than its bar allows."""
@@ -306,8 +317,8 @@ class Search:
             self.singly += [0.0 for one in shown if one.numerical == one.numerical]  # something to compare with
             self.notes.append(_finding(worst, name, index, _NOTES[worst.kind].format(low=worst.low, high=worst.high)))
         else:
-            rounding = float(self.negligible.max())
-            self.singly += [one.bar / abs(one.analytical) for one in shown if abs(one.analytical) > rounding]
+            rounding, told = float(self.negligible.max()), [one for one in shown if one.numerical == one.numerical]
+            self.singly += [one.bar / size if (size := abs(one.analytical)) > rounding else 0.0 for one in told]
 
     def _place(self, position: int) -> tuple[str, tuple[int, ...]]:
         return self.differences.function.name_of(position)
@@ -332,10 +343,7 @@ class Search:
             self.undecided += self.unclear[:1]
         seen = []
         if self.agreed:
-            found = Disagreement.together(self.agreed)
-            typical = found.scale / max(1, int(self.open.sum())) ** 0.5
-            telling = found.scale > self.negligible
-            seen = (found.allowed(self.differences.relative) / typical)[telling].tolist()
+            seen = self._powers(Disagreement.together(self.agreed))
         compared = self.agreed or self.singly or self.kinks or self.has_every_element
         if not compared and len(self.differences.point):
             self.undecided.append(Finding("undecided", "jumps and poles everywhere: there is nothing to compare with"))
