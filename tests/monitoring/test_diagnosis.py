@@ -442,6 +442,15 @@ def two_trainings(second=None):
     return make_record(meta={"t": "meta", "optimizers": ["SGD"], "argv": ["cv.py"]}, steps=steps)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_first_batch_whose_loss_is_small_by_chance_is_no_rate_that_is_too_high(seed):
+    """The first of batches of very unequal losses lies far below those of the next steps, which fall all the same."""
+    draw = random.Random(seed)
+    means = [0.5 * math.exp(-i / 150) + 0.05 for i in range(COUNT)]
+    losses = [0.1, *(mean * math.exp(draw.gauss(-0.4, 0.9)) for mean in means[1:])]
+    assert diagnose(run(losses, lr=0.01)).cause.key == "healthy"
+
+
 def test_two_trainings_one_after_the_other_are_two_runs():
     record = two_trainings()
     assert [part.label for part in by_optimizer(record)] == ["optimizer 0 (SGD)", "optimizer 1 (that came later)"]

@@ -516,10 +516,10 @@ def _of_turns(losses: list[float | None]) -> list[float | None]:
     logs = [math.log(loss) if loss is not None and loss > 0 else None for loss in losses]
     if sum(one is not None for one in logs) < max(20, sum(loss is not None for loss in losses) // 2):
         return losses
-    one = _usual_step(logs, 1)
+    one = usual_step(logs, 1)
     if one < _TURNS:
         return losses
-    turn = next((lag for lag in range(2, _LONGEST_TURN + 1) if 2 * _usual_step(logs, lag) <= one), None)
+    turn = next((lag for lag in range(2, _LONGEST_TURN + 1) if 2 * usual_step(logs, lag) <= one), None)
     if turn is None:
         return losses
     known = without_none(logs)
@@ -533,7 +533,7 @@ def _of_turns(losses: list[float | None]) -> list[float | None]:
     return found
 
 
-def _usual_step(logs: Sequence[float | None], lag: int) -> float:
+def usual_step(logs: Sequence[float | None], lag: int) -> float:
     """By how much two values that lie so far apart usually differ; infinite where no two do."""
     pairs = zip(logs, logs[lag:], strict=False)
     steps = [abs(after - before) for before, after in pairs if before is not None and after is not None]

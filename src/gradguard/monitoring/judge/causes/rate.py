@@ -1,12 +1,13 @@
 """A learning rate that is too high, too low, or gone before the run was done."""
 
+import math
 import statistics
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.rates import lower_rate
-from gradguard.monitoring.judge.signals import Curve, Signals
+from gradguard.monitoring.judge.signals import Curve, Signals, usual_step
 from gradguard.monitoring.record.lines import without_none
 
 LARGE_UPDATE = 0.1
@@ -34,6 +35,7 @@ GONE = 0.02
 """Of its largest value: a learning rate below that moves little any more."""
 
 _OVERSHOT = 1.5  # times its start: a loss that the first steps raised so far
+_ABOVE_CHANCE = 3.0  # times the usual step between two logarithms of losses: further than batches lie apart
 
 
 def rate_too_high(signals: Signals) -> Cause | None:
@@ -119,9 +121,10 @@ def _jumped(signals: Signals, curve: Curve) -> Evidence | None:
         or curve.final < 0.15 * curve.start
     ):
         return None
-    beside = without_none(signals.losses[max(1, place - 2) : place] + signals.losses[place + 1 : place + 3])
-    if max(beside, default=0.0) < _OVERSHOT * curve.start:  # one batch of large losses, and the weights are as before
-        return None
+    logs = [math.log(one) if one is not None and one > 0 else None for one in signals.losses]
+    around = without_none(logs[max(1, place - 2) : place + 3])
+    if statistics.median(around) - math.log(curve.start) < _ABOVE_CHANCE * usual_step(logs, 1):
+        return None  # batches of very unequal losses, of which the first was small
     step = signals.named(place)
     return Evidence(
         (signals.span[0], step),
