@@ -252,13 +252,20 @@ def row_weights(path: Path, owner: Owner, outputs: Outputs, scale: float, depend
         distinct=() if len(few) > _FEW or (path.weighted and len(nonzero) == 1) else tuple(few.tolist()),
         number=math.nan if has_class_weights(path.node, name) else number / scaled,
         precision=sum(constant.precision for constant in path.constants),
-        by_shape=not data_choose_rows([*behind, *[step.node for step in path.steps]])
-        and (
-            len(nonzero) == shape.numel()
-            or not (path.weighted or name in LABELLED)
-            or (name not in LABELLED and _is_one_class_of_each(weights > 0, batch_size))
-        ),
+        size=shape.numel(),
+        by_shape=_by_shape(path, name, [*behind, *[step.node for step in path.steps]], weights > 0, batch_size),
     )
+
+
+def _by_shape(path: Path, name: str, nodes: Sequence[Node], weighed: Tensor, batch_size: int) -> bool | None:
+    """Tell whether nothing but shapes decides how many rows count; None if only where all that there are do."""
+    if data_choose_rows(nodes):
+        return False
+    if not (path.weighted or name in LABELLED):
+        return True
+    if bool(weighed.all()) or (name not in LABELLED and _is_one_class_of_each(weighed, batch_size)):
+        return True
+    return None
 
 
 def _is_one_class_of_each(weighed: Tensor, batch_size: int) -> bool:
