@@ -196,7 +196,7 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
         even, largest, sums, size = True, float(equal[0]), (sums > 0).to(sums) / inner, len(equal) / inner
         rows = sums
     if share is None and even and not math.isclose(largest, 1.0, rel_tol=1e-6):
-        constants = (*constants, Constant(node, largest, False, 1e-6))  # as of gradient=torch.full((B,), 1 / B)
+        constants = (*constants, Constant(node, largest, False, 1e-6, "weights"))  # as of gradient=torch.full((B,), 1 / B)
     inner = inner if share is None else 1.0
     weights, size, rows = sums * inner, size * inner, rows * inner
     adding = _adding(path)
@@ -241,7 +241,7 @@ def row_weights(path: Path, owner: Owner, outputs: Outputs, scale: float, depend
         weights, number = weights / rows, number / rows
     constants = _without(scale, path.constants)
     scaled = abs(scale) if len(constants) < len(path.constants) else 1.0
-    scaled *= math.prod(abs(constant.value) for constant in constants if constant.declared)
+    scaled *= math.prod(abs(constant.value) for constant in constants if constant.origin == "declared")
     nonzero = weights[weights > 0] / scaled
     few = nonzero.unique()
     behind = _behind_rows(path, outputs, depends)
@@ -305,9 +305,16 @@ def cut(path: Path, outputs: Outputs, depends: Dependence) -> str:
             start, end = (signed(saved(node, each)) for each in ("start", "end"))
             if 0 < end < _before(node)[signed(saved(node, "dim"))] and end - start != 1:
                 return node.name()
-        elif name in {"Alias", _COPIES, "ConstantPadNd"} or data_put_rows(node):
+        elif name in {"Alias", _COPIES, "ConstantPadNd"} or data_put_rows(node) or _takes_columns(node, name):
             return node.name()
     return ""
+
+
+def _takes_columns(node: Node, name: str) -> bool:
+    """Whether the same places are taken of every sample, as many as data say."""
+    if name == "IndexSelect":
+        return saved(node, "dim") != 0
+    return name == "Index" and len(saved(node, "indices")) > 1 and saved(node, "indices")[0] is None
 
 
 def _before(node: Node) -> torch.Size:

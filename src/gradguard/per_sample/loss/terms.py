@@ -24,6 +24,7 @@ from torch.autograd.graph import Node
 from gradguard.per_sample.loss.graph import (
     LABELLED,
     MEANS,
+    Constant,
     Dependence,
     Path,
     Root,
@@ -312,6 +313,16 @@ _TENSOR = (
     "its .item()"
 )
 
+_WHOLE = (
+    "a tensor, or a whole number, multiplies or divides it, {:.6g}, which may be computed from the batch. Multiply by a "
+    "float that is a constant, or say clipper.constant(number) where it stands in the loss"
+)
+
+_OF_ONE = (
+    "a sum over the only sample was multiplied by {:.6g}, a constant or 1 over a count. Begin with a batch of several "
+    "samples, or take the mean"
+)
+
 _EITHER = (
     "a mean was multiplied by {:.6g}, a constant or 1 over the part of its rows that count. Divide by the number of "
     "rows that count, or use a constant that does not depend on the batch"
@@ -475,52 +486,71 @@ def _likeliest(left: Sequence[Reading], term: Term, reduction: str) -> Reading:
 def _is_constant(reading: Reading) -> tuple[bool, bool]:
     """Order readings by how much their number looks like a constant: tensors first, and then divisors."""
     constant = reading.constant
-    return constant is not None and not constant.is_tensor, constant is not None and not constant.divides
+    return constant is not None and constant.origin != "tensor", constant is not None and not constant.divides
 
 
 def _is_sure(reading: Reading) -> bool:
     """Tell whether the number of a reading is hardly a constant of the user's: a tensor, or a divisor below 1."""
     constant = reading.constant
-    return constant is not None and (constant.is_tensor or (constant.divides and abs(constant.value) > 1))
+    return constant is not None and (constant.origin == "tensor" or (constant.divides and abs(constant.value) > 1))
 
 
 def _doubt(reading: Reading, found: Sequence[Reading], term: Term, reduction: str, strict: bool) -> str:
     """Return why a term that seems right cannot be accepted: its number may be another; "" if it can."""
-    batch_size = len(term.weights)
     if reduction == "sum" and term.mean_of_one:
         return "it is a mean over the rows of the only sample that has some, which may be one over those of all samples"
-    tensors = [c.value for c in term.constants if c.is_tensor and c is not reading.constant]
-    tensors = [value for value in tensors if abs(value) != 1 or (strict and batch_size > 1)]
+    several = len(term.weights) > 1
+    others = [constant for constant in term.constants if constant is not reading.constant]
+    tensors = [c.value for c in others if c.origin == "tensor" and (abs(c.value) != 1 or (strict and several))]
     if tensors:
         return _TENSOR.format(tensors[0])
-    if not strict:
-        guessed = reading.constant is not None and not reading.constant.divides
-    elif batch_size > 1 and reading.constant is not None and reading.share is not None:
-        number = abs(1 / reading.constant.value)
-        return (
-            f"in private training a sum over {batch_size} samples was divided by {number:.6g}, which may be their "
-            "number, that of the rows, or a constant that equals it in this batch. Take the mean, as by loss.mean()"
-        )
-    else:
-        guessed = True
-        times = [one.constant for one in found if one.what in {"times", "divided once more"} and one.constant]
-        if times and term.share is not None and reduction != "sum":
-            return _multiplied(abs(times[0].value), batch_size)
-        chance = [
-            c.value
-            for c in term.constants
-            if c is not reading.constant and not c.declared and _may_be_count(c.value, term)
-        ]
-        if chance and batch_size > 1:
-            return _multiplied(abs(chance[0]), batch_size)
+    if strict and (reason := _doubt_in_private(reading, found, term, others, reduction)):
+        return reason
     counts = {one.constant for one in found if one.constant is not None}
-    unknown = [c.value for c in term.constants if c.may_be_data and c not in counts and c.value != 1]
-    if guessed and unknown:
-        return (
-            f"a tensor, or a whole number, multiplies it, {unknown[0]:.6g}, which may be computed from the batch. "
-            "Multiply by a float that is a constant"
-        )
+    unknown = [c.value for c in others if c.may_be_data and c not in counts and c.value != 1 and not _of_row(c, term)]
+    if unknown and (strict or (reading.constant is not None and not reading.constant.divides)):
+        return _WHOLE.format(unknown[0])
     return ""
+
+
+def _doubt_in_private(
+    reading: Reading, found: Sequence[Reading], term: Term, others: Sequence[Constant], reduction: str
+) -> str:
+    """Return which number may be counted from the batch, so that another batch would give a sample another gradient.
+
+    A number that was taken for the count that it equals is none: another batch is accepted only where it equals that
+    count again.
+    """
+    batch_size = len(term.weights)
+    sure = {"declared", "torch", "weights"} if reading.constant is not None else {"declared", "torch"}
+    users = [c for c in (others if batch_size > 1 else term.constants) if c.origin not in sure]
+    if batch_size == 1:
+        numbers = [c.value for c in users if _is_whole(1 / c.value) and abs(c.value) != 1]
+        return _OF_ONE.format(numbers[0]) if numbers and term.share is None and reduction != "sum" else ""
+    times = [one.constant for one in found if one.what in {"times", "divided once more"} and one.constant]
+    if times and term.share is not None and reduction != "sum":
+        return _multiplied(abs(times[0].value), batch_size)
+    chance = [c.value for c in users if _may_be_count(c.value, term)]
+    if chance:
+        return _multiplied(abs(chance[0]), batch_size)
+    for constant in users:
+        number = abs(1 / constant.value)
+        if not _is_whole(number) or _of_row(constant, term):
+            continue
+        if constant.divides and (number > 1 or (constant.may_be_data and term.share is None)):
+            return _WHOLE.format(number)
+        if term.share is None and number >= max(2, batch_size / 2):
+            return _multiplied(abs(constant.value), batch_size)
+    return ""
+
+
+def _is_whole(number: float) -> bool:
+    return abs(number) >= 1 and math.isclose(number, round(number), rel_tol=1e-9)
+
+
+def _of_row(constant: Constant, term: Term) -> bool:
+    """Tell whether a divisor is the number of values that a row has along some dimensions, which never changes."""
+    return constant.divides and any(n > 1 and math.isclose(abs(1 / constant.value), n) for n in term.inner)
 
 
 def _may_be_count(value: float, term: Term) -> bool:
