@@ -525,7 +525,7 @@ def _doubt_in_private(
     sure = {"declared", "torch", "weights"} if reading.constant is not None else {"declared", "torch"}
     users = [c for c in (others if batch_size > 1 else term.constants) if c.origin not in sure]
     if batch_size == 1:
-        numbers = [c.value for c in users if _is_whole(1 / c.value) and abs(c.value) != 1]
+        numbers = [c.value for c in users if _is_whole(1 / c.value) and abs(c.value) != 1 and not _of_row(c, term)]
         return _OF_ONE.format(numbers[0]) if numbers and term.share is None and reduction != "sum" else ""
     times = [one.constant for one in found if one.what in {"times", "divided once more"} and one.constant]
     if times and term.share is not None and reduction != "sum":
@@ -617,7 +617,8 @@ def _compared(term: Term, share: Tensor, reduction: str) -> LossParts:
 def _judged_sum(term: Term, reduction: str) -> LossParts:
     """Judge a term that a sum over the batch reduced, and that was not divided by any number of rows or samples."""
     batch_size, count = len(term.weights), float(term.weights.sum())
-    divisor = math.prod({c.node: abs(1 / c.value) for c in term.constants if c.divides}.values())
+    counts = {c.node: abs(1 / c.value) for c in term.constants if c.divides and not _of_row(c, term)}
+    divisor = math.prod(counts.values())
     rows = "labels" if term.labels else "rows"
     counted = float(divisor).is_integer() and divisor >= 2
     if counted and (reduction != "sum" or (_partly(term) and divisor >= count / 2)):
