@@ -137,7 +137,9 @@ def written(rows: Sequence[RowWeights], factors: Tensor, returned: float, is_sum
     entries: dict[tuple[str, ...], Entry] = {}
     for kind in {each.kind: None for each in rows}:
         of_kind = [each for each in rows if each.kind == kind]
-        if all(each.by_shape and not each.size for each in of_kind):  # cut to the length of a longest sample that has no rows
+        if all(
+            each.by_shape and not each.size for each in of_kind
+        ):  # cut to the length of a longest sample that has no rows
             entries[kind] = Entry(_NOTHING, {returned: (0.0,)}, owned=False, read=False)
         mine = [each for each in of_kind if bool((each.counts > 0).any())]
         if not mine:
@@ -153,11 +155,8 @@ def written(rows: Sequence[RowWeights], factors: Tensor, returned: float, is_sum
 
 
 def _by_shape(rows: Sequence[RowWeights]) -> bool:
-    """Tell whether nothing but shapes decides how many rows of a kind there are.
-
-    Where masks divide the rows among several paths, as a product with labels and another with 1 - labels, all of them
-    together count.
-    """
+    """Tell whether nothing but shapes decides how many rows of a kind there are."""
+    # Masks may divide the rows among several paths, as a product with labels and another with 1 - labels.
     counted, size = sum(float(each.counts.sum()) for each in rows), max(each.size for each in rows)
     return all(each.by_shape or (each.by_shape is None and counted % size == 0) for each in rows)
 

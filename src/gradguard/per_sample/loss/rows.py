@@ -196,7 +196,10 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
         even, largest, sums, size = True, float(equal[0]), (sums > 0).to(sums) / inner, len(equal) / inner
         rows = sums
     if share is None and even and not math.isclose(largest, 1.0, rel_tol=1e-6):
-        constants = (*constants, Constant(node, largest, False, 1e-6, "weights"))  # as of gradient=torch.full((B,), 1 / B)
+        constants = (
+            *constants,
+            Constant(node, largest, False, 1e-6, "weights"),
+        )  # as of gradient=torch.full((B,), 1 / B)
     inner = inner if share is None else 1.0
     weights, size, rows = sums * inner, size * inner, rows * inner
     adding = _adding(path)

@@ -13,7 +13,7 @@ constant factors are the user's.
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -35,7 +35,7 @@ from gradguard.per_sample.loss.graph import (
     paths,
     shape_of,
 )
-from gradguard.per_sample.loss.ledger import Ledger, Page, written
+from gradguard.per_sample.loss.ledger import Ledger, Page, RowWeights, written
 from gradguard.per_sample.loss.readings import Reading, readings, same_shares
 from gradguard.per_sample.loss.rows import Coupled, Owner, Term, cut, mean_of, owner_of, row_weights, term_of
 from gradguard.per_sample.loss.separation import Outputs
@@ -51,6 +51,37 @@ _CLOSE = 1e-4
 
 Totals = dict[Node, Tensor]
 """The weights of all terms that share a constant, by sample."""
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """A loss that is to be judged.
+
+    Attributes:
+        terms: What it adds up.
+        totals: The weights of all terms that share a constant, by sample.
+        rows: What rows weigh in it.
+        returned: How many values of each sample the module returned.
+        reduction: What it is said to be over samples.
+    """
+
+    terms: Sequence[Term]
+    totals: Totals
+    rows: Sequence[RowWeights]
+    returned: float
+    reduction: str
+
+    @property
+    def kinds(self) -> list[tuple[str, ...]]:
+        return [each.kind for each in self.rows]
+
+    def page(self, factors: Tensor) -> Page:
+        """Return what rows weigh if samples have these parts, as multiples of their own losses."""
+        return written(self.rows, factors, self.returned, self.reduction == "sum")
+
+    def readings(self, term: Term) -> list[Reading]:
+        """Return what the numbers of a term may be."""
+        return readings(term, self.totals, self.reduction == "token_mean")
 
 
 class _Ambiguous(Exception):  # noqa: N818
@@ -132,14 +163,8 @@ def loss_parts(
         together = _averaged_together(_joined(found_paths, terms, [each.kind for each in rows]))
         if not together:
             return LossParts("unknown", NO_PART)
-        totals = _totals(together)
-
-        def page(factors: Tensor) -> Page:
-            return written(rows, factors, outputs.values_of_each, reduction == "sum")
-
-        kinds = [each.kind for each in rows]
-        found = _as_before(ledger, page, kinds, together, totals, reduction)
-        found = found or _judged_anew(ledger, page, kinds, together, totals, reduction)
+        loss = _Loss(together, _totals(together), rows, outputs.values_of_each, reduction)
+        found = _as_before(loss, ledger) or _judged_anew(loss, ledger)
     except Coupled as coupled:
         return LossParts("wrong", str(coupled))
     except _Ambiguous as ambiguous:
@@ -162,46 +187,35 @@ def loss_parts(
     )
 
 
-def _as_before(
-    ledger: Ledger,
-    page: Callable[[Tensor], Page],
-    kinds: Sequence[tuple[str, ...]],
-    terms: Sequence[Term],
-    totals: Totals,
-    reduction: str,
-) -> LossParts | None:
+def _as_before(loss: _Loss, ledger: Ledger) -> LossParts | None:
     """Judge a loss by what was accepted before, whatever its numbers may be.
 
     Returns:
         That it is right; None where rows weigh something else than before, or were not judged, or training is private,
         where each batch must be right by itself, too.
     """
-    if ledger.strict or not ledger.knows(kinds):
+    if ledger.strict or not ledger.knows(loss.kinds):
         return None
-    agreeing = []
-    for factors in _possible(terms, totals, reduction):
-        candidate = page(factors)
-        if not ledger.objection(candidate):
-            agreeing.append((factors, candidate))
+    agreeing = [(factors, page) for factors in _possible(loss) if not ledger.objection(page := loss.page(factors))]
     if len(agreeing) != 1:
         return None
-    factors, candidate = agreeing[0]
-    return LossParts("right", factors=factors, divided_by=ledger.divided_by(candidate), page=candidate)
+    factors, page = agreeing[0]
+    return LossParts("right", factors=factors, divided_by=ledger.divided_by(page), page=page)
 
 
-def _possible(terms: Sequence[Term], totals: Totals, reduction: str) -> list[Tensor]:
+def _possible(loss: _Loss) -> list[Tensor]:
     """Return the parts of samples, as multiples of their own losses, with which the loss is what it is said to be."""
-    has = torch.stack([term.weights > 0 for term in terms]).any(0)
-    ones = torch.ones_like(terms[0].weights).where(has, math.nan)
-    common = None if reduction == "token_mean" else [ones]
-    for term in terms:
+    has = torch.stack([term.weights > 0 for term in loss.terms]).any(0)
+    ones = torch.ones_like(loss.terms[0].weights).where(has, math.nan)
+    common = None if loss.reduction == "token_mean" else [ones]
+    for term in loss.terms:
         if not bool(term.rows.any()):
             continue
-        found = readings(term, totals, reduction == "token_mean")
+        found = loss.readings(term)
         counted = [one for one in found if one.what == "rows in the mean" and _is_sure(one)]
-        judged = [_by(reading, term, reduction) for reading in counted or found]
+        judged = [_by(reading, term, loss.reduction) for reading in counted or found]
         mine = [parts.factors for parts in judged if parts.verdict == "right" and parts.factors is not None]
-        if reduction != "token_mean":
+        if loss.reduction != "token_mean":
             mine = [ones] if any(_is_among(ones[term.weights > 0], [one[term.weights > 0]]) for one in mine) else []
         common = mine if common is None else [factors for factors in common if _is_among(factors, mine)]
     distinct: list[Tensor] = []
@@ -215,17 +229,10 @@ def _is_among(factors: Tensor, others: Sequence[Tensor]) -> bool:
     return any(torch.allclose(factors, other, rtol=_CLOSE, atol=0, equal_nan=True) for other in others)
 
 
-def _judged_anew(
-    ledger: Ledger,
-    page: Callable[[Tensor], Page],
-    kinds: Sequence[tuple[str, ...]],
-    terms: Sequence[Term],
-    totals: Totals,
-    reduction: str,
-) -> LossParts:
+def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
     """Judge a loss by what its numbers may be."""
-    strict = ledger.strict and not ledger.knows(kinds)  # a number that was no count there is none by chance here
-    found = [_judged(term, totals, reduction, strict) for term in terms]
+    strict = ledger.strict and not ledger.knows(loss.kinds)  # a number that was no count there is none by chance here
+    found = [_judged(loss, term, strict) for term in loss.terms]
     for verdict in ("wrong", "unknown"):
         worst = [judged.parts for judged in found if judged.parts.verdict == verdict]
         if worst:
@@ -234,8 +241,8 @@ def _judged_anew(
     for other in factors[1:]:
         if not torch.allclose(other, factors[0], rtol=_CLOSE, atol=0, equal_nan=True):
             return LossParts("wrong", _SEVERAL_SHARES, other)
-    divided_by = _common_divisor(found, terms)
-    candidate = page(factors[0] if factors else torch.ones_like(terms[0].weights))
+    divided_by = _common_divisor(found, loss.terms)
+    candidate = loss.page(factors[0] if factors else torch.ones_like(loss.terms[0].weights))
     candidate = replace(candidate, divided_by=divided_by)
     if reason := ledger.objection(candidate):
         return LossParts("unknown", reason)
@@ -314,8 +321,8 @@ _TENSOR = (
 )
 
 _WHOLE = (
-    "a tensor, or a whole number, multiplies or divides it, {:.6g}, which may be computed from the batch. Multiply by a "
-    "float that is a constant, or say clipper.constant(number) where it stands in the loss"
+    "a tensor, or a whole number, multiplies or divides it, {:.6g}, which may be computed from the batch. Multiply by "
+    "a float that is a constant, or say clipper.constant(number) where it stands in the loss"
 )
 
 _OF_ONE = (
@@ -435,17 +442,17 @@ class _Judged:
     divisors: dict[Node, float]
 
 
-def _judged(term: Term, totals: Totals, reduction: str, strict: bool) -> _Judged:
+def _judged(loss: _Loss, term: Term, strict: bool) -> _Judged:
     """Compare one term with what it would be for each sample alone."""
     divisors = {c.node: abs(1 / c.value) for c in term.constants if c.divides}
     if not bool(term.rows.any()):  # of no sample at all, as where nothing was chosen
         return _Judged(LossParts("right"), divisors)
-    found = readings(term, totals, reduction == "token_mean")
-    reading = _likeliest(found, term, reduction)
-    parts = _by(reading, term, reduction)
+    found = loss.readings(term)
+    reading = _likeliest(found, term, loss.reduction)
+    parts = _by(reading, term, loss.reduction)
     if reading.constant is not None and reading.constant.divides and parts.verdict != "unknown":
         divisors[reading.constant.node] = 1.0
-    if parts.verdict == "right" and (reason := _doubt(reading, found, term, reduction, strict)):
+    if parts.verdict == "right" and (reason := _doubt(reading, found, term, loss.reduction, strict)):
         parts = LossParts("unknown", reason)
     return _Judged(parts, divisors)
 
