@@ -851,3 +851,14 @@ def test_a_batch_without_rows_has_a_length_too():
     step(clipper, loss, Batch([0, 0]))
     with pytest.raises(UnsupportedGradientError, match="the mean counts padding"):
         step(clipper, loss, Batch([2, 3]))
+
+
+def test_rows_of_many_samples_in_half_precision_are_told_apart():
+    """A number above 256 is none of bfloat16."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).bfloat16()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    out = model(torch.randn(260, 4).bfloat16())
+    torch.stack([out[i] for i in torch.randperm(260).tolist()]).exp().mean(1).mean().backward()
+    clipper.clip_and_accumulate()
+    assert clipper.pre_step().batch_size == 260
