@@ -7,8 +7,9 @@ than among copies of itself, unless a later step tells, or it is divided by a nu
 cannot say whether that is the user's own constant.
 
 `trial` runs the clipper on a network. `glance` runs the check of the loss alone, on what a network would have
-returned, which takes less time. In private training nothing may be told later: there
-a batch that gives a sample another gradient than among copies of itself is wrong, whatever it is divided by.
+returned, which takes less time. In private training no batch counts, drawn or not, in which one sample is replaced,
+added or gone: where a batch gives a sample another gradient than among copies of itself, all of these are tried as
+the first ones, and one that is accepted and gives it a third gradient is wrong.
 
 ``python tests/per_sample/generated_losses.py FIRST LAST [REDUCTIONS]`` prints what came of the cases; with ``wide`` in
 front, of cases drawn from all reductions and everything that is here, a third of them private; with ``glance``, of what
@@ -433,7 +434,7 @@ DIVISORS = {
     "row weights of valid rows": lambda b, losses: (b.w_row * b.valid).sum(),
     "sample weights": lambda b, losses: b.w_sample.sum(),
     "B times the longest": lambda b, losses: b.size * int(b.n.max().clamp(min=1)),
-    "nothing": lambda b, losses: 1,
+    "nothing": None,
     "reciprocal of B": lambda b, losses: 1 / (1 / b.size),
 }
 MORE_DIVISORS = {
@@ -514,13 +515,13 @@ class Term:
         if self.combine == "fused mean":
             return FUSED[self.fn](rows, targets, "mean")
         if self.combine == "fused sum":
-            return FUSED[self.fn](rows, targets, "sum") / DIVISORS[self.divisor](b, rows)
+            return self.divided(FUSED[self.fn](rows, targets, "sum"), b, rows)
         losses = FUSED[self.fn](rows, targets, "none")
         losses, w = self.weighted(losses, b, select)
         if self.combine == "mean":
             return losses.mean()
         if self.combine == "sum":
-            return losses.sum() / DIVISORS[self.divisor](b, losses)
+            return self.divided(losses.sum(), b, losses)
         if self.combine == "mean by mean":
             while losses.ndim:
                 losses = losses.mean(-1)
@@ -531,11 +532,9 @@ class Term:
             return losses.mean() ** 2
         if self.combine == "dot":
             ones = torch.ones_like(losses.flatten())
-            return losses.flatten() @ ones / DIVISORS[self.divisor](b, losses)
+            return self.divided(losses.flatten() @ ones, b, losses)
         if self.combine == "einsum":
-            return torch.einsum("i,i->", losses.flatten(), torch.ones_like(losses.flatten())) / DIVISORS[self.divisor](
-                b, losses
-            )
+            return self.divided(torch.einsum("i,i->", losses.flatten(), torch.ones_like(losses.flatten())), b, losses)
         if self.combine == "weighted mean":
             w = torch.ones_like(losses) if w is None else w.expand_as(losses)
             return losses.sum() / w.sum()
@@ -546,6 +545,10 @@ class Term:
         if self.combine in COUPLED:
             return self.coupled(losses, b)
         return self.own(losses, b)
+
+    def divided(self, total, b, losses):
+        divisor = DIVISORS[self.divisor]
+        return total if divisor is None else total / divisor(b, losses)
 
     def own_by_mask(self, losses, b):
         valid = b.valid.view(b.size, -1)
@@ -567,7 +570,7 @@ class Term:
         if self.combine == "sum by sum":
             while losses.ndim:
                 losses = losses.sum(-1)
-            return losses / DIVISORS[self.divisor](b, losses)
+            return self.divided(losses, b, losses)
         factor = {
             "times 1 / B": lambda: 1 / b.size,
             "times 1 / rows": lambda: 1 / max(int(b.valid.sum()), 1),
@@ -729,8 +732,9 @@ class Case:
 
     @property
     def may_keep_a_number(self):
-        """Whether a number may be taken for the user's until a batch in which it makes a difference."""
-        return self.reduction == "token_mean" and self.by_a_number and not self.private
+        """Whether a number may be taken for the user's, or a count, until a batch in which it makes a difference."""
+        constant = any(t.combine in DIVIDED and t.divisor == "constant" for t in (*self.terms, *self.others))
+        return self.reduction == "token_mean" and (self.by_a_number or constant) and not self.private
 
     def phase(self, step):
         """A number for the loss of a step: equal ones give a sample one gradient."""
@@ -1166,11 +1170,13 @@ def judged(case, truth, run):
             if words := seen.differs(number, parts, scaled):
                 return Outcome("out of sight" if far else "wrong", f"step {at}: {words}", reached)
             if words := "" if doubt else seen.doubtful(parts, scaled, own):
+                if case.private and not far and (moving := next(filter(None, (moved(case, ids) for ids in parts)), "")):
+                    return Outcome("wrong", f"step {at}: {words}; {moving}", reached)
                 doubt = f"step {at}: {words}"
     except gg.errors.GradguardError as error:
         words = f"step {reached}: {type(error).__name__}: {error}"
         if doubt:
-            kind = "out of sight" if far else "wrong" if case.private else "told later"
+            kind = "out of sight" if far else "told later"
             return Outcome(kind, f"{doubt}; told at {words}", reached)
         try:
             right = truth.right()
@@ -1180,8 +1186,7 @@ def judged(case, truth, run):
     except Exception:
         return Outcome("crash", f"step {reached} ({parts}): " + traceback.format_exc()[-900:], reached)
     if doubt:  # among copies of itself the sample has another gradient, and nobody ever said so
-        doubtful = case.by_a_number and not case.private
-        return Outcome("out of sight" if far else "doubtful" if doubtful else "wrong", doubt, reached)
+        return Outcome("out of sight" if far else "doubtful" if case.by_a_number else "wrong", doubt, reached)
     return Outcome("exact", "", reached)
 
 
@@ -1264,24 +1269,27 @@ class Checked:
         return number
 
 
-def moved(case):
+def moved(case, ids=None):
     """Say which other sample's gradient moves as one sample is replaced, added or taken away; "" if none does.
 
     Both batches are the first that a check sees. So it is what private training promises: the sum of clipped gradients
-    changes by what the one sample adds.
+    changes by what the one sample adds. All such batches are tried around ``ids``; three of them around ids that are
+    drawn. None where that batch is refused.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        case = replace(case, collated=False)  # padded to another length a sample is another
         r = random.Random(case.seed)
-        case.collated = False  # padded to another length a sample is another
-        ids = r.sample(range(POOL), r.randint(2, 6))
-        others = [i for i in range(POOL) if i not in ids]
-        at = r.randrange(len(ids))
-        neighbours = [
-            [*ids[:at], r.choice(others), *ids[at + 1 :]],
-            [*ids, r.choice(others)],
-            [*ids[:at], *ids[at + 1 :]],
-        ]
+        if ids is None:
+            ids = r.sample(range(POOL), r.randint(2, 6))
+            others = [i for i in range(POOL) if i not in ids]
+            at = r.randrange(len(ids))
+            neighbours = [_replaced(ids, at, r.choice(others)), [*ids, r.choice(others)], _replaced(ids, at)]
+        else:
+            others = [i for i in range(POOL) if i not in ids]
+            neighbours = [[*ids, i] for i in others]
+            neighbours += [_replaced(ids, at, i) for at in range(len(ids)) for i in others]
+            neighbours += [_replaced(ids, at) for at in range(len(ids)) if len(ids) > 1]
         before = _accepted(case, ids)
         for neighbour in neighbours if before is not None else []:
             after = _accepted(case, neighbour)
@@ -1290,6 +1298,10 @@ def moved(case):
                 if (row - other).norm() > (1e-7 if case.dtype == torch.float64 else 1e-2) * row.norm() + 1e-9:
                     return f"{ids} to {neighbour}: sample {i} from {float(row.norm()):.5g} to {float(other.norm()):.5g}"
         return "" if before is not None else None
+
+
+def _replaced(ids, at, *new):
+    return [*ids[:at], *new, *ids[at + 1 :]]
 
 
 def _accepted(case, ids):

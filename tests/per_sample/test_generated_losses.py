@@ -75,6 +75,8 @@ WIDE = {
     5001454: "a one-hot target over rows that are padded to the longest",
     5003129: "a mean within the only sample with rows, in two ways",
     5010591: "one term chooses rows, the other cuts them",
+    9507494: "rows that are cut at the longest sample's length, which is 0 in the first batches",
+    9511054: "rows that are cut at the longest sample's length, which masks divide among two terms",
 }
 
 

@@ -628,8 +628,12 @@ def test_a_factor_that_is_once_one_over_the_number_of_samples_is_no_mean_in_anot
         step(clipper, loss, Batch([5]))
     private = exact()
     private.refuse_ambiguous_losses()
-    with pytest.raises(UnsupportedGradientError, match=r"divided by 2, which may be their number, .* loss.mean\(\)"):
-        step(private, loss, Batch([5, 5]))
+    step(private, loss, Batch([5, 5]))
+    for neighbour, words in (([5], "only sample was multiplied by 0.5"), ([5, 5, 5], "which may hold 1/3")):
+        private = exact()
+        private.refuse_ambiguous_losses()
+        with pytest.raises(UnsupportedGradientError, match=words):
+            step(private, loss, Batch(neighbour))
 
 
 class OnlyLoss(nn.Module):
@@ -757,3 +761,104 @@ def test_a_row_without_a_derivative_is_counted_for_its_own_sample():
     loss(clipper.module(x), valid, open_hinges).backward()
     clipper.clip_and_accumulate()
     torch.testing.assert_close(clipper.per_sample_gradients()["2.weight"][1], expected)
+
+
+PRIVATE = {
+    "a sum by the samples": ("mean", lambda out, batch: squares(out, batch).mean(1).sum() / len(out)),
+    "a sum by the rows": ("mean", lambda out, batch: squares(out, batch).sum() / (len(out) * T)),
+    "1 over the samples": ("mean", lambda out, batch: 1 / len(out) * squares(out, batch).sum()),
+    "kl, batchmean": (
+        "mean",
+        lambda out, batch: F.kl_div(out.log_softmax(-1), batch.target.softmax(-1), reduction="batchmean"),
+    ),
+    "smoothed labels": ("mean", lambda out, batch: F.cross_entropy(out.mT, batch.tokens, label_smoothing=0.1)),
+    "soft labels": (
+        "mean",
+        lambda out, batch: F.cross_entropy(out.flatten(0, 1), batch.target.softmax(-1).flatten(0, 1)),
+    ),
+    "several labels": (
+        "mean",
+        lambda out, batch: F.multilabel_soft_margin_loss(out.flatten(0, 1), (batch.target > 0).flatten(0, 1).double()),
+    ),
+    "a mean over chosen tokens": (
+        "token_mean",
+        lambda out, batch: squares(out, batch)[batch.mask].sum() / batch.mask.sum(),
+    ),
+    "a mean over weighed tokens": (
+        "token_mean",
+        lambda out, batch: (squares(out, batch) * batch.mask).sum() / int(batch.mask.sum()),
+    ),
+    "a sum": ("sum", lambda out, batch: 0.3 * squares(out, batch).sum()),
+}
+"""Losses that private training takes, each with its reduction: numbers that are counts, and no others."""
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_a_number_that_is_a_count_is_taken_in_private_training(name):
+    reduction, loss = PRIVATE[name]
+    clipper = exact(reduction)
+    clipper.refuse_ambiguous_losses()
+    equal = reduction == "mean"
+    for lengths in ([5, 5, 5, 5], [5, 5, 5]) if equal else ([1, 3, 2, 5, 4], [3, 2, 5], [1, 1, 3, 5]):
+        batch = Batch(lengths)
+        assert_exact(step(clipper, loss, batch), loss, batch)
+
+
+COUNTED = {
+    "a whole divisor": ("sum", lambda out, batch: squares(out, batch).sum() / float(2 * batch.mask.sum())),
+    "a divisor that is 1": ("sum", lambda out, batch: squares(out, batch).sum() / len(batch.mask[:1])),
+    "1 over a whole number": ("sum", lambda out, batch: 1 / float(2 * batch.mask.sum()) * squares(out, batch).sum()),
+    "another count besides": (
+        "mean",
+        lambda out, batch: squares(out, batch).sum() / len(out) / int(batch.mask.sum(1).max()),
+    ),
+    "columns": ("mean", lambda out, batch: squares(out, batch)[:, batch.mask.any(0)].mean()),
+    "columns by number": (
+        "mean",
+        lambda out, batch: squares(out, batch).index_select(1, batch.mask.any(0).nonzero()[:, 0]).mean(),
+    ),
+}
+"""Losses in which a number, or a length, may follow the batch."""
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_number_that_may_be_another_in_the_next_batch_is_refused_in_private_training(name):
+    reduction, loss = COUNTED[name]
+    clipper = exact(reduction)
+    clipper.refuse_ambiguous_losses()
+    words = r"whole number, multiplies or divides it|a mean was multiplied by|cuts or fills values"
+    with pytest.raises(UnsupportedGradientError, match=words):
+        step(clipper, loss, Batch([1, 3, 2, 5]))
+
+
+def test_a_length_counts_where_masks_divide_its_rows_among_terms():
+    def loss(out, batch):
+        longest = int(batch.mask.sum(1).max())
+        signs = (batch.target[:, :longest] > 0).double()
+        return F.multilabel_soft_margin_loss(out[:, :longest], signs)
+
+    clipper = exact()
+    step(clipper, loss, Batch([2, 4, 1]))
+    with pytest.raises(UnsupportedGradientError, match="the mean counts padding"):
+        step(clipper, loss, Batch([2, 3, 1], 1))
+
+
+def test_a_batch_without_rows_has_a_length_too():
+    def loss(out, batch):
+        return F.mse_loss(out[:, : int(batch.mask.sum(1).max())], batch.target[:, : int(batch.mask.sum(1).max())])
+
+    clipper = exact()
+    step(clipper, loss, Batch([0, 0]))
+    with pytest.raises(UnsupportedGradientError, match="the mean counts padding"):
+        step(clipper, loss, Batch([2, 3]))
+
+
+def test_rows_of_many_samples_in_half_precision_are_told_apart():
+    """A number above 256 is none of bfloat16."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).bfloat16()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    out = model(torch.randn(260, 4).bfloat16())
+    torch.stack([out[i] for i in torch.randperm(260).tolist()]).exp().mean(1).mean().backward()
+    clipper.clip_and_accumulate()
+    assert clipper.pre_step().batch_size == 260

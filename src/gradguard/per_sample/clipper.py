@@ -240,10 +240,11 @@ class PerSampleGradientClipper:
         return number
 
     def refuse_ambiguous_losses(self) -> None:
-        """Refuse a loss multiplied by a number that is a constant or the number of samples, for all that is known.
+        """Refuse a loss with a number that may be another in the next batch, instead of waiting for that batch.
 
-        Otherwise it is accepted until a batch of another size tells. Private training calls this, because there the
-        number of samples is itself random.
+        A number that equals a count of the batch is taken for that count: in a batch with one sample more or less it
+        must be that count again. Private training calls this, because there the batch itself is random, and no batch
+        that might have been drawn may give a sample another gradient.
         """
         if self._loss_check is not None:
             self._loss_check.refuse_ambiguous()

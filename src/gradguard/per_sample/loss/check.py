@@ -134,7 +134,7 @@ class LossCheck:
         self._calls, self._too_many, self._verifying = [], False, False  # calls keep their graphs alive
 
     def refuse_ambiguous(self) -> None:
-        """Refuse numbers that may be a number of samples by chance, instead of waiting for a batch of another size."""
+        """Refuse numbers that may be others in the next batch, instead of waiting for it."""
         self._ledger.strict = True
 
     def declare(self, number: float) -> None:

@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -383,18 +383,21 @@ class Constant:
         value: The number.
         divides: Whether the code divided by its inverse.
         precision: How far it may be from what was meant, relatively.
-        may_be_data: Whether it is a tensor, or a whole number, which a schedule seldom is and a count always.
-        is_tensor: Whether it is a tensor.
-        declared: Whether the user has said that it is no number computed from the batch.
+        origin: What it was in the code: a tensor; a whole number, which a schedule seldom is and a count always, or a
+            weight that is trained; a float; a number of a function of torch's; a number that the user has said is not
+            computed from the batch; or what the weights of all rows have in common.
     """
 
     node: Node
     value: float
     divides: bool
     precision: float
-    may_be_data: bool = False
-    is_tensor: bool = False
-    declared: bool = False
+    origin: Literal["tensor", "whole", "float", "torch", "declared", "weights"] = "float"
+
+    @property
+    def may_be_data(self) -> bool:
+        """Whether it may have been computed from the batch, whatever its value."""
+        return self.origin in {"tensor", "whole"}
 
 
 @dataclass(frozen=True)
@@ -484,9 +487,9 @@ def paths(
 
 def _declared(constant: Constant, numbers: Set[float]) -> Constant:
     number = 1 / constant.value if constant.divides else constant.value
-    if constant.is_tensor or not any(math.isclose(number, one, rel_tol=1e-12) for one in numbers):
+    if constant.origin == "tensor" or not any(math.isclose(number, one, rel_tol=1e-12) for one in numbers):
         return constant
-    return replace(constant, may_be_data=False, declared=True)
+    return replace(constant, origin="declared")
 
 
 def _onward(path: Path, depends: Dependence) -> list[Path] | None:
@@ -580,6 +583,10 @@ def _constant(name: str, node: Node, which: int) -> Constant | None:
         return None
     divides = name == "Div"
     trained = len(node.next_functions) == 2 and node.next_functions[1 - which][0] is not None
-    is_tensor = _is_tensor(other) and not trained  # a weight of a task that is learnt is the user's
-    may_be_data = _is_tensor(other) or not isinstance(other, Tensor) or not other.is_floating_point()
-    return Constant(node, 1 / value if divides else value, divides, 1e-9 + 4 * precision, may_be_data, is_tensor)
+    if _is_tensor(other):
+        origin = "whole" if trained else "tensor"  # a weight of a task that is learnt is the user's
+    elif isinstance(other, Tensor):
+        origin = "float" if other.is_floating_point() else "whole"
+    else:
+        origin = "torch" if value % 1 else "whole"
+    return Constant(node, 1 / value if divides else value, divides, 1e-9 + 4 * precision, origin)

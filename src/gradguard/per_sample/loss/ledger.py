@@ -42,7 +42,8 @@ class RowWeights:
         distinct: The weights that rows have; empty if there are many.
         number: What rows are multiplied by apart from tensors of weights; NaN where these are in the same operation.
         precision: How far the numbers may be from what was meant, relatively.
-        by_shape: Whether nothing but shapes decides how many rows there are.
+        size: How many rows there are, with those that do not count.
+        by_shape: Whether nothing but shapes decides how many rows count; None if all that there are would have to.
     """
 
     kind: tuple[str, ...]
@@ -51,7 +52,8 @@ class RowWeights:
     distinct: Values
     number: float
     precision: float
-    by_shape: bool
+    size: int
+    by_shape: bool | None
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,9 @@ class _Kept:
     @property
     def _weighed(self) -> tuple[Values | None, ...]:
         return self.row, self.total, self.numbers, self.average
+
+
+_NOTHING = _Kept(None, None, None, None)
 
 
 @dataclass(frozen=True)
@@ -131,17 +136,29 @@ def written(rows: Sequence[RowWeights], factors: Tensor, returned: float, is_sum
     scale = (1.0 if is_sum else float(len(factors))) / factors.nan_to_num(1.0).where(factors != 0, 1.0)
     entries: dict[tuple[str, ...], Entry] = {}
     for kind in {each.kind: None for each in rows}:
-        mine = [each for each in rows if each.kind == kind and bool((each.counts > 0).any())]
+        of_kind = [each for each in rows if each.kind == kind]
+        if all(
+            each.by_shape and not each.size for each in of_kind
+        ):  # cut to the length of a longest sample that has no rows
+            entries[kind] = Entry(_NOTHING, {returned: (0.0,)}, owned=False, read=False)
+        mine = [each for each in of_kind if bool((each.counts > 0).any())]
         if not mine:
             continue
         kept = _kept(mine, scale)
         counted = torch.stack([each.counts for each in mine]).sum(0)
         counted = counted[counted > 0]
         unequal = bool((counted != counted[0]).any())
-        by_shape = not unequal and all(each.by_shape for each in mine)
+        by_shape = not unequal and _by_shape(mine)
         shapes = {returned: (*(kept.numbers or ()), float(counted[0]))} if by_shape else {}
         entries[kind] = Entry(kept, shapes, unequal and kept.total is not None, len(counted) > 1)
     return Page(entries, max([each.precision for each in rows], default=0.0))
+
+
+def _by_shape(rows: Sequence[RowWeights]) -> bool:
+    """Tell whether nothing but shapes decides how many rows of a kind there are."""
+    # Masks may divide the rows among several paths, as a product with labels and another with 1 - labels.
+    counted, size = sum(float(each.counts.sum()) for each in rows), max(each.size for each in rows)
+    return all(each.by_shape or (each.by_shape is None and counted % size == 0) for each in rows)
 
 
 def _kept(rows: Sequence[RowWeights], scale: Tensor) -> _Kept:
@@ -222,7 +239,9 @@ class Ledger:
 
     def _both(self, old: Entry, new: Entry, close: float) -> Entry | str:
         kept = old.kept.narrowed(new.kept, close)
-        if not kept.anything:
+        if _NOTHING in (old.kept, new.kept):
+            kept = new.kept if old.kept == _NOTHING else old.kept
+        elif not kept.anything:
             return _changed(old.kept, new.kept)
         for returned, shape in new.shapes.items():
             before = [one for other, one in old.shapes.items() if self.strict or other == returned]

@@ -82,7 +82,7 @@ def _of_sum(term: Term, together: Mapping[Node, Tensor], token_mean: bool) -> It
     if token_mean and term.mean_of_one:
         yield Reading("mean of one", share=(term.weights > 0).to(term.weights))
     for place, constant in enumerate(term.constants):
-        if constant.declared:
+        if constant.origin == "declared":
             continue
         number = abs(1 / constant.value)
 
@@ -105,7 +105,7 @@ def _of_sum(term: Term, together: Mapping[Node, Tensor], token_mean: bool) -> It
 
 
 def _of_mean(term: Term, together: Mapping[Node, Tensor]) -> Iterator[Reading]:
-    constants = [(place, constant) for place, constant in enumerate(term.constants) if not constant.declared]
+    constants = [(place, constant) for place, constant in enumerate(term.constants) if constant.origin != "declared"]
     if math.isclose(abs(math.prod(constant.value for _, constant in constants)), 1, rel_tol=1e-6):
         return  # one undoes another, as a trainer's and its adapter's
     batch_size = len(term.weights)

@@ -196,7 +196,10 @@ def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
         even, largest, sums, size = True, float(equal[0]), (sums > 0).to(sums) / inner, len(equal) / inner
         rows = sums
     if share is None and even and not math.isclose(largest, 1.0, rel_tol=1e-6):
-        constants = (*constants, Constant(node, largest, False, 1e-6))  # as of gradient=torch.full((B,), 1 / B)
+        constants = (
+            *constants,
+            Constant(node, largest, False, 1e-6, "weights"),
+        )  # as of gradient=torch.full((B,), 1 / B)
     inner = inner if share is None else 1.0
     weights, size, rows = sums * inner, size * inner, rows * inner
     adding = _adding(path)
@@ -241,7 +244,7 @@ def row_weights(path: Path, owner: Owner, outputs: Outputs, scale: float, depend
         weights, number = weights / rows, number / rows
     constants = _without(scale, path.constants)
     scaled = abs(scale) if len(constants) < len(path.constants) else 1.0
-    scaled *= math.prod(abs(constant.value) for constant in constants if constant.declared)
+    scaled *= math.prod(abs(constant.value) for constant in constants if constant.origin == "declared")
     nonzero = weights[weights > 0] / scaled
     few = nonzero.unique()
     behind = _behind_rows(path, outputs, depends)
@@ -252,13 +255,20 @@ def row_weights(path: Path, owner: Owner, outputs: Outputs, scale: float, depend
         distinct=() if len(few) > _FEW or (path.weighted and len(nonzero) == 1) else tuple(few.tolist()),
         number=math.nan if has_class_weights(path.node, name) else number / scaled,
         precision=sum(constant.precision for constant in path.constants),
-        by_shape=not data_choose_rows([*behind, *[step.node for step in path.steps]])
-        and (
-            len(nonzero) == shape.numel()
-            or not (path.weighted or name in LABELLED)
-            or (name not in LABELLED and _is_one_class_of_each(weights > 0, batch_size))
-        ),
+        size=shape.numel(),
+        by_shape=_by_shape(path, name, [*behind, *[step.node for step in path.steps]], weights > 0, batch_size),
     )
+
+
+def _by_shape(path: Path, name: str, nodes: Sequence[Node], weighed: Tensor, batch_size: int) -> bool | None:
+    """Tell whether nothing but shapes decides how many rows count; None if only where all that there are do."""
+    if data_choose_rows(nodes):
+        return False
+    if not (path.weighted or name in LABELLED):
+        return True
+    if bool(weighed.all()) or (name not in LABELLED and _is_one_class_of_each(weighed, batch_size)):
+        return True
+    return None
 
 
 def _is_one_class_of_each(weighed: Tensor, batch_size: int) -> bool:
@@ -298,9 +308,16 @@ def cut(path: Path, outputs: Outputs, depends: Dependence) -> str:
             start, end = (signed(saved(node, each)) for each in ("start", "end"))
             if 0 < end < _before(node)[signed(saved(node, "dim"))] and end - start != 1:
                 return node.name()
-        elif name in {"Alias", _COPIES, "ConstantPadNd"} or data_put_rows(node):
+        elif name in {"Alias", _COPIES, "ConstantPadNd"} or data_put_rows(node) or _takes_columns(node, name):
             return node.name()
     return ""
+
+
+def _takes_columns(node: Node, name: str) -> bool:
+    """Whether the same places are taken of every sample, as many as data say."""
+    if name == "IndexSelect":
+        return saved(node, "dim") != 0
+    return name == "Index" and len(saved(node, "indices")) > 1 and saved(node, "indices")[0] is None
 
 
 def _before(node: Node) -> torch.Size:

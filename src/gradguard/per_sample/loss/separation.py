@@ -114,10 +114,8 @@ class Outputs:
             return None
         self.conclusive = self.conclusive and self._tells(once, samples)
         repeats = self._pull(node, number, cotangent)
-        digits = max(1, len(_in_base(self.batch_size - 1)))
-        for digit in range(digits):
-            factors = 2.0 ** (samples // _BASE**digit % _BASE)
-            multiplied = self._pull(node, number, cotangent * factors.to(value.dtype))
+        for digit in range(self._digits):
+            multiplied = self._pull(node, number, cotangent * _power(samples, digit).to(value.dtype))
             for first, again, second, axis in zip(once, repeats, multiplied, self._axes, strict=True):
                 if first is None:
                     continue
@@ -144,14 +142,17 @@ class Outputs:
         used = [(g, axis) for g, axis in zip(pulled, self._axes, strict=True) if g is not None and g.requires_grad]
         if not used:
             raise Unreadable(f"values from {node.name()} do not tell the samples apart")
-        directions = [_normal(gradient.shape, gradient.dtype, gradient.device) for gradient, _ in used]
-        numbered = [d.clone() for d in directions]
-        for direction, (_, axis) in zip(numbered, used, strict=True):
-            first = samples_first(direction, axis, self.batch_size)  # a view
-            first *= _along(torch.arange(1, self.batch_size + 1, device=direction.device), first)
+        gradients = [gradient for gradient, _ in used]
+        directions = [_normal(gradient.shape, gradient.dtype, gradient.device) for gradient in gradients]
         try:
-            [one] = torch.autograd.grad([g for g, _ in used], cotangent, directions, retain_graph=True)
-            [many] = torch.autograd.grad([g for g, _ in used], cotangent, numbered)
+            [one] = torch.autograd.grad(gradients, cotangent, directions, retain_graph=True)
+            multiplied = []
+            for digit in range(self._digits):
+                turned = [d.clone() for d in directions]
+                for direction, (_, axis) in zip(turned, used, strict=True):
+                    first = samples_first(direction, axis, self.batch_size)  # a view
+                    first *= self._powers(digit, first)
+                multiplied += torch.autograd.grad(gradients, cotangent, turned, retain_graph=True)
         except RuntimeError as error:
             raise Unreadable(f"{node.name()} cannot be differentiated twice ({_sentence(error)})") from error
         if silent := int((one == 0).sum()):
@@ -160,11 +161,22 @@ class Outputs:
                 "loss of a sample that is classified perfectly has, so that they do not tell which sample they are of. "
                 "Leave samples in their order, or begin with another batch"
             )
-        ratio = (many / one).double() - 1
-        samples = ratio.round()
-        if not bool(((ratio - samples).abs() < 0.05).all() & (samples >= 0).all() & (samples < self.batch_size).all()):
+        exponents = [(many.double() / one.double()).log2() for many in multiplied]
+        digits = [exponent.round() for exponent in exponents]
+        near = all(bool(((a - b).abs() < 0.05).all()) for a, b in zip(exponents, digits, strict=True))
+        samples = torch.stack([each * _BASE**digit for digit, each in enumerate(digits)]).sum(0)
+        if not near or not bool(((samples >= 0) & (samples < self.batch_size)).all()):
             raise Unreadable(f"values from {node.name()} do not tell the {self.batch_size} samples apart")
         return samples.long()
+
+    @property
+    def _digits(self) -> int:
+        """How many digits tell the samples apart."""
+        return max(1, len(_in_base(self.batch_size - 1)))
+
+    def _powers(self, digit: int, like: Tensor) -> Tensor:
+        """The power of two of each sample, to be broadcast to a tensor with the samples first."""
+        return _along(_power(torch.arange(self.batch_size, device=like.device), digit).to(like.dtype), like)
 
     def _only_sample(self, node: Node, number: int) -> int | None:
         """Return the one sample that a single number depends on; None if it depends on none or several."""
@@ -214,8 +226,7 @@ class Outputs:
         """Whether each sample's part of ``second`` is that of ``first``, times its power of two."""
         exact = torch.equal(_finite(first), _finite(again))
         first, second = (_finite(samples_first(g, axis, self.batch_size)) for g in (first, second))
-        factors = 2.0 ** (torch.arange(self.batch_size, device=first.device) // _BASE**digit % _BASE)
-        expected = first * _along(factors.to(first.dtype), first)
+        expected = first * self._powers(digit, first)
         limits = torch.finfo(first.dtype)
         bar = _BASE * 2.0**_BASE * limits.smallest_normal * limits.eps  # products below the normal numbers are rounded
         if not exact:  # a kernel that adds up in any order
@@ -255,6 +266,11 @@ def _normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
     return (values * {torch.float16: 1.0, torch.float64: 2.0**-200}.get(dtype, 2.0**-50)).to(device, dtype)
+
+
+def _power(samples: Tensor, digit: int) -> Tensor:
+    """The power of two by which what is a sample's is multiplied, for one digit of its number."""
+    return 2.0 ** (samples // _BASE**digit % _BASE)
 
 
 def _along(values: Tensor, like: Tensor) -> Tensor:

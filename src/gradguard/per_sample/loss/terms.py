@@ -13,7 +13,7 @@ constant factors are the user's.
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -24,6 +24,7 @@ from torch.autograd.graph import Node
 from gradguard.per_sample.loss.graph import (
     LABELLED,
     MEANS,
+    Constant,
     Dependence,
     Path,
     Root,
@@ -34,7 +35,7 @@ from gradguard.per_sample.loss.graph import (
     paths,
     shape_of,
 )
-from gradguard.per_sample.loss.ledger import Ledger, Page, written
+from gradguard.per_sample.loss.ledger import Ledger, Page, RowWeights, written
 from gradguard.per_sample.loss.readings import Reading, readings, same_shares
 from gradguard.per_sample.loss.rows import Coupled, Owner, Term, cut, mean_of, owner_of, row_weights, term_of
 from gradguard.per_sample.loss.separation import Outputs
@@ -50,6 +51,37 @@ _CLOSE = 1e-4
 
 Totals = dict[Node, Tensor]
 """The weights of all terms that share a constant, by sample."""
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """A loss that is to be judged.
+
+    Attributes:
+        terms: What it adds up.
+        totals: The weights of all terms that share a constant, by sample.
+        rows: What rows weigh in it.
+        returned: How many values of each sample the module returned.
+        reduction: What it is said to be over samples.
+    """
+
+    terms: Sequence[Term]
+    totals: Totals
+    rows: Sequence[RowWeights]
+    returned: float
+    reduction: str
+
+    @property
+    def kinds(self) -> list[tuple[str, ...]]:
+        return [each.kind for each in self.rows]
+
+    def page(self, factors: Tensor) -> Page:
+        """Return what rows weigh if samples have these parts, as multiples of their own losses."""
+        return written(self.rows, factors, self.returned, self.reduction == "sum")
+
+    def readings(self, term: Term) -> list[Reading]:
+        """Return what the numbers of a term may be."""
+        return readings(term, self.totals, self.reduction == "token_mean")
 
 
 class _Ambiguous(Exception):  # noqa: N818
@@ -131,14 +163,8 @@ def loss_parts(
         together = _averaged_together(_joined(found_paths, terms, [each.kind for each in rows]))
         if not together:
             return LossParts("unknown", NO_PART)
-        totals = _totals(together)
-
-        def page(factors: Tensor) -> Page:
-            return written(rows, factors, outputs.values_of_each, reduction == "sum")
-
-        kinds = [each.kind for each in rows]
-        found = _as_before(ledger, page, kinds, together, totals, reduction)
-        found = found or _judged_anew(ledger, page, kinds, together, totals, reduction)
+        loss = _Loss(together, _totals(together), rows, outputs.values_of_each, reduction)
+        found = _as_before(loss, ledger) or _judged_anew(loss, ledger)
     except Coupled as coupled:
         return LossParts("wrong", str(coupled))
     except _Ambiguous as ambiguous:
@@ -161,46 +187,35 @@ def loss_parts(
     )
 
 
-def _as_before(
-    ledger: Ledger,
-    page: Callable[[Tensor], Page],
-    kinds: Sequence[tuple[str, ...]],
-    terms: Sequence[Term],
-    totals: Totals,
-    reduction: str,
-) -> LossParts | None:
+def _as_before(loss: _Loss, ledger: Ledger) -> LossParts | None:
     """Judge a loss by what was accepted before, whatever its numbers may be.
 
     Returns:
         That it is right; None where rows weigh something else than before, or were not judged, or training is private,
         where each batch must be right by itself, too.
     """
-    if ledger.strict or not ledger.knows(kinds):
+    if ledger.strict or not ledger.knows(loss.kinds):
         return None
-    agreeing = []
-    for factors in _possible(terms, totals, reduction):
-        candidate = page(factors)
-        if not ledger.objection(candidate):
-            agreeing.append((factors, candidate))
+    agreeing = [(factors, page) for factors in _possible(loss) if not ledger.objection(page := loss.page(factors))]
     if len(agreeing) != 1:
         return None
-    factors, candidate = agreeing[0]
-    return LossParts("right", factors=factors, divided_by=ledger.divided_by(candidate), page=candidate)
+    factors, page = agreeing[0]
+    return LossParts("right", factors=factors, divided_by=ledger.divided_by(page), page=page)
 
 
-def _possible(terms: Sequence[Term], totals: Totals, reduction: str) -> list[Tensor]:
+def _possible(loss: _Loss) -> list[Tensor]:
     """Return the parts of samples, as multiples of their own losses, with which the loss is what it is said to be."""
-    has = torch.stack([term.weights > 0 for term in terms]).any(0)
-    ones = torch.ones_like(terms[0].weights).where(has, math.nan)
-    common = None if reduction == "token_mean" else [ones]
-    for term in terms:
+    has = torch.stack([term.weights > 0 for term in loss.terms]).any(0)
+    ones = torch.ones_like(loss.terms[0].weights).where(has, math.nan)
+    common = None if loss.reduction == "token_mean" else [ones]
+    for term in loss.terms:
         if not bool(term.rows.any()):
             continue
-        found = readings(term, totals, reduction == "token_mean")
+        found = loss.readings(term)
         counted = [one for one in found if one.what == "rows in the mean" and _is_sure(one)]
-        judged = [_by(reading, term, reduction) for reading in counted or found]
+        judged = [_by(reading, term, loss.reduction) for reading in counted or found]
         mine = [parts.factors for parts in judged if parts.verdict == "right" and parts.factors is not None]
-        if reduction != "token_mean":
+        if loss.reduction != "token_mean":
             mine = [ones] if any(_is_among(ones[term.weights > 0], [one[term.weights > 0]]) for one in mine) else []
         common = mine if common is None else [factors for factors in common if _is_among(factors, mine)]
     distinct: list[Tensor] = []
@@ -214,17 +229,10 @@ def _is_among(factors: Tensor, others: Sequence[Tensor]) -> bool:
     return any(torch.allclose(factors, other, rtol=_CLOSE, atol=0, equal_nan=True) for other in others)
 
 
-def _judged_anew(
-    ledger: Ledger,
-    page: Callable[[Tensor], Page],
-    kinds: Sequence[tuple[str, ...]],
-    terms: Sequence[Term],
-    totals: Totals,
-    reduction: str,
-) -> LossParts:
+def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
     """Judge a loss by what its numbers may be."""
-    strict = ledger.strict and not ledger.knows(kinds)  # a number that was no count there is none by chance here
-    found = [_judged(term, totals, reduction, strict) for term in terms]
+    strict = ledger.strict and not ledger.knows(loss.kinds)  # a number that was no count there is none by chance here
+    found = [_judged(loss, term, strict) for term in loss.terms]
     for verdict in ("wrong", "unknown"):
         worst = [judged.parts for judged in found if judged.parts.verdict == verdict]
         if worst:
@@ -233,8 +241,8 @@ def _judged_anew(
     for other in factors[1:]:
         if not torch.allclose(other, factors[0], rtol=_CLOSE, atol=0, equal_nan=True):
             return LossParts("wrong", _SEVERAL_SHARES, other)
-    divided_by = _common_divisor(found, terms)
-    candidate = page(factors[0] if factors else torch.ones_like(terms[0].weights))
+    divided_by = _common_divisor(found, loss.terms)
+    candidate = loss.page(factors[0] if factors else torch.ones_like(loss.terms[0].weights))
     candidate = replace(candidate, divided_by=divided_by)
     if reason := ledger.objection(candidate):
         return LossParts("unknown", reason)
@@ -310,6 +318,16 @@ _CLASS_WEIGHTS = (
 _TENSOR = (
     "a tensor multiplies it, {:.6g}, which may be computed from the batch. If it is not, multiply by a float, such as "
     "its .item()"
+)
+
+_WHOLE = (
+    "a tensor, or a whole number, multiplies or divides it, {:.6g}, which may be computed from the batch. Multiply by "
+    "a float that is a constant, or say clipper.constant(number) where it stands in the loss"
+)
+
+_OF_ONE = (
+    "a sum over the only sample was multiplied by {:.6g}, a constant or 1 over a count. Begin with a batch of several "
+    "samples, or take the mean"
 )
 
 _EITHER = (
@@ -424,17 +442,17 @@ class _Judged:
     divisors: dict[Node, float]
 
 
-def _judged(term: Term, totals: Totals, reduction: str, strict: bool) -> _Judged:
+def _judged(loss: _Loss, term: Term, strict: bool) -> _Judged:
     """Compare one term with what it would be for each sample alone."""
     divisors = {c.node: abs(1 / c.value) for c in term.constants if c.divides}
     if not bool(term.rows.any()):  # of no sample at all, as where nothing was chosen
         return _Judged(LossParts("right"), divisors)
-    found = readings(term, totals, reduction == "token_mean")
-    reading = _likeliest(found, term, reduction)
-    parts = _by(reading, term, reduction)
+    found = loss.readings(term)
+    reading = _likeliest(found, term, loss.reduction)
+    parts = _by(reading, term, loss.reduction)
     if reading.constant is not None and reading.constant.divides and parts.verdict != "unknown":
         divisors[reading.constant.node] = 1.0
-    if parts.verdict == "right" and (reason := _doubt(reading, found, term, reduction, strict)):
+    if parts.verdict == "right" and (reason := _doubt(reading, found, term, loss.reduction, strict)):
         parts = LossParts("unknown", reason)
     return _Judged(parts, divisors)
 
@@ -475,52 +493,71 @@ def _likeliest(left: Sequence[Reading], term: Term, reduction: str) -> Reading:
 def _is_constant(reading: Reading) -> tuple[bool, bool]:
     """Order readings by how much their number looks like a constant: tensors first, and then divisors."""
     constant = reading.constant
-    return constant is not None and not constant.is_tensor, constant is not None and not constant.divides
+    return constant is not None and constant.origin != "tensor", constant is not None and not constant.divides
 
 
 def _is_sure(reading: Reading) -> bool:
     """Tell whether the number of a reading is hardly a constant of the user's: a tensor, or a divisor below 1."""
     constant = reading.constant
-    return constant is not None and (constant.is_tensor or (constant.divides and abs(constant.value) > 1))
+    return constant is not None and (constant.origin == "tensor" or (constant.divides and abs(constant.value) > 1))
 
 
 def _doubt(reading: Reading, found: Sequence[Reading], term: Term, reduction: str, strict: bool) -> str:
     """Return why a term that seems right cannot be accepted: its number may be another; "" if it can."""
-    batch_size = len(term.weights)
     if reduction == "sum" and term.mean_of_one:
         return "it is a mean over the rows of the only sample that has some, which may be one over those of all samples"
-    tensors = [c.value for c in term.constants if c.is_tensor and c is not reading.constant]
-    tensors = [value for value in tensors if abs(value) != 1 or (strict and batch_size > 1)]
+    several = len(term.weights) > 1
+    others = [constant for constant in term.constants if constant is not reading.constant]
+    tensors = [c.value for c in others if c.origin == "tensor" and (abs(c.value) != 1 or (strict and several))]
     if tensors:
         return _TENSOR.format(tensors[0])
-    if not strict:
-        guessed = reading.constant is not None and not reading.constant.divides
-    elif batch_size > 1 and reading.constant is not None and reading.share is not None:
-        number = abs(1 / reading.constant.value)
-        return (
-            f"in private training a sum over {batch_size} samples was divided by {number:.6g}, which may be their "
-            "number, that of the rows, or a constant that equals it in this batch. Take the mean, as by loss.mean()"
-        )
-    else:
-        guessed = True
-        times = [one.constant for one in found if one.what in {"times", "divided once more"} and one.constant]
-        if times and term.share is not None and reduction != "sum":
-            return _multiplied(abs(times[0].value), batch_size)
-        chance = [
-            c.value
-            for c in term.constants
-            if c is not reading.constant and not c.declared and _may_be_count(c.value, term)
-        ]
-        if chance and batch_size > 1:
-            return _multiplied(abs(chance[0]), batch_size)
+    if strict and (reason := _doubt_in_private(reading, found, term, others, reduction)):
+        return reason
     counts = {one.constant for one in found if one.constant is not None}
-    unknown = [c.value for c in term.constants if c.may_be_data and c not in counts and c.value != 1]
-    if guessed and unknown:
-        return (
-            f"a tensor, or a whole number, multiplies it, {unknown[0]:.6g}, which may be computed from the batch. "
-            "Multiply by a float that is a constant"
-        )
+    unknown = [c.value for c in others if c.may_be_data and c not in counts and c.value != 1 and not _of_row(c, term)]
+    if unknown and (strict or (reading.constant is not None and not reading.constant.divides)):
+        return _WHOLE.format(unknown[0])
     return ""
+
+
+def _doubt_in_private(
+    reading: Reading, found: Sequence[Reading], term: Term, others: Sequence[Constant], reduction: str
+) -> str:
+    """Return which number may be counted from the batch, so that another batch would give a sample another gradient.
+
+    A number that was taken for the count that it equals is none: another batch is accepted only where it equals that
+    count again.
+    """
+    batch_size = len(term.weights)
+    sure = {"declared", "torch", "weights"} if reading.constant is not None else {"declared", "torch"}
+    users = [c for c in (others if batch_size > 1 else term.constants) if c.origin not in sure]
+    if batch_size == 1:
+        numbers = [c.value for c in users if _is_whole(1 / c.value) and abs(c.value) != 1 and not _of_row(c, term)]
+        return _OF_ONE.format(numbers[0]) if numbers and term.share is None and reduction != "sum" else ""
+    times = [one.constant for one in found if one.what in {"times", "divided once more"} and one.constant]
+    if times and term.share is not None and reduction != "sum":
+        return _multiplied(abs(times[0].value), batch_size)
+    chance = [c.value for c in users if _may_be_count(c.value, term)]
+    if chance:
+        return _multiplied(abs(chance[0]), batch_size)
+    for constant in users:
+        number = abs(1 / constant.value)
+        if not _is_whole(number) or _of_row(constant, term):
+            continue
+        if constant.divides and (number > 1 or (constant.may_be_data and term.share is None)):
+            return _WHOLE.format(number)
+        if term.share is None and number >= max(2, batch_size / 2):
+            return _multiplied(abs(constant.value), batch_size)
+    return ""
+
+
+def _is_whole(number: float) -> bool:
+    return abs(number) >= 1 and math.isclose(number, round(number), rel_tol=1e-9)
+
+
+def _of_row(constant: Constant, term: Term) -> bool:
+    """Tell whether a divisor is the number of values that a row has along some dimensions, which never changes."""
+    return constant.divides and any(n > 1 and math.isclose(abs(1 / constant.value), n) for n in term.inner)
 
 
 def _may_be_count(value: float, term: Term) -> bool:
@@ -587,7 +624,8 @@ def _compared(term: Term, share: Tensor, reduction: str) -> LossParts:
 def _judged_sum(term: Term, reduction: str) -> LossParts:
     """Judge a term that a sum over the batch reduced, and that was not divided by any number of rows or samples."""
     batch_size, count = len(term.weights), float(term.weights.sum())
-    divisor = math.prod({c.node: abs(1 / c.value) for c in term.constants if c.divides}.values())
+    counts = {c.node: abs(1 / c.value) for c in term.constants if c.divides and not _of_row(c, term)}
+    divisor = math.prod(counts.values())
     rows = "labels" if term.labels else "rows"
     counted = float(divisor).is_integer() and divisor >= 2
     if counted and (reduction != "sum" or (_partly(term) and divisor >= count / 2)):
