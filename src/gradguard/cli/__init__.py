@@ -62,7 +62,7 @@ def _code(arguments: list[str]) -> int:
             return code
     except GradguardError as error:
         shown = "\n".join(map(printable, str(error).splitlines()))
-        print(f"gradguard: error: {shown}\n{_more(arguments[0])}", file=sys.stderr)
+        print(f"gradguard: error: {shown} (gradguard explain {_PAGES[arguments[0]]})", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return BySignal.of(signal.SIGINT)

@@ -551,12 +551,12 @@ def decide_units(
     cut = {i: layouts.get(id(parameters[i])) or layout_of(parameters[i]) for i in kept}
     clipped = _clipped_at_once(grads, cut, threshold, eps) if at_once else None
     if clipped is not None:
-        of_units, units = clipped
-        norms = [of_units.view(1)]
+        norm, units = clipped
+        if len(cut) < len(grads.gradients):
+            norm = _total([norm.view(1), *_norms_alone(grads, units)])
     else:
         units = _measured(grads, cut, (), threshold, eps)
-        norms = _joined(units.norms)
-    norm = _total([*norms, *_norms_alone(grads, units)])
+        norm = _total([*_joined(units.norms), *_norms_alone(grads, units)])
     return UnitClip(grads, units, norm, lambda: _outcome_here(grads, units, norm))
 
 
