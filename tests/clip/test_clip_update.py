@@ -192,6 +192,54 @@ def test_the_scheduler_s_rate_of_each_step_counts():
     assert moved == pytest.approx([0.0, 1.0, 0.1, 0.01], rel=1e-5)
 
 
+@pytest.mark.parametrize("rate", [-0.1, torch.tensor(-0.1)])
+@pytest.mark.parametrize("rule", [lambda: gg.ClipByRMS(1e6), lambda: gg.ClipByValue(1e6), lambda: gg.ClipAdaptive(1e6)])
+def test_a_negative_rate_counts_by_its_size(rate, rule):
+    weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    gg.ClipUpdate(optimizer, rule())
+    optimizer.param_groups[0]["lr"], weight.grad = rate, torch.ones(3)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([1.1, 2.1, 3.1]))
+
+
+def test_a_negative_rate_is_clipped_by_its_size():
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    gg.ClipUpdate(optimizer)
+    optimizer.param_groups[0]["lr"], weight.grad = -0.1, torch.full((4,), 7.0)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((4,), 0.1))
+
+
+def test_a_step_in_inference_mode_does_not_stop_later_ones():
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    gg.ClipUpdate(optimizer)
+    weight.grad = torch.full((4,), 7.0)
+    with torch.inference_mode():
+        optimizer.step()
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((4,), -0.2))
+
+
+def test_a_group_that_comes_within_the_step_is_clipped_from_the_next_on():
+    class Growing(torch.optim.SGD):
+        def step(self):
+            super().step()
+            if len(self.param_groups) == 1:
+                self.add_param_group({"params": [later]})
+
+    first, later = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+    optimizer = Growing([first], lr=0.1)
+    gg.ClipUpdate(optimizer)
+    for _ in range(2):
+        first.grad, later.grad = torch.full((4,), 7.0), torch.full((4,), 7.0)
+        optimizer.step()
+    torch.testing.assert_close(first.detach(), torch.full((4,), -0.2))
+    torch.testing.assert_close(later.detach(), torch.full((4,), -0.1))
+
+
 @pytest.mark.parametrize("guard_first", [True, False])
 @pytest.mark.parametrize("foreign", [True, False])
 def test_a_step_that_a_guard_skips_has_no_update(guard_first, foreign):
@@ -427,6 +475,7 @@ SGD = lambda: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)  # noqa: E
         (one_rule_for_two, InvalidValueError, "belongs to the Guard of this optimizer"),
         (lambda: copy.deepcopy(gg.ClipUpdate(SGD())), InvalidTypeError, "cannot be copied"),
         (lambda: gg.ClipUpdate(SGD()).load_state_dict({}), InvalidValueError, "not the state of a ClipUpdate"),
+        (lambda: gg.ClipUpdate(SGD()).load_state_dict(None), InvalidValueError, "got None"),
         (lambda: gg.ClipByRMS(-1.0), InvalidValueError, "max_rms"),
         (lambda: gg.ClipByRMS("1"), InvalidTypeError, "max_rms"),
     ],

@@ -37,12 +37,12 @@ class ClipUpdate:
 
     **Guarantees.**
 
-    * An element of the weights whose update is not clipped keeps the bits that the optimizer has given it; on the CPU
-      nothing is written on a step on which a fixed rule does not bind.
+    * An element of the weights whose update is not clipped keeps the bits that the optimizer has given it. On the
+      CPU `ClipByGlobalNorm`, `ClipByNorm`, `ClipByRMS` and `ClipByValue` write nothing where they do not bind.
     * The optimizer's state is what its step has made it, as in Adafactor: only the weights are moved by less.
     * Of sharded weights (DDP, FSDP2, tensor parallelism) each step is that of one process.
     * It works beside a `Guard` on the same optimizer, in any order, under a GradScaler, with a closure, and with
-      optimizers that step inside backward: a step that is skipped has no update.
+      optimizers that step inside backward: a step that is skipped stays skipped.
     * The host does not wait for an accelerator, beyond what the clipper does.
 
     **Edge cases.**
@@ -51,17 +51,21 @@ class ClipUpdate:
     case                                what happens
     ==================================  ========================================================================
     weight decay, decoupled             is a part of the update, as :math:`\lambda\theta` beside the rest of u
-    a learning rate of 0                has no update; the weights stay what the step has made them
+    a learning rate of 0                u is taken with a rate of 1; a negative one counts by its size
+    a rate that changes in the step     u is taken with the rate that the step began with
+    a step that a `Guard` skips         is an update of 0, which ``last`` tells and the clipper counts
     groups of several learning rates    u is taken with the rate of each
-    NaN or inf in an update             as the rule does for a gradient; the weights hold it. A `Guard` keeps such
-                                        gradients from the optimizer
+    NaN or inf in an update, or a step  as the rule does for a gradient; the weights hold it. A `Guard` keeps such
+    beyond the dtype's largest number   gradients from the optimizer
+    weights kept twice (a master copy)  only those that the optimizer has are held back, until it copies the others
+    ``copy.deepcopy(optimizer)``        the copy is not clipped; attach another `ClipUpdate`
     weights of 16 bits                  a clipped element is rounded once more
     a group without ``lr``              an error when it is made
     several evaluations of a closure    the whole step is one update
     ==================================  ========================================================================
 
-    **Memory.** Twice the weights of this process, as long as it acts; another copy while a rule decides that looks at
-    weights, or is one of your own.
+    **Memory.** Twice the weights of this process, as long as it acts. While it clips, some three times the largest
+    tensor, and another copy of the weights for a rule that looks at them or is one of your own.
 
     Args:
         optimizer: Any `torch.optim.Optimizer`. Of a wrapper pass the one inside, ``wrapper.optimizer``.
@@ -114,7 +118,8 @@ class ClipUpdate:
         self.optimizer, self.last = optimizer, cast("ClipResult | None", None)
         self._model, self._model_names = model, names_in(model, optimizer)
         self._moving: list[_Moving] = []
-        self._rates: list[float | Tensor] = []  # of the step that is running
+        self._rates: list[float | Tensor] = []  # of the step that is running, for each parameter
+        self._names: list[str] = []
         self._begun = False
         take(self)
         self._hooks = EveryStep(lambda *_: None, self._after, optimizer=optimizer, enter=self._enter)
@@ -150,9 +155,9 @@ class ClipUpdate:
         Raises:
             InvalidValueError: If it is no state of a `ClipUpdate`.
         """
-        if set(state_dict) != {"clipper"}:
+        if not isinstance(state_dict, dict) or set(state_dict) != {"clipper"}:
             raise InvalidValueError(
-                f"this is not the state of a ClipUpdate: expected the key 'clipper', got {sorted(state_dict)}. Pass "
+                f"this is not the state of a ClipUpdate: expected {{'clipper': ...}}, got {state_dict!r:.80}. Pass "
                 "what update.state_dict() returned."
             )
         self.clipper.load_state_dict(state_dict["clipper"])
@@ -164,7 +169,7 @@ class ClipUpdate:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if is_in_backward():
             refuse_in_backward(self.clipper, parameters, self._stages)
-        self._rates = _learning_rates(self.optimizer)
+        self._rates, self._names = _learning_rates(self.optimizer), names_of(self.optimizer, self._model_names)
         known = {id(one.parameter): one for one in self._moving if one.fits()}
         self._moving = [known.get(id(p)) or _Moving.of(p) for p in parameters]
         for one in self._moving:
@@ -194,7 +199,7 @@ class ClipUpdate:
 
     def _decide(self, largest: float | Tensor) -> Decision:
         """Return what the clipper decides while the updates stand in the places of the gradients."""
-        names, parameters = names_of(self.optimizer, self._model_names), [one.parameter for one in self._moving]
+        names, parameters = self._names, [one.parameter for one in self._moving]
         gradients = [p.grad for p in parameters]
         try:
             for one in self._moving:
@@ -234,7 +239,8 @@ class _Moving:
     def fits(self) -> bool:
         """Tell whether the memory is still like the parameter."""
         own, now = self.before, self.parameter
-        return (own.shape, own.dtype, own.device) == (now.shape, now.dtype, now.device)
+        alike = (own.shape, own.dtype, own.device) == (now.shape, now.dtype, now.device)
+        return alike and not own.is_inference()
 
     def measure(self, stretch: float | Tensor | None) -> None:
         """Set the update to what the step has taken from the weights, times ``stretch``."""
@@ -267,7 +273,7 @@ def _as_before(moving: Sequence[_Moving]) -> Iterator[None]:
 
 
 def _learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
-    """Return the learning rate of each parameter of ``optimizer``, 1 in place of 0: nothing moves there.
+    """Return the size of the learning rate of each parameter of ``optimizer``, 1 in place of 0: nothing moves there.
 
     Raises:
         InvalidValueError: If a group has none.
@@ -283,9 +289,9 @@ def _learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
             )
         if isinstance(rate, Tensor):
             wide = rate.detach().to(wide_dtype(rate.device))
-            rate = torch.where(wide == 0, 1.0, wide)
+            rate = torch.where(wide == 0, 1.0, wide.abs())
         else:
-            rate = float(rate) or 1.0
+            rate = abs(float(rate)) or 1.0
         rates += [rate] * len(group["params"])
     return rates
 
