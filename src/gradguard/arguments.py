@@ -47,7 +47,7 @@ _RANGES: dict[str, Callable[[float], bool]] = {
     "a share above 0 and below 1": lambda number: 0 < number < 1,
     "at least 1, which calls each that stands out a spike": lambda number: number >= 1,
 }
-"""What an argument may be, in the words of its error; NaN is in the first alone."""
+"""Each range that an argument may have to lie in, by the words of its error. Only ``"a number"`` includes NaN."""
 
 
 def check_number(name: str, value: float, expected: str = "a number") -> float:

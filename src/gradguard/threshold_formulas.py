@@ -25,7 +25,7 @@ Operations = Any
 """`PLAIN` or `TENSORS`."""
 
 Memory = Mapping[str, Any]
-"""What a rule remembers: numbers, counts and histories, by name."""
+"""The state of a rule: numbers, counts and histories, by name."""
 
 
 class _Plain:

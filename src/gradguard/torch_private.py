@@ -32,7 +32,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Need(NamedTuple):
-    """What one function reads and cannot do without.
+    """Private names of torch that one function reads and cannot do without.
 
     Attributes:
         holder: The module, class or object that has the names.

@@ -32,7 +32,7 @@ from gradguard.tensors.nonfinite import zero_if_nonfinite_
 
 _guards: "WeakKeyDictionary[Optimizer, ref[Guard]]" = WeakKeyDictionary()
 _owners: WeakSet[Any] = WeakSet()
-"""What follows steps with a clipper of its own."""
+"""Every `Guard` and `ClipUpdate` that is attached: no two of them may share a clipper that remembers."""
 
 _registry = threading.Lock()
 LossT = TypeVar("LossT", Tensor, float)

@@ -120,6 +120,7 @@ class ClipUpdate:
         self._moving: list[_Moving] = []
         self._rates: list[float | Tensor] = []  # of the step that is running, for each parameter
         self._names: list[str] = []
+        self._is_learned = False  # whether the clipper has seen these parameters
         self._begun = False
         take(self)
         self._hooks = EveryStep(lambda *_: None, self._after, optimizer=optimizer, enter=self._enter)
@@ -169,9 +170,11 @@ class ClipUpdate:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if is_in_backward():
             refuse_in_backward(self.clipper, parameters, self._stages)
-        self._rates, self._names = _learning_rates(self.optimizer), names_of(self.optimizer, self._model_names)
-        known = {id(one.parameter): one for one in self._moving if one.fits()}
-        self._moving = [known.get(id(p)) or _Moving.of(p) for p in parameters]
+        self._rates = _learning_rates(self.optimizer)
+        if [id(one.parameter) for one in self._moving if one.fits()] != list(map(id, parameters)):
+            known = {id(one.parameter): one for one in self._moving if one.fits()}
+            self._moving = [known.get(id(p)) or _Moving.of(p) for p in parameters]
+            self._names, self._is_learned = names_of(self.optimizer, self._model_names), False
         for one in self._moving:
             local_part(one.before).copy_(local_part(one.parameter))
         self._begun = True
@@ -208,10 +211,10 @@ class ClipUpdate:
         finally:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-        if self._stages.group is not None:
-            self.clipper.learn(ListedParameters(grads, self._model))
-        else:
-            self.clipper.learn(list(zip(names, parameters, strict=True)) if self._model is None else self._model)
+        if not self._is_learned:
+            named = ListedParameters(grads, self._model) if self._stages.group is not None else self._model
+            self.clipper.learn(list(zip(names, parameters, strict=True)) if named is None else named)
+            self._is_learned = True
         reach = Reach([{"params": [p]} for p in parameters], self._rates)
         grads = self.clipper.compared(replace(grads, reach=reach), "update")
         with refused_by_name(grads):

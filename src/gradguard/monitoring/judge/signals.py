@@ -167,7 +167,7 @@ class Signals:
 
     @cached_property
     def found(self) -> tuple[Finding, ...]:
-        """What health finds of it, but for losses that mean nothing and the parameters of others."""
+        """The health findings of the record, without those on losses that mean nothing and on other optimizers."""
         about_losses = _OF_LOSSES if self.takes_turns else ()
         theirs = self._names_of_others()
         found = findings(self.record)

@@ -13,7 +13,7 @@ GROWN = 3.0
 """Norms or losses so many times the recent ones, just before numbers were lost, had grown."""
 
 FAR_GROWN = 30.0
-"""The same of norms beside a loss that is below its recent level."""
+"""Norms had grown by this factor just before numbers were lost, where the loss was below its recent level."""
 
 _BEFORE = 10  # steps in which growth must end
 _LAST = 3  # steps on which numbers that grow are at their largest

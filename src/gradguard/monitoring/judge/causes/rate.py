@@ -23,10 +23,10 @@ TINY_MOVE = 0.05
 """By which share of themselves weights can have moved in all steps together: with less a run has hardly begun."""
 
 SMALL_MOVE = 0.2
-"""The same where the loss falls at the end as fast as in the beginning."""
+"""That share, where the loss falls at the end as fast as in the beginning: the run has hardly begun below it."""
 
 NO_MOVE = 0.005
-"""The same where no loss says what is learned."""
+"""The smallest share of themselves that weights move in a run that has begun, if the loss does not measure it."""
 
 RULE_OF_THUMB, LEAST_RATE, MOST_RATE = 1e-3, 10.0, 1e4
 """Of its weight: a usual step; and the smallest and largest factor to multiply a rate by that makes shorter ones."""
