@@ -72,9 +72,7 @@ benchmark: .venv/ready
 GPU_PYTHON ?= $(BIN)/python
 gpu:
 	$(GPU_PYTHON) -m pytest tests/test_gpu.py tests/test_fake_cuda.py tests/gradient_check/test_triton.py
-	GRADGUARD_TRITON=1 $(GPU_PYTHON) -m pytest tests/test_gpu.py
 	$(GPU_PYTHON) benchmarks/gpu.py
-	GRADGUARD_TRITON=1 $(GPU_PYTHON) benchmarks/gpu.py
 
 clean:
 	rm -rf .venv .versions runs site dist build

@@ -1,14 +1,12 @@
 """Clips on a GPU against PyTorch's and an apex-style one: launches, device time, host time, share of bandwidth.
 
 python benchmarks/gpu.py                 # on the first GPU; writes benchmarks/gpu/<device>.md
-GRADGUARD_TRITON=1 python benchmarks/gpu.py
 python benchmarks/gpu.py --device cpu    # only to see that it runs: no launches, no file
 
 `make gpu` calls it after the tests. **It has not run on a GPU yet.**
 """
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -131,9 +129,8 @@ def main() -> None:
         raise SystemExit("there is no GPU: nothing was measured (--device cpu only shows that this runs)")
     name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     bandwidth = copy_bandwidth(args.device)
-    triton = os.environ.get("GRADGUARD_TRITON") == "1"
     lines = [
-        f"# {name}, torch {torch.__version__}, {'with' if triton else 'without'} Triton kernels",
+        f"# {name}, torch {torch.__version__}",
         "",
         f"A copy of one block: {bandwidth / 1e9:.0f} GB/s. Share: what reading all gradients once takes at that rate, "
         "of the device time.",
@@ -162,7 +159,7 @@ def main() -> None:
     if args.device == "cuda":
         folder = Path(__file__).parent / "gpu"
         folder.mkdir(exist_ok=True)
-        file = folder / f"{name.replace(' ', '_')}{'_triton' if triton else ''}.md"
+        file = folder / f"{name.replace(' ', '_')}.md"
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(f"written: {file}")
 

@@ -169,10 +169,7 @@ def test_no_wait_no_mix_of_devices_and_few_launches(call, devices, dtype):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_what_a_cuda_graph_records_copies_nothing_between_host_and_device(call, monkeypatch):
-    """A replay would copy from memory that the host has used for something else since; and the host must not wait.
-
-    Triton's kernels, whose tables come from the host, are not started then: tests/tensors/test_triton_kernels.py.
-    """
+    """A replay would copy from memory that the host has used for something else since; and the host must not wait."""
     with FakeTensorMode(), skip_without_cuda_build():
         act, ps = CALLS[call][0](), parameters(4, SECOND)
         with Launches(waits=True):

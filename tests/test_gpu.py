@@ -1,6 +1,6 @@
 """What a GPU must show; on a machine without one the same on the CPU, so that the tests are known to run.
 
-`make gpu` runs this where there is a GPU. **That has not happened yet.** Triton kernels: ``GRADGUARD_TRITON=1``.
+`make gpu` runs this where there is a GPU. **That has not happened yet.**
 """
 
 import copy

@@ -8,7 +8,6 @@ from torch import Tensor
 from gradguard.errors import NonFiniteGradientError
 from gradguard.tensors.kernels import Blocks
 from gradguard.tensors.layout import are_readable, grouped, meeting_device, move, readable_values, writable_values
-from gradguard.tensors.triton_plan import DeviceList
 
 _NAMED_AT_MOST = 20
 
@@ -59,12 +58,9 @@ def zero_if_nonfinite_(norm: Tensor, tensors: Sequence[Tensor]) -> None:
         return
     values = [writable_values(tensor) for tensor in tensors]
     for (device, _), group in grouped(values).items():
-        flag, alike = move(bad, device), [values[i] for i in group]
-        if (listed := DeviceList.of(alike, writes=True)) is not None:
-            listed.zero_(flag)
-        else:
-            for tensor in alike:
-                tensor.masked_fill_(flag, 0)
+        flag = move(bad, device)
+        for i in group:
+            values[i].masked_fill_(flag, 0)
 
 
 @torch.no_grad()
@@ -72,13 +68,9 @@ def count_nonfinite(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return how many elements of each tensor are NaN and how many are infinite; one read of the device for all."""
     if (blocks := Blocks.of(tensors)) is not None:
         return list(zip(*blocks.nonfinite(), strict=True))
-    if (listed := DeviceList.of(tensors, wide=True)) is not None:
-        counts = listed.nonfinite()
-    else:
-        device = meeting_device(tensors)
-        each = [move(_nan_and_inf(tensor), device) for tensor in tensors]
-        counts = torch.stack(each) if each else torch.zeros(0, 2)
-    return [(nan, inf) for nan, inf in counts.tolist()]
+    device = meeting_device(tensors)
+    each = [move(_nan_and_inf(tensor), device) for tensor in tensors]
+    return [(nan, inf) for nan, inf in torch.stack(each).tolist()] if each else []
 
 
 def _nan_and_inf(tensor: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ from gradguard.tensors.layout import (
     wide_dtype,
 )
 from gradguard.tensors.scratch import BLOCK, gathered, in_float32
-from gradguard.tensors.triton_plan import DeviceList
 from gradguard.torch_private import foreach_norm
 
 ROW = 1024
@@ -75,8 +74,6 @@ def total_norm(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
         values, sizes = [x for x in values if x.numel()], [size for size in sizes if size]
     if are_readable(*values):
         return torch.tensor(_host_norm(values, sizes, p), dtype=torch.float64, device="cpu")
-    if p == 2 and (listed := DeviceList.of(values)) is not None:
-        return listed.norm()
     device = meeting_device(values)
     norms = _device_norms([x for x in values if not are_readable(x)], p, device)
     on_host = [x for x in values if are_readable(x)]
@@ -122,8 +119,6 @@ def norm_of_norms(norms: Tensor, p: float = 2.0) -> Tensor:
 
 def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
     """One norm for each tensor, on ``device``, without a host read."""
-    if p == 2 and (listed := DeviceList.of(tensors)) is not None:
-        return listed.norms()
     norms: list[Tensor] = [torch.zeros((), dtype=wide_dtype(device), device=device)] * len(tensors)
     for (where, _), group in grouped(tensors).items():
         at_once = LONGEST if p in _FAST else CONVERTED

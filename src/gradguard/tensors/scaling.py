@@ -22,7 +22,6 @@ from gradguard.tensors.layout import (
     writable_values,
 )
 from gradguard.tensors.scratch import BLOCK, gathered
-from gradguard.tensors.triton_plan import DeviceList, coefficients_on_device
 from gradguard.torch_private import foreach_clamp_, foreach_mul_, foreach_norm
 
 EPSILON = 1e-6
@@ -46,8 +45,7 @@ def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     if not isinstance(max_norm, Tensor):  # a Python number needs no copy to the device, and can be graph-captured
         if math.isinf(max_norm):
             return torch.ones_like(norm)
-        found = coefficients_on_device(norm, max_norm)
-        return torch.clamp(max_norm / (norm + EPSILON), max=1.0) if found is None else found
+        return torch.clamp(max_norm / (norm + EPSILON), max=1.0)
     limit = move(max_norm.detach(), norm.device, norm.dtype)
     return torch.where(limit.isposinf(), 1.0, torch.clamp(limit / (norm + EPSILON), max=1.0))
 
@@ -103,9 +101,6 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
     values.reverse()  # what the norm read last is still in the cache
     for (device, dtype), group in grouped(values).items():
         alike = values if len(group) == len(values) else [values[i] for i in group]
-        if (listed := DeviceList.of(alike, writes=True)) is not None:
-            listed.scale_(move(coefficient, device))
-            continue
         factor = move(coefficient, device, torch.float64 if dtype is torch.float64 else torch.float32)
         if dtype is not torch.float64 and are_readable(coefficient) and 0 < float(coefficient) < LEAST[torch.float32]:
             for tensor in alike:
@@ -141,8 +136,6 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
             limits = [_bound_tensor(x, device, dtype) for x in (low, high)]
             for tensor in alike:
                 tensor.clamp_(*limits)
-        elif (listed := DeviceList.of(alike, writes=True)) is not None:
-            listed.clamp_(representable(numbers[0], dtype), representable(numbers[1], dtype))
         else:
             binds = _clamp_alike(alike, representable(numbers[0], dtype), representable(numbers[1], dtype), binds)
 

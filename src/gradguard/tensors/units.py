@@ -17,12 +17,10 @@ from gradguard.tensors.layout import (
     grouped,
     readable_values,
     wide_dtype,
-    writable_values,
 )
 from gradguard.tensors.norms import CONVERTED, ROW
 from gradguard.tensors.scaling import LEAST, is_below, scale_
 from gradguard.tensors.scratch import BLOCK, in_float32
-from gradguard.tensors.triton_plan import UnitList
 from gradguard.torch_private import foreach_norm
 
 _WIDE = (torch.float64, torch.complex128)
@@ -130,8 +128,6 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], floor: 
         counts = [layout.units(x) for x, layout in zip(tensors, layouts, strict=True)]
         return list(blocks.norms(sum(counts)).split(counts))
     values = each_plain(tensors, _as_real)
-    if (listed := UnitList.of(values, layouts)) is not None:
-        return list(listed.norms().split([layout.units(x) for x, layout in zip(values, layouts, strict=True)]))
     rows = [layout.rows(x) for x, layout in zip(values, layouts, strict=True)]
     if not are_readable(*rows):
         return [wide_row_norms(x) for x in rows]
@@ -234,9 +230,6 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
         blocks.scale_(together)
         increment_version(list(compress(tensors, binding)))
         return
-    if (listed := UnitList.of(tensors, layouts, writes=True)) is not None:
-        listed.scale_(together)
-        return
     narrow, wide, is_tiny = together.float(), together, False
     if are_readable(together) and is_below(together, LEAST[torch.float32]):
         tiny = (together > 0) & (together < LEAST[torch.float32])
@@ -253,16 +246,12 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
 
 @torch.no_grad()
 def scale_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply each tensor by its own factor, rounding once, in place: what `scale_` does, one by one or at once.
+    """Multiply each tensor by its own factor, rounding once, in place: what `scale_` does, one by one.
 
     Args:
         tensors: As for `scale_`.
         factors: One for each: float64, on their device or the one where they meet.
     """
-    values = each_plain(tensors, writable_values)
-    if (listed := UnitList.of(values, [WHOLE] * len(values), writes=True)) is not None:
-        listed.scale_(factors)
-        return
     for tensor, factor in zip(tensors, factors.unbind(), strict=True):
         scale_([tensor], factor)
 
@@ -273,7 +262,7 @@ def clip_units_(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]] | None:
     r"""Hold each unit's norm to ``threshold * max(norm of its weight, eps)``, in place.
 
-    One pass over memory on the CPU; four launches on a GPU, of tensors of one dtype.
+    One pass over memory on the CPU.
 
     What it writes is what `unit_norms`, the factors :math:`\min(1, \text{bound} / \text{norm})` and `scale_units_` do.
 
@@ -291,12 +280,6 @@ def clip_units_(
     if any([g.shape != w.shape for g, w in zip(grads, weights, strict=True)]):
         return None
     counts = [layout.units(x) for x, layout in zip(grads, layouts, strict=True)]
-    if (listed := UnitList.of(grads, layouts, writes=True)) is not None:
-        of_weights = UnitList.of(weights, layouts)
-        if of_weights is None or weights[0].device != grads[0].device:
-            return None
-        norm, norms, factors = listed.clip_(of_weights, threshold, eps)
-        return norm, list(norms.split(counts)), list(factors.split(counts))
     blocks, limits = _blocks_of(grads, layouts), _blocks_of(weights, layouts)
     if blocks is None or limits is None:
         return None
