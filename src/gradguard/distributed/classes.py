@@ -11,7 +11,6 @@ from torch import Tensor
 from gradguard.distributed.placements import Placement
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.tensors.norms import tensor_norms, total_norm
-from gradguard.tensors.side_by_side import SideBySide
 from gradguard.torch_private import base_of
 
 _LOOKED_AT = 16
@@ -129,11 +128,10 @@ class _Several:
     def __init__(self, members: Sequence[int], count: int, padded: Sequence[int]) -> None:
         self._taken = tuple if len(members) == count else itemgetter(*members)
         self._padded = self._taken(padded)
-        self._side_by_side = SideBySide()
 
     def of(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors that hold exactly the elements of those of ``parts`` that are in the class, and zeros."""
-        return self._side_by_side(merged(self._taken(parts), self._padded))
+        return merged(self._taken(parts), self._padded)
 
 
 def padded_numel(tensor: Tensor, part: Tensor, placement: Placement) -> int:

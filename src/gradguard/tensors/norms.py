@@ -1,19 +1,20 @@
 r"""p-norms of many tensors as one vector, :math:`\bigl(\sum_i |x_i|^p\bigr)^{1/p}`, right for every magnitude.
 
-Two engines give the same number:
+Three engines give the same number, and each first takes the norm of every tensor:
 
-* **On the CPU**: float32 sums over rows of 1,024 elements, put together in float64. That is one read of memory, and
-  no accumulator sees more than a few dozen additions. A result that overflowed, or that is so small that powers were
-  lost, is computed again in float64 with every element divided by the largest; Python may look at it for free.
-* **On accelerators**: one multi-tensor launch for each dtype, accumulated in float64. float64 holds the square of
-  every float32, so there is nothing to look at, and the host never waits. Beyond p = 8 its powers can leave float64
-  too; and MPS has no float64, so that there float32 squares bound the range, to norms between 1e-18 and 1e18.
+* **Compiled kernels** on the CPU, where they are built and take all of the tensors (`gradguard.tensors.kernels`).
+* **PyTorch on the CPU**: float32 sums over rows of 1,024 elements, put together in float64. No accumulator sees more
+  than a few dozen additions. A norm that overflowed, or that is so small that powers were lost, is computed again in
+  float64 with every element divided by the largest; Python may look at it for free.
+* **PyTorch on accelerators** and in compiled code: one multi-tensor launch for each dtype, accumulated in float64.
+  float64 holds the square of every float32, so there is nothing to look at, and the host never waits. Beyond p = 8 its
+  powers can leave float64 too; and MPS has no float64, so that there float32 squares bound the range, to norms between
+  1e-18 and 1e18.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -33,17 +34,13 @@ from gradguard.tensors.layout import (
     readable_values,
     wide_dtype,
 )
-from gradguard.tensors.scratch import BLOCK, gathered, in_float32
 from gradguard.torch_private import foreach_norm
 
 ROW = 1024
 """Elements that are summed in float32 before float64 takes over."""
 
-SMALL = 1 << 14
-"""Tensors up to this length are first copied side by side: one kernel instead of thousands."""
-
-SHORT = ROW
-"""Tensors up to this length need no cutting into rows."""
+BLOCK = 1 << 20
+"""Elements that are read at a time on the CPU, so that what is made of them stays in the cache."""
 
 CONVERTED = 1 << 24
 """Elements converted to float64 at a time on an accelerator."""
@@ -69,21 +66,14 @@ def total_norm(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     if (blocks := _blocks_of(tensors, p)) is not None:
         return torch.tensor(blocks.norm(p), dtype=torch.float64, device="cpu")
     values = each_plain(tensors, partial(readable_values, modulus=p != 2))
-    sizes = [x.numel() for x in values]
-    if 0 in sizes:
-        values, sizes = [x for x in values if x.numel()], [size for size in sizes if size]
-    if are_readable(*values):
-        return torch.tensor(_host_norm(values, sizes, p), dtype=torch.float64, device="cpu")
     device = meeting_device(values)
-    norms = _device_norms([x for x in values if not are_readable(x)], p, device)
-    on_host = [x for x in values if are_readable(x)]
-    if on_host:
-        host_norm = _host_norm(on_host, [x.numel() for x in on_host], p)
-        host_norm = torch.tensor([host_norm], dtype=norms.dtype, device="cpu")
-        norms = torch.cat([norms, move(host_norm, device)])
-    if public_dtype(values) is torch.float64:  # squares of which may leave float64's range
-        return norm_of_norms(norms, p)
-    return torch.linalg.vector_norm(norms, p) if len(norms) else norms.sum()
+    here = values if are_readable(*values) else [x for x in values if are_readable(x)]
+    norms = move(_host_norms(here, p), device, wide_dtype(device))
+    if len(here) < len(values):
+        norms = torch.cat([_device_norms([x for x in values if not are_readable(x)], p, device), norms])
+        if public_dtype(values) is not torch.float64:  # whose squares may leave float64's range
+            return torch.linalg.vector_norm(norms, p)
+    return norm_of_norms(norms, p)
 
 
 @torch.no_grad()
@@ -96,7 +86,7 @@ def tensor_norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
         return blocks.norms(p)
     values = each_plain(tensors, partial(readable_values, modulus=p != 2))
     if are_readable(*values):
-        return _host_tensor_norms(values, p)
+        return _host_norms(values, p)
     return _device_norms(values, p, meeting_device(values))
 
 
@@ -141,71 +131,38 @@ def _blocks_of(tensors: Sequence[Tensor], p: float) -> Blocks | None:
     return Blocks.of(tensors) if Blocks.measures(p) else None
 
 
-def _host_tensor_norms(tensors: Sequence[Tensor], p: float) -> Tensor:
+def _host_norms(tensors: Sequence[Tensor], p: float) -> Tensor:
+    """One norm for each tensor: float64, right for every magnitude."""
     if (blocks := _blocks_of(tensors, p)) is not None:  # what was sparse or complex is a block by now
         return blocks.norms(p)
-    norms = [torch.zeros((), dtype=torch.float64, device="cpu")] * len(tensors)
-    dtypes = {t.dtype for t in tensors}
-    for dtype in dtypes:
-        alike = [i for i, t in enumerate(tensors) if t.dtype is dtype and t.numel()]
-        short = [i for i in alike if p == 2 and tensors[i].numel() <= SHORT]
+    norms, floor = torch.zeros(len(tensors), dtype=torch.float64, device="cpu"), 0.0
+    for (_, dtype), group in grouped(tensors).items():
+        sizes = [tensors[i].numel() for i in group]
+        short = [i for i, size in zip(group, sizes, strict=True) if p == 2 and 0 < size <= ROW]
         if short:
             accumulator = torch.float32 if dtype in HALVES else dtype
-            found = torch.stack(foreach_norm([tensors[i] for i in short], p, accumulator)).double()
-            for i, norm in zip(short, found.unbind(), strict=True):
-                norms[i] = norm
-        for i in set(alike).difference(short):
-            norms[i] = _unchecked_norm([tensors[i]], [tensors[i].numel()], {dtype}, p)
-    result = torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device="cpu")
-    count = max([t.numel() for t in tensors], default=0)
-    floor = max((_trusted_above(count, p, dtype) for dtype in dtypes), default=0.0)
-    for i in (~((result > floor) & result.isfinite())).nonzero().flatten().tolist():
-        if tensors[i].numel():
-            result[i] = _scaled_norm([tensors[i]], p)
-    return result
+            norms[short] = torch.stack(foreach_norm([tensors[i] for i in short], p, accumulator)).double()
+        for i in set(group).difference(short):
+            norms[i] = _unchecked_norm(tensors[i], p)
+        floor = max(floor, _trusted_above(max(sizes), p, dtype))
+    for i in (~((norms > floor) & norms.isfinite())).nonzero().flatten().tolist():
+        norms[i] = _scaled_norm(tensors[i], p)
+    return norms
 
 
-def _host_norm(tensors: Sequence[Tensor], sizes: Sequence[int], p: float) -> float:
-    if not tensors:
-        return 0.0
-    if (blocks := _blocks_of(tensors, p)) is not None:
-        return blocks.norm(p)
-    dtypes = {t.dtype for t in tensors}
-    norm = float(_unchecked_norm(tensors, sizes, dtypes, p))
-    if max(_trusted_above(sum(sizes), p, dtype) for dtype in dtypes) < norm < math.inf:
-        return norm
-    return _scaled_norm(tensors, p)
-
-
-def _unchecked_norm(tensors: Sequence[Tensor], sizes: Sequence[int], dtypes: set[torch.dtype], p: float) -> Tensor:
+def _unchecked_norm(tensor: Tensor, p: float) -> Tensor:
     """The norm if nothing overflows or underflows: 0-dim, float64."""
-    if math.isinf(p):
-        return _largest(tensors)
-    parts = [part for block in _blocks(tensors, sizes, dtypes) for part in _part_norms(block, p)]
-    return torch.linalg.vector_norm(parts[0] if len(parts) == 1 else torch.cat(parts), p, dtype=torch.float64)
-
-
-def _blocks(tensors: Sequence[Tensor], sizes: Sequence[int], dtypes: set[torch.dtype]) -> Iterable[Tensor]:
-    """Yield all elements as one-dimensional float32 or float64 blocks; each is used up before the next is made."""
-    for dtype in dtypes:
-        if len(dtypes) > 1 or max(sizes) > SMALL:
-            alike = [(t, n) for t, n in zip(tensors, sizes, strict=True) if t.dtype is dtype]
-            large = [flat(t) for t, n in alike if n > SMALL]
-            small = [(t, n) for t, n in alike if n <= SMALL]
-            pieces = chain(large, _together([t for t, _ in small], [n for _, n in small]))
-        else:  # thousands of small ones: no further look at each
-            pieces = _together(tensors, sizes)
-        yield from in_float32(pieces) if dtype in HALVES else pieces
-
-
-def _together(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterable[Tensor]:
-    return (together for _, together in gathered(tensors, sizes))
+    if math.isinf(p) or not tensor.numel():
+        return _largest(tensor)
+    blocks = flat(tensor).split(BLOCK)
+    parts = [part for x in blocks for part in _part_norms(x.float() if x.dtype in HALVES else x, p)]
+    return torch.linalg.vector_norm(torch.cat(parts), p, dtype=torch.float64)
 
 
 def _part_norms(block: Tensor, p: float) -> list[Tensor]:
     """Norms of the parts that ``block`` is cut into, such that each is summed accurately in its own dtype."""
     if p != 2:  # torch.sum adds in pairs, which the kernel of vector_norm does not do for these orders
-        return [piece.abs().pow_(p).sum().double().pow_(1 / p).view(1) for piece in block.split(BLOCK)]
+        return [block.abs().pow_(p).sum().double().pow_(1 / p).view(1)]
     block = block.contiguous()  # along any other stride the kernel adds up in one accumulator
     tail = block.numel() % ROW
     if not tail:
@@ -222,13 +179,13 @@ def _trusted_above(count: int, p: float, dtype: torch.dtype) -> float:
     return 0.0 if math.isinf(p) else (count * tiny * _ROOM) ** (1 / p)
 
 
-def _scaled_norm(tensors: Sequence[Tensor], p: float) -> float:
+def _scaled_norm(tensor: Tensor, p: float) -> float:
     """The norm in float64 of elements divided by the largest: slower, and safe for every magnitude."""
-    largest = float(_largest(tensors))
+    largest = float(_largest(tensor))
     if math.isinf(p) or largest == 0 or not math.isfinite(largest):
         return largest
     powers = 0.0
-    for block in (block for t in tensors for block in flat(t).split(BLOCK)):
+    for block in flat(tensor).split(BLOCK):
         powers += float((block.double() / largest).abs_().pow_(p).sum())
     try:
         return largest * powers ** (1 / p)
@@ -236,7 +193,9 @@ def _scaled_norm(tensors: Sequence[Tensor], p: float) -> float:
         return math.inf
 
 
-def _largest(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest absolute value, 0-dim, float64; NaN if there is one. Exact in every dtype, in one read."""
-    extremes = [torch.aminmax(flat(t)) for t in tensors]
-    return torch.stack([torch.maximum(-low, high).double() for low, high in extremes]).max()
+def _largest(tensor: Tensor) -> Tensor:
+    """The largest absolute value, 0-dim, float64; NaN if there is one, 0 of nothing. Exact, in one read."""
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.float64, device="cpu")
+    low, high = torch.aminmax(flat(tensor))
+    return torch.maximum(-low, high).double()

@@ -12,16 +12,13 @@ from gradguard.tensors.layout import (
     HALVES,
     are_readable,
     each_plain,
-    flat,
     grouped,
-    is_dense,
     meeting_device,
     move,
     parts_of_conjugates,
     split_long,
     writable_values,
 )
-from gradguard.tensors.scratch import BLOCK, gathered
 from gradguard.torch_private import foreach_clamp_, foreach_mul_, foreach_norm
 
 EPSILON = 1e-6
@@ -29,9 +26,6 @@ EPSILON = 1e-6
 
 LEAST = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
 """Smaller positive numbers have fewer digits."""
-
-SMALL = 1 << 14
-"""Tensors up to this length are looked at side by side: one kernel instead of thousands."""
 
 
 @torch.no_grad()
@@ -129,15 +123,21 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
     if numbers is not None and blocks is not None and blocks.clamp_(*numbers):
         return
     values = [x for x in each_plain(parts_of_conjugates(tensors), writable_values) if x.numel()]
-    binds = False
     for (device, dtype), group in grouped(values).items():
         alike = values if len(group) == len(values) else [values[i] for i in group]
         if numbers is None:
             limits = [_bound_tensor(x, device, dtype) for x in (low, high)]
             for tensor in alike:
                 tensor.clamp_(*limits)
-        else:
-            binds = _clamp_alike(alike, representable(numbers[0], dtype), representable(numbers[1], dtype), binds)
+            continue
+        bounds = [representable(x, dtype) for x in numbers]
+        if are_readable(*alike):
+            alike = [t for t in alike if _exceeds(t, *bounds)]
+        together, alone = _for_kernels(alike)
+        if together:
+            foreach_clamp_(together, *bounds)
+        for tensor in alone:
+            tensor.clamp_(*bounds)
 
 
 def _for_kernels(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -150,25 +150,6 @@ def _for_kernels(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]
 
 def _numbers(low: float | Tensor, high: float | Tensor) -> tuple[float, float] | None:
     return None if isinstance(low, Tensor) or isinstance(high, Tensor) else (low, high)
-
-
-def _clamp_alike(tensors: Sequence[Tensor], low: float, high: float, binds: bool) -> bool:
-    """Clamp, looking before writing until something exceeds the bounds: from then on the clip is known to bind."""
-    tensors, alone = _for_kernels(tensors)
-    for tensor in alone:
-        tensor.clamp_(low, high)
-    short = [t for t in tensors if t.numel() <= SMALL]
-    if short and not binds and are_readable(*short):
-        binds = any(_exceeds(together, low, high) for _, together in gathered(short, [t.numel() for t in short]))
-    if short and (binds or not are_readable(*short)):
-        foreach_clamp_(short, low, high)
-    long = [t for t in tensors if t.numel() > SMALL] if len(short) < len(tensors) else []
-    for tensor in long:
-        for block in (tensor,) if binds else _blocks(tensor):
-            binds = binds or not are_readable(block) or _exceeds(block, low, high)
-            if binds:
-                block.clamp_(low, high)
-    return binds
 
 
 @torch.no_grad()
@@ -215,12 +196,7 @@ def _bound_tensor(bound: float | Tensor, device: torch.device, dtype: torch.dtyp
     return move(bound, device, dtype)
 
 
-def _exceeds(block: Tensor, low: float, high: float) -> bool:
-    """Tell whether an element of ``block`` lies outside the bounds or is NaN."""
-    smallest, largest = torch.aminmax(block)
+def _exceeds(tensor: Tensor, low: float, high: float) -> bool:
+    """Tell whether an element of ``tensor`` lies outside the bounds or is NaN."""
+    smallest, largest = torch.aminmax(tensor)
     return not (low <= float(smallest) and float(largest) <= high)
-
-
-def _blocks(tensor: Tensor) -> Sequence[Tensor]:
-    """Views that cover ``tensor``, short enough to stay in the cache between looking and writing."""
-    return flat(tensor).split(BLOCK) if are_readable(tensor) and is_dense(tensor) else (tensor,)

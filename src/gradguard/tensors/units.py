@@ -14,14 +14,11 @@ from gradguard.tensors.layout import (
     HALVES,
     are_readable,
     each_plain,
-    grouped,
     readable_values,
     wide_dtype,
 )
-from gradguard.tensors.norms import CONVERTED, ROW
+from gradguard.tensors.norms import BLOCK, CONVERTED, ROW
 from gradguard.tensors.scaling import LEAST, is_below, scale_
-from gradguard.tensors.scratch import BLOCK, in_float32
-from gradguard.torch_private import foreach_norm
 
 _WIDE = (torch.float64, torch.complex128)
 
@@ -132,11 +129,11 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], floor: 
     if not are_readable(*rows):
         return [wide_row_norms(x) for x in rows]
     sizes = [x.shape[0] for x in rows]
-    norms = torch.cat(_sums_in_float32(rows)).double()
+    norms = torch.cat([_host_row_norms(x) for x in rows])
     found = list(norms.split(sizes))
-    if norms.numel() and not _trusted(norms, floor):
-        return [n if _trusted(n, floor) else _scaled_row_norms(x) for n, x in zip(found, rows, strict=True)]
-    return found
+    if _trusted(norms, floor):
+        return found
+    return [n if _trusted(n, floor) else _scaled_row_norms(x) for n, x in zip(found, rows, strict=True)]
 
 
 def _blocks_of(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout]) -> UnitBlocks | None:
@@ -162,26 +159,11 @@ def _trusted(norms: Tensor, floor: float) -> bool:
     return math.isfinite(largest) and (smallest > _SAFE or (floor > _SAFE and largest > _SAFE))
 
 
-def _sums_in_float32(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Norms of the rows of each matrix; vectors that are one short unit are taken together."""
-    norms: list[Tensor] = [rows[0]] * len(rows)
-    short = [i for i, x in enumerate(rows) if x.shape[0] == 1 and 0 < x.numel() <= LONG]
-    for (_, dtype), group in grouped([rows[i] for i in short]).items():
-        accumulator = torch.float32 if dtype in HALVES else dtype
-        for k, norm in zip(group, foreach_norm([rows[short[k]] for k in group], 2, accumulator), strict=True):
-            norms[short[k]] = norm.view(1)
-    for i in set(range(len(rows))).difference(short):
-        norms[i] = _half_norms_of_rows(rows[i]) if rows[i].dtype in HALVES else _norms_of_rows(rows[i])
-    return norms
-
-
-def _half_norms_of_rows(matrix: Tensor) -> Tensor:
-    """The same for half precision, converted as many rows at a time as a scratch buffer holds."""
-    length = matrix.shape[1]
-    if length > BLOCK or not matrix.numel():
-        return _norms_of_rows(matrix.float())
-    blocks = (next(iter(in_float32([part.reshape(-1)]))) for part in matrix.split(BLOCK // length))
-    return torch.cat([_norms_of_rows(block.view(-1, length)) for block in blocks])
+def _host_row_norms(matrix: Tensor) -> Tensor:
+    """Norms of rows in float64, summed in float32 at first; as many rows at a time as stay in the cache."""
+    at_once = max(1, BLOCK // max(1, matrix.shape[1]))
+    parts = [_norms_of_rows(x.float() if x.dtype in HALVES else x) for x in matrix.split(at_once)]
+    return torch.cat(parts).double()
 
 
 def _norms_of_rows(matrix: Tensor) -> Tensor:
@@ -203,7 +185,7 @@ def _norms_of_rows(matrix: Tensor) -> Tensor:
 
 
 def _scaled_row_norms(rows: Tensor) -> Tensor:
-    """The same in float64 with each row divided by its largest element: slower, and safe for every magnitude."""
+    """Norms of rows in float64 with each row divided by its largest element: slower, and safe for every magnitude."""
     if rows.numel() == 0:
         return torch.zeros(len(rows), dtype=torch.float64, device="cpu")
     largest = torch.linalg.vector_norm(rows.double(), torch.inf, dim=1, keepdim=True)
