@@ -95,7 +95,7 @@ def device(accelerator, monkeypatch):
     """The CPU passes for a device, for losses too."""
     monkeypatch.setattr("gradguard.spikes.skip.are_readable", lambda *tensors: False)
     on_device = lambda values, p: norms._device_norms(values, p, torch.device("cpu"))  # noqa: E731
-    monkeypatch.setattr(norms, "_host_tensor_norms", on_device)
+    monkeypatch.setattr(norms, "_host_norms", on_device)
     monkeypatch.setattr("gradguard.clip.guard_counts.LateReader.push", lambda self, values: None)
 
 

@@ -1,7 +1,7 @@
 """A clipper attached to an optimizer: it acts at each real step, and the training loop does not change."""
 
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -36,6 +36,47 @@ _owners: WeakSet[Any] = WeakSet()
 
 _registry = threading.Lock()
 LossT = TypeVar("LossT", Tensor, float)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What became of one step.
+
+    Attributes:
+        skipped: Whether it was left out; 0-dim on the device where only that knows.
+        reason: Why, if it was; a spike is told by ``spike``.
+        spike: Whether it was left out as a spike.
+    """
+
+    skipped: Tensor | bool = False
+    reason: SkipReason | None = None
+    spike: Tensor | bool = False
+
+    def why(self) -> SkipReason | None:
+        """Return why the step was left out, None if it was taken; the host waits where only the device knows."""
+        if not bool(self.skipped):
+            return None
+        return "spike" if bool(self.spike) else self.reason
+
+
+TAKEN = StepOutcome()
+
+
+@dataclass(slots=True)
+class _Running:
+    """The step that is running; each begins with a new one.
+
+    Attributes:
+        cancelled: Whether it is to do nothing, or is undone when it ends.
+        undecided: Whether it has been counted and nothing has said yet whether it is taken.
+        on_device: Whether the device decides, inside the optimizer's kernel.
+        before: The weights and the optimizer's state before it, where it may have to be undone.
+    """
+
+    cancelled: bool = False
+    undecided: bool = False
+    on_device: bool = False
+    before: Snapshot | None = None
 
 
 class Guard:
@@ -159,17 +200,12 @@ class Guard:
         self._counts = Counts(max_consecutive_skips)
         self.spikes = check_spikes(spikes)
         self._spike_watch = SpikeWatch(spikes, clipper)
-        self._spike: bool | Tensor = False  # whether the last step was skipped as one
         # A spike's gradients are left as they are, for `Resilience`, and an error leaves everything.
         self._clips_before_it_skips = nonfinite != "raise" and spikes is None
         self._detector = ScaledClipDetector()
         self._late = LateReader(self._read_late)
         self._proxy = OptimizerProxy(optimizer) if OptimizerProxy.serves(optimizer) else None
-        self._snapshot: Snapshot | None = None
-        self._skipping = False
-        self._skipped: bool | Tensor = False  # the last step
-        self._skip_reason: SkipReason | None = None
-        self._folded_skip, self._undecided = False, False
+        self._running, self._outcome = _Running(), TAKEN  # the step that is running; what became of the last
         self._scaler_step: ScalerStep | None = None  # the ``scaler.step`` that is running
         self._reached = False  # whether it has called the optimizer's step
         self._attached = False
@@ -194,8 +230,7 @@ class Guard:
     # -- while training ---------------------------------------------------------------------------------------------
 
     def _enter(self, optimizer: Optimizer, closure: bool) -> Optimizer | None:
-        self._skipping, self._folded_skip, self._snapshot = False, False, None
-        self._reached = True
+        self._running, self._reached = _Running(), True
         if not self._attached:
             return None
         if self._proxy is not None:
@@ -203,7 +238,7 @@ class Guard:
         if closure and (
             self._policy in ("skip", "raise") or self._spike_watch.acts
         ):  # it may be evaluated when weights have moved already
-            self._snapshot = Snapshot(optimizer)
+            self._running.before = Snapshot(optimizer)
         return None
 
     def __reduce__(self) -> NoReturn:
@@ -218,7 +253,7 @@ class Guard:
     def _before(self, optimizer: Optimizer, number: int) -> bool:
         if not self._attached:
             return False
-        if self._skipping:  # an evaluation after the one that ended the step
+        if self._running.cancelled:  # an evaluation after the one that ended the step
             self._cancel()
             return True
         in_backward = is_in_backward()
@@ -230,28 +265,28 @@ class Guard:
         with refused_by_name(grads):
             decide = self.clipper.decide_at_once if self._clips_before_it_skips else self.clipper.decide
             decision = with_culprits(decide(grads, 1.0 if scale is None else scale))
-        self.last = decision.result
-        self._skipped, self._skip_reason, self._spike = False, None, False
+        self.last, self._outcome = decision.result, TAKEN
         if number == 0:
             self._counts.begin(decision.result)
         try:
-            self._act(decision, scale, overflow, number)
+            self._outcome = self._act(decision, scale, overflow, number)
         except NonFiniteGradientError as error:
             if in_backward:
                 tell_what_has_stepped(error)
-            if self._snapshot is not None:
-                self._snapshot.restore()
+            if self._running.before is not None:
+                self._running.before.restore()
             raise
         self._tell(decision)
-        return self._skipping
+        return self._running.cancelled
 
     def _tell(self, decision: Decision) -> None:
         if is_heard() and self.last is not None:
-            outcome = self.optimizer, self._skipped, self._skip_reason
-            event = self.clipper.event_of(decision.gradients, self.last, *outcome)
-            tell(replace(event, spike=self._spike) if self.spikes is not None else event)
+            became = self._outcome
+            event = self.clipper.event_of(decision.gradients, self.last, self.optimizer, became.skipped, became.reason)
+            tell(replace(event, spike=became.spike) if self.spikes is not None else event)
 
-    def _act(self, decision: Decision, scale: Tensor | None, overflow: Tensor | None, number: int) -> None:
+    def _act(self, decision: Decision, scale: Tensor | None, overflow: Tensor | None, number: int) -> StepOutcome:
+        """Clip, or leave the step out."""
         folds = self._folds(decision)
         bad, skips_bad = decision.result.nonfinite, self._policy == "skip" or overflow is not None
         if overflow is not None:
@@ -262,27 +297,26 @@ class Guard:
             bad = self._spike_watch.bad_on_any(bad)
         if not skips_bad and spike is None:
             self._act_without_skip(decision, folds, scale)
-            return
-        self._skip_reason = "nonfinite" if overflow is None else "grad_scaler"
+            return TAKEN
+        reason: SkipReason = "nonfinite" if overflow is None else "grad_scaler"
         bad = bad if skips_bad else torch.zeros_like(bad)
         if skips_bad and folds is not None and not readable and decision.coefficient is not None:
             bad = bad | folds.overflows(decision.coefficient, scale)
         if folds is not None and not readable and folds.skips_safely():
-            self._act_on_device(decision, folds, scale, bad, cast("Tensor | None", spike), skips_bad)
-            return
+            skipped = self._act_on_device(decision, folds, scale, bad, cast("Tensor | None", spike), skips_bad)
+            return StepOutcome(skipped, reason, False if spike is None else spike)
         skip, spiked = self._look(decision.result, bad, spike, readable)
-        self._undecided = number == 0 or self._undecided
+        self._running.undecided = number == 0 or self._running.undecided
         if spiked:
-            self._spike, self._skip_reason = True, "spike"
             self._spike_watch.undo_clipper()
-            self._skip_on_host(spike=True)
-        elif skip:
+            return self._skip_on_host(StepOutcome(True, "spike", True))
+        if skip:
             if self._never_folds():  # then the host of every process looks
                 self.last = with_culprits(decision, host_looks=True).result
                 self._counts.complete(self.last)
-            self._skip_on_host(spike=False)
-        else:
-            self._clip_or_not(decision, folds, scale, skips_bad)
+            return self._skip_on_host(StepOutcome(True, reason))
+        self._clip_or_not(decision, folds, scale, skips_bad)
+        return StepOutcome(False, reason)
 
     def _act_on_device(
         self,
@@ -292,16 +326,18 @@ class Guard:
         bad: Tensor,
         spike: Tensor | None,
         skips_bad: bool,
-    ) -> None:
-        self._folded_skip, self._skipped = True, bad if spike is None else bad | spike
-        folds.skip_if(self._skipped)
+    ) -> Tensor:
+        """Let the optimizer's kernel clip, or leave the step out; return whether it does, which the device knows."""
+        skipped = bad if spike is None else bad | spike
+        self._running.on_device = True
+        folds.skip_if(skipped)
         self._clip_or_not(decision, folds, scale, skips_bad)
         if spike is not None:
-            self._spike = spike
             self._spike_watch.undo_clipper(spike)
         in_a_row = self._counts.decided_on_device(bad, spike)
         row = _wide(in_a_row)
         self._late.push(torch.stack([row, self._scaled_norm(decision.result), self._spike_watch.nonfinite_loss(row)]))
+        return skipped
 
     def _look(self, result: ClipResult, bad: Tensor, spike: Tensor | bool | None, readable: bool) -> tuple[bool, bool]:
         """Return whether the step is to be skipped because it is not finite, and whether as a spike."""
@@ -317,10 +353,12 @@ class Guard:
             self._detector.saw(norm)
         return bool(skip), bool(spiked)
 
-    def _skip_on_host(self, *, spike: bool) -> None:
-        self._skipping, self._skipped, self._undecided = True, True, False
+    def _skip_on_host(self, outcome: StepOutcome) -> StepOutcome:
+        self._outcome = outcome  # also where the next lines raise, because there were too many
+        self._running.cancelled, self._running.undecided = True, False
         self._cancel()
-        self._counts.decided(skip=True, spike=spike)
+        self._counts.decided(skip=True, spike=bool(outcome.spike))
+        return outcome
 
     def _clip_or_not(self, decision: Decision, folds: OptimizerProxy | None, scale: Tensor | None, good: bool) -> None:
         """Clip, as the policy asks for where gradients that are not finite get this far."""
@@ -366,24 +404,23 @@ class Guard:
         if self._proxy is not None:
             self._proxy.skip()
             return
-        if self._snapshot is None:  # nothing has moved yet, and a foreign step may do anything: it is undone afterwards
-            self._snapshot = Snapshot(self.optimizer)
+        if self._running.before is None:  # nothing has moved yet; a foreign step may do anything: it is undone later
+            self._running.before = Snapshot(self.optimizer)
         elif isinstance(self.optimizer, torch.optim.LBFGS):
-            self._snapshot.hide_gradients()  # so that its search ends
+            self._running.before.hide_gradients()  # so that its search ends
 
     def _after(self, optimizer: Optimizer) -> None:
         if not self._attached:
             return
         if self._proxy is not None:
             self._proxy.leave()
-        if self._skipping and self._snapshot is not None:
-            self._snapshot.restore()
-        if self._undecided and not self._skipping:
+        ended, self._running = self._running, _Running()
+        if ended.cancelled and ended.before is not None:
+            ended.before.restore()
+        if ended.undecided and not ended.cancelled:
             self._counts.decided(skip=False)
-        self._undecided = False
-        if self._folded_skip and self.last is not None and self.last.counter is not None:
+        if ended.on_device and self.last is not None and self.last.counter is not None:
             self.last.counter.gradients_are_unchanged()
-        self._snapshot, self._skipping = None, False
         self._spike_watch.forget_loss()
         del optimizer
 
@@ -431,7 +468,7 @@ class Guard:
             decision = with_culprits(self.clipper.decide(self._gradients()))
         self.last = decision.result
         self._counts.begin(self.last)
-        self._skipped, self._skip_reason, self._spike = True, "grad_scaler", False
+        self._outcome = StepOutcome(True, "grad_scaler")
         self._tell(decision)
         self._counts.decided(skip=True)
 
@@ -483,7 +520,7 @@ class Guard:
     @property
     def skipped(self) -> Tensor | bool:
         """Whether the last step was skipped: 0-dim on the device where only that knows; the host does not wait."""
-        return self._skipped
+        return self._outcome.skipped
 
     @property
     def last_skip(self) -> SkipReason | None:
@@ -492,9 +529,7 @@ class Guard:
         ``"grad_scaler"``: a GradScaler found infinity or NaN. ``"nonfinite"``: the guard did. ``"spike"``: it was
         finite, and what ``spikes=`` is there for.
         """
-        if not bool(self._skipped):
-            return None
-        return "spike" if bool(self._spike) else self._skip_reason
+        return self._outcome.why()
 
     def loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
         """Tell the loss of one micro-batch before its step, for ``spikes=``; return it as it came.

@@ -66,13 +66,14 @@ def total_norm(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     if (blocks := _blocks_of(tensors, p)) is not None:
         return torch.tensor(blocks.norm(p), dtype=torch.float64, device="cpu")
     values = each_plain(tensors, partial(readable_values, modulus=p != 2))
+    if are_readable(*values):
+        return norm_of_norms(_host_norms(values, p), p)
     device = meeting_device(values)
-    here = values if are_readable(*values) else [x for x in values if are_readable(x)]
-    norms = move(_host_norms(here, p), device, wide_dtype(device))
-    if len(here) < len(values):
-        norms = torch.cat([_device_norms([x for x in values if not are_readable(x)], p, device), norms])
-        if public_dtype(values) is not torch.float64:  # whose squares may leave float64's range
-            return torch.linalg.vector_norm(norms, p)
+    norms = _device_norms([x for x in values if not are_readable(x)], p, device)
+    if here := [x for x in values if are_readable(x)]:
+        norms = torch.cat([norms, move(_host_norms(here, p), device, wide_dtype(device))])
+    if len(norms) and public_dtype(values) is not torch.float64:  # whose squares may leave its range
+        return torch.linalg.vector_norm(norms, p)
     return norm_of_norms(norms, p)
 
 
