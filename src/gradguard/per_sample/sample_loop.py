@@ -51,6 +51,7 @@ class LoopedCall:
         outputs: What it returned, and the version of each tensor.
         grads: The gradient of each tensor that it returned.
         shares: The share of each sample in a mean over tokens, ``[B]``.
+        scales: What the outputs' gradients are multiplied by for each sample alone, where that is not its own loss's.
         leaves: The plain gradients, on a step that is to be verified.
         taken: Arguments of samples that were taken before the call, which may write into them.
         recorded: Tensors with the version that each had, without which the call cannot be repeated.
@@ -74,6 +75,7 @@ class LoopedCall:
     grads: Sequence[Tensor | None] = ()
     leaves: Leaves | None = None
     shares: Tensor | None = None
+    scales: Sequence[float] = ()
     taken: dict[int, Arguments] = field(default_factory=dict)
     recorded: list[tuple[Tensor, int]] = field(default_factory=list)
 
@@ -99,6 +101,8 @@ class LoopedCall:
         They are those of its own loss then, as a backward that is not linear needs them. In half precision they might
         overflow.
         """
+        if self.scales:
+            return self.scales[sample]
         share = self.share_of(sample)
         return 1 / share if share > 0 and self.precision <= _FINE else 1.0
 
@@ -143,6 +147,11 @@ class SampleLoop:
         self._squares: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
 
+    @property
+    def drew(self) -> bool:
+        """Whether the batch drew random numbers."""
+        return self.call.draws is not None and bool(self.call.draws.drawn)
+
     def run(self, samples: Sequence[int]) -> Iterator[dict[str, Tensor]]:
         """Give the gradients of one sample after the other, at least float32; complex ones as pairs of real values.
 
@@ -154,7 +163,7 @@ class SampleLoop:
         """
         call = self.call
         numbers = [0.0] * len(call.output_axes)
-        last: bool | None = None if call.draws is not None and call.draws.drawn else False
+        last: bool | None = None if self.drew else False
         with call.quietly(), undisturbed(call.module, drop_rate=None), torch.enable_grad():
             for sample in samples:
                 if last is None:  # how samples lie in what is drawn is the same for all of them
