@@ -21,6 +21,7 @@ from gradguard.per_sample.loss.graph import (
     Unreadable,
     data_choose_rows,
     data_put_rows,
+    mean_of,
     operation,
     operations,
     parents,
@@ -335,13 +336,6 @@ def _refuse_normalized(weights: Tensor, nonzero: Tensor) -> None:
             "the weights in the mean add up to the number of rows: they were divided by their own mean over the batch, "
             "so that every sample's weight depends on the others. Use weights that do not depend on the batch"
         )
-
-
-def mean_of(step: Step) -> float:
-    """Return what a mean multiplies by."""
-    child, number = step.node.next_functions[step.which]
-    assert child is not None
-    return shape_of(step.node, step.number).numel() / max(1, shape_of(child, number).numel())
 
 
 def _without(scale: float, constants: tuple[Constant, ...]) -> tuple[Constant, ...]:

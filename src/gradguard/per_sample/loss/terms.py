@@ -30,6 +30,7 @@ from gradguard.per_sample.loss.graph import (
     Root,
     Step,
     Unreadable,
+    mean_of,
     operation,
     parents,
     paths,
@@ -37,7 +38,7 @@ from gradguard.per_sample.loss.graph import (
 )
 from gradguard.per_sample.loss.ledger import Ledger, Page, RowWeights, written
 from gradguard.per_sample.loss.readings import Reading, readings, same_shares
-from gradguard.per_sample.loss.rows import Coupled, Owner, Term, cut, mean_of, owner_of, row_weights, term_of
+from gradguard.per_sample.loss.rows import Coupled, Owner, Term, cut, owner_of, row_weights, term_of
 from gradguard.per_sample.loss.separation import Outputs
 
 Verdict = Literal["right", "wrong", "unknown", "unverified"]
@@ -150,7 +151,7 @@ def loss_parts(
     outputs.constant_sizes = constant_sizes
     try:
         depends = Dependence()
-        found_paths = list(paths(roots, depends, outputs.values, outputs.numbers, declared))
+        found_paths = list(paths(roots, depends, outputs.values, declared))
         owners = known.owners if known else [_owner(path, outputs, depends) for path in found_paths]
         ends = [
             path.output if not owner.name and path.output else path
@@ -212,7 +213,7 @@ def _possible(loss: _Loss) -> list[Tensor]:
         if not bool(term.rows.any()):
             continue
         found = loss.readings(term)
-        counted = [one for one in found if one.what == "rows in the mean" and _is_sure(one)]
+        counted = [one for one in found if one.what == "rows in the mean" and one.is_sure]
         judged = [_by(reading, term, loss.reduction) for reading in counted or found]
         mine = [parts.factors for parts in judged if parts.verdict == "right" and parts.factors is not None]
         if loss.reduction != "token_mean":
@@ -234,14 +235,14 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
     strict = ledger.strict and not ledger.knows(loss.kinds)  # a number that was no count there is none by chance here
     found = [_judged(loss, term, strict) for term in loss.terms]
     for verdict in ("wrong", "unknown"):
-        worst = [judged.parts for judged in found if judged.parts.verdict == verdict]
+        worst = [parts for parts, _ in found if parts.verdict == verdict]
         if worst:
             return max(worst, key=_distance)
-    factors = [judged.parts.factors for judged in found if judged.parts.factors is not None]
+    factors = [parts.factors for parts, _ in found if parts.factors is not None]
     for other in factors[1:]:
         if not torch.allclose(other, factors[0], rtol=_CLOSE, atol=0, equal_nan=True):
             return LossParts("wrong", _SEVERAL_SHARES, other)
-    divided_by = _common_divisor(found, loss.terms)
+    divided_by = _common_divisor([divisors for _, divisors in found], loss.terms)
     candidate = loss.page(factors[0] if factors else torch.ones_like(loss.terms[0].weights))
     candidate = replace(candidate, divided_by=divided_by)
     if reason := ledger.objection(candidate):
@@ -429,24 +430,15 @@ def _nodes(path: Path) -> list[Node]:
     return [step.node for step in path.steps] + [constant.node for constant in path.constants]
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """The verdict on one term.
+def _judged(loss: _Loss, term: Term, strict: bool) -> tuple[LossParts, dict[Node, float]]:
+    """Compare one term with what it would be for each sample alone.
 
-    Attributes:
-        parts: The verdict.
-        divisors: The divisors of the term that are the user's own, by node.
+    Returns:
+        The verdict; the divisors of the term that are the user's own, by node.
     """
-
-    parts: LossParts
-    divisors: dict[Node, float]
-
-
-def _judged(loss: _Loss, term: Term, strict: bool) -> _Judged:
-    """Compare one term with what it would be for each sample alone."""
     divisors = {c.node: abs(1 / c.value) for c in term.constants if c.divides}
     if not bool(term.rows.any()):  # of no sample at all, as where nothing was chosen
-        return _Judged(LossParts("right"), divisors)
+        return LossParts("right"), divisors
     found = loss.readings(term)
     reading = _likeliest(found, term, loss.reduction)
     parts = _by(reading, term, loss.reduction)
@@ -454,52 +446,45 @@ def _judged(loss: _Loss, term: Term, strict: bool) -> _Judged:
         divisors[reading.constant.node] = 1.0
     if parts.verdict == "right" and (reason := _doubt(reading, found, term, loss.reduction, strict)):
         parts = LossParts("unknown", reason)
-    return _Judged(parts, divisors)
+    return parts, divisors
 
 
-def _likeliest(left: Sequence[Reading], term: Term, reduction: str) -> Reading:
+def _likeliest(found: Sequence[Reading], term: Term, reduction: str) -> Reading:
     """Return the reading, of several, by which a term is judged.
 
     Raises:
         _Ambiguous: If they give samples other shares.
     """
-    own = next((reading for reading in left if reading.what == "own"), None)
+    own = found[-1]
+    means = [reading for reading in found if reading.what == "rows in the mean"]
+    if means:
+        if not same_shares(means if means[0].is_sure else [*means, own]):
+            raise _Ambiguous(_EITHER.format(means[0].constant and means[0].constant.value))
+        return means[0]
     if term.share is not None:
-        means = [reading for reading in left if reading.what == "rows in the mean"]
-        if means:
-            of_own = [replace(own, share=term.share)] if own is not None else []
-            if not same_shares(means if _is_sure(means[0]) else [*means, *of_own]):
-                raise _Ambiguous(_EITHER.format(means[0].constant and means[0].constant.value))
-            return means[0]
-        return left[0] if reduction == "sum" or own is None else own
-    counts = [reading for reading in left if reading.share is not None]
-    if len(term.weights) > 1:  # by 1 is not divided
-        counts = [one for one in counts if one.constant is None or abs(one.constant.value) != 1]
+        return found[0] if reduction == "sum" else own
+    size = len(term.weights)
+    by_one = size > 1  # is not divided
+    counts = [one for one in found[:-1] if not (by_one and one.constant and abs(one.constant.value) == 1)]
     if not counts:
-        return own or left[0]
-    counts.sort(key=_is_constant)
-    constant = counts[0].constant
-    half = constant is not None and not constant.divides and counts[0].what == "samples" and len(term.weights) == 2
-    if half and own is not None and reduction != "mean":
+        return own
+    likeliest = min(counts, key=_is_constant)
+    constant = likeliest.constant
+    half = constant is not None and not constant.divides and likeliest.what == "samples" and size == 2
+    if half and reduction != "mean":
         raise _Ambiguous("a sum over 2 samples was multiplied by 0.5, which may be a mean or a constant")
     if reduction != "sum" and not same_shares(counts):
         raise _Ambiguous(
-            f"a sum was divided by {len(term.weights)}, which is both the number of samples and that of the rows. "
-            "Begin with another batch, or divide within each sample first"
+            f"a sum was divided by {size}, which is both the number of samples and that of the rows. Begin with "
+            "another batch, or divide within each sample first"
         )
-    return counts[0]
+    return likeliest
 
 
 def _is_constant(reading: Reading) -> tuple[bool, bool]:
     """Order readings by how much their number looks like a constant: tensors first, and then divisors."""
     constant = reading.constant
     return constant is not None and constant.origin != "tensor", constant is not None and not constant.divides
-
-
-def _is_sure(reading: Reading) -> bool:
-    """Tell whether the number of a reading is hardly a constant of the user's: a tensor, or a divisor below 1."""
-    constant = reading.constant
-    return constant is not None and (constant.origin == "tensor" or (constant.divides and abs(constant.value) > 1))
 
 
 def _doubt(reading: Reading, found: Sequence[Reading], term: Term, reduction: str, strict: bool) -> str:
@@ -587,23 +572,20 @@ def _multiplied(factor: float, batch_size: int) -> str:
 
 def _by(reading: Reading, term: Term, reduction: str) -> LossParts:
     """Judge a term as one reading has it."""
-    ones = torch.ones_like(term.weights)
-    if term.share is None:
-        if reading.share is None:
-            return _judged_sum(term, reduction)
-        constant = reading.constant
-        of_samples = constant is None or math.isclose(abs(1 / constant.value), len(ones), rel_tol=constant.precision)
-        if constant is not None and not constant.divides and reduction == "sum" and not of_samples:
-            reason = f"a sum over samples was multiplied by {constant.value:.3g}, a constant or 1 over the rows"
-            return LossParts("unknown", reason)
-        return _compared(term, reading.share, reduction)
-    if reading.what in {"times", "divided once more"} and reading.constant is not None and reduction != "sum":
-        return LossParts("unknown", _multiplied(abs(reading.constant.value), len(ones)))
-    if reading.what == "times":
-        if reading.level >= 0:
-            return LossParts("right", factors=ones)
-        return _compared(term, term.share, "mean")
-    return _compared(term, term.share if reading.share is None else reading.share, reduction)
+    ones, number = torch.ones_like(term.weights), reading.constant
+    if reading.what in {"times", "divided once more"} and term.share is not None and number is not None:
+        if reduction != "sum":
+            return LossParts("unknown", _multiplied(abs(number.value), len(ones)))
+        if reading.what == "divided once more":
+            return _compared(term, term.share, "sum")
+        return _compared(term, term.share, "mean") if reading.of_samples else LossParts("right", factors=ones)
+    if reading.share is None:
+        return _judged_sum(term, reduction)
+    multiplied = term.share is None and reduction == "sum" and number is not None and not number.divides
+    if multiplied and number and not math.isclose(abs(1 / number.value), len(ones), rel_tol=number.precision):
+        reason = f"a sum over samples was multiplied by {number.value:.3g}, a constant or 1 over the rows"
+        return LossParts("unknown", reason)
+    return _compared(term, reading.share, reduction)
 
 
 def _compared(term: Term, share: Tensor, reduction: str) -> LossParts:
@@ -677,9 +659,9 @@ def _distance(parts: LossParts) -> float:
     return math.inf if parts.factors is None else max(abs(extreme - 1) for extreme in _extremes(parts.factors))
 
 
-def _common_divisor(found: Sequence[_Judged], terms: Sequence[Term]) -> float:
+def _common_divisor(divisors: Sequence[Mapping[Node, float]], terms: Sequence[Term]) -> float:
     """What all terms are divided by; 1 where a factor undoes that, as a trainer's adapter does."""
-    common = set.intersection(*[set(judged.divisors.items()) for judged in found])
+    common = set.intersection(*[set(of_term.items()) for of_term in divisors])
     divisor = math.prod(divisor for _, divisor in common)
     factors = [abs(constant.value) for term in terms for constant in term.constants if not constant.divides]
     return 1.0 if any(math.isclose(divisor, factor, rel_tol=1e-6) for factor in factors) else divisor
