@@ -95,6 +95,8 @@ class Rehearsal:
         follows = not call.pattern.looped  # where samples run one by one, they are compared on every step
         found = compare(tracker, call, samples, self._reduction, note=True, opened=follows)
         if found is None:
+            if call.pattern.unowned:
+                raise UnsupportedGradientError(next(iter(call.pattern.unowned.values())))
             raise UnsupportedGradientError(
                 f"no tensor can be seen in what {type(call.pattern.module).__name__} returns that grows with the "
                 "number of samples or is a loss, so nothing can be compared. Return tensors, tuples, lists or dicts."
@@ -453,7 +455,7 @@ class _Pair:
                 if g is not None
             ]
             if pairs:
-                torch.autograd.backward(*zip(*pairs, strict=True))
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
             device = outputs[0].device if outputs else torch.device("cpu")
             found = {} if collector.mini_batch is None else collector.mini_batch.finish(device)
         return SampleLoop(loop), found

@@ -38,7 +38,7 @@ from gradguard.per_sample.loss.graph import (
 )
 from gradguard.per_sample.loss.ledger import Ledger, Page, RowWeights, written
 from gradguard.per_sample.loss.readings import Reading, readings, same_shares
-from gradguard.per_sample.loss.rows import Coupled, Owner, Term, cut, owner_of, row_weights, term_of
+from gradguard.per_sample.loss.rows import Coupled, Owner, Rows, Term
 from gradguard.per_sample.loss.separation import Outputs
 
 Verdict = Literal["right", "wrong", "unknown", "unverified"]
@@ -152,15 +152,12 @@ def loss_parts(
     try:
         depends = Dependence()
         found_paths = list(paths(roots, depends, outputs.values, declared))
-        owners = known.owners if known else [_owner(path, outputs, depends) for path in found_paths]
-        ends = [
-            path.output if not owner.name and path.output else path
-            for path, owner in zip(found_paths, owners, strict=True)
-        ]
-        if ledger.strict:
-            _refuse_cut(ends, outputs, depends)
-        terms = [term_of(path, owner, outputs.batch_size, scale) for path, owner in zip(ends, owners, strict=True)]
-        rows = [row_weights(path, owner, outputs, scale, depends) for path, owner in zip(ends, owners, strict=True)]
+        owners = known.owners if known else [None] * len(found_paths)
+        ends = [_rows(path, outputs, depends, owner) for path, owner in zip(found_paths, owners, strict=True)]
+        if ledger.strict and outputs.batch_size > 1:
+            _refuse_cut(ends)
+        terms = [end.term(scale) for end in ends]
+        rows = [end.weights(scale) for end in ends]
         together = _averaged_together(_joined(found_paths, terms, [each.kind for each in rows]))
         if not together:
             return LossParts("unknown", NO_PART)
@@ -178,11 +175,11 @@ def loss_parts(
         found,
         terms=len(together),
         weighted=any(path.weighted for path in found_paths) or any(term.class_weights for term in terms),
-        owners=owners,
+        owners=[end.owner for end in ends],
         label_owners={
-            path.node: owner.samples
-            for path, owner, term in zip(found_paths, owners, terms, strict=True)
-            if owner.name in LABELLED and term.share is not None
+            end.path.node: end.owner.samples
+            for end, term in zip(ends, terms, strict=True)
+            if end.name in LABELLED and term.share is not None
         },
         repeated=frozenset(outputs.repeated - {outputs.batch_size}),
     )
@@ -250,13 +247,13 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
     return LossParts("right", factors=factors[0] if factors else None, divided_by=divided_by, page=candidate)
 
 
-def _refuse_cut(found: Sequence[Path], outputs: Outputs, depends: Dependence) -> None:
+def _refuse_cut(found: Sequence[Rows]) -> None:
     """Check that the loss cuts or fills no rows at a place that may be the length of the longest sample.
 
     Raises:
         _Ambiguous: If it does.
     """
-    if outputs.batch_size > 1 and (name := next(filter(None, (cut(path, outputs, depends) for path in found)), "")):
+    if name := next(filter(None, (rows.cut() for rows in found)), ""):
         raise _Ambiguous(
             f"{name} cuts or fills values in the loss up to some length, which may be that of the longest sample, or "
             "puts rows where data say, so that it tells of one sample by all others. Leave the length as it is, and "
@@ -264,19 +261,20 @@ def _refuse_cut(found: Sequence[Path], outputs: Outputs, depends: Dependence) ->
         )
 
 
-def _owner(path: Path, outputs: Outputs, depends: Dependence) -> Owner:
-    """Return whose the rows at the end of a path are, or at its end in what the module returned.
+def _rows(path: Path, outputs: Outputs, depends: Dependence, owner: Owner | None) -> Rows:
+    """Return the rows at the end of a path, or at its end in what the module returned.
 
     Raises:
         Coupled: If samples are mixed there.
-        Unreadable: If that cannot be told.
+        Unreadable: If it cannot be told whose they are.
     """
-    try:
-        return owner_of(path, outputs, depends)
-    except Unreadable:
-        if path.output is None:
-            raise
-        return owner_of(path.output, outputs, depends, is_output=True)
+    if owner is None or owner.name or path.output is None:
+        try:
+            return Rows(path, outputs, depends, owner)
+        except Unreadable:
+            if path.output is None:
+                raise
+    return Rows(path.output, outputs, depends, owner, is_output=True)
 
 
 _REDUCTIONS = {"mean": "mean over samples", "sum": "sum over samples", "token_mean": "mean over rows"}
