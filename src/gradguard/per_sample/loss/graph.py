@@ -51,8 +51,34 @@ _OPERATION = re.compile(r"(\w+?)Backward\d*")  # with a number unless it is a fu
 _TOO_MANY = 5_000
 
 
-class Unreadable(Exception):  # noqa: N818
-    """The graph cannot be followed; the message says why. It never leaves this package."""
+Verdict = Literal["right", "wrong", "unknown", "unverified"]
+
+
+class Refused(Exception):  # noqa: N818
+    """A loss may be something else than it is said to be; the message says why. It never leaves this package.
+
+    Args:
+        words: Why.
+        factors: Each sample's part in it, as a multiple of its own loss [B], if that is known.
+    """
+
+    verdict: Verdict = "unknown"
+
+    def __init__(self, words: str, factors: Tensor | None = None) -> None:
+        super().__init__(words)
+        self.factors = factors
+
+
+class Unreadable(Refused):
+    """The graph cannot be followed."""
+
+    verdict = "unverified"
+
+
+class Coupled(Refused):
+    """The loss is no sum, or mean, of the samples' own."""
+
+    verdict = "wrong"
 
 
 class Root(NamedTuple):

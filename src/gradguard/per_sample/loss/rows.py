@@ -15,6 +15,7 @@ from gradguard.per_sample.loss.graph import (
     MEANS,
     TAPS,
     Constant,
+    Coupled,
     Dependence,
     Path,
     Step,
@@ -64,10 +65,6 @@ _CHOOSING = operations(
 _ADDING = operations("Sum Nansum Dot Mv Mm Bmm")
 
 _SELECTING = frozenset(["Index", "IndexSelect", "MaskedSelect"])
-
-
-class Coupled(Exception):  # noqa: N818
-    """A term of the loss is no sum of the samples' own; the message says why."""
 
 
 @dataclass(frozen=True)
