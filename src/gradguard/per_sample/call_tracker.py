@@ -382,7 +382,7 @@ class CallTracker:
         pattern = self._rehearsed or self._planner.pattern_for(module, arguments, size, kind, state)
         call = LastCall(pattern, arguments, size, autocast)
         self._capture.verifying = not rehearsal and rehearse is not None and size not in pattern.sizes
-        if rehearse is not None and self._capture.verifying:
+        if self._capture.verifying and rehearse is not None:
             rehearse(self, call)
             self._planner.restart()
             self._unverified.append(call)
@@ -401,14 +401,15 @@ class CallTracker:
         if pattern.looped:
             self._loop = self.looped_call(call)
             return
-        if self._is_witnessed(rehearsal or rehearse is None):
-            self._witnessed = self._record(call)
-        if self.witness is not None and (rehearsal or rehearse is not None):
-            self._trace = OperationTrace()
-            if not rehearsal:
-                self._given = [(tensor, changes_of(tensor)) for tensor in Skeleton(arguments).tensors]
-                self._buffers_before = copied_buffers(module) if pattern.changes_buffers else {}
-                self._state_before = None if self._witnessed is not None else generator_states(accelerators_of(module))
+        if self.witness is None or not (rehearsal or rehearse is not None):
+            return
+        self._trace = OperationTrace()
+        if rehearsal:
+            return
+        self._witnessed = self._record(call) if self.witness.is_due else None
+        self._given = [(tensor, changes_of(tensor)) for tensor in Skeleton(arguments).tensors]
+        self._buffers_before = copied_buffers(module) if pattern.changes_buffers else {}
+        self._state_before = None if self._witnessed is not None else generator_states(accelerators_of(module))
 
     def _look_at_state(self) -> int:
         """Look whether the model may compute something else than in the last call; return the number of its state."""
@@ -434,9 +435,6 @@ class CallTracker:
         if module not in self._holds_trained:
             self._holds_trained[module] = self._planner.uses_trained(module)
         return self._holds_trained[module]
-
-    def _is_witnessed(self, without: bool) -> bool:
-        return not without and self.witness is not None and self.witness.is_due
 
     def _record(self, call: LastCall) -> LoopedCall:
         """Take note of a call, so that one sample of it can be run alone again."""
@@ -512,24 +510,20 @@ class CallTracker:
     def _end_loop(self, output: Any) -> Any:
         loop, self._loop = self._loop, None
         assert loop is not None
-        pattern = self.last_calls[loop.module].pattern
-        return self._refuse_unowned(loop.module, self._capture.tap_loop(loop, output), output, pattern)
+        return self._refuse_unowned(loop.module, self._capture.tap_loop(loop, output), output)
 
-    def _refuse_unowned(self, module: nn.Module, changed: Any, output: Any, pattern: CallPattern | None = None) -> Any:
+    def _refuse_unowned(self, module: nn.Module, changed: Any, output: Any) -> Any:
         """Let a gradient of a tensor that belongs to no sample be an error, where the outermost module returned it."""
-        if self._stack or self._capture.batch_size == 0 or module not in self.last_calls:
+        if self._stack or self._rehearsed is not None or not self._capture.batch_size or module not in self.last_calls:
             return changed
-        pattern = pattern or self.last_calls[module].pattern
-        if self._rehearsed is not None:
-            return changed
+        pattern = self.last_calls[module].pattern
         tensors = Skeleton(output if changed is None else changed).tensors
         if self._loss_check is not None:
             axes = pattern.output_axes if len(tensors) == len(pattern.output_axes) else [None] * len(tensors)
             self._loss_check.add_outputs(tensors, axes)
-        if pattern.unowned:
-            for position, words in pattern.unowned.items():
-                if position < len(tensors) and tensors[position].requires_grad:
-                    tensors[position].register_hook(partial(_refuse, words))
+        for position, words in pattern.unowned.items():
+            if position < len(tensors) and tensors[position].requires_grad:
+                tensors[position].register_hook(partial(_refuse, words))
         return changed
 
     def _look_at_trained(self) -> None:

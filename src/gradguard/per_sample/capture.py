@@ -475,22 +475,25 @@ class LayerCapture:
         if loop.leaves is None and not witnessed:
             values = [value.detach() for value in values]
         receiver = self.collector.receive_witnessed if witnessed else self.collector.receive_loop
-        receive = partial(_receive_all, partial(receiver, loop), len(returned.tensors), places)
-        results = tap(receive, (), self._anchor(values[0]), values)
-        tensors: list[Tensor | None] = list(returned.tensors)
-        for place, value in zip(places, results, strict=True):
-            tensors[place] = value
-        return returned.fill(tensors)
+        return self._tapped(returned, places, values, (), partial(receiver, loop))
 
     def _tap_outputs(self, output: Any, saved: Sequence[Tensor], receive: Callable[..., None]) -> Any:
         returned = Skeleton(output)
-        values = [t for t in returned.tensors if t.is_floating_point() or t.is_complex()]
-        if not values:
-            return None
         places = [i for i, t in enumerate(returned.tensors) if t.is_floating_point() or t.is_complex()]
+        values = [returned.tensors[i] for i in places]
+        return self._tapped(returned, places, values, saved, receive) if places else None
+
+    def _tapped(
+        self,
+        returned: Skeleton,
+        places: Sequence[int],
+        values: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        receive: Callable[..., None],
+    ) -> Any:
+        """What was returned, with tapped ``values`` in some places."""
         tensors: list[Tensor | None] = list(returned.tensors)
-        count = len(tensors)
-        results = tap(partial(_receive_all, receive, count, places), saved, self._anchor(values[0]), values)
+        results = tap(partial(_receive_all, receive, len(tensors), places), saved, self._anchor(values[0]), values)
         for place, value in zip(places, results, strict=True):
             tensors[place] = value
         return returned.fill(tensors)

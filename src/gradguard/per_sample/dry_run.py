@@ -20,7 +20,8 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Arguments, changes_of, take_samples, tensor_leaves
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of
-from gradguard.per_sample.rerun import TOO_RARE, host_generators, is_draw, seed_generators, undisturbed, without_graph
+from gradguard.per_sample.rerun import TOO_RARE, is_draw, seed_generators, undisturbed, without_graph
+from gradguard.state.generators import generator_states, have_drawn
 from gradguard.torch_private import each_operation, never_compiled, parameter_slots, tree_leaves
 
 Slot = tuple[nn.Module, str]
@@ -300,7 +301,7 @@ class DryRun:
             observer,
         ):
             seed_generators(self._seed)
-            before = torch.get_rng_state(), host_generators()
+            before = generator_states([])
             versions = [changes_of(buffer) for buffer in self._module.buffers()]
             held = [(name, parameter, changes_of(parameter)) for name, parameter in self._module.named_parameters()]
             try:
@@ -309,7 +310,7 @@ class DryRun:
                 raise
             except Exception as error:
                 raise UnsupportedGradientError(self._failed(samples, error)) from error
-            self.draws |= not torch.equal(before[0], torch.get_rng_state()) or before[1] != host_generators()
+            self.draws |= have_drawn(before)
             _refuse_written([name for name, parameter, version in held if changes_of(parameter) != version])
             self.changes_buffers |= versions != [changes_of(buffer) for buffer in self._module.buffers()]
         return observer.calls

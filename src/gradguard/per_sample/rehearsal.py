@@ -15,23 +15,22 @@ What cannot be followed layer by layer is tried again sample by sample; what fai
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import MappingProxyType
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Arguments, Skeleton, to_float64
+from gradguard.per_sample.call_arguments import Skeleton, to_float64
 from gradguard.per_sample.call_tracker import CallTracker, LastCall
 from gradguard.per_sample.comparison import Comparison, judge, norm
-from gradguard.per_sample.contributions import Contribution, exact_products, real_parts, wide
+from gradguard.per_sample.contributions import Contribution, exact_products
 from gradguard.per_sample.dry_run import Slot, WithoutDropout
-from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.rerun import Draws, substituted, undisturbed, without_graph
-from gradguard.per_sample.sample_loop import not_the_reduction, rows_of, same_rows
+from gradguard.per_sample.rerun import Draws, Snapshot, substituted, undisturbed, without_graph
+from gradguard.per_sample.sample_loop import SampleLoop, rows_of, same_rows
 from gradguard.torch_private import buffer_slots, parameter_slots
 
 _LARGEST_IN_FLOAT64 = 1 << 30
@@ -95,10 +94,9 @@ class Rehearsal:
         samples = _finite_samples(tracker, call, min(2, call.batch_size))
         follows = not call.pattern.looped  # where samples run one by one, they are compared on every step
         found = compare(tracker, call, samples, self._reduction, note=True, opened=follows)
-        if found is not None and found.excess <= 1 and call.batch_size > 1 and follows:
-            # A layer may get samples in an order that depends on their values, and give them back in theirs.
-            found = compare(tracker, call, samples[::-1], self._reduction, opened=True)
         if found is None:
+            if call.pattern.unowned:
+                raise UnsupportedGradientError(next(iter(call.pattern.unowned.values())))
             raise UnsupportedGradientError(
                 f"no tensor can be seen in what {type(call.pattern.module).__name__} returns that grows with the "
                 "number of samples or is a loss, so nothing can be compared. Return tensors, tuples, lists or dicts."
@@ -134,7 +132,7 @@ class Rehearsal:
         """
         size = call.batch_size
         last = size - 1
-        with _as_called(call, autocast=False) as reset, exact_products(), WithoutDropout():
+        with _as_called(call, autocast=False) as reset, exact_products():
             whole = _together(tracker, call, [*reversed(range(size))], reset, hooks=True)
             first = max(1, size // 2 - (size // 2 + 1) % 2)
             alone = {whole.indices[place]: whole.alone([place]) for place in (0, last)}
@@ -187,9 +185,22 @@ class _Together:
 
     def alone(self, places: list[int]) -> list[Tensor]:
         """Return what the samples at some places return without the others."""
-        arguments = self._call.samples(self._tracker.batch_first, [self.indices[i] for i in places])
-        with self._tracker.quietly(), without_graph(self._call.pattern.module):
-            return _with_draws(self._call.pattern, arguments, self.draws, places, len(self.indices), self._reset)
+        args, kwargs = self._call.samples(self._tracker.batch_first, [self.indices[i] for i in places])
+        module = self._call.pattern.module
+        for last in (False, True):
+            try:
+                torch.manual_seed(0)
+                self._reset()
+                with (
+                    self._tracker.quietly(),
+                    without_graph(module),
+                    self.draws.of_samples(places, len(self.indices), last),
+                ):
+                    return Skeleton(module(*args, **kwargs)).tensors
+            except UnsupportedGradientError:
+                if last or not self.draws.drawn:
+                    raise
+        raise AssertionError
 
     def compare(self, places: list[int], alone: list[Tensor]) -> None:
         """Compare what the samples at some places have returned with what they return without the others.
@@ -255,31 +266,37 @@ def compare(
         scaled: Scale what the outputs get by powers of two, to see that the backward is linear.
         alone: Run only so many of them, the first, by themselves.
         opened: Put other numbers into parameters and buffers that hold one number only: a gate that is shut, at 0, or
-            open, at 1, would hide what it lets pass later. Only where the model runs in float64.
+            open, at 1, would hide what it lets pass later. Only where the model runs in float64. Run the samples in
+            the other order, too: a layer may get them in one that depends on their values, and give them back in
+            theirs.
 
     Returns:
         None if nothing that is returned can be compared.
+
+    Raises:
+        UnsupportedGradientError: If the samples cannot be run so, or one has a gradient that is not finite.
     """
-    with ExitStack() as stack:
-        call, precision = stack.enter_context(_in_float64(tracker, call, opened))
-        stack.enter_context(torch.enable_grad())
-        reset = stack.enter_context(_as_called(call, autocast=precision is None))
-        with exact_products():
-            if precision is None:
-                held = map(tracker.parameter, tracker.aliases)
-                dtypes = [p.dtype for p in held if p.is_floating_point() or p.is_complex()]
-                dtypes += [call.autocast[1]] if call.autocast else []
-                precision = max(torch.finfo(dtype).eps for dtype in dtypes)
-            if note:
-                call.pattern.precision = precision
-            pair = _Pair(tracker, call, list(samples), reduction, precision, reset, scaled, alone)
-            found = pair.compare()
+
+    def compared(one: LastCall, autocast: bool) -> Comparison | None:
+        with torch.enable_grad(), _as_called(one, autocast) as reset, exact_products():
+            pair = _Pair(tracker, one if autocast else replace(one, autocast=None), list(samples), reduction, reset)
+            found = pair.compare(scaled, len(samples) if alone is None else alone, opened)
             unowned = pair.unowned() if note or found is None else {}
             if note:
-                call.pattern.unowned |= unowned
-            if found is None and pair.owned_numbers:
-                return Comparison(0.0, "", 0.0)
-            return found
+                one.pattern.precision = pair.precision
+                one.pattern.unowned |= unowned
+            return Comparison(0.0, "", 0.0) if found is None and pair.owned_numbers else found
+
+    doubled = _in_float64(call.pattern.module, opened)
+    if doubled is not None:
+        try:
+            with substituted(doubled):
+                return compared(replace(call, arguments=to_float64(call.arguments)), autocast=False)
+        except UnsupportedGradientError:
+            raise
+        except Exception:
+            pass  # it does not run in float64, or only with more memory
+    return compared(call, autocast=True)
 
 
 class _Pair:
@@ -290,39 +307,48 @@ class _Pair:
         call: The call that the samples are taken from.
         samples: Which, in order.
         reduction: What a number that the module returns is over samples.
-        precision: Machine epsilon.
         reset: Puts the module back as it was.
-        scaled: Scale the gradients of the outputs by powers of two: up and down in turn in the batch, the other way
-            for a sample alone. In a linear backward this changes no bit of what is compared.
-        alone: How many run by themselves; None for all.
+
+    Attributes:
+        precision: Machine epsilon of the coarsest dtype that was computed in.
+        owned_numbers: The positions of numbers that the module returned and that are the reduction of the samples'.
     """
 
     def __init__(
-        self,
-        tracker: CallTracker,
-        call: LastCall,
-        samples: list[int],
-        reduction: str,
-        precision: float,
-        reset: Callable[[], None],
-        scaled: bool,
-        alone: int | None,
+        self, tracker: CallTracker, call: LastCall, samples: list[int], reduction: str, reset: Callable[[], None]
     ) -> None:
-        self._reset = reset
-        self._tracker, self._call, self._samples = tracker, call, samples
-        self._reduction, self._precision = reduction, precision
-        self._pattern = call.pattern
-        self._together = call.samples(tracker.batch_first, samples)
-        self._alone = [call.samples(tracker.batch_first, [i]) for i in samples[:alone]]
-        self._draws = Draws()
-        factor = 2.0 ** (_LITTLE if precision > 1e-4 else _MUCH) if scaled else 1.0
-        self._scales = [1 / factor if i % 2 else factor for i in range(len(samples))]
+        self._tracker, self._call, self._samples, self._reset = tracker, call, samples, reset
+        self._reduction, self._pattern = reduction, call.pattern
+        self._alone = [call.samples(tracker.batch_first, [i]) for i in samples]
+        held = [tracker.parameter(name) for name in tracker.aliases]
+        self.precision = max(torch.finfo(p.dtype).eps for p in held if p.is_floating_point() or p.is_complex())
         self.owned_numbers: list[int] = []
 
-    def compare(self) -> Comparison | None:
-        """Compare the gradients that rows of the outputs give; None if there are none."""
-        self._outputs, found, grads = self._run_together(self._random_grads)
-        return self._against_alone(found, grads, self._scales) if any(g is not None for g in grads) else None
+    def compare(self, scaled: bool, alone: int, both_orders: bool) -> Comparison | None:
+        """Compare the gradients that rows of the outputs give.
+
+        Args:
+            scaled: Scale the gradients of the outputs by powers of two: up and down in turn in the batch, the other way
+                for a sample alone. In a linear backward this changes no bit of what is compared.
+            alone: How many run by themselves.
+            both_orders: Compare in the other order, too.
+
+        Returns:
+            The largest error; None if no output has such rows.
+        """
+        order = [*range(len(self._samples))]
+        loop, found = self._run_together(self._random_grads, order, scaled)
+        if all(grad is None for grad in loop.call.grads):
+            return None
+        if not both_orders:
+            return self._against(loop, found, loop.run(range(alone)), order)
+        own = [*loop.run(order)]
+        first = self._against(loop, found, own, order)
+        if first.excess > 1:
+            return first
+        order.reverse()
+        loop, found = self._run_together(self._random_grads, order, scaled)
+        return self._against(loop, found, loop.run(range(len(order))) if loop.drew else reversed(own), order)
 
     def unowned(self) -> dict[int, str]:
         """Return what to say of gradients of outputs that no sample owns; numbers that are the reduction are owned."""
@@ -350,31 +376,21 @@ class _Pair:
                 f"are run one by one ({self._pattern.reason}), so the numbers of their tokens cannot be counted. "
                 "Compute the loss outside, from what it returns for each token."
             )
-        values = []
-        for i, arguments in enumerate(self._alone if self._reduction != "token_mean" else []):
-            with self._tracker.quietly(), without_graph(self._pattern.module), WithoutDropout():
-                alone = _with_draws(self._pattern, arguments, self._draws, [i], len(self._samples), self._reset)
-                values.append(float(alone[position]))
-        expected = sum(values) / (len(values) if self._reduction == "mean" else 1)
-        recorded = float(self._outputs[position].detach())
-        bar = min(1e3 * self._precision, math.sqrt(self._precision))
-        if self._reduction != "token_mean" and abs(recorded - expected) > bar * max(
-            abs(expected), abs(recorded), 1e-300
-        ):
-            return not_the_reduction(recorded, expected, self._reduction)
+        order = [*range(len(self._samples))]
 
         def one(outputs: Sequence[Tensor]) -> list[Tensor | None]:
             return [torch.ones_like(o) if i == position else None for i, o in enumerate(outputs)]
 
-        def compared() -> Comparison:
-            _, found, grads = self._run_together(one)
-            shared = self._reduction == "token_mean"
-            return self._against_alone(found, grads, [self._scales[0]] * len(self._scales), shared)
+        def compared(scaled: bool) -> Comparison:
+            loop, found = self._run_together(one, order, scaled, number=True)
+            return self._against(loop, found, loop.run(order), order, shared=self._reduction == "token_mean")
 
-        if compared().excess <= 1:
-            return None
-        self._scales = [1.0] * len(self._scales)
-        comparison = compared()
+        try:
+            if compared(True).excess <= 1:
+                return None
+            comparison = compared(False)
+        except UnsupportedGradientError as error:
+            return str(error)
         if comparison.excess <= 1:
             raise UnsupportedGradientError(_not_linear(self._pattern.module))
         return (
@@ -396,51 +412,69 @@ class _Pair:
         return grads
 
     def _run_together(
-        self, choose: Callable[[Sequence[Tensor]], list[Tensor | None]]
-    ) -> tuple[list[Tensor], dict[str, Contribution], list[Tensor | None]]:
-        """The samples together, as the clipper sees them; its per-sample gradients."""
-        module, (args, kwargs) = self._pattern.module, self._together
-        torch.manual_seed(0)
+        self,
+        choose: Callable[[Sequence[Tensor]], list[Tensor | None]],
+        order: Sequence[int],
+        scaled: bool,
+        number: bool = False,
+    ) -> tuple[SampleLoop, dict[str, Contribution]]:
+        """Run the samples together, as the clipper sees them.
+
+        Args:
+            choose: Gives the gradients of what they return in their own order.
+            order: The one in which they run.
+            scaled: Scale these gradients.
+            number: All samples have the scale of the first.
+
+        Returns:
+            What runs each by itself; the per-sample gradients.
+        """
+        module, tracker, axes = self._pattern.module, self._tracker, self._pattern.output_axes
+        args, kwargs = self._call.samples(tracker.batch_first, [self._samples[i] for i in order])
+        loop = tracker.looped_call(replace(self._call, batch_size=len(order)))
+        loop.taken = {place: self._alone[i] for place, i in enumerate(order)}
+        loop.shares = torch.ones(len(order))  # of tokens: they are found by the comparison
         self._reset()
-        # Dropout is off in backward too, where a checkpoint runs forward again, and where samples are run one by one.
-        with self._tracker.collect_separately(self._pattern) as collector, WithoutDropout():
-            self._draws = Draws()
-            with self._draws:
+        loop.before = Snapshot(module)
+        torch.manual_seed(0)
+        with tracker.collect_separately(self._pattern) as collector:
+            with Draws() as loop.draws:
                 outputs = Skeleton(module(*args, **kwargs)).tensors
-            grads = choose(outputs)
-            axes = self._pattern.output_axes
+            self.precision = loop.precision = max(self.precision, loop.draws.precision)
+            self._outputs, loop.outputs = outputs, [(output.detach(), -1) for output in outputs]
+            factor = 2.0 ** (_LITTLE if self.precision > 1e-4 else _MUCH) if scaled else 1.0
+            scales = [1 / factor if i % 2 and not number else factor for i in order]
+            loop.grads = [
+                g if g is None or a is None else _placed(g, a, order)
+                for g, a in zip(choose(outputs), axes, strict=True)
+            ]
+            loop.scales = [1 / scale for scale in scales]
             pairs = [
-                (o, self._scaled(g, axis)) for o, g, axis in zip(outputs, grads, axes, strict=True) if g is not None
+                (o, g * scales[0] if a is None else _placed(g, a, range(len(order)), scales))
+                for o, g, a in zip(outputs, loop.grads, axes, strict=True)
+                if g is not None
             ]
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-            mini_batch = collector.mini_batch
             device = outputs[0].device if outputs else torch.device("cpu")
-            found = mini_batch.finish(device) if mini_batch is not None else {}
-        return outputs, found, grads
+            found = {} if collector.mini_batch is None else collector.mini_batch.finish(device)
+        return SampleLoop(loop), found
 
-    def _scaled(self, grad: Tensor, axis: BatchAxis | None) -> Tensor:
-        """Gradient of one output with each sample's part multiplied by its scale; a number's by the first."""
-        if axis is None:
-            return grad * self._scales[0]
-        grad, size = grad.clone(), grad.shape[axis.dim] // len(self._samples)
-        for i, scale in enumerate(self._scales):
-            rows_of(grad, axis, size, i).mul_(scale)
-        return grad
-
-    def _against_alone(
+    def _against(
         self,
+        loop: SampleLoop,
         found: Mapping[str, Contribution],
-        grads: Sequence[Tensor | None],
-        scales: Sequence[float],
+        alone: Iterable[dict[str, Tensor]],
+        order: Sequence[int],
         shared: bool = False,
     ) -> Comparison:
-        """Compare with each sample alone, whose gradients come down by the ``scales`` by which they went up.
+        """Compare with each sample alone.
 
         Args:
-            found: The per-sample gradients of the samples together.
-            grads: What the outputs got.
-            scales: One for each sample.
+            loop: The samples that ran together.
+            found: Their per-sample gradients.
+            alone: Those of the first few by themselves.
+            order: Which of the samples they are.
             shared: Each sample has a share of its own in a number; the shares must add up to 1.
 
         Returns:
@@ -450,59 +484,41 @@ class _Pair:
             UnsupportedGradientError: If the gradient of a sample is not finite.
         """
         worst, shares = Comparison(0.0, "", 0.0), 0.0
-        for i, (arguments, scale) in enumerate(zip(self._alone, scales, strict=False)):
-            alone = self._run_alone(i, arguments, [None if g is None else g / scale for g in grads])
-            expected = {name: gradient * scale for name, gradient in alone.items()}
+        for place, expected in enumerate(alone):
             own = {name: norm(gradient) for name, gradient in expected.items()}
             whole = math.hypot(*own.values())
             if not math.isfinite(whole):
                 raise UnsupportedGradientError(
-                    f"the gradient of sample {self._samples[i]} by itself is not finite, though its inputs are: "
-                    f"nothing shows whether samples are separate. {_NOT_FINITE}"
+                    f"the gradient of sample {self._samples[order[place]]} by itself is not finite, though its inputs "
+                    f"are: nothing shows whether samples are separate. {_NOT_FINITE}"
                 )
-            together = {name: contribution.rows(i, i + 1)[0] / scale for name, contribution in found.items()}
+            scale = loop.call.scales[place]
+            together = {name: rows.rows(place, place + 1)[0] * scale for name, rows in found.items()}
             share = _share(together, expected) if shared else 1.0
             shares += share
             for name, gradient in expected.items():
-                rows = together.get(name, 0.0)
-                error = norm(share * wide(gradient) - rows)
-                found_here = judge(name, error, own[name], whole, self._precision)
+                error = norm(share * gradient - together.get(name, 0.0))
+                found_here = judge(name, error, own[name], whole, self.precision)
                 worst = max(worst, found_here, key=lambda c: c.excess)
         if shared and abs(shares - 1) > 1e-3:
             return Comparison(abs(shares - 1), "the whole", math.inf)
         return worst
 
-    def _run_alone(self, i: int, arguments: Arguments, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """Plain autograd of one sample by itself: the gradients of parameters."""
-        tracker, pattern = self._tracker, self._pattern
-        aliases = tracker.aliases
-        values = {name: tracker.parameter(name).detach().requires_grad_() for name in sorted(tracker.trained)}
-        places = {place: value for name, value in values.items() for place in aliases[name]}
-        with tracker.quietly(), WithoutDropout():
-            outputs = _with_draws(pattern, arguments, self._draws, [i], len(self._samples), self._reset, places)
-        # A checkpoint runs forward again.
-        with tracker.quietly(), substituted(places), WithoutDropout(), self._draws.again():
-            parts: list[Tensor | None] = []
-            for output, grad, axis in zip(outputs, grads, pattern.output_axes, strict=True):
-                if grad is not None and axis is None:
-                    grad = grad / len(self._samples) if self._reduction == "mean" else grad
-                elif grad is not None and axis is not None:
-                    grad = rows_of(grad, axis, output.shape[axis.dim], i)
-                parts.append(grad)
-            pairs = [(o, g) for o, g in zip(outputs, parts, strict=True) if g is not None and o.requires_grad]
-            if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        return {
-            name: real_parts(torch.zeros_like(value.detach()) if value.grad is None else _dense(value.grad))
-            for name, value in values.items()
-        }
+
+def _placed(grad: Tensor, axis: BatchAxis, order: Sequence[int], scales: Sequence[float] = ()) -> Tensor:
+    """Each sample's part of an output's gradient at its place in the batch, times the scale there."""
+    placed, size = grad.clone(), grad.shape[axis.dim] // len(order)
+    for place, i in enumerate(order):
+        part = rows_of(grad, axis, size, i)
+        rows_of(placed, axis, size, place).copy_(part * scales[place] if scales else part)
+    return placed
 
 
 def _share(together: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> float:
     """The factor by which gradients in the batch come closest to those of the sample by itself."""
     square = sum(float(gradient.double().square().sum()) for gradient in alone.values())
     product = sum(
-        float((together[name] * wide(gradient)).double().sum()) for name, gradient in alone.items() if name in together
+        float((together[name] * gradient).double().sum()) for name, gradient in alone.items() if name in together
     )
     return product / square if square else 0.0
 
@@ -516,59 +532,30 @@ def _not_linear(module: nn.Module) -> str:
     )
 
 
-def _with_draws(
-    pattern: CallPattern,
-    arguments: Arguments,
-    draws: Draws,
-    samples: Sequence[int],
-    size: int,
-    reset: Callable[[], None],
-    places: Mapping[Slot, Tensor] = MappingProxyType({}),
-) -> list[Tensor]:
-    """What samples return by themselves, with the random numbers that they had in the batch of ``size``."""
-    for last in (False, True):
-        try:
-            torch.manual_seed(0)
-            reset()
-            with substituted(places), draws.of_samples(samples, size, last):
-                return Skeleton(pattern.module(*arguments[0], **arguments[1])).tensors
-        except UnsupportedGradientError:
-            if last or not draws.drawn:
-                raise
-    raise AssertionError
-
-
 @contextmanager
 def _as_called(call: LastCall, autocast: bool) -> Iterator[Callable[[], None]]:
-    """Run as the call ran, with dropout of layers off, and leave no trace; gives what puts the module back."""
-    with undisturbed(call.pattern.module) as reset, ExitStack() as stack:
+    """Run as the call ran, without dropout, and leave no trace; gives what puts the module back."""
+    with undisturbed(call.pattern.module) as reset, WithoutDropout(), ExitStack() as stack:
         if call.autocast:
-            stack.enter_context(
-                torch.autocast(*call.autocast) if autocast else torch.autocast(call.autocast[0], enabled=False)
-            )
+            kind, dtype = call.autocast
+            stack.enter_context(torch.autocast(kind, dtype, enabled=autocast))
         yield reset
 
 
-@contextmanager
-def _in_float64(tracker: CallTracker, call: LastCall, opened: bool = False) -> Iterator[tuple[LastCall, float | None]]:
-    """Let the model be in float64 in a block, if it can; give the call to make, and machine epsilon or None if not."""
-    module = call.pattern.module
-    places = {(m, slot): t for m in module.modules() for held in (parameter_slots(m), buffer_slots(m))
-              for slot, t in held.items() if t is not None}  # fmt: skip
-    floats = {id(t): t for t in places.values() if t.is_floating_point() or t.is_complex()}
-    if sum(8 * t.numel() for t in floats.values()) > _LARGEST_IN_FLOAT64:
-        yield call, None
-        return
+def _in_float64(module: nn.Module, opened: bool) -> dict[Slot, Tensor] | None:
+    """Return float64 copies of parameters and buffers, by the places that hold them; None if they are too large."""
+    places = {
+        (m, slot): tensor
+        for m in module.modules()
+        for slot, tensor in (parameter_slots(m) | buffer_slots(m)).items()
+        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+    }
+    tensors = {id(tensor): tensor for tensor in places.values()}
+    if sum(8 * tensor.numel() for tensor in tensors.values()) > _LARGEST_IN_FLOAT64:
+        return None
     generator = torch.Generator().manual_seed(0) if opened else None
-    copies = {key: _float64(t, generator) for key, t in floats.items()}
-    doubled = {place: copies[id(t)] for place, t in places.items() if id(t) in copies}
-    other = LastCall(call.pattern, to_float64(call.arguments), call.batch_size, call.autocast)
-    with substituted(doubled):
-        precision = _precision_in_float64(tracker, other)
-        if precision is not None:
-            yield other, precision
-            return
-    yield call, None
+    copies = {key: _float64(tensor, generator) for key, tensor in tensors.items()}
+    return {place: copies[id(tensor)] for place, tensor in places.items()}
 
 
 def _float64(tensor: Tensor, opens: torch.Generator | None) -> Tensor:
@@ -576,24 +563,3 @@ def _float64(tensor: Tensor, opens: torch.Generator | None) -> Tensor:
     if opens is not None and bool((copied == copied.flatten()[:1]).all()):
         copied += 0.25 * torch.rand(copied.shape, generator=opens, dtype=torch.float64).to(copied.device)
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
-
-
-def _precision_in_float64(tracker: CallTracker, call: LastCall) -> float | None:
-    """Run a sample; return the coarsest machine epsilon on the way, None if the model does not run in float64."""
-    arguments = call.samples(tracker.batch_first, [0])
-    try:
-        with (
-            tracker.quietly(),
-            _as_called(call, autocast=False),
-            without_graph(call.pattern.module),
-            WithoutDropout(),
-            Draws() as draws,
-        ):
-            call.pattern.module(*arguments[0], **arguments[1])
-    except Exception:
-        return None
-    return draws.precision
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.layout is not torch.strided else gradient

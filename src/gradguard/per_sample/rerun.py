@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradguard.distributed.fully_sharded import GatheredLayers
 from gradguard.errors import UnsupportedGradientError
-from gradguard.state.generators import device_state
+from gradguard.state.generators import accelerators_of, device_state, generator_states, restore_generators
 from gradguard.torch_private import (
     arguments_of,
     buffer_slots,
@@ -47,7 +47,7 @@ def undisturbed(module: nn.Module, drop_rate: float | None = 0.0) -> Iterator[Ca
         drop_rate: What layers of dropout drop in the block, of those that drop any; None: what they do.
 
     Yields:
-        What puts the module back at once, for several calls from one state; not torch's generators.
+        What puts the module back at once, for several calls from one state.
     """
     before = Snapshot(module)
 
@@ -56,11 +56,8 @@ def undisturbed(module: nn.Module, drop_rate: float | None = 0.0) -> Iterator[Ca
         if drop_rate is not None:
             _set_drop_rate(module, drop_rate)
 
-    devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices))
-        stack.enter_context(warnings.catch_warnings())
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # a reentrant checkpoint
         torch.backends.mha.set_fastpath_enabled(False)
         reset()
@@ -101,7 +98,7 @@ def _set_drop_rate(module: nn.Module, rate: float) -> None:
 
 
 class Snapshot:
-    """A module as it is: its buffers, its attributes and those of the modules in it, and the generators beside torch's.
+    """A module as it is: its buffers, its attributes and those of the modules in it, and the random generators.
 
     Hooks are among the attributes: a model that puts hooks on its layers the first time it is asked for hidden states
     must not keep them from a run that never was. So are layers, which a model may replace in its first forward.
@@ -117,7 +114,7 @@ class Snapshot:
     def __init__(self, module: nn.Module, buffers: bool = True) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()] if buffers else []
         self._gathered = GatheredLayers(module)
-        self._generators = host_generators()
+        self._generators = generator_states(accelerators_of(module))
         self._contents: list[_Content] = []
         seen: set[int] = set()
         waiting: list[Any] = [vars(m) for m in module.modules()]
@@ -133,7 +130,7 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back, in the same containers and buffers."""
-        restore_host_generators(self._generators)
+        restore_generators(self._generators)
         self._gathered.shard_again()  # before its parameters are put back, which it would not notice
         for content in self._contents:
             content.put_back()
@@ -181,22 +178,6 @@ class _Content:
             base.update(container, before)
         else:
             base.extend(container, before)
-
-
-def host_generators() -> tuple[Any, Any]:
-    """Return the states of Python's generator and of NumPy's, in a program that uses NumPy; they can be compared."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return random.getstate(), None
-    name, key, *rest = numpy.random.get_state()
-    return random.getstate(), (name, tuple(key.tolist()), *rest)
-
-
-def restore_host_generators(states: tuple[Any, Any]) -> None:
-    """Put them into ``states``."""
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
 
 
 def seed_generators(seed: int) -> None:
@@ -267,7 +248,7 @@ class Draws:
         self._untold: UntoldDrawsError | None = None
         self.drawn: list[tuple[str, Tensor]] = []
         self.precision = torch.finfo(torch.float64).eps
-        self._generators = host_generators()
+        self._generators = generator_states([])
         self._replayed: dict[bytes, Tensor] = {}
 
     def __enter__(self) -> "Draws":
@@ -314,14 +295,14 @@ class Draws:
         """
         if self._untold is not None:
             raise self._untold
-        now = host_generators()
-        restore_host_generators(self._generators)
+        now = generator_states([])
+        restore_generators(self._generators)
         replay = _Share(self.drawn, samples, batch_size, last)
         try:
             with each_operation(replay.draw):
                 yield
         finally:
-            restore_host_generators(now)
+            restore_generators(now)
         replay.finish()
         self._replayed = replay.given
 

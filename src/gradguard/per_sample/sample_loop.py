@@ -51,6 +51,7 @@ class LoopedCall:
         outputs: What it returned, and the version of each tensor.
         grads: The gradient of each tensor that it returned.
         shares: The share of each sample in a mean over tokens, ``[B]``.
+        scales: What the outputs' gradients are multiplied by for each sample alone, where that is not its own loss's.
         leaves: The plain gradients, on a step that is to be verified.
         taken: Arguments of samples that were taken before the call, which may write into them.
         recorded: Tensors with the version that each had, without which the call cannot be repeated.
@@ -74,6 +75,7 @@ class LoopedCall:
     grads: Sequence[Tensor | None] = ()
     leaves: Leaves | None = None
     shares: Tensor | None = None
+    scales: Sequence[float] = ()
     taken: dict[int, Arguments] = field(default_factory=dict)
     recorded: list[tuple[Tensor, int]] = field(default_factory=list)
 
@@ -99,22 +101,19 @@ class LoopedCall:
         They are those of its own loss then, as a backward that is not linear needs them. In half precision they might
         overflow.
         """
+        if self.scales:
+            return self.scales[sample]
         share = self.share_of(sample)
         return 1 / share if share > 0 and self.precision <= _FINE else 1.0
 
     def contributions(self, budget: int) -> dict[str, Contribution]:
         """Return the per-sample gradients of each parameter, held if they take at most ``budget`` bytes."""
-        parameters = {name: parameter_slots(module)[slot] for name, [(module, slot), *_] in self.places.items()}
-        size = sum(self.batch_size * max(4, p.element_size()) * p.numel() for p in parameters.values() if p is not None)
+        values = {name: _value(places) for name, places in self.places.items()}
         loop = SampleLoop(self)
-        if size > budget:
-            shapes = {name: real_parts(p.detach()).shape for name, p in parameters.items() if p is not None}
-            return {name: Looped(name, shape, loop) for name, shape in shapes.items()}
-        rows: dict[str, list[Tensor]] = {name: [] for name in self.places}
-        for gradients in loop.run(range(self.batch_size)):
-            for name, gradient in gradients.items():
-                rows[name].append(gradient)
-        return {name: Materialized(torch.stack(column)) for name, column in rows.items() if column}
+        if self.batch_size * sum(max(4, value.element_size()) * value.numel() for value in values.values()) > budget:
+            return {name: Looped(name, real_parts(value).shape, loop) for name, value in values.items()}
+        rows = [*loop.run(range(self.batch_size))]
+        return {name: Materialized(torch.stack([gradients[name] for gradients in rows])) for name in values}
 
     def verify(self, found: Mapping[str, Contribution]) -> None:
         """Compare with the plain gradients, on a step that is to be verified.
@@ -143,6 +142,11 @@ class SampleLoop:
         self._squares: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
 
+    @property
+    def drew(self) -> bool:
+        """Whether the batch drew random numbers."""
+        return self.call.draws is not None and bool(self.call.draws.drawn)
+
     def run(self, samples: Sequence[int]) -> Iterator[dict[str, Tensor]]:
         """Give the gradients of one sample after the other, at least float32; complex ones as pairs of real values.
 
@@ -154,7 +158,7 @@ class SampleLoop:
         """
         call = self.call
         numbers = [0.0] * len(call.output_axes)
-        last: bool | None = None if call.draws is not None and call.draws.drawn else False
+        last: bool | None = None if self.drew else False
         with call.quietly(), undisturbed(call.module, drop_rate=None), torch.enable_grad():
             for sample in samples:
                 if last is None:  # how samples lie in what is drawn is the same for all of them
@@ -186,7 +190,7 @@ class SampleLoop:
                 raise UnsupportedGradientError(_differs(call, "it returns other tensors"))
             roots, grads = [], []
             for i, (output, (recorded, version)) in enumerate(zip(outputs, call.outputs, strict=True)):
-                grad, axis = call.grads[i] if call.grads else None, call.output_axes[i]
+                grad, axis = call.grads[i], call.output_axes[i]
                 if axis is not None:
                     if changes_of(recorded) == version and not same_rows(
                         recorded, output, axis, [sample], call.precision
@@ -228,7 +232,7 @@ class SampleLoop:
         if call.reduction == "token_mean":  # its shares were read from the graph
             return
         for i, (recorded, _) in enumerate(call.outputs):
-            if call.output_axes[i] is None and call.grads and call.grads[i] is not None and recorded.dim() == 0:
+            if call.output_axes[i] is None and call.grads[i] is not None and recorded.dim() == 0:
                 expected = numbers[i] / (call.batch_size if call.reduction == "mean" else 1)
                 bar = max(4 * call.precision, min(1e3 * call.precision, call.precision**0.5))
                 if abs(float(recorded) - expected) > bar * abs(expected):

@@ -51,8 +51,34 @@ _OPERATION = re.compile(r"(\w+?)Backward\d*")  # with a number unless it is a fu
 _TOO_MANY = 5_000
 
 
-class Unreadable(Exception):  # noqa: N818
-    """The graph cannot be followed; the message says why. It never leaves this package."""
+Verdict = Literal["right", "wrong", "unknown", "unverified"]
+
+
+class Refused(Exception):  # noqa: N818
+    """A loss may be something else than it is said to be; the message says why. It never leaves this package.
+
+    Args:
+        words: Why.
+        factors: Each sample's part in it, as a multiple of its own loss [B], if that is known.
+    """
+
+    verdict: Verdict = "unknown"
+
+    def __init__(self, words: str, factors: Tensor | None = None) -> None:
+        super().__init__(words)
+        self.factors = factors
+
+
+class Unreadable(Refused):
+    """The graph cannot be followed."""
+
+    verdict = "unverified"
+
+
+class Coupled(Refused):
+    """The loss is no sum, or mean, of the samples' own."""
+
+    verdict = "wrong"
 
 
 class Root(NamedTuple):
@@ -95,11 +121,6 @@ class BackwardRoots:
 
         self._replacement = backward
         torch.autograd.backward = backward
-
-    @property
-    def running(self) -> bool:
-        """Whether it has begun, and not ended."""
-        return self._original is not None
 
     def stop(self) -> None:
         """End; again does nothing."""
@@ -154,40 +175,36 @@ def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
     A loss that the module itself returns is followed to the layers inside. Tensors by which values are multiplied, and
     labels, are not looked at: the next batch changes them.
     """
-    places: dict[Node, int] = {}
     starts = [(root.node, root.number) for root in roots]
-    pending = [start[0] for start in starts if start not in ends]
+    places: dict[Node, int] = {}
+    pending: list[Node] = []
+
+    def told_of(node: Node | None, number: int) -> Any:
+        """What tells a value from others: its number among the nodes, or its shape where samples begin."""
+        if node is None:
+            return None
+        if (node, number) in ends or (node.name() in TAPS and shape_of(node, number)):
+            return "output", tuple(shape_of(node, number))
+        if node not in places:
+            places[node] = len(places)
+            pending.append(node)
+        return places[node], number
+
     told: list[Any] = [(_shown(root.gradient) if root.gradient.dim() else None) for root in roots]
+    told += [told_of(node, number) for node, number in starts]
     numbers = [float(root.gradient) for root in roots if not root.gradient.dim()]
     labelled: list[Node] = []
     by_data = False
     while pending:
-        node = pending.pop()
-        if node in places:
-            continue
-        if len(places) == _TOO_MANY:
+        if len(places) > _TOO_MANY:
             return Make()
+        node = pending.pop()
         by_data = by_data or _is_by_data(node)
-        places[node] = len(places)
         if operation(node) in LABELLED:
             labelled.append(node)
         numbers += _scalars(node)
-        edges: list[Any] = []
-        for child, number in node.next_functions:
-            if child is None or (child, number) in ends or (child.name() in TAPS and shape_of(child, number)):
-                edges.append(child and ("output", tuple(shape_of(child, number))))
-                continue
-            pending.append(child)
-            edges.append((child, number))
-        told.append((_settings(node), edges))
-    told = [
-        [*entry[0], [edge and (places.get(edge[0], edge[0]), edge[1]) for edge in entry[1]]]
-        if isinstance(entry, tuple) and isinstance(entry[1], list)
-        else entry
-        for entry in told
-    ]
-    begin = [(places.get(node, "output"), number) for node, number in starts]
-    structure = None if by_data else hashlib.blake2b(repr((begin, told)).encode(), digest_size=16).digest()
+        told += [_settings(node), [told_of(*edge) for edge in node.next_functions]]
+    structure = None if by_data else hashlib.blake2b(repr(told).encode(), digest_size=16).digest()
     kind = tuple(sorted({node.name() for node in places if operation(node) not in _NOT_TELLING}))
     return Make(kind, structure, tuple(numbers), tuple(labelled))
 
@@ -217,7 +234,7 @@ def _scalars(node: Node) -> list[float]:
         return []
     which = 0 if len(node.next_functions) == 1 or node.next_functions[0][0] is not None else 1
     try:
-        constant = _constant(name, node, which)
+        constant, _ = _multiplier(name, node, which)
     except Unreadable:
         return [math.nan]  # equal to no number, so that the loss is read again
     return [] if constant is None else [constant.value]
@@ -419,7 +436,6 @@ class Path:
         coefficient: The gradient of the root with respect to that value.
         steps: The operations that move elements or add them up, from the value up to the root.
         constants: The scalar factors, from the root down.
-        inside: Whether it has come by a number that the module returned, so that it is within the module now.
         output: The path as far as the value that the module returned, if it has come by one with samples.
         weighted: Whether a tensor of several values multiplied, divided or masked what it has come by.
         factor: The product of all numbers that have multiplied it: constants, means, and what backward starts with.
@@ -431,7 +447,6 @@ class Path:
     coefficient: Tensor
     steps: tuple[Step, ...]
     constants: tuple[Constant, ...]
-    inside: bool = False
     output: "Path | None" = None
     weighted: bool = False
     factor: float = 1.0
@@ -442,7 +457,6 @@ def paths(
     roots: Sequence[Root],
     depends: Dependence,
     outputs: Container[tuple[Node, int]] = (),
-    numbers: Container[tuple[Node, int]] = (),
     declared: Set[float] = frozenset(),
 ) -> Iterator[Path]:
     """Yield every path to values that depend on the samples.
@@ -451,7 +465,6 @@ def paths(
         roots: What backward starts from.
         depends: Knows which values depend on the samples.
         outputs: Values with samples that the module returned.
-        numbers: Numbers that the module returned.
         declared: Numbers in the loss that are no counts.
 
     Raises:
@@ -473,8 +486,6 @@ def paths(
         if not pending:
             return
         path = pending.pop()
-        if (path.node, path.number) in numbers:
-            path = replace(path, inside=True)
         if (path.node, path.number) in outputs and path.output is None:
             path = replace(path, output=path)
         onward = _onward(path, depends)
@@ -513,46 +524,39 @@ def _onward(path: Path, depends: Dependence) -> list[Path] | None:
     for which in inputs:
         child, child_number = node.next_functions[which]
         assert child is not None
-        step = () if _keeps_places(name, node, number, child, child_number) else (Step(node, number, which),)
-        constant = _constant(name, node, which)
+        keeps = name in ELEMENTWISE and shape_of(node, number) == shape_of(child, child_number)
+        constant, single = _multiplier(name, node, which)
         found.append(
-            Path(
-                child,
-                child_number,
-                pull(node, number, which, path.coefficient),
-                step + path.steps,
-                path.constants + (() if constant is None else (constant,)),
-                path.inside,
-                path.output,
-                path.weighted or (constant is None and name in _WEIGHTING),
-                path.factor * _factor(path, which, constant),
-                path.single * (1.0 if constant is not None else _single_value(name, node, which)),
+            replace(
+                path,
+                node=child,
+                number=child_number,
+                coefficient=pull(node, number, which, path.coefficient),
+                steps=path.steps if keeps else (Step(node, number, which), *path.steps),
+                constants=path.constants if constant is None else (*path.constants, constant),
+                weighted=path.weighted or (constant is None and name in _WEIGHTING),
+                factor=path.factor * (_factor(path, which) if constant is None else abs(constant.value)),
+                single=path.single * single,
             )
         )
     return found
 
 
-def _factor(path: Path, which: int, constant: Constant | None) -> float:
+def _factor(path: Path, which: int) -> float:
     """The number by which a path's last node multiplies input ``which``; 1 where a tensor of several values does."""
     node, name = path.node, operation(path.node)
-    if constant is not None:
-        return abs(constant.value)
     if name in MEANS:
-        child, number = node.next_functions[which]
-        assert child is not None
-        return shape_of(node, path.number).numel() / max(1, shape_of(child, number).numel())
+        return mean_of(Step(node, path.number, which))
     if name in {"Add", "Sub", "Rsub"} and which == (0 if name == "Rsub" else 1):
         return abs(float(saved_constant(node, "alpha")))
     return 1.0
 
 
-def _single_value(name: str, node: Node, which: int) -> float:
-    """The only value of a tensor that an operation multiplies or divides by; 1 if it has several."""
-    other = saved(node, "other" if which == 0 else "self") if name in {"Mul", "Div"} else None
-    if not isinstance(other, Tensor) or other.numel() != 1 or not bool(other):
-        return 1.0
-    value = abs(float(other.detach()))
-    return 1 / value if name == "Div" else value
+def mean_of(step: Step) -> float:
+    """Return what a mean multiplies by."""
+    child, number = step.node.next_functions[step.which]
+    assert child is not None
+    return shape_of(step.node, step.number).numel() / max(1, shape_of(child, number).numel())
 
 
 def _is_tensor(number: Any) -> bool:
@@ -563,30 +567,30 @@ def _is_tensor(number: Any) -> bool:
     return bool(torch.result_type(torch.zeros((), dtype=least), number) != least)
 
 
-def _keeps_places(name: str, node: Node, number: int, child: Node, child_number: int) -> bool:
-    return name in ELEMENTWISE and shape_of(node, number) == shape_of(child, child_number)
+def _multiplier(name: str, node: Node, which: int) -> tuple[Constant | None, float]:
+    """What a node multiplies or divides by, if that is one value.
 
-
-def _constant(name: str, node: Node, which: int) -> Constant | None:
-    """The scalar that a node multiplies or divides by; None if it is another operation or not a scalar."""
+    Returns:
+        The scalar, or None; what the only value of another tensor multiplies by, or 1.
+    """
     if name not in {"Mul", "Div"}:
-        return None
+        return None, 1.0
     other = saved(node, "other" if which == 0 else "self")
-    if isinstance(other, Tensor):
-        if other.dim() or other.is_complex():  # one value of each sample, in a batch of one, is no constant
-            return None
-        precision = torch.finfo(other.dtype).eps if other.is_floating_point() else 0.0
-        value = float(other.detach())
-    else:
-        value, precision = float(other), 0.0
+    tensor, divides = isinstance(other, Tensor), name == "Div"
+    if tensor and (other.numel() != 1 or other.is_complex()):
+        return None, 1.0
+    value = float(other.detach() if tensor else other)
     if value == 0:
-        return None
-    divides = name == "Div"
+        return None, 1.0
+    multiplies = 1 / value if divides else value
+    if tensor and other.dim():  # one value of each sample, in a batch of one, is no constant
+        return None, abs(multiplies)
+    precision = torch.finfo(other.dtype).eps if tensor and other.is_floating_point() else 0.0
     trained = len(node.next_functions) == 2 and node.next_functions[1 - which][0] is not None
     if _is_tensor(other):
         origin = "whole" if trained else "tensor"  # a weight of a task that is learnt is the user's
-    elif isinstance(other, Tensor):
+    elif tensor:
         origin = "float" if other.is_floating_point() else "whole"
     else:
         origin = "torch" if value % 1 else "whole"
-    return Constant(node, 1 / value if divides else value, divides, 1e-9 + 4 * precision, origin)
+    return Constant(node, multiplies, divides, 1e-9 + 4 * precision, origin), 1.0

@@ -19,24 +19,9 @@ from torch.autograd.graph import Node
 from gradguard.per_sample.loss.graph import Constant
 from gradguard.per_sample.loss.rows import Term
 
-What = Literal[
-    "own",
-    "adds up to one",
-    "mean of one",
-    "rows",
-    "samples",
-    "all rows",
-    "values",
-    "rows in the mean",
-    "times",
-    "divided once more",
-]
-"""What a number is.
-
-- The user's own; or none, of weights that add up to one, or of a mean over the rows of the only sample that has some.
-- A sum's divisor: the number of rows that count, of samples, of all rows, or of rows of several values.
-- 1 over the part of a mean's rows that count; a count that multiplies a mean, or that divides it once more.
-"""
+What = Literal["own", "count", "samples", "rows in the mean", "times", "divided once more"]
+"""What a number is: the user's own; the number of rows, or of samples, by which a sum is divided; 1 over the part of a
+mean's rows that count; a count that multiplies a mean, or that divides it once more."""
 
 
 @dataclass(frozen=True)
@@ -45,94 +30,83 @@ class Reading:
 
     Attributes:
         what: What the number is.
-        place: Which of the term's constants it is; -1 if none.
-        level: Which of the counts of the term it is, where there are several.
         share: Each sample's share of the mean that the term is then [B]; None if it is none.
-        constant: The constant.
+        constant: The number; None if all are the user's own.
+        of_samples: Whether it is the number of samples that multiplies a mean, or divides it once more.
     """
 
     what: What
-    place: int = -1
-    level: int = 0
     share: Tensor | None = None
     constant: Constant | None = None
+    of_samples: bool = False
 
-
-OWN = Reading("own")
+    @property
+    def is_sure(self) -> bool:
+        """Whether the number is hardly a constant of the user's: a tensor, or a divisor below 1."""
+        one = self.constant
+        return one is not None and (one.origin == "tensor" or (one.divides and abs(one.value) > 1))
 
 
 def readings(term: Term, together: Mapping[Node, Tensor], token_mean: bool) -> list[Reading]:
-    """Return what the numbers of a term may be in this batch, the likeliest first.
+    """Return what the numbers of a term may be in this batch, the likeliest first and the user's own last.
 
     Args:
         term: The term.
         together: The weights of all terms that share a constant, by its node.
         token_mean: Whether a mean over the rows of one sample is the mean over all, where no other sample has a row.
     """
-    if term.share is not None:
-        return [*_of_mean(term, together), OWN]
-    found = list(_of_sum(term, together, token_mean))
-    return [*found, OWN]
+    constants = [constant for constant in term.constants if constant.origin != "declared"]
+    if term.share is None:
+        found = _of_sum(term, constants, together, token_mean)
+    else:
+        found = _of_mean(term, constants, together)
+    return [*found, Reading("own", term.share)]
 
 
-def _of_sum(term: Term, together: Mapping[Node, Tensor], token_mean: bool) -> Iterator[Reading]:
+def _of_sum(
+    term: Term, constants: Sequence[Constant], together: Mapping[Node, Tensor], token_mean: bool
+) -> Iterator[Reading]:
     batch_size, count = len(term.weights), float(term.weights.sum())
     if not term.even and math.isclose(count, 1, rel_tol=1e-5):
-        yield Reading("adds up to one", share=term.weights / count)
+        yield Reading("count", term.weights / count)
     if token_mean and term.mean_of_one:
-        yield Reading("mean of one", share=(term.weights > 0).to(term.weights))
-    for place, constant in enumerate(term.constants):
-        if constant.origin == "declared":
-            continue
-        number = abs(1 / constant.value)
-
-        def is_(n: float, number: float = number, constant: Constant = constant) -> bool:
-            return n > 0 and math.isclose(number, n, rel_tol=constant.precision)
-
-        shared = together.get(constant.node, term.weights)
-        for level, weights in enumerate([term.weights, shared, *[each.counts for each in term.levels]]):
-            if is_(float(weights.sum())):
-                yield Reading("rows", place, level, weights / weights.sum(), constant)
-        if is_(batch_size):
-            yield Reading("samples", place, 0, torch.full_like(term.weights, 1 / batch_size), constant)
-        if not term.labels:
-            for level, (rows, size) in enumerate([(term.rows, term.size), *[(x.rows, x.size) for x in term.levels]]):
-                if is_(size):
-                    yield Reading("all rows", place, level, rows / rows.sum(), constant)
-        equal = bool((term.weights == term.weights[0]).all())
-        if (token_mean or equal) and any(is_(count / n) for n in term.inner if n > 1):
-            yield Reading("values", place, 0, term.weights / count, constant)
+        yield Reading("count", (term.weights > 0).to(term.weights))
+    equal = bool((term.weights == term.weights[0]).all())
+    every = [] if term.labels else [(term.size, term.rows), *[(level.size, level.rows) for level in term.levels]]
+    widths = [n for n in term.inner if n > 1] if token_mean or equal else []
+    samples = torch.ones_like(term.weights)
+    for constant in constants:
+        counts = [(float(each.sum()), each) for each in (term.weights, together.get(constant.node, term.weights))]
+        counts += [(float(level.counts.sum()), level.counts) for level in term.levels]
+        counts += [(float(batch_size), samples), *every, *[(count / n, term.weights) for n in widths]]
+        for value, each in counts:
+            if value > 0 and math.isclose(abs(1 / constant.value), value, rel_tol=constant.precision):
+                yield Reading("samples" if each is samples else "count", each / each.sum(), constant)
 
 
-def _of_mean(term: Term, together: Mapping[Node, Tensor]) -> Iterator[Reading]:
-    constants = [(place, constant) for place, constant in enumerate(term.constants) if constant.origin != "declared"]
-    if math.isclose(abs(math.prod(constant.value for _, constant in constants)), 1, rel_tol=1e-6):
+def _of_mean(term: Term, constants: Sequence[Constant], together: Mapping[Node, Tensor]) -> Iterator[Reading]:
+    if math.isclose(abs(math.prod(constant.value for constant in constants)), 1, rel_tol=1e-6):
         return  # one undoes another, as a trainer's and its adapter's
-    batch_size = len(term.weights)
+    constants = [constant for constant in constants if abs(constant.value) != 1]
     levels = [(term.weights, term.size), *[(level.counts, level.size) for level in term.levels]]
     averaged = term.size if term.mean is None else float(term.mean[1].sum())
-    for place, constant in constants:
-        if constant.value == 1:
-            continue
-        for level, (each, size) in enumerate(levels):
-            count = float(each.sum())
-            if any(math.isclose(1 / constant.value, mean, rel_tol=1e-6) for mean in (count / size, count / averaged)):
-                yield Reading("rows in the mean", place, level, each / each.sum(), constant)
-    for place, constant in constants:
-        counts = [*[float(each.sum()) for each, _ in levels], *[term.size / n for n in (1, *term.inner) if n]]
+    for constant in constants:
+        for each, size in levels:
+            parts = [float(each.sum()) / number for number in (size, averaged)]
+            if any(math.isclose(1 / constant.value, part, rel_tol=1e-6) for part in parts):
+                yield Reading("rows in the mean", each / each.sum(), constant)
+    for constant in constants:
         shared = float(together.get(constant.node, term.weights).sum())
-        counts += [shared / n for n in (1, *term.inner) if n]
-        counts.append(float(batch_size))
-        for level, count in enumerate(counts):
-            number = abs(constant.value)
-            of_samples = level == len(counts) - 1
-            if number != 1 and math.isclose(number, count, rel_tol=1e-6):
-                yield Reading("times", place, -1 if of_samples else level, None, constant)
-            elif number != 1 and math.isclose(1 / number, count, rel_tol=1e-6):
-                yield Reading("divided once more", place, -1 if of_samples else level, None, constant)
+        counts = [(float(each.sum()), False) for each, _ in levels]
+        counts += [(number / n, False) for number in (term.size, shared) for n in (1, *term.inner) if n]
+        for count, of_samples in [*counts, (float(len(term.weights)), True)]:
+            if math.isclose(abs(constant.value), count, rel_tol=1e-6):
+                yield Reading("times", None, constant, of_samples)
+            elif math.isclose(1 / abs(constant.value), count, rel_tol=1e-6):
+                yield Reading("divided once more", None, constant, of_samples)
 
 
-def same_shares(left: Sequence[Reading]) -> bool:
+def same_shares(found: Sequence[Reading]) -> bool:
     """Tell whether readings that make a mean of a sum give samples the same shares."""
-    shares = [reading.share for reading in left if reading.share is not None]
+    shares = [reading.share for reading in found if reading.share is not None]
     return all(torch.allclose(share, shares[0], rtol=1e-4, atol=0) for share in shares[1:])

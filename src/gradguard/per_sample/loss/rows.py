@@ -15,12 +15,14 @@ from gradguard.per_sample.loss.graph import (
     MEANS,
     TAPS,
     Constant,
+    Coupled,
     Dependence,
     Path,
     Step,
     Unreadable,
     data_choose_rows,
     data_put_rows,
+    mean_of,
     operation,
     operations,
     parents,
@@ -63,10 +65,6 @@ _CHOOSING = operations(
 _ADDING = operations("Sum Nansum Dot Mv Mm Bmm")
 
 _SELECTING = frozenset(["Index", "IndexSelect", "MaskedSelect"])
-
-
-class Coupled(Exception):  # noqa: N818
-    """A term of the loss is no sum of the samples' own; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -117,147 +115,304 @@ class Owner:
     sure: bool
 
 
-def owner_of(path: Path, outputs: Outputs, depends: Dependence, is_output: bool = False) -> Owner:
-    """Find whose the rows at the end of a path are.
+class Rows:
+    """The rows where a path ends, and whose they are.
 
     Args:
         path: From the loss to the rows.
         outputs: What the module returned.
         depends: Knows which values depend on the samples.
+        owner: Whose they are, if that is known of a loss that is made in the same way.
         is_output: Take the values at the end of the path as the rows, whatever operation made them.
-
-    Returns:
-        The sample of each row.
 
     Raises:
         Coupled: If samples are mixed there.
         Unreadable: If rows cannot be told from one another.
     """
-    node, name = path.node, "" if is_output else operation(path.node)
-    shape = _shape_of_rows(path, name)
-    candidates = _sample_of_rows(node, shape, outputs.batch_size, outputs.batch_first, depends)
-    known = name in _NONLINEAR | _WITH_REDUCTION
-    if candidates or known:
-        _refuse_coupling(path, outputs, depends)
-    numbered = _verified(path, name, shape, candidates, outputs, depends)
-    if numbered is None and not known:
-        raise Unreadable(f"the operation {node.name()} between the loss and the samples is not known")
-    if numbered is None:
-        raise Unreadable(
-            f"values of shape {list(shape)}, from {node.name()}, do not tell the {outputs.batch_size} samples apart"
+
+    def __init__(
+        self, path: Path, outputs: Outputs, depends: Dependence, owner: Owner | None, is_output: bool = False
+    ) -> None:
+        self.path, self._outputs, self._depends = path, outputs, depends
+        self.name = "" if is_output else operation(path.node)
+        self.shape = _shape_of_rows(path, self.name)
+        self._behind = list(_behind(path.node, depends, outputs.values))
+        self.owner = self._owner() if owner is None else owner
+
+    def _owner(self) -> Owner:
+        """Find whose the rows are."""
+        node, outputs = self.path.node, self._outputs
+        candidates = _sample_of_rows(node, self.shape, outputs, self._depends)
+        known = self.name in _NONLINEAR | _WITH_REDUCTION
+        if candidates or known:
+            self._refuse_mixing()
+        found = self._verified(candidates)
+        if found is None:
+            raise Unreadable(
+                f"values of shape {list(self.shape)}, from {node.name()}, do not tell the {outputs.batch_size} samples "
+                "apart"
+                if known
+                else f"the operation {node.name()} between the loss and the samples is not known"
+            )
+        self._refuse_broadcast()
+        return found
+
+    def _apart(self, samples: Tensor) -> list[bool | None]:
+        """Tell of each value that holds the rows whether it is of these samples."""
+        return [
+            self._outputs.are_separate(*value, self._as_values(samples, shape_of(*value))) for value in self._values
+        ]
+
+    @property
+    def _values(self) -> list[tuple[Node, int]]:
+        """The values that hold the rows: those that a loss is computed from that reduces them itself."""
+        if self.name in _WITH_REDUCTION:
+            return [(child, number) for child, number in parents(self.path.node) if self._depends(child)]
+        return [(self.path.node, self.path.number)]
+
+    def _verified(self, candidates: list[Tensor]) -> Owner | None:
+        """Find the sample of each row among ``candidates``, or else by itself.
+
+        Returns:
+            It; None if it cannot be told.
+
+        Raises:
+            Coupled: If no row belongs to one sample.
+            Silent: If rows have no derivative that would tell.
+            Unreadable: If that cannot be told.
+        """
+        for samples in candidates:
+            found = self._apart(samples)
+            if all(one is None for one in found):  # within the module, which was looked at by itself
+                return Owner(self.name, samples, len(candidates) == 1 and self._in_order())
+            if False not in found:
+                if len(self.shape) == 1 or samples.numel() > self._outputs.batch_size:  # a list of rows, not [B, T]
+                    self._refuse_others(samples)
+                return Owner(self.name, samples, True)
+        if not candidates and all(one is None for one in self._apart(torch.zeros(()))):
+            return None
+        if len(self._values) == 1 and not self._passes(_CHOOSING):
+            try:
+                samples = self._measured(*self._values[0])
+                if all(self._apart(samples)):
+                    return Owner(self.name, samples, True)
+            except Silent:
+                raise
+            except Unreadable:
+                pass
+        if not candidates:
+            return None
+        raise Coupled(
+            f"the values that it is computed from, of shape {list(self.shape)} from {self.path.node.name()}, depend on "
+            "several samples each: what a sample adds to the gradient depends on the others. Leave that term out, or "
+            "compute it for each sample and average"
         )
-    _refuse_broadcast(path, outputs, depends)
-    return Owner(name, *numbered)
 
+    def _refuse_others(self, samples: Tensor) -> None:
+        """Check that each row which was chosen shows by its derivative whose it is, where the graph does not say so.
 
-def term_of(path: Path, owner: Owner, batch_size: int, scale: float) -> Term:
-    """Count each sample's rows at the end of a path, and their weights.
+        Raises:
+            Silent: If a row has none: one whose derivative is 0 contradicts nothing.
+            Unreadable: If that cannot be told, or rows are of other samples.
+        """
+        if not self._passes(_SELECTING) or _selections(self.path.node, self.shape, self._depends):
+            return
+        for value in self._values:
+            shown = self._measured(*value)
+            if not torch.equal(shown, samples.broadcast_to(self.shape).to(shown)):
+                raise Unreadable(f"values of shape {list(self.shape)} belong to other samples than their order says")
 
-    Returns:
-        The term.
+    def _passes(self, names: frozenset[str]) -> bool:
+        """Tell whether one of these operations stands between the rows and the module."""
+        return any(operation(node) in names for node in self._behind)
 
-    Raises:
-        Coupled: If the weights of rows are normalized over the batch.
-        Unreadable: If rows may belong to samples in several ways.
-    """
-    node, name, samples = path.node, owner.name, owner.samples
-    fused = int(saved(node, "reduction")) if name in _WITH_REDUCTION else 0
-    shape, counts = _shape_of_rows(path, name), _counting(path, name)
-    inner = math.prod(mean_of(step) or 1.0 for step in path.steps if operation(step.node) in MEANS)
-    weights = (path.coefficient * counts).broadcast_to(shape).abs() / inner
-    weights = weights / abs(math.prod(constant.value for constant in path.constants))
-    nonzero = weights[weights > 0]
-    smallest, largest = (float(nonzero.min()), float(nonzero.max())) if len(nonzero) else (1.0, 1.0)
-    even = math.isclose(smallest, largest, rel_tol=1e-6)
-    if even:
-        weights = (weights > 0).to(weights)
-    if not owner.sure and not (even and len(nonzero) == weights.numel()):
-        raise Unreadable(f"values of shape {list(shape)} may belong to {batch_size} samples in several ways")
-    sums, rows = by_sample(samples, weights, batch_size), by_sample(samples, torch.ones_like(weights), batch_size)
-    share, levels, mean, size = None, [], None, shape.numel()
-    if fused and int((rows > 0).sum()) == 1 and batch_size > 1:  # a mean or a sum within one sample
-        sums, size, even, inner = (sums > 0).to(sums), 1, True, 1.0
-        rows = sums
-    elif fused == 1:  # a mean of rows: of all of them, or of those with a label
-        share = sums / sums.sum()
-    else:
-        levels, mean = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
-        share = None if mean is None else mean[1] / mean[1].sum()
-    if share is not None and not even:
-        _refuse_normalized(weights, nonzero)
-    constants = _without(scale, path.constants)
-    sizes = tuple([math.prod(shape[dim:]) for dim in range(1, len(shape))])
-    if not even:
-        each = by_sample(samples, (weights > 0).double(), batch_size)
-        wide = [Level(each / n, rows / n, size / n) for n in (1, *sizes) if n and float(each.sum()) % n == 0]
-        levels = [*wide, *levels]
-    equal = sums[sums > 0] * inner
-    if share is None and len(equal) and not even and torch.allclose(equal, equal[:1].expand_as(equal)):
-        even, largest, sums, size = True, float(equal[0]), (sums > 0).to(sums) / inner, len(equal) / inner
-        rows = sums
-    if share is None and even and not math.isclose(largest, 1.0, rel_tol=1e-6):
-        constants = (
-            *constants,
-            Constant(node, largest, False, 1e-6, "weights"),
-        )  # as of gradient=torch.full((B,), 1 / B)
-    inner = inner if share is None else 1.0
-    weights, size, rows = sums * inner, size * inner, rows * inner
-    adding = _adding(path)
-    reduced = fused == 1 or (bool(adding) and adding[-1] in MEANS)
-    mean_of_one = batch_size > 1 and share is None and reduced and int((weights > 0).sum()) == 1
-    return Term(
-        weights,
-        size,
-        even,
-        name in LABELLED,
-        share,
-        levels,
-        constants,
-        rows,
-        mean,
-        sizes,
-        mean_of_one,
-        has_class_weights(node, name),
-    )
+    def _in_order(self) -> bool:
+        """Whether nothing between the rows and the module, or a layer inside it, changes the order of samples."""
+        path, outputs = self.path, self._outputs
+        edges = [(path.node, path.number), *[edge for node in self._behind for edge in parents(node)]]
+        ends = [end for end in edges if end in outputs.values or end[0].name() in TAPS]
+        in_front = all(shape_of(*end)[:1] == (outputs.batch_size,) for end in ends if shape_of(*end))
+        still = all(operation(node) in _IN_ORDER or _turns_rows_only(node) for node in self._behind)
+        return outputs.batch_first and in_front and still
 
+    def _measured(self, node: Node, number: int) -> Tensor:
+        """The sample of each row, as derivatives of a value that holds them show it."""
+        samples = self._outputs.samples_of(node, number)
+        if samples.shape == self.shape:
+            return samples
+        return samples.select(self._dim_of_classes(samples.shape), 0)
 
-def row_weights(path: Path, owner: Owner, outputs: Outputs, scale: float, depends: Dependence) -> RowWeights:
-    """Weigh the rows at the end of a path.
+    def _as_values(self, samples: Tensor, values: torch.Size) -> Tensor:
+        """The sample of each element, given that of each row, where rows have classes."""
+        if len(values) == len(self.shape):
+            return samples
+        return samples.broadcast_to(self.shape).unsqueeze(self._dim_of_classes(values))
 
-    Args:
-        path: From the loss to the rows.
-        owner: Whose they are.
-        outputs: What the module returned.
-        scale: What a GradScaler multiplied the loss by.
-        depends: Knows which values depend on the samples.
+    def _dim_of_classes(self, values: torch.Size) -> int:
+        return 1 if self.name in LABELLED and len(values) > 1 else -1
 
-    Returns:
-        What they weigh.
-    """
-    name, batch_size = owner.name, outputs.batch_size
-    shape, counting = _shape_of_rows(path, name), _counting(path, name)
-    weights = (path.coefficient * counting).broadcast_to(shape).abs()
-    counts = by_sample(owner.samples, (weights > 0).double(), batch_size)
-    number = path.factor * (path.single if int((counts > 0).sum()) > 1 else 1.0)
-    if name in _WITH_REDUCTION and int(saved(path.node, "reduction")) == 1:
-        rows = max(1.0, float(counting.sum()) if isinstance(counting, Tensor) else shape.numel())
-        weights, number = weights / rows, number / rows
-    constants = _without(scale, path.constants)
-    scaled = abs(scale) if len(constants) < len(path.constants) else 1.0
-    scaled *= math.prod(abs(constant.value) for constant in constants if constant.origin == "declared")
-    nonzero = weights[weights > 0] / scaled
-    few = nonzero.unique()
-    behind = _behind_rows(path, outputs, depends)
-    return RowWeights(
-        kind=(*sorted({operation(node) for node in behind} - _MOVING), "to", *_adding(path)),
-        each=by_sample(owner.samples, weights / scaled, batch_size),
-        counts=counts,
-        distinct=() if len(few) > _FEW or (path.weighted and len(nonzero) == 1) else tuple(few.tolist()),
-        number=math.nan if has_class_weights(path.node, name) else number / scaled,
-        precision=sum(constant.precision for constant in path.constants),
-        size=shape.numel(),
-        by_shape=_by_shape(path, name, [*behind, *[step.node for step in path.steps]], weights > 0, batch_size),
-    )
+    def _refuse_mixing(self) -> None:
+        """Look behind the value where the path ends, as far as the module, for what mixes samples.
+
+        Raises:
+            Coupled: If something does.
+        """
+        if (self.path.node, self.path.number) in self._outputs.values:
+            return
+        for node in self._behind:
+            reduces = node is self.path.node and self.name in _WITH_REDUCTION
+            if not reduces and _mixes(node, self._outputs, self._depends):
+                raise Coupled(
+                    f"{node.name()} mixes samples, and what comes of it is no sum of parts that are one sample's own: "
+                    "what a sample adds to the gradient depends on the others. Leave that term out, or compute it for "
+                    "each sample and average"
+                )
+
+    @property
+    def _nodes(self) -> list[Node]:
+        """The operations between the loss and the module."""
+        return [*[step.node for step in self.path.steps], *self._behind]
+
+    def _refuse_broadcast(self) -> None:
+        """Check that no value of the samples is repeated along a constant of as many entries as there are samples.
+
+        That is how outputs ``[B, 1]`` and targets ``[B]`` make ``[B, B]`` losses, each of two samples.
+
+        Raises:
+            Coupled: If one is.
+        """
+        outputs = self._outputs
+        for node in self._nodes:
+            for size in _repeats(node, self._depends):
+                outputs.repeated.add(size)
+                if size == outputs.batch_size > 1 and size not in outputs.constant_sizes:
+                    raise Coupled(
+                        f"{node.name()} repeats outputs along a constant of {size} entries, which makes values of "
+                        f"shape {list(shape_of(node))}. Is the constant made of the {size} samples? Then each value "
+                        "belongs to two of them: give outputs and targets the same shape, as by output.squeeze(1). If "
+                        "it is not, begin with a batch of another size"
+                    )
+
+    def cut(self) -> str:
+        """Name an operation that cuts, fills or puts rows at a place that other samples may decide; "" if none does."""
+        for node in self._nodes:
+            name = operation(node)
+            if name == "Slice":
+                start, end = (signed(saved(node, each)) for each in ("start", "end"))
+                if 0 < end < _before(node)[signed(saved(node, "dim"))] and end - start != 1:
+                    return node.name()
+            elif name in {"Alias", _COPIES, "ConstantPadNd"} or data_put_rows(node) or _takes_columns(node, name):
+                return node.name()
+        return ""
+
+    @property
+    def _adding(self) -> list[str]:
+        """The operations that add rows up, from the rows up to the root."""
+        return [name for step in self.path.steps if (name := operation(step.node)) in MEANS | _ADDING]
+
+    def _weighed(self) -> tuple[Tensor, Tensor | float]:
+        """What each row weighs in the loss, and how much it counts by itself."""
+        counting = _counting(self.path, self.name)
+        return (self.path.coefficient * counting).broadcast_to(self.shape).abs(), counting
+
+    @property
+    def _fused(self) -> int:
+        """How the operation that makes the rows reduces them: 0 not, 1 by a mean, 2 by a sum."""
+        return int(saved(self.path.node, "reduction")) if self.name in _WITH_REDUCTION else 0
+
+    def term(self, scale: float) -> Term:
+        """Count each sample's rows, and their weights, in a loss that a GradScaler multiplied by ``scale``.
+
+        Returns:
+            The term.
+
+        Raises:
+            Coupled: If the weights of rows are normalized over the batch.
+            Unreadable: If rows may belong to samples in several ways.
+        """
+        path, samples, shape, fused = self.path, self.owner.samples, self.shape, self._fused
+        batch_size = self._outputs.batch_size
+        inner = math.prod(mean_of(step) or 1.0 for step in path.steps if operation(step.node) in MEANS)
+        weights = self._weighed()[0] / inner / abs(math.prod(constant.value for constant in path.constants))
+        nonzero = weights[weights > 0]
+        smallest, largest = (float(nonzero.min()), float(nonzero.max())) if len(nonzero) else (1.0, 1.0)
+        even = math.isclose(smallest, largest, rel_tol=1e-6)
+        if even:
+            weights = (weights > 0).to(weights)
+        if not self.owner.sure and not (even and len(nonzero) == weights.numel()):
+            raise Unreadable(f"values of shape {list(shape)} may belong to {batch_size} samples in several ways")
+        sums, rows = by_sample(samples, weights, batch_size), by_sample(samples, torch.ones_like(weights), batch_size)
+        share, levels, mean, size = None, [], None, shape.numel()
+        if fused and int((rows > 0).sum()) == 1 and batch_size > 1:  # a mean or a sum within one sample
+            sums, size, even, inner = (sums > 0).to(sums), 1, True, 1.0
+            rows = sums
+        elif fused == 1:  # a mean of rows: of all of them, or of those with a label
+            share = sums / sums.sum()
+        else:
+            levels, mean = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
+            share = None if mean is None else mean[1] / mean[1].sum()
+        if share is not None and not even:
+            _refuse_normalized(weights, nonzero)
+        constants = _without(scale, path.constants)
+        sizes = tuple([math.prod(shape[dim:]) for dim in range(1, len(shape))])
+        if not even:
+            each = by_sample(samples, (weights > 0).double(), batch_size)
+            wide = [Level(each / n, rows / n, size / n) for n in (1, *sizes) if n and float(each.sum()) % n == 0]
+            levels = [*wide, *levels]
+        equal = sums[sums > 0] * inner
+        if share is None and len(equal) and not even and torch.allclose(equal, equal[:1].expand_as(equal)):
+            even, largest, sums, size = True, float(equal[0]), (sums > 0).to(sums) / inner, len(equal) / inner
+            rows = sums
+        if share is None and even and not math.isclose(largest, 1.0, rel_tol=1e-6):
+            constants = (
+                *constants,
+                Constant(path.node, largest, False, 1e-6, "weights"),
+            )  # as of gradient=torch.full((B,), 1 / B)
+        inner = inner if share is None else 1.0
+        weights, size, rows = sums * inner, size * inner, rows * inner
+        reduced = fused == 1 or self._adding[-1:] in (["Mean"],)
+        mean_of_one = batch_size > 1 and share is None and reduced and int((weights > 0).sum()) == 1
+        return Term(
+            weights,
+            size,
+            even,
+            self.name in LABELLED,
+            share,
+            levels,
+            constants,
+            rows,
+            mean,
+            sizes,
+            mean_of_one,
+            has_class_weights(path.node, self.name),
+        )
+
+    def weights(self, scale: float) -> RowWeights:
+        """Weigh the rows in a loss that a GradScaler multiplied by ``scale``."""
+        path, samples, batch_size = self.path, self.owner.samples, self._outputs.batch_size
+        weights, counting = self._weighed()
+        counts = by_sample(samples, (weights > 0).double(), batch_size)
+        number = path.factor * (path.single if int((counts > 0).sum()) > 1 else 1.0)
+        if self._fused == 1:
+            rows = max(1.0, float(counting.sum()) if isinstance(counting, Tensor) else self.shape.numel())
+            weights, number = weights / rows, number / rows
+        constants = _without(scale, path.constants)
+        scaled = abs(scale) if len(constants) < len(path.constants) else 1.0
+        scaled *= math.prod(abs(constant.value) for constant in constants if constant.origin == "declared")
+        nonzero = weights[weights > 0] / scaled
+        few = nonzero.unique()
+        behind = [] if path.output is not None else self._behind
+        nodes = [*behind, *[step.node for step in path.steps]]
+        return RowWeights(
+            kind=(*sorted({operation(node) for node in behind} - _MOVING), "to", *self._adding),
+            each=by_sample(samples, weights / scaled, batch_size),
+            counts=counts,
+            distinct=() if len(few) > _FEW or (path.weighted and len(nonzero) == 1) else tuple(few.tolist()),
+            number=math.nan if has_class_weights(path.node, self.name) else number / scaled,
+            precision=sum(constant.precision for constant in path.constants),
+            size=self.shape.numel(),
+            by_shape=_by_shape(path, self.name, nodes, weights > 0, batch_size),
+        )
 
 
 def _by_shape(path: Path, name: str, nodes: Sequence[Node], weighed: Tensor, batch_size: int) -> bool | None:
@@ -288,31 +443,6 @@ _MOVING = ELEMENTWISE | operations(
 """Operations that come and go with the sizes of a batch."""
 
 
-def _behind_rows(path: Path, outputs: Outputs, depends: Dependence) -> list[Node]:
-    """The operations between the rows and what the module returned."""
-    if path.output is not None or (path.node, path.number) in outputs.values:
-        return []
-    return list(_behind(path.node, depends, outputs.values))
-
-
-def _adding(path: Path) -> list[str]:
-    """The operations that add rows up, from the rows up to the root."""
-    return [operation(step.node) for step in path.steps if operation(step.node) in MEANS | _ADDING]
-
-
-def cut(path: Path, outputs: Outputs, depends: Dependence) -> str:
-    """Name an operation that cuts, fills or puts rows at a place that other samples may decide; "" if none does."""
-    for node in (*[step.node for step in path.steps], *_behind(path.node, depends, outputs.values)):
-        name = operation(node)
-        if name == "Slice":
-            start, end = (signed(saved(node, each)) for each in ("start", "end"))
-            if 0 < end < _before(node)[signed(saved(node, "dim"))] and end - start != 1:
-                return node.name()
-        elif name in {"Alias", _COPIES, "ConstantPadNd"} or data_put_rows(node) or _takes_columns(node, name):
-            return node.name()
-    return ""
-
-
 def _takes_columns(node: Node, name: str) -> bool:
     """Whether the same places are taken of every sample, as many as data say."""
     if name == "IndexSelect":
@@ -335,13 +465,6 @@ def _refuse_normalized(weights: Tensor, nonzero: Tensor) -> None:
             "the weights in the mean add up to the number of rows: they were divided by their own mean over the batch, "
             "so that every sample's weight depends on the others. Use weights that do not depend on the batch"
         )
-
-
-def mean_of(step: Step) -> float:
-    """Return what a mean multiplies by."""
-    child, number = step.node.next_functions[step.which]
-    assert child is not None
-    return shape_of(step.node, step.number).numel() / max(1, shape_of(child, number).numel())
 
 
 def _without(scale: float, constants: tuple[Constant, ...]) -> tuple[Constant, ...]:
@@ -409,10 +532,9 @@ def _numbered(shape: torch.Size, axis: int, batch_size: int, batch_first: bool, 
     return places.view([-1 if dim == axis else 1 for dim in range(len(shape))])
 
 
-def _sample_of_rows(
-    node: Node, shape: torch.Size, batch_size: int, batch_first: bool, depends: Dependence
-) -> list[Tensor]:
+def _sample_of_rows(node: Node, shape: torch.Size, outputs: Outputs, depends: Dependence) -> list[Tensor]:
     """The samples that rows may belong to, the likeliest first."""
+    batch_size, batch_first = outputs.batch_size, outputs.batch_first
     if selected := _selections(node, shape, depends):
         first, *others = [_chosen_samples(one, shape, batch_size, batch_first) for one in selected]
         agreed = [one for one in first if all(any(torch.equal(one, two) for two in other) for other in others)]
@@ -420,79 +542,6 @@ def _sample_of_rows(
     axes = _axes(shape, batch_size, batch_first)
     device = torch.device(_metadata(node).device)
     return [_numbered(shape, axis, batch_size, batch_first, device) for axis in axes]
-
-
-def _verified(
-    path: Path, name: str, shape: torch.Size, candidates: list[Tensor], outputs: Outputs, depends: Dependence
-) -> tuple[Tensor, bool] | None:
-    """Find the sample of each row among ``candidates``, or else by itself.
-
-    Returns:
-        It, and whether it is sure; None if it cannot be told.
-
-    Raises:
-        Coupled: If no row belongs to one sample.
-        Silent: If rows have no derivative that would tell.
-        Unreadable: If that cannot be told.
-    """
-    values = _values(path, name, depends)
-    for samples in candidates:
-        found = [outputs.are_separate(*value, _as_values(samples, name, shape, shape_of(*value))) for value in values]
-        if all(one is None for one in found):  # within the module, which was looked at by itself
-            return samples, len(candidates) == 1 and _in_order(values, outputs, depends)
-        if False not in found:
-            is_list = len(shape) == 1 or samples.numel() > outputs.batch_size  # of rows, not [B, T]
-            if is_list and _selects_unseen(path.node, shape, values, outputs, depends):
-                _refuse_another(samples, values, name, shape, outputs)
-            return samples, True
-    for samples in _turned(candidates, shape, outputs.batch_size):
-        if all(outputs.are_separate(*value, _as_values(samples, name, shape, shape_of(*value))) for value in values):
-            return samples, True
-    if not candidates and all(outputs.are_separate(*value, torch.zeros(())) is None for value in values):
-        return None
-    if len(values) == 1 and not _chooses(path.node, depends, outputs.values):
-        try:
-            samples = _of_rows(outputs.samples_of(*values[0]), name, shape)
-        except Silent:
-            raise
-        except Unreadable:
-            if not candidates:
-                return None
-        else:
-            if outputs.are_separate(*values[0], _as_values(samples, name, shape, shape_of(*values[0]))):
-                return samples, True
-    if not candidates:
-        return None
-    raise Coupled(
-        f"the values that it is computed from, of shape {list(shape)} from {path.node.name()}, depend on several "
-        "samples each: what a sample adds to the gradient depends on the others. Leave that term out, or compute it "
-        "for each sample and average"
-    )
-
-
-def _selects_unseen(
-    node: Node, shape: torch.Size, values: list[tuple[Node, int]], outputs: Outputs, depends: Dependence
-) -> bool:
-    """Whether rows were chosen from others somewhere behind, in a way that does not tell which."""
-    behind = [
-        one for value in values if value not in outputs.values for one in _behind(value[0], depends, outputs.values)
-    ]
-    return any(operation(one) in _SELECTING for one in behind) and not _selections(node, shape, depends)
-
-
-def _refuse_another(
-    samples: Tensor, values: list[tuple[Node, int]], name: str, shape: torch.Size, outputs: Outputs
-) -> None:
-    """Check that each row shows by its derivative whose it is: one whose derivative is 0 contradicts nothing.
-
-    Raises:
-        Silent: If a row has none.
-        Unreadable: If that cannot be told, or rows are of other samples.
-    """
-    for value in values:
-        shown = _of_rows(outputs.samples_of(*value), name, shape)
-        if not torch.equal(shown, samples.broadcast_to(shape).to(shown)):
-            raise Unreadable(f"values of shape {list(shape)} belong to other samples than their order says")
 
 
 _IN_ORDER = (
@@ -506,18 +555,6 @@ _IN_ORDER = (
 """Operations that leave the samples in their order, where the values of each lie side by side."""
 
 
-def _in_order(values: list[tuple[Node, int]], outputs: Outputs, depends: Dependence) -> bool:
-    """Whether nothing between values and what the module returned, or a layer inside, changes the order of samples."""
-    if not outputs.batch_first:
-        return False
-    returned = outputs.values
-    nodes = [one for value in values if value not in returned for one in _behind(value[0], depends, returned)]
-    ends = [value for value in values if value in returned]
-    ends += [end for node in nodes for end in parents(node) if end in returned or end[0].name() in TAPS]
-    in_front = all(shape_of(*end)[:1] == (outputs.batch_size,) for end in ends if shape_of(*end))
-    return in_front and all(operation(node) in _IN_ORDER or _turns_rows_only(node) for node in nodes)
-
-
 def _turns_rows_only(node: Node) -> bool:
     """Whether an operation exchanges dimensions, but not the first."""
     if operation(node) == "Permute":
@@ -526,40 +563,6 @@ def _turns_rows_only(node: Node) -> bool:
         return False
     dims = len(_metadata(node).shape)
     return all(signed(saved(node, name)) % dims for name in ("dim0", "dim1"))
-
-
-def _turned(candidates: list[Tensor], shape: torch.Size, batch_size: int) -> list[Tensor]:
-    """The samples of rows that were flattened in the other order than the likeliest."""
-    if not candidates or len(shape) == 0 or shape[0] <= batch_size or shape[0] % batch_size:
-        return []
-    places = torch.arange(shape[0], device=candidates[0].device).view(-1, *[1] * (len(shape) - 1))
-    return [places % batch_size, places // (shape[0] // batch_size)]
-
-
-def _chooses(node: Node, depends: Dependence, ends: Container[tuple[Node, int]]) -> bool:
-    """Whether an operation from ``node`` to the module takes some of several values, by their size."""
-    return any(operation(one) in _CHOOSING for one in _behind(node, depends, ends))
-
-
-def _values(path: Path, name: str, depends: Dependence) -> list[tuple[Node, int]]:
-    """The values that hold the rows: those that a loss is computed from that reduces them itself."""
-    if name in _WITH_REDUCTION:
-        return [(child, number) for child, number in parents(path.node) if depends(child)]
-    return [(path.node, path.number)]
-
-
-def _of_rows(samples: Tensor, name: str, shape: torch.Size) -> Tensor:
-    """The sample of each row, given that of each element, where rows have classes."""
-    if samples.shape == shape:
-        return samples
-    return samples.select(1 if name in LABELLED and samples.dim() > 1 else -1, 0)
-
-
-def _as_values(samples: Tensor, name: str, shape: torch.Size, values: torch.Size) -> Tensor:
-    """The sample of each element, given that of each row, where rows have classes."""
-    if len(values) == len(shape):
-        return samples
-    return samples.broadcast_to(shape).unsqueeze(1 if name in LABELLED and len(values) > 1 else -1)
 
 
 def _expanded(samples: Tensor, shape: torch.Size) -> Tensor:
@@ -699,47 +702,12 @@ def _taken(target: Tensor, samples: Tensor, size: int, batch_size: int) -> Tenso
 # What couples samples
 
 
-def _refuse_coupling(path: Path, outputs: Outputs, depends: Dependence) -> None:
-    """Look behind the value where a path ends, as far as the module, for what mixes samples.
-
-    Raises:
-        Coupled: If something does.
-    """
-    mixing = None if (path.node, path.number) in outputs.values else _first_mixing(path.node, outputs, depends)
-    if mixing is not None:
-        raise Coupled(
-            f"{mixing.name()} mixes samples, and what comes of it is no sum of parts that are one sample's own: what a "
-            "sample adds to the gradient depends on the others. Leave that term out, or compute it for each sample "
-            "and average"
-        )
-
-
 _BROADCASTING = operations(
     "Expand Add Sub Rsub Mul Div Where MaskedFill Maximum Minimum Fmax Fmin Pow Lerp Xlogy Hypot Atan2"
 )
 """Operations that repeat a value along the dimensions of another, which may be a constant."""
 
 _MULTIPLYING = operations("Mm Bmm Addmm Baddbmm")
-
-
-def _refuse_broadcast(path: Path, outputs: Outputs, depends: Dependence) -> None:
-    """Check that no value of the samples is repeated along a constant that has as many entries as there are samples.
-
-    That is how outputs ``[B, 1]`` and targets ``[B]`` make ``[B, B]`` losses, each of two samples.
-
-    Raises:
-        Coupled: If one is.
-    """
-    for node in (*[step.node for step in path.steps], *_behind(path.node, depends, outputs.values)):
-        for size in _repeats(node, depends):
-            outputs.repeated.add(size)
-            if size == outputs.batch_size > 1 and size not in outputs.constant_sizes:
-                raise Coupled(
-                    f"{node.name()} repeats outputs along a constant of {size} entries, which makes values of shape "
-                    f"{list(shape_of(node))}. Is the constant made of the {size} samples? Then each value belongs to "
-                    "two of them: give outputs and targets the same shape, as by output.squeeze(1). If it is not, "
-                    "begin with a batch of another size"
-                )
 
 
 def _repeats(node: Node, depends: Dependence) -> list[int]:
@@ -759,15 +727,6 @@ def _repeats(node: Node, depends: Dependence) -> list[int]:
     return []
 
 
-def _first_mixing(node: Node, outputs: Outputs, depends: Dependence) -> Node | None:
-    """The first operation from ``node`` to the module that mixes samples; ``node`` itself may be a loss's reduction."""
-    for one in _behind(node, depends, outputs.values):
-        reduces = one is node and operation(one) in _WITH_REDUCTION
-        if not reduces and _mixes(one, outputs.batch_size, outputs.batch_first, depends):
-            return one
-    return None
-
-
 def _behind(node: Node, depends: Dependence, ends: Container[tuple[Node, int]]) -> Iterator[Node]:
     """The nodes from ``node`` to what the module returned."""
     pending, known = [node], {node}
@@ -781,8 +740,8 @@ def _behind(node: Node, depends: Dependence, ends: Container[tuple[Node, int]]) 
             pending += new
 
 
-def _mixes(node: Node, batch_size: int, batch_first: bool, depends: Dependence) -> bool:
-    name = operation(node)
+def _mixes(node: Node, outputs: Outputs, depends: Dependence) -> bool:
+    name, batch_size, batch_first = operation(node), outputs.batch_size, outputs.batch_first
     behind = [(child, number) for child, number in parents(node) if depends(child)]
     if not behind:
         return False

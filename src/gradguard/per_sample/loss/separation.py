@@ -73,11 +73,6 @@ class Outputs:
         """The values with samples, by node and number."""
         return {(edge.node, edge.output_nr) for edge in self._edges}
 
-    @property
-    def numbers(self) -> set[tuple[Node, int]]:
-        """The values that belong to no sample, by node and number."""
-        return {(edge.node, edge.output_nr) for edge in self._numbers}
-
     def are_behind(self, roots: Sequence[Root]) -> bool:
         """Tell whether a backward from ``roots`` comes by."""
         return any(_reached(root.node, root.number, [*self._edges, *self._numbers]) for root in roots)

@@ -14,8 +14,8 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,11 +25,15 @@ from gradguard.per_sample.loss.graph import (
     LABELLED,
     MEANS,
     Constant,
+    Coupled,
     Dependence,
     Path,
+    Refused,
     Root,
     Step,
     Unreadable,
+    Verdict,
+    mean_of,
     operation,
     parents,
     paths,
@@ -37,10 +41,8 @@ from gradguard.per_sample.loss.graph import (
 )
 from gradguard.per_sample.loss.ledger import Ledger, Page, RowWeights, written
 from gradguard.per_sample.loss.readings import Reading, readings, same_shares
-from gradguard.per_sample.loss.rows import Coupled, Owner, Term, cut, mean_of, owner_of, row_weights, term_of
+from gradguard.per_sample.loss.rows import Owner, Rows, Term
 from gradguard.per_sample.loss.separation import Outputs
-
-Verdict = Literal["right", "wrong", "unknown", "unverified"]
 
 NO_PART = "the loss does not depend on the module's outputs"
 """The reason for a loss of something else."""
@@ -82,10 +84,6 @@ class _Loss:
     def readings(self, term: Term) -> list[Reading]:
         """Return what the numbers of a term may be."""
         return readings(term, self.totals, self.reduction == "token_mean")
-
-
-class _Ambiguous(Exception):  # noqa: N818
-    """A number may be a constant of the user's, or a count of the batch."""
 
 
 @dataclass(frozen=True)
@@ -150,38 +148,31 @@ def loss_parts(
     outputs.constant_sizes = constant_sizes
     try:
         depends = Dependence()
-        found_paths = list(paths(roots, depends, outputs.values, outputs.numbers, declared))
-        owners = known.owners if known else [_owner(path, outputs, depends) for path in found_paths]
-        ends = [
-            path.output if not owner.name and path.output else path
-            for path, owner in zip(found_paths, owners, strict=True)
-        ]
-        if ledger.strict:
-            _refuse_cut(ends, outputs, depends)
-        terms = [term_of(path, owner, outputs.batch_size, scale) for path, owner in zip(ends, owners, strict=True)]
-        rows = [row_weights(path, owner, outputs, scale, depends) for path, owner in zip(ends, owners, strict=True)]
+        found_paths = list(paths(roots, depends, outputs.values, declared))
+        owners = known.owners if known else [None] * len(found_paths)
+        ends = [_rows(path, outputs, depends, owner) for path, owner in zip(found_paths, owners, strict=True)]
+        if ledger.strict and outputs.batch_size > 1:
+            _refuse_cut(ends)
+        terms = [end.term(scale) for end in ends]
+        rows = [end.weights(scale) for end in ends]
         together = _averaged_together(_joined(found_paths, terms, [each.kind for each in rows]))
         if not together:
             return LossParts("unknown", NO_PART)
         loss = _Loss(together, _totals(together), rows, outputs.values_of_each, reduction)
         found = _as_before(loss, ledger) or _judged_anew(loss, ledger)
-    except Coupled as coupled:
-        return LossParts("wrong", str(coupled))
-    except _Ambiguous as ambiguous:
-        return LossParts("unknown", str(ambiguous))
-    except Unreadable as unreadable:
-        return LossParts("unverified", str(unreadable))
+    except Refused as refused:
+        return LossParts(refused.verdict, str(refused), refused.factors)
     if found.verdict != "right":
         return found
     return replace(
         found,
         terms=len(together),
         weighted=any(path.weighted for path in found_paths) or any(term.class_weights for term in terms),
-        owners=owners,
+        owners=[end.owner for end in ends],
         label_owners={
-            path.node: owner.samples
-            for path, owner, term in zip(found_paths, owners, terms, strict=True)
-            if owner.name in LABELLED and term.share is not None
+            end.path.node: end.owner.samples
+            for end, term in zip(ends, terms, strict=True)
+            if end.name in LABELLED and term.share is not None
         },
         repeated=frozenset(outputs.repeated - {outputs.batch_size}),
     )
@@ -212,9 +203,8 @@ def _possible(loss: _Loss) -> list[Tensor]:
         if not bool(term.rows.any()):
             continue
         found = loss.readings(term)
-        counted = [one for one in found if one.what == "rows in the mean" and _is_sure(one)]
-        judged = [_by(reading, term, loss.reduction) for reading in counted or found]
-        mine = [parts.factors for parts in judged if parts.verdict == "right" and parts.factors is not None]
+        counted = [one for one in found if one.what == "rows in the mean" and one.is_sure]
+        mine = _right(counted or found, term, loss.reduction)
         if loss.reduction != "token_mean":
             mine = [ones] if any(_is_among(ones[term.weights > 0], [one[term.weights > 0]]) for one in mine) else []
         common = mine if common is None else [factors for factors in common if _is_among(factors, mine)]
@@ -225,6 +215,15 @@ def _possible(loss: _Loss) -> list[Tensor]:
     return distinct
 
 
+def _right(found: Sequence[Reading], term: Term, reduction: str) -> list[Tensor]:
+    """Return the factors of those readings by which a term is what it is said to be."""
+    right = []
+    for reading in found:
+        with suppress(Refused):
+            right.append(_by(reading, term, reduction))
+    return right
+
+
 def _is_among(factors: Tensor, others: Sequence[Tensor]) -> bool:
     return any(torch.allclose(factors, other, rtol=_CLOSE, atol=0, equal_nan=True) for other in others)
 
@@ -232,16 +231,26 @@ def _is_among(factors: Tensor, others: Sequence[Tensor]) -> bool:
 def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
     """Judge a loss by what its numbers may be."""
     strict = ledger.strict and not ledger.knows(loss.kinds)  # a number that was no count there is none by chance here
-    found = [_judged(loss, term, strict) for term in loss.terms]
-    for verdict in ("wrong", "unknown"):
-        worst = [judged.parts for judged in found if judged.parts.verdict == verdict]
-        if worst:
-            return max(worst, key=_distance)
-    factors = [judged.parts.factors for judged in found if judged.parts.factors is not None]
+    factors, divisors, refused = list[Tensor](), list[Mapping[Node, float]](), list[LossParts]()
+    for term in loss.terms:
+        own = {c.node: abs(1 / c.value) for c in term.constants if c.divides}
+        divisors.append(own)
+        if not bool(term.rows.any()):  # of no sample at all, as where nothing was chosen
+            continue
+        try:
+            reading, parts = _judged(loss, term, strict)
+        except Refused as one:
+            refused.append(LossParts(one.verdict, str(one), one.factors))
+            continue
+        factors.append(parts)
+        if reading.constant is not None and reading.constant.divides:
+            own[reading.constant.node] = 1.0
+    if refused:
+        return max(refused, key=lambda one: (one.verdict == "wrong", _distance(one.factors)))
     for other in factors[1:]:
-        if not torch.allclose(other, factors[0], rtol=_CLOSE, atol=0, equal_nan=True):
+        if not _is_among(other, factors[:1]):
             return LossParts("wrong", _SEVERAL_SHARES, other)
-    divided_by = _common_divisor(found, loss.terms)
+    divided_by = _common_divisor(divisors, loss.terms)
     candidate = loss.page(factors[0] if factors else torch.ones_like(loss.terms[0].weights))
     candidate = replace(candidate, divided_by=divided_by)
     if reason := ledger.objection(candidate):
@@ -249,33 +258,34 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
     return LossParts("right", factors=factors[0] if factors else None, divided_by=divided_by, page=candidate)
 
 
-def _refuse_cut(found: Sequence[Path], outputs: Outputs, depends: Dependence) -> None:
+def _refuse_cut(found: Sequence[Rows]) -> None:
     """Check that the loss cuts or fills no rows at a place that may be the length of the longest sample.
 
     Raises:
-        _Ambiguous: If it does.
+        Refused: If it does.
     """
-    if outputs.batch_size > 1 and (name := next(filter(None, (cut(path, outputs, depends) for path in found)), "")):
-        raise _Ambiguous(
+    if name := next(filter(None, (rows.cut() for rows in found)), ""):
+        raise Refused(
             f"{name} cuts or fills values in the loss up to some length, which may be that of the longest sample, or "
             "puts rows where data say, so that it tells of one sample by all others. Leave the length as it is, and "
             "mask; or count what is cut from the end, as in output[:, :-1]"
         )
 
 
-def _owner(path: Path, outputs: Outputs, depends: Dependence) -> Owner:
-    """Return whose the rows at the end of a path are, or at its end in what the module returned.
+def _rows(path: Path, outputs: Outputs, depends: Dependence, owner: Owner | None) -> Rows:
+    """Return the rows at the end of a path, or at its end in what the module returned.
 
     Raises:
         Coupled: If samples are mixed there.
-        Unreadable: If that cannot be told.
+        Unreadable: If it cannot be told whose they are.
     """
-    try:
-        return owner_of(path, outputs, depends)
-    except Unreadable:
-        if path.output is None:
-            raise
-        return owner_of(path.output, outputs, depends, is_output=True)
+    if owner is None or owner.name or path.output is None:
+        try:
+            return Rows(path, outputs, depends, owner)
+        except Unreadable:
+            if path.output is None:
+                raise
+    return Rows(path.output, outputs, depends, owner, is_output=True)
 
 
 _REDUCTIONS = {"mean": "mean over samples", "sum": "sum over samples", "token_mean": "mean over rows"}
@@ -352,32 +362,45 @@ def _joined(found: Sequence[Path], terms: Sequence[Term], kinds: Sequence[tuple[
     """
     if terms and len(terms[0].weights) == 1:
         return list(terms)
-    single = [int((term.weights > 0).sum()) == 1 and term.share is None for term in terms]
+    single = [i for i, term in enumerate(terms) if int((term.weights > 0).sum()) == 1 and term.share is None]
     shared: dict[tuple[str, ...], Counter[Node]] = defaultdict(Counter)
-    for path, one, kind in zip(found, single, kinds, strict=True):
-        shared[kind].update(_nodes(path) if one else [])
+    for i in single:
+        shared[kinds[i]].update(_nodes(found[i]))
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for i, path in enumerate(found):
-        if single[i]:  # a sample may have a term of each kind, as exp(output) - target * output
-            groups[kinds[i], *[node for node in _nodes(path) if shared[kinds[i]][node] > 1]].append(i)
+    for i in single:  # a sample may have a term of each kind, as exp(output) - target * output
+        groups[kinds[i], *[node for node in _nodes(found[i]) if shared[kinds[i]][node] > 1]].append(i)
     together = [members for members in groups.values() if len(members) > 1]
     taken = {i for members in together for i in members}
     joined = [term for i, term in enumerate(terms) if i not in taken]
     for members in together:
-        nodes = shared[kinds[members[0]]]
-        sizes = [_values_joined(found[i], nodes) for i in members]
+        nodes, mine = shared[kinds[members[0]]], [terms[i] for i in members]
+        above = [_above(found[i], nodes) for i in members]
         counts = torch.stack(
-            [(terms[i].weights > 0).to(terms[i].weights) * n for i, n in zip(members, sizes, strict=True)]
-        ).sum(0)
-        mean = math.prod(mean_of(step) for step in _above(found[members[0]], nodes) if operation(step.node) in MEANS)
-        if mean != 1 and not math.isclose(mean * float(counts.sum()), 1):
+            [(term.weights > 0) * _values_given(shares) for term, shares in zip(mine, above, strict=True)]
+        ).sum(0, dtype=mine[0].weights.dtype)
+        mean = math.prod(mean_of(step) for step in above[0] if operation(step.node) in MEANS)
+        size = float(counts.sum())
+        if mean != 1 and not math.isclose(mean * size, 1):
             raise Unreadable("a mean of single samples' terms is over other values, too")
         share = counts * mean if mean != 1 else None
-        constants = tuple(constant for constant in terms[members[0]].constants if nodes[constant.node] > 1)
-        mean_of_one = int((counts > 0).sum()) == 1 and all(terms[i].mean_of_one for i in members)
-        size = float(counts.sum())
+        constants = tuple(constant for constant in mine[0].constants if nodes[constant.node] > 1)
+        mean_of_one = int((counts > 0).sum()) == 1 and all(term.mean_of_one for term in mine)
         joined.append(Term(counts, size, True, False, share, [], constants, counts, mean_of_one=mean_of_one))
     return joined
+
+
+def _above(path: Path, nodes: Counter[Node]) -> list[Step]:
+    """The operations, from the root down, that a path shares with others."""
+    return list(itertools.takewhile(lambda step: nodes[step.node] > 1, reversed(path.steps)))
+
+
+def _values_given(above: Sequence[Step]) -> int:
+    """The number of values that a path brings to the last of ``above``, the operations that it shares with others."""
+    if not above:
+        return 1
+    child, number = above[-1].node.next_functions[above[-1].which]
+    assert child is not None
+    return shape_of(child, number).numel()
 
 
 def _averaged_together(terms: Sequence[Term]) -> list[Term]:
@@ -409,97 +432,64 @@ def _averaged_together(terms: Sequence[Term]) -> list[Term]:
     return joined
 
 
-def _above(path: Path, nodes: Counter[Node]) -> list[Step]:
-    """The operations, from the root down, that a path shares with others."""
-    return list(itertools.takewhile(lambda step: nodes[step.node] > 1, reversed(path.steps)))
-
-
-def _values_joined(path: Path, nodes: Counter[Node]) -> int:
-    """The number of values that a path brings to the first operation that it shares with others."""
-    above = _above(path, nodes)
-    if not above:
-        return 1
-    child, number = above[-1].node.next_functions[above[-1].which]
-    assert child is not None
-    return shape_of(child, number).numel()
-
-
 def _nodes(path: Path) -> list[Node]:
     """What a path passes that other paths may pass as well."""
     return [step.node for step in path.steps] + [constant.node for constant in path.constants]
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """The verdict on one term.
+def _judged(loss: _Loss, term: Term, strict: bool) -> tuple[Reading, Tensor]:
+    """Compare one term with what it would be for each sample alone.
 
-    Attributes:
-        parts: The verdict.
-        divisors: The divisors of the term that are the user's own, by node.
+    Returns:
+        What its numbers are; each sample's part in it, as a multiple of its own loss.
+
+    Raises:
+        Refused: If the term is not what it is said to be, or a number may be another.
     """
-
-    parts: LossParts
-    divisors: dict[Node, float]
-
-
-def _judged(loss: _Loss, term: Term, strict: bool) -> _Judged:
-    """Compare one term with what it would be for each sample alone."""
-    divisors = {c.node: abs(1 / c.value) for c in term.constants if c.divides}
-    if not bool(term.rows.any()):  # of no sample at all, as where nothing was chosen
-        return _Judged(LossParts("right"), divisors)
     found = loss.readings(term)
     reading = _likeliest(found, term, loss.reduction)
-    parts = _by(reading, term, loss.reduction)
-    if reading.constant is not None and reading.constant.divides and parts.verdict != "unknown":
-        divisors[reading.constant.node] = 1.0
-    if parts.verdict == "right" and (reason := _doubt(reading, found, term, loss.reduction, strict)):
-        parts = LossParts("unknown", reason)
-    return _Judged(parts, divisors)
+    factors = _by(reading, term, loss.reduction)
+    if reason := _doubt(reading, found, term, loss.reduction, strict):
+        raise Refused(reason)
+    return reading, factors
 
 
-def _likeliest(left: Sequence[Reading], term: Term, reduction: str) -> Reading:
+def _likeliest(found: Sequence[Reading], term: Term, reduction: str) -> Reading:
     """Return the reading, of several, by which a term is judged.
 
     Raises:
-        _Ambiguous: If they give samples other shares.
+        Refused: If they give samples other shares.
     """
-    own = next((reading for reading in left if reading.what == "own"), None)
+    own = found[-1]
+    means = [reading for reading in found if reading.what == "rows in the mean"]
+    if means:
+        if not same_shares(means if means[0].is_sure else [*means, own]):
+            raise Refused(_EITHER.format(means[0].constant and means[0].constant.value))
+        return means[0]
     if term.share is not None:
-        means = [reading for reading in left if reading.what == "rows in the mean"]
-        if means:
-            of_own = [replace(own, share=term.share)] if own is not None else []
-            if not same_shares(means if _is_sure(means[0]) else [*means, *of_own]):
-                raise _Ambiguous(_EITHER.format(means[0].constant and means[0].constant.value))
-            return means[0]
-        return left[0] if reduction == "sum" or own is None else own
-    counts = [reading for reading in left if reading.share is not None]
-    if len(term.weights) > 1:  # by 1 is not divided
-        counts = [one for one in counts if one.constant is None or abs(one.constant.value) != 1]
+        return found[0] if reduction == "sum" else own
+    size = len(term.weights)
+    by_one = size > 1  # is not divided
+    counts = [one for one in found[:-1] if not (by_one and one.constant and abs(one.constant.value) == 1)]
     if not counts:
-        return own or left[0]
-    counts.sort(key=_is_constant)
-    constant = counts[0].constant
-    half = constant is not None and not constant.divides and counts[0].what == "samples" and len(term.weights) == 2
-    if half and own is not None and reduction != "mean":
-        raise _Ambiguous("a sum over 2 samples was multiplied by 0.5, which may be a mean or a constant")
+        return own
+    likeliest = min(counts, key=_is_constant)
+    constant = likeliest.constant
+    half = constant is not None and not constant.divides and likeliest.what == "samples" and size == 2
+    if half and reduction != "mean":
+        raise Refused("a sum over 2 samples was multiplied by 0.5, which may be a mean or a constant")
     if reduction != "sum" and not same_shares(counts):
-        raise _Ambiguous(
-            f"a sum was divided by {len(term.weights)}, which is both the number of samples and that of the rows. "
-            "Begin with another batch, or divide within each sample first"
+        raise Refused(
+            f"a sum was divided by {size}, which is both the number of samples and that of the rows. Begin with "
+            "another batch, or divide within each sample first"
         )
-    return counts[0]
+    return likeliest
 
 
 def _is_constant(reading: Reading) -> tuple[bool, bool]:
     """Order readings by how much their number looks like a constant: tensors first, and then divisors."""
     constant = reading.constant
     return constant is not None and constant.origin != "tensor", constant is not None and not constant.divides
-
-
-def _is_sure(reading: Reading) -> bool:
-    """Tell whether the number of a reading is hardly a constant of the user's: a tensor, or a divisor below 1."""
-    constant = reading.constant
-    return constant is not None and (constant.origin == "tensor" or (constant.divides and abs(constant.value) > 1))
 
 
 def _doubt(reading: Reading, found: Sequence[Reading], term: Term, reduction: str, strict: bool) -> str:
@@ -585,78 +575,78 @@ def _multiplied(factor: float, batch_size: int) -> str:
     )
 
 
-def _by(reading: Reading, term: Term, reduction: str) -> LossParts:
-    """Judge a term as one reading has it."""
-    ones = torch.ones_like(term.weights)
-    if term.share is None:
-        if reading.share is None:
-            return _judged_sum(term, reduction)
-        constant = reading.constant
-        of_samples = constant is None or math.isclose(abs(1 / constant.value), len(ones), rel_tol=constant.precision)
-        if constant is not None and not constant.divides and reduction == "sum" and not of_samples:
-            reason = f"a sum over samples was multiplied by {constant.value:.3g}, a constant or 1 over the rows"
-            return LossParts("unknown", reason)
-        return _compared(term, reading.share, reduction)
-    if reading.what in {"times", "divided once more"} and reading.constant is not None and reduction != "sum":
-        return LossParts("unknown", _multiplied(abs(reading.constant.value), len(ones)))
-    if reading.what == "times":
-        if reading.level >= 0:
-            return LossParts("right", factors=ones)
-        return _compared(term, term.share, "mean")
-    return _compared(term, term.share if reading.share is None else reading.share, reduction)
+def _by(reading: Reading, term: Term, reduction: str) -> Tensor:
+    """Return each sample's part in a term, as a multiple of its own loss, as one reading has it.
+
+    Raises:
+        Refused: If the term is not what it is said to be then.
+    """
+    number, size = reading.constant, len(term.weights)
+    if reading.what in {"times", "divided once more"} and term.share is not None and number is not None:
+        if reduction != "sum":
+            raise Refused(_multiplied(abs(number.value), size))
+        if reading.what == "divided once more":
+            return _compared(term, term.share, "sum")
+        return _compared(term, term.share, "mean") if reading.of_samples else torch.ones_like(term.weights)
+    if reading.share is None:
+        return _judged_sum(term, reduction)
+    multiplied = term.share is None and reduction == "sum" and number is not None and not number.divides
+    if multiplied and number and not math.isclose(abs(1 / number.value), size, rel_tol=number.precision):
+        raise Refused(f"a sum over samples was multiplied by {number.value:.3g}, a constant or 1 over the rows")
+    return _compared(term, reading.share, reduction)
 
 
-def _compared(term: Term, share: Tensor, reduction: str) -> LossParts:
-    """Judge a term by each sample's share of a mean."""
+def _compared(term: Term, share: Tensor, reduction: str) -> Tensor:
+    """Return each sample's part in a term by its share of a mean.
+
+    Raises:
+        Coupled: If it is none over samples.
+    """
     if term.class_weights and reduction != "token_mean":
-        return LossParts("wrong", _CLASS_WEIGHTS)
+        raise Coupled(_CLASS_WEIGHTS)
     factors = (share if reduction == "sum" else share * len(share)).where(share > 0, math.nan)
     if reduction == "sum" and len(share) > 1:
-        return LossParts("wrong", "it is a mean. Use loss_reduction='mean', or a loss that adds samples up", factors)
-    if reduction == "token_mean" or _distance(LossParts("right", factors=factors)) <= _CLOSE:
-        return LossParts("right", factors=factors)
+        raise Coupled("it is a mean. Use loss_reduction='mean', or a loss that adds samples up", factors)
+    if reduction == "token_mean" or _distance(factors) <= _CLOSE:
+        return factors
     rows = "labels" if term.labels else "weights of the rows" if not term.even else "rows"
     counts = [f"{count:.4g}" for count in _extremes(term.weights)]
     reason = f"it is a mean over {float(term.weights.sum()):.4g} {rows}, of which samples have {' to '.join(counts)}"
-    return LossParts("wrong", f"{reason}. {_ADVICE}", factors)
+    raise Coupled(f"{reason}. {_ADVICE}", factors)
 
 
-def _judged_sum(term: Term, reduction: str) -> LossParts:
-    """Judge a term that a sum over the batch reduced, and that was not divided by any number of rows or samples."""
-    batch_size, count = len(term.weights), float(term.weights.sum())
-    counts = {c.node: abs(1 / c.value) for c in term.constants if c.divides and not _of_row(c, term)}
-    divisor = math.prod(counts.values())
-    rows = "labels" if term.labels else "rows"
+def _judged_sum(term: Term, reduction: str) -> Tensor:
+    """Return each sample's part in a term that a sum reduced, and that was divided by no number of rows or samples.
+
+    Raises:
+        Coupled: If it is no sum over samples, or is not to be one.
+        Refused: If that cannot be told.
+    """
+    batch_size, count, ones = len(term.weights), float(term.weights.sum()), torch.ones_like(term.weights)
+    partly = (term.labels and count > batch_size) or count < term.size  # labels of several places, or a mask
+    users = {c.node: abs(1 / c.value) for c in term.constants if c.divides and not _of_row(c, term)}
+    divisor = math.prod(users.values())
     counted = float(divisor).is_integer() and divisor >= 2
-    if counted and (reduction != "sum" or (_partly(term) and divisor >= count / 2)):
-        reason = (
-            f"a sum over {count:.4g} {rows} was divided by {divisor:.6g}, which is neither their number nor the number "
-            f"of samples ({batch_size})"
-        )
-        hint = " (counted before the shift, or for several mini-batches?)" if term.labels else ""
-        if divisor % batch_size == 0 and not hint:
+    if counted and (reduction != "sum" or (partly and divisor >= count / 2)):
+        hint = ""
+        if term.labels:
+            hint = " (counted before the shift, or for several mini-batches?)"
+        elif divisor % batch_size == 0:
             hint = " (that of several mini-batches? The clipper averages over all of them by itself)"
-        own = term.weights if _partly(term) else 1.0  # a sum of a sample's own, or its mean where rows are counted
-        factors = torch.full_like(term.weights, batch_size / divisor) * own
-        factors = factors.where(term.weights > 0, math.nan)
-        return LossParts("wrong", f"{reason}{hint}. {_ADVICE}", factors)
-    if reduction == "sum":
-        return LossParts("right", factors=torch.ones_like(term.weights))
-    if batch_size == 1:
-        return LossParts("right", factors=torch.ones_like(term.weights))
+        own = term.weights if partly else ones  # a sum of a sample's own, or its mean where rows are counted
+        raise Coupled(
+            f"a sum over {count:.4g} {'labels' if term.labels else 'rows'} was divided by {divisor:.6g}, which is "
+            f"neither their number nor the number of samples ({batch_size}){hint}. {_ADVICE}",
+            (own * batch_size / divisor).where(term.weights > 0, math.nan),
+        )
+    if reduction == "sum" or batch_size == 1:
+        return ones
     if not term.even:
-        return LossParts("unknown", f"a sum over samples has unequal weights, which may hold 1/{batch_size}")
+        raise Refused(f"a sum over samples has unequal weights, which may hold 1/{batch_size}")
     factor = math.prod(abs(c.value) for c in term.constants)
     if factor * batch_size < 1:
-        return LossParts("unknown", f"a sum over samples was multiplied by {factor:.3g}, which may hold 1/{batch_size}")
-    factors = torch.full_like(term.weights, batch_size)
-    return LossParts("wrong", "it is a sum. Use loss_reduction='sum', or divide by the number of samples", factors)
-
-
-def _partly(term: Term) -> bool:
-    """Tell whether rows are counted: labels of several places, or rows of which some do not contribute."""
-    count = float(term.weights.sum())
-    return (term.labels and count > len(term.weights)) or count < term.size
+        raise Refused(f"a sum over samples was multiplied by {factor:.3g}, which may hold 1/{batch_size}")
+    raise Coupled("it is a sum. Use loss_reduction='sum', or divide by the number of samples", ones * batch_size)
 
 
 def _totals(terms: Sequence[Term]) -> Totals:
@@ -672,14 +662,14 @@ def _extremes(values: Tensor) -> tuple[float, float]:
     return (float(known.min()), float(known.max())) if len(known) else (1.0, 1.0)
 
 
-def _distance(parts: LossParts) -> float:
+def _distance(factors: Tensor | None) -> float:
     """How far from 1 a factor is."""
-    return math.inf if parts.factors is None else max(abs(extreme - 1) for extreme in _extremes(parts.factors))
+    return math.inf if factors is None else max(abs(extreme - 1) for extreme in _extremes(factors))
 
 
-def _common_divisor(found: Sequence[_Judged], terms: Sequence[Term]) -> float:
+def _common_divisor(divisors: Sequence[Mapping[Node, float]], terms: Sequence[Term]) -> float:
     """What all terms are divided by; 1 where a factor undoes that, as a trainer's adapter does."""
-    common = set.intersection(*[set(judged.divisors.items()) for judged in found])
+    common = set.intersection(*[set(of_term.items()) for of_term in divisors])
     divisor = math.prod(divisor for _, divisor in common)
     factors = [abs(constant.value) for term in terms for constant in term.constants if not constant.divides]
     return 1.0 if any(math.isclose(divisor, factor, rel_tol=1e-6) for factor in factors) else divisor
