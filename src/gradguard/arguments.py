@@ -44,6 +44,7 @@ _RANGES: dict[str, Callable[[float], bool]] = {
     "a number from 0 to 1": lambda number: 0 <= number <= 1,
     "a number from 0 to 100": lambda number: 0 <= number <= 100,
     "a number above 0 and at most 1": lambda number: 0 < number <= 1,
+    "a probability above 0 and below 1": lambda number: 0 < number < 1,
     "a share above 0 and below 1": lambda number: 0 < number < 1,
     "at least 1, which calls each that stands out a spike": lambda number: number >= 1,
 }

@@ -176,12 +176,12 @@ def test_a_saved_accountant_goes_on():
         (lambda: Accountant("moments"), InvalidValueError, "expected 'pld' .* or 'rdp'"),
         (lambda: Accountant().load_state_dict({}), InvalidValueError, "expected the state of an accountant"),
         (lambda: epsilon(-1.0, 0.1, 1, 0.1), InvalidValueError, "noise_multiplier=-1.0: expected a finite number"),
-        (lambda: epsilon(1.0, 1.1, 1, 0.1), InvalidValueError, "sample_rate=1.1: expected a probability"),
-        (lambda: epsilon(1.0, 0.1, -1, 0.1), InvalidValueError, "steps=-1: expected an integer >= 0"),
-        (lambda: epsilon(1.0, 0.1, 1.0, 0.1), InvalidTypeError, "steps=1.0: expected an integer, got float"),
-        (lambda: epsilon(1.0, 0.1, 1, 0.0), InvalidValueError, "delta=0.0: expected above 0 and below 1"),
+        (lambda: epsilon(1.0, 1.1, 1, 0.1), InvalidValueError, "sample_rate=1.1: expected a number from 0 to 1"),
+        (lambda: epsilon(1.0, 0.1, -1, 0.1), InvalidValueError, "steps=-1: expected a whole number >= 0"),
+        (lambda: epsilon(1.0, 0.1, 1.0, 0.1), InvalidTypeError, "steps=1.0: expected a whole number >= 0, got float"),
+        (lambda: epsilon(1.0, 0.1, 1, 0.0), InvalidValueError, "delta=0.0: expected a probability above 0 and below 1"),
         (lambda: noise_multiplier_for(0.0, 0.1, 0.1, 1), InvalidValueError, "target_epsilon=0.0: expected a number"),
-        (lambda: noise_multiplier_for(1.0, 0.1, 0.1, 0), InvalidValueError, "no step costs anything"),
+        (lambda: noise_multiplier_for(1.0, 0.1, 0.1, 0), InvalidValueError, "steps=0: expected a whole number >= 1"),
     ],
 )
 def test_wrong_arguments_are_refused(call, error, words):

@@ -47,8 +47,8 @@ def test_parts_without_samples_are_given_and_do_not_count():
     whole, model = private_run(batch_size=3, data=data_set(30))
     train(whole, model, 2)
     in_parts, again = private_run(batch_size=1, data=data_set(30), gradient_accumulation_steps=3)
-    stand_ins, discard = [], in_parts.clipper.discard
-    in_parts.clipper.discard = lambda: (stand_ins.append(1), discard())
+    stand_ins, skip = [], in_parts.clipper.skip_batch
+    in_parts.clipper.skip_batch = lambda **options: (stand_ins.append(1), skip(**options))
     assert train_as_a_trainer(in_parts, again, 2) == 20
     assert len(stand_ins) > 5
     torch.testing.assert_close(weights(again), weights(model), rtol=1e-5, atol=1e-6)
@@ -144,7 +144,11 @@ def test_a_step_within_a_logical_batch_is_refused_and_nothing_is_lost():
 
 
 OPTIONS = {
-    "parts": ({"gradient_accumulation_steps": 0}, InvalidValueError, "gradient_accumulation_steps=0: expected an"),
+    "parts": (
+        {"gradient_accumulation_steps": 0},
+        InvalidValueError,
+        "gradient_accumulation_steps=0: expected a whole number",
+    ),
     "two cuts": (
         {"gradient_accumulation_steps": 2, "max_physical_batch_size": 3},
         InvalidValueError,

@@ -118,11 +118,11 @@ def test_logical_batches_are_cut_and_their_ends_are_known(case):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"size": 0}, InvalidValueError, "size=0: expected an integer of at least 1"),
-        ({"size": 1.5}, InvalidTypeError, "size=1.5: expected an integer"),
-        ({"sample_rate": 0.0}, InvalidValueError, "sample_rate=0.0: expected a probability above 0"),
-        ({"sample_rate": 1.1}, InvalidValueError, "sample_rate=1.1: expected a probability"),
-        ({"steps": 0}, InvalidValueError, "steps=0: expected an integer of at least 1"),
+        ({"size": 0}, InvalidValueError, "size=0: expected a whole number >= 1"),
+        ({"size": 1.5}, InvalidTypeError, "size=1.5: expected a whole number"),
+        ({"sample_rate": 0.0}, InvalidValueError, "sample_rate=0.0: expected a number above 0"),
+        ({"sample_rate": 1.1}, InvalidValueError, "sample_rate=1.1: expected a number"),
+        ({"steps": 0}, InvalidValueError, "steps=0: expected a whole number >= 1"),
         ({"rank": 1}, InvalidValueError, "expected 0 <= rank < world_size"),
         ({"world_size": 2}, InvalidValueError, "all processes must draw the same sample"),
     ],

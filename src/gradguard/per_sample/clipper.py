@@ -284,16 +284,7 @@ class PerSampleGradientClipper:
         An error from within the computation itself (no memory, a wrong `NormClipper`) drops the whole step, as
         `discard` does, so that no sample counts twice.
         """
-        mini_batch = self._tracker.collector.completed()
-        refuse_other_scaler(mini_batch.task, self._scaler)
-        self._verify(mini_batch)
-        if self._accumulation.batch_size is None:
-            self._prepare()
-        elif set(self._names) != self._tracker.trained:
-            raise InvalidValueError(
-                "parameters were frozen or unfrozen between two mini-batches of one step: call pre_step() first, or "
-                "discard() to begin the step again."
-            )
+        mini_batch = self._completed()
         self._gradients = self._clipped_by = None
         try:
             if mini_batch.batch_size > 0:
@@ -306,6 +297,20 @@ class PerSampleGradientClipper:
             self._tracker.collector.discard()
         self._accumulation.count(max(0, mini_batch.batch_size))
 
+    def _completed(self) -> MiniBatch:
+        """Return what the last backward brought, once it is found to be right and a part of this step."""
+        mini_batch = self._tracker.collector.completed()
+        refuse_other_scaler(mini_batch.task, self._scaler)
+        self._verify(mini_batch)
+        if self._accumulation.batch_size is None:
+            self._prepare()
+        elif set(self._names) != self._tracker.trained:
+            raise InvalidValueError(
+                "parameters were frozen or unfrozen between two mini-batches of one step: call pre_step() first, or "
+                "discard() to begin the step again."
+            )
+        return mini_batch
+
     def discard(self) -> None:
         """Forget the last backward, and everything since the last `pre_step`: the step begins again."""
         self._tracker.recover()
@@ -315,9 +320,17 @@ class PerSampleGradientClipper:
         self._noise_scale.drop()
         self.norm_clipper.drop_step()
 
-    def skip_batch(self) -> None:
-        """Count a mini-batch without samples, for which there was no backward: it adds nothing."""
-        if self._accumulation.batch_size is None:
+    def skip_batch(self, after_backward: bool = False) -> None:
+        """Count a mini-batch without samples: it adds nothing.
+
+        Args:
+            after_backward: There was a backward, of samples that do not count: what it brought is checked and dropped.
+                Otherwise there was none.
+        """
+        if after_backward:
+            self._completed()
+            self._tracker.collector.discard()
+        elif self._accumulation.batch_size is None:
             self._prepare()
         self._accumulation.count(0)
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal
 
-from gradguard.arguments import check_number
-from gradguard.errors import InvalidTypeError, InvalidValueError, MissingPackageError
+from gradguard.arguments import check_number, check_whole
+from gradguard.errors import InvalidValueError, MissingPackageError
 
 AccountantName = Literal["pld", "rdp"]
 History = list[tuple[float, float, int]]
@@ -23,6 +23,12 @@ History = list[tuple[float, float, int]]
 _PLD_UP_TO = 30.0  # of RDP's epsilon; above, PLD takes minutes to refine a number that protects nobody
 _TOLERANCE = 1e-3  # by how much the calibrated epsilon may stay below its target, relatively
 _LARGEST_MULTIPLIER = 1e6
+
+_OTHER_ACCOUNTANTS = {
+    "gdp": "it is an approximation that reports less than is spent: 1.32 for noise 0.8, rate 0.005, 1000 steps and "
+    "delta 1e-6, where 2.00 is right. Use 'pld'.",
+    "prv": "use 'pld', which gives the same to three digits.",
+}
 
 
 def epsilon(
@@ -65,7 +71,7 @@ def epsilon(
     """
     ledger = Accountant(accountant)
     ledger.step(noise_multiplier, sample_rate, steps)
-    return _told(ledger.epsilon_unsaid(delta), accountant)
+    return _told(ledger.spent(delta), accountant)
 
 
 def noise_multiplier_for(
@@ -100,16 +106,13 @@ def noise_multiplier_for(
         >>> epsilon(noise_multiplier, 0.01, 1000, 1e-5, accountant="rdp") <= 3.0
         True
     """
-    target = check_number("target_epsilon", target_epsilon)
-    if not target > 0:
-        raise InvalidValueError(f"target_epsilon={target}: expected a number above 0.")
-    rate, count = _check_rate(sample_rate), _check_steps(steps)
-    _check_delta(target_delta)
+    target = check_number("target_epsilon", target_epsilon, "a number above 0")
+    rate = check_number("sample_rate", sample_rate, "a number above 0 and at most 1")
+    count = check_whole("steps", steps)
+    check_number("target_delta", target_delta, "a probability above 0 and below 1")
     check_accountant(accountant)
     if target == math.inf:
         return 0.0
-    if not rate or not count:
-        raise InvalidValueError(f"sample_rate={rate}, steps={count}: no step costs anything, so no noise is needed.")
 
     def spent(noise_multiplier: float, name: AccountantName = accountant) -> float:
         return _epsilon([(noise_multiplier, rate, count)], target_delta, name)
@@ -197,7 +200,11 @@ class Accountant:
             InvalidValueError: If a number is out of its range.
             InvalidTypeError: If an argument is no number, or ``steps`` no integer.
         """
-        entry = check_multiplier(noise_multiplier), _check_rate(sample_rate), _check_steps(steps)
+        entry = (
+            check_number("noise_multiplier", noise_multiplier, "a finite number >= 0"),
+            check_number("sample_rate", sample_rate, "a number from 0 to 1"),
+            check_whole("steps", steps, 0),
+        )
         if self.history and self.history[-1][:2] == entry[:2]:
             entry = (*entry[:2], entry[2] + self.history.pop()[2])
         if entry[2]:
@@ -210,13 +217,13 @@ class Accountant:
             InvalidValueError: If ``delta`` is not between 0 and 1.
             InvalidTypeError: If it is no number.
         """
-        return _told(self.epsilon_unsaid(delta), self.name)
+        return _told(self.spent(delta), self.name)
 
-    def epsilon_unsaid(self, delta: float) -> float:
-        """Return the epsilon of `epsilon` without its warning."""
-        asked = (*merged(self.history), _check_delta(delta))
+    def spent(self, delta: float) -> float:
+        """Return what `epsilon` does, without its warning."""
+        asked = (*_merged(self.history), check_number("delta", delta, "a probability above 0 and below 1"))
         if asked not in self._known:
-            self._known = {asked: _epsilon(merged(self.history), asked[-1], self.name)}
+            self._known = {asked: _epsilon([*asked[:-1]], asked[-1], self.name)}
         return self._known[asked]
 
     def state_dict(self) -> dict[str, Any]:
@@ -237,7 +244,7 @@ class Accountant:
 
 
 def _told(spent: float, name: AccountantName) -> float:
-    """Return epsilon; say how loose a large one is."""
+    """Return epsilon; warn of how loose a large one is."""
     if _PLD_UP_TO < spent < math.inf:
         also = " also with accountant='pld', which is not computed above 30" if name == "pld" else ""
         warnings.warn(
@@ -248,7 +255,7 @@ def _told(spent: float, name: AccountantName) -> float:
     return spent
 
 
-def merged(history: History) -> History:
+def _merged(history: History) -> History:
     """Return one entry for each kind of step, sorted: what is spent does not depend on the order."""
     totals: dict[tuple[float, float], int] = {}
     for noise_multiplier, sample_rate, steps in history:
@@ -311,48 +318,5 @@ def check_accountant(name: str) -> AccountantName:
     """
     if name == "pld" or name == "rdp":
         return name
-    reason = "expected 'pld' (nearly exact) or 'rdp' (looser, in milliseconds)."
-    if name == "gdp":
-        reason = (
-            "it is an approximation that reports less than is spent: 1.32 for noise 0.8, rate 0.005, 1000 steps and "
-            "delta 1e-6, where 2.00 is right. Use 'pld'."
-        )
-    elif name == "prv":
-        reason = "use 'pld', which gives the same to three digits."
-    raise InvalidValueError(f"accountant={name!r}: {reason}")
-
-
-def check_multiplier(noise_multiplier: float) -> float:
-    """Return it as a float.
-
-    Raises:
-        InvalidValueError: If it is negative, NaN or infinite.
-    """
-    number = check_number("noise_multiplier", noise_multiplier)
-    if not 0 <= number < math.inf:
-        raise InvalidValueError(f"noise_multiplier={number}: expected a finite number >= 0.")
-    return number
-
-
-def _check_rate(sample_rate: float) -> float:
-    rate = check_number("sample_rate", sample_rate)
-    if not 0 <= rate <= 1:
-        raise InvalidValueError(
-            f"sample_rate={rate}: expected a probability from 0 to 1, the batch size over the number of samples."
-        )
-    return rate
-
-
-def _check_delta(delta: float) -> float:
-    number = check_number("delta", delta)
-    if not 0 < number < 1:
-        raise InvalidValueError(f"delta={number}: expected above 0 and below 1, and well below 1 / number of samples.")
-    return number
-
-
-def _check_steps(steps: int) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise InvalidTypeError(f"steps={steps!r}: expected an integer, got {type(steps).__name__}.")
-    if steps < 0:
-        raise InvalidValueError(f"steps={steps}: expected an integer >= 0.")
-    return steps
+    expected = "expected 'pld' (nearly exact) or 'rdp' (looser, in milliseconds)."
+    raise InvalidValueError(f"accountant={name!r}: {_OTHER_ACCOUNTANTS.get(name, expected)}")

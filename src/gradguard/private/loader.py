@@ -1,8 +1,7 @@
 """The user's DataLoader with Poisson batches in it: it yields micro-batches and never an empty one."""
 
-from collections import deque
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch.utils.data import (
     BatchSampler,
@@ -29,14 +28,8 @@ _KEPT = (
 )
 
 
-class Listener(Protocol):
-    """Who is told what the loader does."""
-
-    def _begin_pass(self) -> int: ...
-    def _check_pass(self, number: int) -> None: ...
-    def _begin_batch(self, micro_batch: MicroBatch) -> None: ...
-    def _empty_batch(self, micro_batch: MicroBatch) -> None: ...
-    def _end_pass(self) -> None: ...
+Planned = Iterator[tuple[MicroBatch, Any]]
+"""Micro-batches, each with its batch of data; with None where it has none."""
 
 
 class PrivateLoader:
@@ -51,7 +44,7 @@ class PrivateLoader:
         batches: What to draw; None takes the batches of ``loader`` as they come.
         max_size: Largest micro-batch.
         stand_in: Whether a sample that does not count is yielded instead of an empty micro-batch.
-        listener: Who is told.
+        handed_out: Called with what is planned at the start of a pass; yields what the user gets.
         parts: Into how many micro-batches each logical batch is cut; None: as ``max_size`` needs.
     """
 
@@ -61,13 +54,13 @@ class PrivateLoader:
         batches: PoissonBatches | None,
         max_size: int | None,
         stand_in: bool,
-        listener: Listener,
+        handed_out: Callable[[Planned], Iterator[Any]],
         parts: int | None = None,
     ) -> None:
         source = batches.remaining if batches is not None else lambda: _fixed(loader)
         self._cutter = MicroBatches(source, max_size, 0 if stand_in else None, parts)
         self._length = (len(batches) if batches is not None else len(loader)) * (parts or 1)
-        self._listener = listener
+        self._handed_out = handed_out
         options = {name: getattr(loader, name) for name in _KEPT}
         if loader.pin_memory_device:
             options["pin_memory_device"] = loader.pin_memory_device
@@ -77,21 +70,17 @@ class PrivateLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        number = self._listener._begin_pass()
+        return self._handed_out(self._planned())
+
+    def _planned(self) -> Planned:
         items = iter(self.loader)
         plan = self._cutter.plan  # workers run ahead, so what was planned waits here for its data
         for item in items:
-            self._listener._check_pass(number)
-            self._pass_empty_ones(plan)
-            self._listener._begin_batch(plan.popleft())
-            yield item
-        self._listener._check_pass(number)
-        self._pass_empty_ones(plan)
-        self._listener._end_pass()
-
-    def _pass_empty_ones(self, plan: deque[MicroBatch]) -> None:
-        while plan and not plan[0].has_data:
-            self._listener._empty_batch(plan.popleft())
+            while not plan[0].has_data:
+                yield plan.popleft(), None
+            yield plan.popleft(), item
+        while plan:
+            yield plan.popleft(), None
 
 
 def _fixed(loader: DataLoader) -> Iterator[tuple[list[int], int]]:

@@ -8,7 +8,6 @@ all of them; so its whole state, 19 968 bits, is filled from the key.
 import functools
 import hashlib
 import itertools
-import math
 import os
 import threading
 import warnings
@@ -18,14 +17,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from gradguard.arguments import check_number
+from gradguard.arguments import check_number, check_whole
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.kernels import Blocks
 
 _BLOCK = 1 << 16  # elements that secure noise is drawn for at a time: its parts then stay in the cache
 _MERSENNE_WORDS = 624
 _FIRST_WORD = 3  # of the state, in a generator's state seen as int64; before it: seed, counters
-_LARGEST_SEED = 1 << 64
 _LEAST, _MOST = 2.0**-100, 2.0**100  # deviations and factors that float32 holds as they are
 
 
@@ -107,9 +105,7 @@ class GaussianNoise:
             InvalidValueError: If it is negative, NaN or infinite.
             InvalidTypeError: If a sum is neither float32 nor float64.
         """
-        deviation = check_number("standard_deviation", standard_deviation)
-        if not 0 <= deviation < math.inf:
-            raise InvalidValueError(f"standard_deviation={deviation}: expected a finite number >= 0.")
+        deviation = check_number("standard_deviation", standard_deviation, "a finite number >= 0")
         for total in sums:
             if total.dtype not in (torch.float32, torch.float64):
                 raise InvalidTypeError(
@@ -168,10 +164,7 @@ def key_from(seed: int | None, purpose: str) -> bytes:
     """
     if seed is None:
         return os.urandom(32)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InvalidTypeError(f"seed={seed!r}: expected an integer or None, got {type(seed).__name__}.")
-    if not 0 <= seed < _LARGEST_SEED:
-        raise InvalidValueError(f"seed={seed}: expected an integer from 0 to 2**64 - 1.")
+    check_whole("seed", seed, 0, 2**64 - 1)
     return hashlib.sha256(f"gradguard {purpose} {seed}".encode()).digest()
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from gradguard.arguments import check_number
-from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.arguments import check_number, check_whole
+from gradguard.errors import InvalidValueError
 from gradguard.private.noise import key_from, keyed_generator
 
 
@@ -65,13 +65,9 @@ class PoissonBatches(Sampler[list[int]]):
         world_size: int = 1,
         key: bytes | None = None,
     ) -> None:
-        self.size = positive_integer("size", size)
-        self.sample_rate = check_number("sample_rate", sample_rate)
-        if not 0 < self.sample_rate <= 1:
-            raise InvalidValueError(
-                f"sample_rate={self.sample_rate}: expected a probability above 0, at most 1: batch size over size."
-            )
-        self.steps = max(1, round(1 / self.sample_rate)) if steps is None else positive_integer("steps", steps)
+        self.size = check_whole("size", size)
+        self.sample_rate = check_number("sample_rate", sample_rate, "a number above 0 and at most 1")
+        self.steps = max(1, round(1 / self.sample_rate)) if steps is None else check_whole("steps", steps)
         if not 0 <= rank < world_size:
             raise InvalidValueError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world_size.")
         if world_size > 1 and seed is None and key is None:
@@ -162,13 +158,11 @@ class MicroBatches:
 
     def _cut(self, plan: "deque[MicroBatch]") -> Iterator[list[int]]:
         for indices, largest in self._source():
-            parts = 1 if self._max_size is None else max(1, -(-largest // self._max_size))
-            parts = self._parts or parts
+            parts = self._parts or max(1, -(-largest // (self._max_size or max(1, largest))))
+            stand_in = [] if self._stand_in is None or not (largest or self._parts) else [self._stand_in]
             for k in range(parts):
                 part = indices[k::parts]
-                shown = part
-                if not part and (largest or self._parts) and self._stand_in is not None:
-                    shown = [self._stand_in]
+                shown = part or stand_in
                 plan.append(MicroBatch(len(part), bool(shown), k == parts - 1))
                 if shown:
                     yield shown
@@ -187,17 +181,3 @@ class MicroBatch:
     size: int
     has_data: bool
     ends: bool
-
-
-def positive_integer(name: str, value: int) -> int:
-    """Return ``value``.
-
-    Raises:
-        InvalidTypeError: If it is no integer.
-        InvalidValueError: If it is below 1.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidTypeError(f"{name}={value!r}: expected an integer, got {type(value).__name__}.")
-    if value < 1:
-        raise InvalidValueError(f"{name}={value}: expected an integer of at least 1.")
-    return value

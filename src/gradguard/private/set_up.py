@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
-from gradguard.arguments import check_number
+from gradguard.arguments import check_number, check_whole
 from gradguard.distributed.groups import (
     from_first_rank,
     process_group_of,
@@ -24,11 +24,12 @@ from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGra
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.clipping_rule import NormClipper
 from gradguard.per_sample.norm_clippers import FlatNormClipper, QuantileNormClipper
-from gradguard.private.accounting import Accountant, AccountantName, check_multiplier, noise_multiplier_for
+from gradguard.per_sample.refusals import refuse_local_thresholds
+from gradguard.private.accounting import Accountant, AccountantName, noise_multiplier_for
 from gradguard.private.buffers import refuse_running_statistics
 from gradguard.private.loader import PrivateLoader, check_loader
 from gradguard.private.noise import GaussianNoise, key_from
-from gradguard.private.sampling import PoissonBatches, positive_integer
+from gradguard.private.sampling import PoissonBatches
 from gradguard.private.training import PrivateTraining, Terms, parameters_of
 
 
@@ -169,7 +170,7 @@ def make_private(
             clipper, optimizer, terms, ledger, noise, batches, group, restore, for_trainer=parts is not None
         )
         attached.callback(private.detach)
-        private.loader = PrivateLoader(loader, batches, max_physical_batch_size, stand_in, private, parts)
+        private.loader = PrivateLoader(loader, batches, max_physical_batch_size, stand_in, private._hand_out, parts)
         attached.pop_all()
     return private
 
@@ -184,11 +185,7 @@ def _norm_clipper(
             f"max_grad_norm={max_grad_norm} and norm_clipper={norm_clipper!r} both say how to clip: give one of them."
         )
     if isinstance(norm_clipper, QuantileNormClipper):
-        if world_size > 1:
-            raise UnsupportedGradientError(
-                "QuantileNormClipper counts the samples of one process, so thresholds would differ between "
-                f"{world_size} processes: use FlatNormClipper or AutoNormClipper."
-            )
+        refuse_local_thresholds(norm_clipper, world_size)
         if secure and norm_clipper.generator is not None:
             raise InvalidValueError(
                 "secure=True with a QuantileNormClipper that has a generator: make it without one, then the noise on "
@@ -212,10 +209,10 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer) -> list[nn.Parame
 
 def _check_parts(max_physical_batch_size: int | None, parts: int | None, poisson_sampling: bool) -> None:
     if max_physical_batch_size is not None:
-        positive_integer("max_physical_batch_size", max_physical_batch_size)
+        check_whole("max_physical_batch_size", max_physical_batch_size)
     if parts is None:
         return
-    positive_integer("gradient_accumulation_steps", parts)
+    check_whole("gradient_accumulation_steps", parts)
     if max_physical_batch_size is not None:
         raise InvalidValueError(
             f"gradient_accumulation_steps={parts} and max_physical_batch_size={max_physical_batch_size} both say how "
@@ -233,8 +230,8 @@ def _planned(epochs: int | None, steps: int | None, of_epoch: int) -> int | None
     if epochs is not None and steps is not None:
         raise InvalidValueError(f"epochs={epochs} and steps={steps} both say how long training is: give one of them.")
     if steps is not None:
-        return positive_integer("steps", steps)
-    return None if epochs is None else positive_integer("epochs", epochs) * of_epoch
+        return check_whole("steps", steps)
+    return None if epochs is None else check_whole("epochs", epochs) * of_epoch
 
 
 def _noise_multiplier(
@@ -251,7 +248,7 @@ def _noise_multiplier(
             f"noise_multiplier={noise_multiplier}, target_epsilon={target_epsilon}: expected exactly one of them."
         )
     if noise_multiplier is not None:
-        return check_multiplier(noise_multiplier), None
+        return check_number("noise_multiplier", noise_multiplier, "a finite number >= 0"), None
     if planned is None:
         raise InvalidValueError("target_epsilon needs epochs=... or steps=..., to know how many steps share it.")
     assert target_epsilon is not None
@@ -260,9 +257,7 @@ def _noise_multiplier(
 
 
 def _check_delta(target_delta: float, size: int) -> None:
-    delta = check_number("target_delta", target_delta)
-    if not 0 < delta < 1:
-        raise InvalidValueError(f"target_delta={delta}: expected above 0, and well below 1 / {size} samples.")
+    delta = check_number("target_delta", target_delta, "a probability above 0 and below 1")
     if delta >= 1 / size:
         warnings.warn(
             f"target_delta={delta} is not below 1 / {size} samples: publishing one sample whole would be allowed.",

@@ -5,8 +5,8 @@ import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +18,9 @@ from gradguard.distributed.placements import shard_like
 from gradguard.errors import InvalidValueError
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.per_sample.clipper import PerSampleGradientClipper
-from gradguard.per_sample.results import ClippedSums
 from gradguard.private.accounting import Accountant
 from gradguard.private.buffers import BufferWatch
-from gradguard.private.loader import PrivateLoader
+from gradguard.private.loader import Planned, PrivateLoader
 from gradguard.private.noise import GaussianNoise, keyed_generator
 from gradguard.private.sampling import MicroBatch, PoissonBatches
 from gradguard.torch_private import version_of
@@ -48,6 +47,29 @@ class Terms:
     target_delta: float
     planned: int | None
     target_epsilon: float | None = None
+
+
+@dataclass
+class _LogicalBatch:
+    """What is known of a logical batch while its micro-batches come.
+
+    Attributes:
+        open: Those that were handed out and are not yet taken up, of the next logical batch too.
+        started: A part was taken up.
+        complete: All parts were, and `PrivateTraining.pre_step` has not been called.
+        drawn: Number of samples that were taken up.
+    """
+
+    open: deque[MicroBatch] = field(default_factory=deque)
+    started: bool = False
+    complete: bool = False
+    drawn: int = 0
+
+    def take_up(self, micro_batch: MicroBatch) -> bool:
+        """Count a part; return whether it was the last one."""
+        self.started, self.complete = True, micro_batch.ends
+        self.drawn += micro_batch.size
+        return micro_batch.ends
 
 
 class PrivateTraining:
@@ -99,17 +121,14 @@ class PrivateTraining:
         self.clipper, self.optimizer, self.terms = clipper, optimizer, terms
         self.accountant, self.noise, self.steps = accountant, noise, 0
         self._batches, self._group, self._restore = batches, group, restore
-        self._rank, self._world_size = rank_and_size(group)
+        self._adds_noise = rank_and_size(group)[0] == 0
         self._for_trainer = for_trainer  # one that fetches ahead, and never asks for a batch after the last
-        self._open: deque[MicroBatch] = deque()  # handed out, and not yet taken up
-        self._complete = False  # a logical batch was taken up, and pre_step() has not been called
+        self._batch = _LogicalBatch()
         self._filled: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}  # for one step, and their versions
         self._may_step = False
-        self._drawn = 0  # samples of the logical batch that were taken up so far
-        self._kept: ClippedSums | None = None  # sums from before a stand-in
         self._pass = 0  # number of the pass whose batches may be used; it moves on where a pass must not go on
+        self._resumed = self._pass_is_counted = False
         self._buffers = BufferWatch(clipper.module)
-        self._accumulated = self._resumed = self._pass_is_counted = False
         clipper.step_advice = (
             "call private.pre_step() before it"
             if for_trainer
@@ -130,7 +149,7 @@ class PrivateTraining:
             InvalidValueError: If there is no such batch, if the model saw another number of samples than were drawn,
                 or if a ``.grad`` was filled by something else.
         """
-        ends = self._take_up_next()
+        ends = self.clip_and_accumulate()
         if ends:
             self._finish()
         return ends
@@ -144,22 +163,23 @@ class PrivateTraining:
         Raises:
             InvalidValueError: As `step` does.
         """
-        return self._take_up_next()
-
-    def _take_up_next(self) -> bool:
-        if not self._open or self._complete:
+        batch = self._batch
+        if not batch.open or batch.complete:
             raise InvalidValueError(
                 "private.step() without a batch: iterate over private.loader, and call it once after the backward of "
                 "each batch. After an error within a logical batch begin a new pass over the loader."
             )
-        micro_batch = self._open[0]
         self._buffers.check()
         self._refuse_other_gradients()
-        self._take_up(micro_batch)
-        self._open.popleft()
-        self._accumulated, self._complete = True, micro_batch.ends
-        self._drawn += micro_batch.size
-        return micro_batch.ends
+        try:
+            self._clip(batch.open[0])
+        except BaseException:
+            if batch.started:  # its earlier parts are lost too, and its other parts are not a Poisson sample
+                self._abandon()
+            else:
+                self.clipper.discard()
+            raise
+        return batch.take_up(batch.open.popleft())
 
     def pre_step(self) -> None:
         """Add the noise, and fill every ``.grad`` for one ``optimizer.step()``; for trainers, see `step`.
@@ -169,7 +189,7 @@ class PrivateTraining:
         Raises:
             InvalidValueError: If the logical batch is not complete.
         """
-        if not self._complete:
+        if not self._batch.complete:
             raise InvalidValueError(
                 "the optimizer is to step within a logical batch, or without one: every part that private.loader "
                 "gives must be used before, and none twice. Let the trainer accumulate as many batches for a step as "
@@ -211,7 +231,7 @@ class PrivateTraining:
         Raises:
             InvalidValueError: If a logical batch is open: what is summed of it has no noise yet.
         """
-        if self._open or self._accumulated:
+        if self._batch.open or self._batch.started:
             raise InvalidValueError(
                 "state_dict() within a logical batch would save sums without noise: call it when private.step() has "
                 "returned True, or between epochs."
@@ -257,15 +277,41 @@ class PrivateTraining:
         self.steps, self._resumed = state_dict["steps"], True
         self._check_target()
 
-    # What the loader tells
+    # A pass over the loader
 
-    def _begin_pass(self) -> int:
+    def _hand_out(self, planned: Planned) -> Iterator[Any]:
         self._abandon()
         self._pass_is_counted = False
-        if self._batches is not None and not self._resumed:
-            self._batches.start_epoch()
+        if not self._resumed:
+            self._start_epoch()
         self._resumed = False
-        return self._pass
+        number = self._pass
+        for micro_batch, data in planned:
+            self._check_pass(number)
+            # A trainer fetches all parts of a logical batch before it runs them.
+            ahead = self._for_trainer and self._batch.open and not self._batch.open[-1].ends
+            if not ahead:
+                self._check_closed()
+            self._check_budget()
+            if micro_batch.has_data:
+                self._buffers.begin()
+                self._batch.open.append(micro_batch)
+                yield data
+            else:
+                self._pass_over(micro_batch)
+        self._check_pass(number)
+        self._check_closed()
+        self._start_epoch()
+
+    def _pass_over(self, empty: MicroBatch) -> None:
+        self._refuse_other_gradients()
+        self.clipper.skip_batch()
+        if self._batch.take_up(empty):
+            self._finish()
+
+    def _start_epoch(self) -> None:
+        if self._batches is not None:
+            self._batches.start_epoch()
 
     def _check_pass(self, number: int) -> None:
         if number != self._pass:
@@ -275,29 +321,8 @@ class PrivateTraining:
                 "for batch in private.loader."
             )
 
-    def _end_pass(self) -> None:
-        self._check_closed()
-        if self._batches is not None:
-            self._batches.start_epoch()
-
-    def _begin_batch(self, micro_batch: MicroBatch) -> None:
-        if not (self._for_trainer and self._open and not self._open[-1].ends):
-            self._check_closed()
-        self._check_budget()
-        self._buffers.begin()
-        self._open.append(micro_batch)
-
-    def _empty_batch(self, micro_batch: MicroBatch) -> None:
-        self._check_closed()
-        self._check_budget()
-        self._refuse_other_gradients()
-        self.clipper.skip_batch()
-        self._accumulated, self._complete = True, micro_batch.ends
-        if micro_batch.ends:
-            self._finish()
-
     def _check_closed(self) -> None:
-        if self._open or self._complete:
+        if self._batch.open or self._batch.complete:
             raise InvalidValueError(
                 "the loader was asked for the next batch, and private.step() was not called for the last one, or has "
                 "failed: every batch that was drawn must be used. Call it after each backward."
@@ -328,47 +353,19 @@ class PrivateTraining:
                 f"with the noise, batch size and number of steps that it began with."
             )
 
-    # One micro-batch
-
-    def _take_up(self, micro_batch: MicroBatch) -> None:
-        """Clip and sum a micro-batch, wholly or not at all."""
-        started = self._accumulated
-        try:
-            if micro_batch.size:
-                self._clip(micro_batch.size)
-            else:
-                self._drop_stand_in()
-        except BaseException:
-            if started:  # its earlier parts are lost too, and its other parts are not a Poisson sample
-                self._abandon()
-            else:
-                again = self._open.copy()
-                self._drop_logical_batch()
-                self._open = again
-            raise
-
-    def _clip(self, drawn: int) -> None:
+    def _clip(self, micro_batch: MicroBatch) -> None:
+        if not micro_batch.size:  # it only keeps this process in step with others
+            self.clipper.skip_batch(after_backward=True)
+            return
         before = self.clipper.statistics
         self.clipper.clip_and_accumulate()
         after = self.clipper.statistics
-        _check_samples(0 if after is None or after is before else len(after.norms), drawn)
-
-    def _drop_stand_in(self) -> None:
-        """Leave out a batch that only kept this process in step with others, and keep what was summed before it."""
-        kept = self.clipper.take() if self._accumulated else None
-        self.clipper.clip_and_accumulate()
-        self.clipper.discard()
-        self.clipper.skip_batch()
-        self._kept = kept if self._kept is None or kept is None else added(self._kept, kept, 1.0)
-
-    def _drop_logical_batch(self) -> None:
-        self.clipper.discard()
-        self._open, self._kept, self._drawn = deque(), None, 0
-        self._accumulated = self._complete = False
+        _check_samples(0 if after is None or after is before else len(after.norms), micro_batch.size)
 
     def _abandon(self) -> None:
         """Drop the logical batch, and let no running pass go on."""
-        self._drop_logical_batch()
+        self.clipper.discard()
+        self._batch = _LogicalBatch()
         self._pass += 1
 
     # The end of a logical batch
@@ -388,15 +385,12 @@ class PrivateTraining:
     @torch.no_grad()
     def _release(self) -> None:
         """Once a threshold moves or noise is drawn the step is paid for, whether or not it comes to its end."""
-        deviation = self._deviation(self.clipper.sensitivity("add_or_remove_one"))  # take() may move a threshold
+        deviation = self._deviation(self.clipper.sensitivity("add_or_remove_one"))  # before the threshold moves
         self._count()
         taken, unit = self.clipper.take_in_units()
-        if self._kept is not None:
-            taken, unit, self._kept = added(self._kept, taken, unit), 1.0, None
-        drawn, self._drawn = self._drawn, 0
-        self._accumulated = self._complete = False
+        drawn, self._batch = self._batch.drawn, _LogicalBatch(self._batch.open)
         _check_samples(taken.batch_size, drawn)
-        own = deviation if self._rank == 0 else 0.0
+        own = deviation if self._adds_noise else 0.0
         self.noise.add_(taken.sums, own, unit=unit, divisor=self.terms.divisor)
         all_reduce_sum(taken.sums, self._group)
         self._filled = {}
@@ -419,7 +413,7 @@ class PrivateTraining:
         if self._batches is not None:
             self._batches.advance()
             if self._for_trainer and self._batches.position == len(self._batches):
-                self._batches.start_epoch()
+                self._start_epoch()
         if not self._pass_is_counted:
             self.accountant.step(self.terms.noise_multiplier, self.terms.sample_rate)
         self._pass_is_counted = self._batches is None
@@ -433,32 +427,33 @@ class PrivateTraining:
                 "optimizer.step() was called in a private training, where gradients have no noise yet: call "
                 "private.step() after each backward instead. It steps the optimizer at the end of each logical batch."
             )
-        for parameter in parameters_of(optimizer):
-            grad: Tensor | None = parameter.grad
-            own, version = self._filled.get(parameter, (lambda: None, 0))
-            if grad is not None and (grad is not own() or version_of(grad) != version):
+        for parameter, grad, is_own in self._held(optimizer):
+            if not is_own or version_of(grad) != self._filled[parameter][1]:
                 raise InvalidValueError(
                     f"{self._name_of(parameter)}: .grad was filled or changed after the noise was added, by another "
                     f"loss or another clip: the step would not be the private one. Leave gradients alone between "
                     f"pre_step() and optimizer.step()."
                 )
 
-    def _name_of(self, parameter: nn.Parameter) -> str:
-        names = {id(p): name for name, p in self.clipper.trained.items()}
-        return names.get(id(parameter), "a parameter of the optimizer that is not clipped")
-
     def _refuse_other_gradients(self) -> None:
         """A gradient that was not clipped, of another loss or a parameter that is not followed, must not be used."""
-        for parameter in parameters_of(self.optimizer):
-            grad: Tensor | None = parameter.grad
-            own, _ = self._filled.get(parameter, (lambda: None, 0))
-            if grad is None or grad is own():  # of the step before
-                continue
-            if bool((grad.to_dense() if grad.is_sparse else grad).any()):
+        for parameter, grad, is_own in self._held(self.optimizer):
+            if not is_own and bool((grad.to_dense() if grad.is_sparse else grad).any()):  # its own is of the last step
                 raise InvalidValueError(
                     f"{self._name_of(parameter)}: .grad is filled by something else than private.step(), so the step "
                     f"would not be private. Call optimizer.zero_grad() before the backward, and train with one loss."
                 )
+
+    def _held(self, optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Tensor, bool]]:
+        """The parameters that have gradients, with these, and whether they are those of `pre_step`."""
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                own = parameter in self._filled and self._filled[parameter][0]() is parameter.grad
+                yield parameter, parameter.grad, own
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        names = {id(p): name for name, p in self.clipper.trained.items()}
+        return names.get(id(parameter), "a parameter of the optimizer that is not clipped")
 
 
 def _check_samples(seen: int, drawn: int) -> None:
@@ -473,9 +468,3 @@ def _check_samples(seen: int, drawn: int) -> None:
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return all parameters of ``optimizer``."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def added(first: ClippedSums, second: ClippedSums, unit: float) -> ClippedSums:
-    """Return both together; the sums of the second are divided by ``unit``."""
-    sums = [a + b * unit for a, b in zip(first.sums, second.sums, strict=True)]
-    return ClippedSums(first.names, first.parameters, sums, first.batch_size + second.batch_size)

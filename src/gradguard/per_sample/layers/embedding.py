@@ -1,14 +1,14 @@
 """Embeddings: each sample adds its output's gradients to the rows of the table that it looked up."""
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.contributions import Contribution, Rows, wide
-from gradguard.per_sample.layers.call import BatchAxis, LayerCall, samples_first
-from gradguard.torch_private import largest_in_bags, tree_leaves
+from gradguard.per_sample.layers.call import LayerCall, samples_first
 
 
 def embedding(call: LayerCall) -> dict[str, Contribution]:
@@ -42,13 +42,16 @@ def embedding_bag(call: LayerCall) -> dict[str, Contribution]:
     module = call.module
     assert isinstance(module, nn.EmbeddingBag)
     refuse_coupling(module)
-    raw, axis = _argument(call, "input", 0)
-    if not isinstance(raw, Tensor) or raw.dim() != 2 or module.include_last_offset:
+    arguments = _BagArguments(*call.args, **call.kwargs)
+    ids, axis = arguments.input, call.axis_of(arguments.input)
+    if ids.dim() != 2 or module.include_last_offset:
         raise UnsupportedGradientError(
-            f"EmbeddingBag got ids of shape {tuple(getattr(raw, 'shape', ()))} and "
+            f"EmbeddingBag got ids of shape {tuple(ids.shape)} and "
             f"include_last_offset={module.include_last_offset}; which sample owns which id is known only of bags "
             "[B, T] without offsets. Pad the bags to one length with padding_idx, and leave include_last_offset False."
         )
+    grad = call.grads[0]
+    assert grad is not None
     if axis is None or axis.dim != 0 or call.grad_axes[0] is None or call.grad_axes[0].dim != 0:
         raise UnsupportedGradientError(
             f"EmbeddingBag takes its samples in dimension 0, [B, T]; here they lie in dimension {axis and axis.dim} "
@@ -56,46 +59,39 @@ def embedding_bag(call: LayerCall) -> dict[str, Contribution]:
         )
     if "weight" not in call.wanted:
         return {}
-    shares = samples_first(_shares(call, module, raw), axis, call.batch_size)
-    values = shares * wide(call.grad()).unsqueeze(-2)
-    ids = samples_first(raw.long(), axis, call.batch_size)
-    if module.padding_idx is not None:
-        values = values.masked_fill((ids == module.padding_idx).unsqueeze(-1), 0)
+    values = samples_first(_of_entries(module, arguments, grad), axis, call.batch_size)
+    ids = samples_first(ids.long(), axis, call.batch_size)
     ids = ids.reshape(len(ids), ids.shape[1:].numel())
     return {"weight": Rows(ids, values.reshape(*ids.shape, module.embedding_dim), module.weight.shape)}
 
 
-def _shares(call: LayerCall, module: nn.EmbeddingBag, ids: Tensor) -> Tensor:
-    """What part of a bag's gradient each of its entries gets, ``[N, T, 1]``; of each column for max, ``[N, T, d]``."""
-    counted = torch.ones_like(ids, dtype=torch.bool) if module.padding_idx is None else ids != module.padding_idx
-    if module.mode == "max":
-        return _largest(module, ids)
-    if module.mode == "mean":
-        # A bag of nothing but padding returns 0 and gives nothing.
-        counts = counted.sum(1, keepdim=True).clamp(min=1).to(_dtype(module))
-        return counts.reciprocal().expand(ids.shape).unsqueeze(2)
-    weights, _ = _argument(call, "per_sample_weights", 2)
-    return (counted.to(_dtype(module)) if weights is None else wide(weights)).unsqueeze(2)
+class _BagArguments(NamedTuple):
+    """The arguments of the forward of an EmbeddingBag, in its order."""
+
+    input: Tensor
+    offsets: Tensor | None = None
+    per_sample_weights: Tensor | None = None
 
 
-def _largest(module: nn.EmbeddingBag, ids: Tensor) -> Tensor:
-    """Which entry of its bag each column of the output came from; the first where an id is repeated."""
-    offsets = torch.arange(0, ids.numel(), max(1, ids.shape[1]), device=ids.device)
-    padding = -1 if module.padding_idx is None else module.padding_idx
-    taken = largest_in_bags(module.weight.detach(), ids.reshape(-1), offsets, padding)
-    match = ids.unsqueeze(2) == taken.unsqueeze(1)
-    return (match & (match.cumsum(1) == 1)).to(_dtype(module))
-
-
-def _dtype(module: nn.EmbeddingBag) -> torch.dtype:
-    return torch.float64 if module.weight.dtype is torch.float64 else torch.float32
-
-
-def _argument(call: LayerCall, name: str, position: int) -> tuple[Any, BatchAxis | None]:
-    """The argument of that name, and its batch axis if it is a tensor."""
-    value = call.args[position] if len(call.args) > position else call.kwargs.get(name)
-    tensors = [leaf for leaf in tree_leaves((call.args, dict(call.kwargs))) if isinstance(leaf, Tensor)]
-    return value, next((axis for leaf, axis in zip(tensors, call.axes, strict=True) if leaf is value), None)
+def _of_entries(module: nn.EmbeddingBag, arguments: _BagArguments, grad: Tensor) -> Tensor:
+    """Return the gradient of each entry of each bag, ``[N, T, d]``: the layer, with a row of the table for each."""
+    ids, weights = arguments.input, arguments.per_sample_weights
+    own = torch.arange(ids.numel(), device=ids.device).view_as(ids)
+    padding = None if module.padding_idx is None else ids.numel()
+    if padding is not None:
+        own = own.masked_fill(ids == module.padding_idx, padding)
+    used = torch.cat([ids.flatten(), ids.new_zeros(1)])
+    with torch.enable_grad():
+        table = wide(module.weight.detach())[used].requires_grad_()
+        bags = F.embedding_bag(
+            own,
+            table,
+            mode=module.mode,
+            per_sample_weights=None if weights is None else wide(weights).to(table.dtype),
+            padding_idx=padding,
+        )
+        (gradient,) = torch.autograd.grad(bags, table, grad.to(bags.dtype))
+    return gradient[:-1].view(*ids.shape, module.embedding_dim)
 
 
 def refuse_coupling(module: nn.Embedding | nn.EmbeddingBag) -> None:
