@@ -382,7 +382,11 @@ WRONG = {
     "no mapping": (lambda call, gs: [1], InvalidTypeError, "returned list: expected gradients by name"),
     "an unknown name": (lambda call, gs: {"input 7": None}, InvalidValueError, "'input 7': expected names among"),
     "no tensor": (lambda call, gs: {"bias": 3}, InvalidTypeError, "for 'bias' int: expected a tensor of shape"),
-    "another shape": (lambda call, gs: {"bias": gs["bias"][:1]}, InvalidTypeError, r"for 'bias' shape \(1,\)"),
+    "another shape": (
+        lambda call, gs: {"bias": gs["bias"][:1]},
+        InvalidTypeError,
+        r"for 'bias' a tensor of shape \(1,\)",
+    ),
 }
 
 

@@ -197,14 +197,14 @@ def test_the_callback_may_change_gradients(kind):
 WRONG = {
     "a tensor": (lambda grads: grads[0], "SumBackward0 returned Tensor: expected 1 gradients"),
     "too many": (lambda grads: (*grads, None), "SumBackward0 returned tuple: expected 1 gradients"),
-    "none inside": (lambda grads: (None,), r"returned None: expected a gradient of shape \(2,\), torch.float32"),
+    "none inside": (lambda grads: (None,), r"returned None: expected a tensor of shape \(2,\), torch.float32"),
     "another shape": (
         lambda grads: (grads[0][:1],),
-        r"of shape \(1,\), torch.float32, on cpu: expected a gradient of shape \(2,\)",
+        r"of shape \(1,\), torch.float32, on cpu: expected a tensor of shape \(2,\)",
     ),
     "another dtype": (
         lambda grads: (grads[0].double(),),
-        r"shape \(2,\), torch.float64, on cpu: expected a gradient of shape \(2,\)",
+        r"shape \(2,\), torch.float64, on cpu: expected a tensor of shape \(2,\)",
     ),
     "a number": (lambda grads: (1.0,), "SumBackward0 returned"),
     "a string": (lambda grads: "x", "SumBackward0 returned str: expected 1 gradients"),

@@ -158,14 +158,6 @@ def test_what_counts_nothing_tells_nothing(told, run):
     assert told.events == []
 
 
-def test_nobody_listening_costs_nothing():
-    stats, rule = gg.ErrorClipStats(), gg.ErrorClipByValue(1e-2)
-    assert stats.observer(rule) is stats
-    end = listen(Told())
-    assert stats.observer(rule) is not stats
-    end()
-
-
 @pytest.mark.parametrize(
     "watched", [gg.Monitor, lambda optimizer, path, model: gg.watch(path)], ids=["monitor", "watch"]
 )

@@ -25,7 +25,7 @@ def probed(fn, *inputs) -> Contract:
     function = Function(fn, inputs, {}, wide=False)
     function.learn_outputs(function.record(function.leaves()))
     generator = torch.Generator().manual_seed(5)
-    contract = Contract(function, torch.randn(1, function.size, generator=generator, dtype=D), generator)
+    contract = Contract(function, torch.randn(function.size, generator=generator, dtype=D), generator)
     contract.probe()
     return contract
 

@@ -12,7 +12,7 @@ from gradguard.backward_clip.graph import NO_INPUTS, Graph, Inputs, is_leaf, rai
 from gradguard.backward_clip.hooks import Gradients, Roots, enter_checkpoint, explained
 from gradguard.backward_clip.module_callback import ModuleBackward, ModuleCallback
 from gradguard.backward_clip.plan import hides_a_graph
-from gradguard.backward_clip.rules import BaseErrorClip, apply_rule
+from gradguard.backward_clip.rules import BaseErrorClip, apply_rule, are_alike, described
 from gradguard.clip_events import changing_on_the_way
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
@@ -260,15 +260,9 @@ def _fitting(name: str, made: Gradients, changed: Any) -> Gradients:
             f"the callback for {name} returned {type(changed).__name__}: expected {len(made)} gradients."
         )
     for old, new in zip(made, changed, strict=True):
-        if _described(old) != _described(new):
-            raise InvalidTypeError(f"the callback for {name} returned {_described(new)}: expected {_described(old)}.")
+        if not are_alike(old, new):
+            raise InvalidTypeError(f"the callback for {name} returned {described(new)}: expected {described(old)}.")
     return tuple(changed)
-
-
-def _described(gradient: Any) -> str:
-    if isinstance(gradient, Tensor):
-        return f"a gradient of shape {tuple(gradient.shape)}, {gradient.dtype}, on {gradient.device}"
-    return "None" if gradient is None else type(gradient).__name__
 
 
 def _as_callback(callback: Callback | BaseErrorClip) -> Callback:

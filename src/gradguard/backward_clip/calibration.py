@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.hooks import NoTally
+from gradguard.backward_clip.hooks import Observer
 from gradguard.backward_clip.module_timeline import ModuleTimeline
 from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipByValue
 from gradguard.errors import InvalidValueError
@@ -64,7 +64,7 @@ def calibrate(model: nn.Module | None = None, *, steps: int = 20, factor: float 
     return Calibration(ModuleTimeline(model) if model is not None else None, steps, factor)
 
 
-class Calibration(BaseErrorClip):
+class Calibration(BaseErrorClip, Observer):
     """What `calibrate` recorded: the largest element of each gradient, step by step. Print it for a table.
 
     Example:
@@ -156,10 +156,6 @@ class Calibration(BaseErrorClip):
     def row(self, node: Node, name: str, sources: str) -> "_NodePeaks":
         """Return where the gradients of one node are recorded."""
         return _NodePeaks(self, (name, self.place(node)))
-
-    def tally(self) -> NoTally:
-        """Return something that counts nothing: this rule is never pruned."""
-        return NoTally()
 
     def begin(self, loss: Tensor | None) -> None:
         """Start a step."""

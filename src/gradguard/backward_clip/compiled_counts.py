@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.hooks import NoTally
+from gradguard.backward_clip.hooks import Observer
 from gradguard.errors import InvalidValueError
 from gradguard.torch_private import call_after_backward
 
@@ -25,8 +25,9 @@ _Label = tuple[str, str]
 """The names of an operation and of its module."""
 
 
-class OpCounts(NamedTuple):
-    """The counts of one operation in one module."""
+@dataclass(frozen=True)
+class OpStatistics:
+    """The gradients of the outputs of one operation in one module, over all blocks that the statistics saw."""
 
     op: str
     module: str
@@ -36,15 +37,25 @@ class OpCounts(NamedTuple):
     nonfinite: Tensor
 
 
-class NonfiniteGradient(NamedTuple):
-    """The first gradient that was not finite."""
+@dataclass(frozen=True)
+class FirstNonfinite:
+    """The first gradient, in the order of the backward, that held NaN or infinity."""
 
     op: str
     module: str
     made_by: str
-    backward: int
+    block: int
     nonfinite: int
     elements: int
+
+    def __str__(self) -> str:
+        place = f" in {self.module}" if self.module else ""
+        made = f", made by the backward of {self.made_by}" if self.made_by else ""
+        among = f" of {self.elements}" if self.elements else ""  # compiled code for several sizes knows none
+        return (
+            f"block {self.block}: the gradient of the output of {self.op}{place}{made} "
+            f"({self.nonfinite}{among} elements)"
+        )
 
 
 class _Gradient(NamedTuple):
@@ -93,24 +104,24 @@ class CompiledCounts:
         """How many backwards ran. Waits for the device."""
         return sum(int(table[0, 0]) for table in self.tables.values())
 
-    def lines(self) -> list[OpCounts]:
+    def lines(self) -> list[OpStatistics]:
         """Return the counts of each operation and module with any; those of gradients stay on their device."""
         found = []
         for table in self.tables.values():
             sizes = table[1 : 1 + len(self._labels), :2].tolist()
             for number, ((op, module), (gradients, elements)) in enumerate(zip(self._labels, sizes, strict=True), 1):
                 if gradients:
-                    found.append(OpCounts(op, module, gradients, elements, table[number, 2], table[number, 3]))
+                    found.append(OpStatistics(op, module, gradients, elements, table[number, 2], table[number, 3]))
         return found
 
-    def first(self) -> NonfiniteGradient | None:
+    def first(self) -> FirstNonfinite | None:
         """Return the first gradient that was not finite."""
         known = list(self._known)
         for table in self.tables.values():
             _, number, nonfinite, backward = table[0].tolist()
             if number:
                 first = known[number - 1]
-                return NonfiniteGradient(first.op, first.module, first.made_by, backward, nonfinite, first.elements)
+                return FirstNonfinite(first.op, first.module, first.made_by, backward, nonfinite, first.elements)
         return None
 
     def begin_of(self, labels: tuple[_Label, ...]) -> int:
@@ -150,7 +161,7 @@ class _TracedGradient(NamedTuple):
     nonfinite: Tensor
 
 
-class TracedCounts:
+class TracedCounts(Observer):
     """Collects the counts of one traced backward, and adds them to the table at its end."""
 
     def __init__(self, counts: CompiledCounts, table: Tensor) -> None:
@@ -160,16 +171,6 @@ class TracedCounts:
     def row(self, node: Node, name: str, sources: str) -> "_TracedNode":
         """Return where the gradients of one node are counted."""
         return _TracedNode(self, name, self.counts.place(node), sources)
-
-    def tally(self) -> NoTally:
-        """Return something that counts nothing: in compiled code no clamp is left out."""
-        return NoTally()
-
-    def begin(self, loss: Tensor | None) -> None:
-        """Do nothing: a trace is no block."""
-
-    def end(self) -> None:
-        """Do nothing: a trace is no block."""
 
     def note(self, gradient: _Gradient, grad: Tensor, clipped: Tensor) -> None:
         """Count in one gradient, before and after the clip."""

@@ -40,36 +40,16 @@ class Metadata(Protocol):
 
 _OPERATION = re.compile(r"(\w+?)Backward\d+")  # the number tells PyTorch's own operations from custom functions
 
-VIEWS_AND_CASTS = frozenset(
+REARRANGES = frozenset(
     [
-        "Alias",
-        "AsStrided",
-        "Clone",
-        "Conj",
-        "ConjPhysical",
-        "Diagonal",
-        "Expand",
-        "NegView",
-        "Permute",
-        "ReshapeAlias",
-        "Select",
-        "Slice",
-        "Split",
-        "SplitWithSizes",
-        "Squeeze",
-        "T",
-        "ToCopy",
-        "Transpose",
-        "Unbind",
-        "Unfold",
-        "UnsafeSplit",
-        "UnsafeSplitWithSizes",
-        "UnsafeView",
-        "Unsqueeze",
-        "View",
-        "ViewAsComplex",
-        "ViewAsReal",
+        "Alias", "Clone", "Diagonal", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes",
+        "Squeeze", "T", "Transpose", "Unbind", "UnsafeSplit", "UnsafeSplitWithSizes", "UnsafeView", "Unsqueeze", "View",
     ]
+)  # fmt: skip
+"""Operations of one input whose backward gives each element its own place, or none."""
+
+VIEWS_AND_CASTS = REARRANGES | frozenset(
+    ["AsStrided", "Conj", "ConjPhysical", "Expand", "NegView", "ToCopy", "Unfold", "ViewAsComplex", "ViewAsReal"]
 )
 """Operations of one input whose chains from a parameter, such as ``weight.t()``, still hold that parameter."""
 

@@ -51,29 +51,16 @@ class Tally(Protocol):
         """They are clipped from now on."""
 
 
-class NoTally:
-    """The tally of an observer under which every gradient is clipped, so that none passes."""
-
-    def add(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
-        """Do nothing."""
-
-    def passes(self, grads: Gradients) -> None:
-        """Do nothing."""
-
-    def forget(self) -> None:
-        """Do nothing."""
-
-
-class Observer(Protocol):
+class Observer:
     """Something that is shown each gradient on its way through a rule: statistics, a calibration."""
 
     def row(self, node: Node, name: str, sources: str) -> NodeObserver:
         """Return where the gradients of the output of ``node`` are written down."""
-        ...
+        raise NotImplementedError
 
-    def tally(self) -> Tally:
-        """Return where to add the gradients that one install leaves alone."""
-        ...
+    def tally(self) -> Tally | None:
+        """Return where to add the gradients that one install leaves alone; None if there are none."""
+        return None
 
     def begin(self, loss: Tensor | None) -> None:
         """A block begins."""

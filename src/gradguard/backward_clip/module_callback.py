@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradguard.backward_clip.graph import COMPILED, Graph, Slot, is_leaf, root_of
 from gradguard.backward_clip.hooks import Gradients, explained
-from gradguard.backward_clip.rules import BaseErrorClip, apply_rule
+from gradguard.backward_clip.rules import BaseErrorClip, apply_rule, are_alike, described
 from gradguard.backward_clip.scopes import tensors_in
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
@@ -420,10 +420,8 @@ def _fitting(call: ModuleCall, sums: dict[str, Tensor], changes: Any, names: dic
         old, new = sums[name], changes.get(name, sums[name])
         if new is old:
             continue
-        if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
-            expected = f"a tensor of shape {tuple(old.shape)}, {old.dtype}, on {old.device}"
-            got = f"shape {tuple(new.shape)}, {new.dtype}" if isinstance(new, Tensor) else type(new).__name__
-            raise InvalidTypeError(f"{place} returned for {name!r} {got}: expected {expected}.")
+        if not are_alike(old, new):
+            raise InvalidTypeError(f"{place} returned for {name!r} {described(new)}: expected {described(old)}.")
         if old.is_sparse or new.is_sparse:
             raise UnsupportedGradientError(f"{place}: the gradient {name!r} is sparse; leave it as it is.")
         changed[slot] = new.detach()

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.graph import Graph, Slot, dimensions, holds_a_leaf, is_leaf, operation
-from gradguard.backward_clip.pruning import REARRANGES, Conditions, Pruning
+from gradguard.backward_clip.graph import REARRANGES, Graph, Slot, dimensions, holds_a_leaf, is_leaf, operation
+from gradguard.backward_clip.pruning import Conditions, Pruning
 from gradguard.torch_private import input_metadata_of
 
 RootsToo = Literal["never", "with dimensions", "always"]

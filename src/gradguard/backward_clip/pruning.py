@@ -15,31 +15,9 @@ from dataclasses import dataclass, field
 
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.graph import Graph, Metadata, Slot, dimensions, operation
+from gradguard.backward_clip.graph import REARRANGES, Graph, Metadata, Slot, dimensions, operation
 from gradguard.torch_private import input_metadata_of, saved_constant
 
-REARRANGES = frozenset(
-    [
-        "Alias",
-        "Clone",
-        "Diagonal",
-        "Permute",
-        "ReshapeAlias",
-        "Select",
-        "Slice",
-        "Split",
-        "SplitWithSizes",
-        "Squeeze",
-        "T",
-        "Transpose",
-        "Unbind",
-        "UnsafeSplit",
-        "UnsafeSplitWithSizes",
-        "UnsafeView",
-        "Unsqueeze",
-        "View",
-    ]
-)
 _SHRINKS = frozenset({"Hardtanh", "Relu", "Sigmoid", "Tanh", "Threshold"})
 _ADDS = frozenset({"Add", "Sub"})
 _EDGES = dict.fromkeys(REARRANGES | _SHRINKS | {"LeakyRelu"}, 1) | dict.fromkeys(_ADDS | {"Mul"}, 2)
@@ -59,8 +37,8 @@ def same_layout(first: Metadata, second: Metadata) -> bool:
 class Conditions:
     """What must hold of the shapes, dtypes and constants of a graph for a plan made for another to be right."""
 
-    alike: list[tuple[tuple[int, tuple[int, ...]], ...]] = field(default_factory=list)
-    """Groups of slots, as (node, numbers), that must all have one shape and one dtype."""
+    alike: list[list[Slot]] = field(default_factory=list)
+    """Groups of slots that must all have one shape and one dtype."""
     factors: list[tuple[int, str, bool]] = field(default_factory=list)
     """Nodes with a saved constant of modulus at most 1, and whether it may be negative."""
     dimensions: list[tuple[Slot, int, bool]] = field(default_factory=list)
@@ -71,38 +49,28 @@ class Conditions:
     def hold(self, nodes: list[Node]) -> bool:
         """Tell whether all of it holds of ``nodes``, which have the structure of the graph that was pruned."""
         return (
-            self._dimensions_hold(nodes)
-            and self._factors_hold(nodes)
-            and self._layouts_hold(nodes)
-            and not any(input_metadata_of(nodes[at])[number].dtype.is_complex for at, number in self.real)
-        )
-
-    def _dimensions_hold(self, nodes: list[Node]) -> bool:
-        for (position, number), expected, held in self.dimensions:
-            if (dimensions(input_metadata_of(nodes[position])[number]) == expected) is not held:  # type: ignore[attr-defined]
-                return False
-        return True
-
-    def _factors_hold(self, nodes: list[Node]) -> bool:
-        return all(
-            [
+            all((dimensions(_metadata(nodes, slot)) == expected) is held for slot, expected, held in self.dimensions)
+            and all(
                 saved_constant(nodes[at], name) == 1 or small_factor(nodes[at], name, signed)
                 for at, name, signed in self.factors
-            ]
+            )
+            and all(_are_alike(nodes, group) for group in self.alike)
+            and not any(_metadata(nodes, slot).dtype.is_complex for slot in self.real)
         )
 
-    def _layouts_hold(self, nodes: list[Node]) -> bool:
-        for group in self.alike:
-            shape = dtype = None
-            for position, numbers in group:
-                found = input_metadata_of(nodes[position])
-                for number in numbers:
-                    slot = found[number]
-                    if shape is None:
-                        shape, dtype = slot.shape, slot.dtype
-                    elif slot.shape != shape or slot.dtype != dtype:
-                        return False
-        return True
+
+def _metadata(nodes: list[Node], slot: Slot) -> Metadata:
+    return input_metadata_of(nodes[slot[0]])[slot[1]]
+
+
+def _are_alike(nodes: list[Node], group: list[Slot]) -> bool:
+    first = _metadata(nodes, group[0])
+    shape, dtype = first.shape, first.dtype
+    for slot in group[1:]:
+        other = _metadata(nodes, slot)
+        if other.shape != shape or other.dtype != dtype:
+            return False
+    return True
 
 
 def small_factor(node: Node, name: str, signed: bool) -> bool:
@@ -148,13 +116,8 @@ class Pruning:
         classes = _DisjointSets()
         for a, b in self._required:
             classes.join(self._same.find(a), self._same.find(b))
-        alike = classes.groups()
-        self.conditions.real += sorted(self._real)
-        for group in alike:
-            by_node: dict[int, list[int]] = defaultdict(list)
-            for position, number in group:
-                by_node[position].append(number)
-            self.conditions.alike.append(tuple((p, tuple(n)) for p, n in by_node.items()))
+        self.conditions.alike = classes.groups()
+        self.conditions.real = sorted(self._real)
         return self.conditions
 
     def shapes_known(self, position: int) -> None:

@@ -250,13 +250,24 @@ def checked(rule: BaseErrorClip, grad: Tensor, clipped: Any) -> Tensor:
     """
     if is_trusted(rule):
         return clipped
-    expected = f"tensor of shape {tuple(grad.shape)}, {grad.dtype}, on {grad.device}"
-    if not isinstance(clipped, Tensor):
-        raise InvalidTypeError(f"{type(rule).__name__}.clip returned {type(clipped).__name__}: expected a {expected}.")
-    if (clipped.shape, clipped.dtype, clipped.device) != (grad.shape, grad.dtype, grad.device):
-        got = f"one of shape {tuple(clipped.shape)}, {clipped.dtype}, on {clipped.device}"
-        raise InvalidTypeError(f"{type(rule).__name__}.clip returned {got}: expected a {expected}.")
+    if not are_alike(grad, clipped):
+        got = f"{type(rule).__name__}.clip returned {described(clipped)}"
+        raise InvalidTypeError(f"{got}: expected {described(grad)}.")
     return clipped
+
+
+def are_alike(old: Tensor | None, new: Any) -> bool:
+    """Tell whether the backward can go on with ``new`` in place of ``old``: None, or of one shape, dtype and device."""
+    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+        return old is new
+    return (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+
+
+def described(gradient: Any) -> str:
+    """Return what an error calls a gradient, or what came in its place."""
+    if isinstance(gradient, Tensor):
+        return f"a tensor of shape {tuple(gradient.shape)}, {gradient.dtype}, on {gradient.device}"
+    return "None" if gradient is None else type(gradient).__name__
 
 
 def _of_dtype(rule: BaseErrorClip, grad: Tensor) -> BaseErrorClip:

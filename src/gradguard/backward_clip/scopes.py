@@ -415,17 +415,11 @@ def _contents_of(value: Any) -> list[Any] | None:
 
 def _attributes_of(value: Any) -> list[Any] | None:
     """Return the values of an object's attributes; None where it has none."""
-    if isinstance(value, FunctionType):
+    state = None if isinstance(value, FunctionType) else object.__getstate__(value)
+    if state is None and (isinstance(value, FunctionType) or not hasattr(value, "__dict__")):
         return None
-    declared = [(kind, vars(kind)["__slots__"]) for kind in type(value).__mro__ if "__slots__" in vars(kind)]
-    if not (declared or hasattr(value, "__dict__")):
-        return None
-    found = [*getattr(value, "__dict__", {}).values()]
-    for kind, names in declared:
-        for name in [names] if isinstance(names, str) else names:
-            private = name.startswith("__") and not name.endswith("__")
-            found.append(getattr(value, f"_{kind.__name__.lstrip('_')}{name}" if private else name, None))
-    return found
+    parts = state if isinstance(state, tuple) else (state,)
+    return [one for part in parts for one in (part or {}).values()]
 
 
 def _checkpoint_inputs(args: Any) -> Inputs:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.compiled_counts import CompiledCounts, count_changes
+from gradguard.backward_clip.compiled_counts import CompiledCounts, FirstNonfinite, OpStatistics, count_changes
 from gradguard.backward_clip.hooks import Observer
 from gradguard.backward_clip.module_timeline import ModuleTimeline
 from gradguard.backward_clip.rules import BaseErrorClip, clamp_bounds
@@ -20,39 +20,6 @@ from gradguard.torch_private import input_metadata_of
 Count = int | Tensor
 _SMALL = 4096
 _EXACT_IN_FLOAT32 = 2**24
-
-
-@dataclass(frozen=True)
-class OpStatistics:
-    """The gradients of the outputs of one operation in one module, over all blocks that the statistics saw."""
-
-    op: str
-    module: str
-    gradients: int
-    elements: int
-    clipped: Tensor
-    nonfinite: Tensor
-
-
-@dataclass(frozen=True)
-class FirstNonfinite:
-    """The first gradient, in the order of the backward, that held NaN or infinity."""
-
-    op: str
-    module: str
-    made_by: str
-    block: int
-    nonfinite: int
-    elements: int
-
-    def __str__(self) -> str:
-        place = f" in {self.module}" if self.module else ""
-        made = f", made by the backward of {self.made_by}" if self.made_by else ""
-        among = f" of {self.elements}" if self.elements else ""  # compiled code for several sizes knows none
-        return (
-            f"block {self.block}: the gradient of the output of {self.op}{place}{made} "
-            f"({self.nonfinite}{among} elements)"
-        )
 
 
 class ErrorClipStats:
@@ -105,8 +72,8 @@ class ErrorClipStats:
         self.compiled.reset()
 
     def observer(self, rule: BaseErrorClip) -> Observer:
-        """Return what the gradients of one block with ``rule`` are shown to: if anybody listens, that is told of it."""
-        return _HeardBlock(self, rule) if is_heard() else self
+        """Return what the gradients of blocks with ``rule`` are shown to; who listens hears of each at its end."""
+        return _Block(self, rule)
 
     def detach(self) -> None:
         """Remove the hooks that name modules."""
@@ -116,11 +83,11 @@ class ErrorClipStats:
     def rows(self) -> list[OpStatistics]:
         """Return a line for each operation and module, in the order of the backward; counts are device tensors."""
         rows = {key: replace(row) for key, row in self._rows.items()}
-        for op, module, gradients, elements, clipped, nonfinite in self.compiled.lines():
-            row = rows.setdefault((op, module), _OpCounts(op, module))
-            row.gradients += gradients
-            row.elements += elements
-            row.add(clipped, nonfinite)
+        for line in self.compiled.lines():
+            row = rows.setdefault((line.op, line.module), _OpCounts(line.op, line.module))
+            row.gradients += line.gradients
+            row.elements += line.elements
+            row.add(line.clipped, line.nonfinite)
         return [row.frozen() for row in rows.values() if row.gradients]
 
     @property
@@ -132,8 +99,7 @@ class ErrorClipStats:
     def first_nonfinite(self) -> FirstNonfinite | None:
         """The first gradient that was not finite, or None. Waits for the device."""
         self._read(wait=True)
-        found = self.compiled.first()
-        return FirstNonfinite(*found) if self._first is None and found is not None else self._first
+        return self._first or self.compiled.first()
 
     @property
     def loss_is_finite(self) -> Tensor | None:
@@ -161,10 +127,6 @@ class ErrorClipStats:
         """Return the name of the module whose forward recorded ``node``, empty if not known."""
         return self._timeline.module_of(node) if self._timeline is not None else ""
 
-    def row(self, node: Node, name: str, sources: str) -> "_NodeCounts":
-        """Return where the gradients of one node are counted."""
-        return _NodeCounts(self, self.line(node, name), sources)
-
     def line(self, node: Node, name: str) -> "_OpCounts":
         """Return the line of the table for one node."""
         key = (name, self.place(node))
@@ -172,10 +134,6 @@ class ErrorClipStats:
         if row is None:
             row = self._rows[key] = _OpCounts(*key)
         return row
-
-    def tally(self) -> "_UnclippedCounts":
-        """Return where to add the gradients that one install leaves alone, because clipping them changes nothing."""
-        return _UnclippedCounts(self, {})
 
     def begin(self, loss: Tensor | None) -> None:
         """Start a block."""
@@ -234,8 +192,8 @@ class _OpCounts:
         return OpStatistics(self.op, self.module, self.gradients, self.elements, clipped, nonfinite)
 
 
-class _HeardBlock:
-    """Statistics, and what one block, or one backward through an attached clip, tells listeners."""
+class _Block(Observer):
+    """What one block, or one backward through an attached clip, adds to statistics, and tells listeners."""
 
     def __init__(self, stats: ErrorClipStats, rule: BaseErrorClip) -> None:
         self.stats, self.rule = stats, rule
@@ -243,10 +201,10 @@ class _HeardBlock:
         self.clipped: list[Count] = []
 
     def row(self, node: Node, name: str, sources: str) -> "_NodeCounts":
-        return _NodeCounts(self.stats, self.stats.line(node, name), sources, self)
+        return _NodeCounts(self, self.stats.line(node, name), sources)
 
     def tally(self) -> "_UnclippedCounts":
-        return _UnclippedCounts(self.stats, {}, self)
+        return _UnclippedCounts(self, {})
 
     def begin(self, loss: Tensor | None) -> None:
         self.elements, self.clipped = 0, []  # of a backward that raised an error before its end
@@ -277,24 +235,20 @@ def _threshold_of(rule: BaseErrorClip) -> float | None:
 class _UnclippedCounts:
     """How many gradients and elements pass unclipped in each backward, by the position of their line."""
 
-    stats: ErrorClipStats
+    block: _Block
     counts: dict[int, tuple[_OpCounts, int, int]]
-    block: _HeardBlock | None = None
 
     def add(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
-        row, found = self.stats.line(node, name), input_metadata_of(node)
-        elements = 0
-        for number in numbers:
-            elements += math.prod(found[number].shape)
-        _, gradients, before = self.counts.get(id(row), (row, 0, 0))
-        self.counts[id(row)] = (row, gradients + len(numbers), before + elements)
+        row, found = self.block.stats.line(node, name), input_metadata_of(node)
+        _, gradients, elements = self.counts.get(id(row), (row, 0, 0))
+        elements += sum(math.prod(found[number].shape) for number in numbers)
+        self.counts[id(row)] = row, gradients + len(numbers), elements
 
     def passes(self, grads: object) -> None:
         for row, gradients, elements in self.counts.values():
             row.gradients += gradients
             row.elements += elements
-            if self.block is not None:
-                self.block.elements += elements
+            self.block.elements += elements
 
     def forget(self) -> None:
         self.counts.clear()
@@ -304,10 +258,9 @@ class _UnclippedCounts:
 class _NodeCounts:
     """One node's view of its row."""
 
-    stats: ErrorClipStats
+    block: _Block
     row: _OpCounts
     made_by: str
-    block: _HeardBlock | None = None
 
     @property
     def module(self) -> str:
@@ -326,32 +279,27 @@ class _NodeCounts:
             return grad
         clipped = apply(grad)
         if finite:
-            self._add(_how_many_differ(clipped.detach() if clipped.requires_grad else clipped, seen), 0)
-            return clipped
-        changed, nonfinite = (int(count) for count in count_changes(seen, clipped.detach()))
-        self._add(changed, nonfinite)
-        self.stats.note(self.row, self.made_by, elements, nonfinite)
-        return clipped
+            return self._counted(clipped, _how_many_differ(clipped.detach(), seen), 0)
+        changed, nonfinite = count_changes(seen, clipped.detach())
+        return self._counted(clipped, int(changed), int(nonfinite))
 
     def arrive(self, grad: Tensor) -> int:
         """Count a gradient before the clip; return the number of its elements."""
         elements = grad.numel()
         self.row.gradients += 1
         self.row.elements += elements
-        if self.block is not None:
-            self.block.elements += elements
+        self.block.elements += elements
         return elements
-
-    def _add(self, clipped: Count, nonfinite: Count) -> None:
-        self.row.add(clipped, nonfinite)
-        if self.block is not None:
-            self.block.clipped.append(clipped)
 
     def _on_device(self, grad: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
         clipped = apply(grad)
-        changed, nonfinite = count_changes(grad.detach(), clipped.detach())
-        self._add(changed, nonfinite)
-        self.stats.note(self.row, self.made_by, grad.numel(), nonfinite)
+        return self._counted(clipped, *count_changes(grad.detach(), clipped.detach()))
+
+    def _counted(self, clipped: Tensor, changed: Count, nonfinite: Count) -> Tensor:
+        self.row.add(changed, nonfinite)
+        if is_heard():
+            self.block.clipped.append(changed)
+        self.block.stats.note(self.row, self.made_by, clipped.numel(), nonfinite)
         return clipped
 
 

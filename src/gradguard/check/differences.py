@@ -36,69 +36,68 @@ RELATIVE = {torch.float64: 5e-9, torch.float32: 1e-5, torch.bfloat16: 1e-1, torc
 
 
 class Disagreement(NamedTuple):
-    """Numerical minus analytical derivative along one direction, or several, one in each row, for each cotangent."""
+    """Numerical minus analytical derivative of cotangent · outputs along one direction."""
 
-    error: Tensor
-    bar: Tensor
+    error: float
+    bar: float
     """How far off ``error`` may be; infinite if nothing could be computed."""
-    scale: Tensor
+    scale: float
     """The 2-norm of gradient · direction, element by element."""
-    size: Tensor
+    size: float
     """The 2-norm, or what the derivative is at large steps, where that is more."""
 
-    @staticmethod
-    def together(rows: Sequence[Disagreement]) -> Disagreement:
-        """Return what is known along several directions."""
-        if len(rows) == 1:
-            return Disagreement(*(one[None] for one in rows[0]))
-        return Disagreement(*map(torch.stack, zip(*rows, strict=True)))
-
-    def of(self, i: int) -> Disagreement:
-        """Return what is known along direction ``i``."""
-        return Disagreement(*(one[i] for one in self))
-
-    def allowed(self, relative: float) -> Tensor:
+    def allowed(self, relative: float) -> float:
         """Return the disagreement that is no finding."""
         return MULTIPLE * self.bar + relative * self.scale
 
 
+class Limit(NamedTuple):
+    """What derivatives at smaller and smaller steps tend to, as seen from one step."""
+
+    value: float
+    bar: float
+    step: float
+    rounding: float
+
+
 class Differences:
-    """The function at its point, the cotangents, the gradients that are checked."""
+    """The function at its point, a cotangent, and the gradient that is checked."""
 
     def __init__(
-        self, function: Function, base: Tensor, cotangents: Tensor, gradients: Tensor, rtol: float = 0.0
+        self, function: Function, base: Tensor, cotangent: Tensor, gradient: Tensor, rtol: float = 0.0
     ) -> None:
-        self.function, self.base, self.cotangents, self.gradients = function, base, cotangents, gradients
+        self.function, self.base, self.cotangent, self.gradient = function, base, cotangent, gradient
         self.point = function.point
-        self.relative = max(rtol, *(RELATIVE[_real_dtype(o.dtype)] for o in function.outputs))
-        input_eps = max(torch.finfo(one.value.dtype).eps for one in function.inputs)
-        self.coarsest = max(input_eps, *(torch.finfo(o.dtype).eps for o in function.outputs))
+        outputs = {o.dtype.to_real() for o in function.outputs}
+        self.relative = max(rtol, *(RELATIVE[dtype] for dtype in outputs))
+        self.input_eps = max(torch.finfo(one.value.dtype).eps for one in function.inputs)
+        self.coarsest = max(self.input_eps, *(torch.finfo(dtype).eps for dtype in outputs))
         self.is_low = self.coarsest > 1e-10
-        self.steps = LOW_STEPS if self.is_low else STEPS
         self.noise, self.has_noise = self.rounding, False
         self.usable = base.isfinite()
         self.is_finite = bool(self.usable.all())
         self.has_finite_point = are_finite(self.point)
-        self.mean = float(mean_size(self.point))
         self.are_few = len(self.point) + len(base) <= _FEW
-        together = _AT_ONCE if self.are_few else 1
-        self._batches = [self.steps[i : i + together] for i in range(0, len(self.steps), together)]
 
     @property
     def rounding(self) -> Tensor:
         """How far off each output is by rounding to its dtype."""
         return self.function.rounding_of(self.base)
 
-    def measure_noise(self, direction: Tensor, concerned: Tensor | None = None) -> None:
+    @property
+    def mean(self) -> float:
+        """The mean of the finite |x|."""
+        return float(mean_size(self.point))
+
+    def measure_noise(self, direction: Tensor, concerned: Tensor) -> None:
         """Estimate how far outputs are off by rounding: second differences at tiny steps are nothing else.
 
         Each side of the point by itself, so that a kink or a jump at the point is not taken for noise. Outputs that the
-        smallest step does not move may be quantised: those ``concerned``, all if None, are looked at with larger ones,
-        where noise is what both sides show.
+        smallest step does not move may be quantised: those ``concerned`` are looked at with larger ones, where noise is
+        what both sides show.
         """
-        tiny = 4e3 * max(torch.finfo(one.value.dtype).eps for one in self.function.inputs)
-        noise, still = self.rounding, torch.ones_like(self.usable) if concerned is None else concerned
-        offset = torch.where(direction != 0, self.point.abs().mul_(direction.sign()).mul_(tiny), 0.0)
+        noise, still = self.rounding, concerned
+        offset = torch.where(direction != 0, self.point.abs().mul_(direction.sign()).mul_(4e3 * self.input_eps), 0.0)
         offset *= torch.linspace(0.5, 1, len(offset), dtype=torch.float64)  # a product of x + a and y - a hardly moves
         for samples in (3, 8, 8, 8):
             spread, moved = self._second_differences(offset, samples)
@@ -115,21 +114,15 @@ class Differences:
         Of three samples the larger side counts, of more the smaller one.
         """
         moved, spreads = torch.zeros_like(self.usable), []
-        steps = torch.arange(1, samples + 1, dtype=torch.float64)[:, None]
         for sign in (1, -1):
-            points = ((k * offset).add_(self.point) for k in sign * steps)
-            rows = (
-                self.function.values_at(torch.stack([*points])) if self.are_few else map(self.function.values, points)
-            )
-            largest, change = torch.zeros_like(self.base), None
+            rows = (self.function.values((sign * k * offset).add_(self.point)) for k in range(1, samples + 1))
+            largest, last = torch.zeros_like(self.base), None
             for one, other in pairwise(rows):
-                last, change = change, other - one
-                del one
+                change = other - one
                 moved |= change != 0
                 if last is not None:
                     torch.maximum(largest, last.sub_(change).abs_().nan_to_num_(0.0, torch.inf), out=largest)
-                del last, other
-            del change
+                last = change
             spreads.append(largest)
         either = torch.maximum if samples == 3 else torch.minimum
         return either(*spreads).mul_(2 / math.sqrt(6)), moved
@@ -150,218 +143,119 @@ class Differences:
                 return False
         return True
 
-    def along(self, direction: Tensor) -> Disagreement:
-        """Return how much the numerical derivative along ``direction`` and the gradients disagree."""
-        return self._climbed(direction[None], self._central(direction[None], self._batches[0])).of(0)
+    def along(self, direction: Tensor, *, with_noise: bool = False) -> Disagreement:
+        """Return how much the numerical derivative along ``direction`` and the gradient disagree.
 
-    def along_each(self, directions: Tensor, *, with_noise: bool = False) -> Disagreement:
-        """Return the disagreement along each of ``directions``, one in each row.
-
-        Noise is measured along the first of them, if at all, of outputs that the largest steps move.
+        From as many steps as it takes. With ``with_noise``, noise is measured if it is not known, of outputs that the
+        largest steps move.
         """
-        together = len(directions) if self.are_few else 1
-        first = self._central(directions[:together], self._batches[0])
-        if with_noise and not self.has_noise:
-            self.measure_noise(directions[0], first.moved.any(dim=0))
-        found = self._climbed(directions[:together], first)
-        if together == len(directions):
-            return found
-        return Disagreement.together([found.of(0), *map(self.along, directions[1:])])
-
-    def _climbed(self, directions: Tensor, first: _Central) -> Disagreement:
-        """Return the disagreements, from smaller steps where ``first`` does not settle them."""
-        scales, enough = self._sizes(directions)
-        allowed = enough.tolist()
-        return Disagreement.together(
-            [
-                self._down_the_ladder(row, first.of(i), scales[i], allowed[i])
-                for i, row in enumerate(directions.split(1))
-            ]
-        )
-
-    def _sizes(self, directions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of gradient · direction, and the bar that is narrow enough, for each cotangent."""
-        together = len(self.gradients) if self.are_few else 1
-        scales, enough = [], []
-        for gradients in self.gradients.split(together):
-            product = directions[:, None] * gradients
-            enough.append(1e-11 * torch.linalg.vector_norm(product, 1, dim=-1))
-            scales.append(norms(product))
-        return torch.cat(scales, dim=-1), torch.cat(enough, dim=-1)
-
-    def _down_the_ladder(
-        self, direction: Tensor, first: _Central, scale: Tensor, enough: Sequence[float]
-    ) -> Disagreement:
-        """Return the disagreement along one direction, from as many steps as it takes."""
-        ladders, moved = [_Ladder() for _ in self.cotangents], first.moved
-        first.add_to(ladders, self._batches[0], self.rounding_of(moved)[0].tolist())
-        for steps in self._batches[1:]:
-            if all(ladder.is_settled(own) for ladder, own in zip(ladders, enough, strict=True)):
+        product = direction * self.gradient
+        scale, enough = norm(product), 1e-11 * float(product.abs_().sum())
+        taken, central, moved, limits = [], [], torch.zeros_like(self.usable), []
+        steps, together = LOW_STEPS if self.is_low else STEPS, _AT_ONCE if self.are_few else 1
+        for start in range(0, len(steps), together):
+            moved |= self._add_central(direction, steps[start : start + together], taken, central)
+            if with_noise and not self.has_noise:
+                self.measure_noise(direction, moved)
+            noise = self.rounding_of(moved)
+            limits = extrapolated([(h, d, noise / h) for h, d in zip(taken, central, strict=True)], 2)
+            if _are_settled(limits, enough):
                 break
-            more = self._central(direction, steps)
-            moved = moved | more.moved
-            more.add_to(ladders, steps, self.rounding_of(moved)[0].tolist())
-        return _disagreement(ladders, scale)
+        largest = max(map(abs, central[:2]), default=0.0)
+        best = min(limits, key=_bar, default=Limit(0.0, math.inf, 0.0, 0.0))
+        return Disagreement(best.value, best.bar, scale, max(scale, largest))
 
-    def _central(self, directions: Tensor, steps: Sequence[float]) -> _Central:
-        """Return the disagreement at each step along each of ``directions``."""
-        sizes, count = torch.tensor(steps, dtype=torch.float64)[:, None], len(directions)
-        offsets = (sizes * directions[:, None]).flatten(0, 1)
-        above = self._rounded(self.point + offsets)
-        values = None if self.are_few else self.function.values_at(above)
-        below = self._rounded(offsets.neg_().add_(self.point))
-        if values is None:
-            values, others = self.function.values_at(torch.cat([above, below])).chunk(2)
-        else:
-            others = self.function.values_at(below)
-        change = self.usable_part(values.sub_(others))
-        del others
-        taken = above.sub_(below)
+    def _add_central(
+        self, direction: Tensor, steps: Sequence[float], taken: list[float], central: list[float]
+    ) -> Tensor:
+        """Add the disagreement at each of ``steps`` where all is finite; return which outputs these move."""
+        sizes = torch.tensor(steps, dtype=torch.float64)[:, None]
+        offsets = sizes * direction
+        above = self.function.rounded(self.point + offsets)
+        values = self.function.values_at(above)
+        below = self.function.rounded(offsets.neg_().add_(self.point))
+        change = self.usable_part(values.sub_(self.function.values_at(below)))
+        gone = above.sub_(below)
         if not self.has_finite_point:
-            taken = torch.where(directions.repeat_interleave(len(steps), dim=0) != 0, taken, 0.0)
-        del below, offsets
-        finite = torch.ones(len(change), dtype=torch.bool)
-        if not are_finite(change):
-            finite = change.isfinite().all(dim=1)
-            change = torch.where(finite[:, None], change, 0.0)
-        central = (change @ self.cotangents.T - taken @ self.gradients.T) / (2 * sizes.repeat(count, 1))
-        moved = (change != 0).view(count, len(steps), len(self.base)).any(dim=1)
-        return _Central(central.view(count, len(steps), -1), finite.view(count, -1), moved)
+            gone = torch.where(direction != 0, gone, 0.0)
+        found = (change @ self.cotangent - gone @ self.gradient).tolist()
+        finite = [i for i, one in enumerate(found) if math.isfinite(one)]
+        taken += [steps[i] for i in finite]
+        central += [found[i] / (2 * steps[i]) for i in finite]
+        return (change if len(finite) == len(steps) else change[finite]).any(dim=0)
 
-    def _rounded(self, points: Tensor) -> Tensor:
-        return points if self.function.is_wide else self.function.rounded_each(points)
-
-    def rounding_of(self, moved: Tensor) -> Tensor:
-        """Return how far off Σ cotangent · output may be by rounding, from the outputs that move along a direction.
+    def rounding_of(self, moved: Tensor) -> float:
+        """Return how far off cotangent · outputs may be by rounding, from the outputs that move along a direction.
 
         An output that one step does not move, and a larger one does, is off by rounding there as well.
         """
-        noise, found = torch.where(moved, self.noise, 0.0), []
-        for v in self.cotangents:
-            total = noise @ v.abs()
-            found.append(torch.minimum(3 * (noise * v).norm(dim=-1), total) if self.is_low else total)
-        return torch.stack(found, dim=-1)
+        noise = self.cotangent.abs() * torch.where(moved, self.noise, 0.0)
+        total = float(noise.sum())
+        return min(3 * float(noise.norm()), total) if self.is_low else total
 
-    def negligible(self) -> Tensor:
-        """Return below which size Σ cotangent · change, for relative changes of the inputs, is rounding alone."""
+    @property
+    def negligible(self) -> float:
+        """The size below which cotangent · change, for relative changes of the inputs, is rounding alone."""
         few, finite = min(1e3, 1e-3 / self.coarsest), torch.where(self.usable, self.rounding, 0.0)
-        return 2 * few * torch.stack([v.abs().dot(finite) for v in self.cotangents])
+        return 2 * few * float(self.cotangent.abs().dot(finite))
 
     def usable_part(self, change: Tensor) -> Tensor:
         """Return changes of the outputs, 0 for those that are not finite at the point."""
         return change if self.is_finite else torch.where(self.usable, change, 0.0)
 
 
-class _Central(NamedTuple):
-    """What central differences say, by direction and step."""
+def extrapolated(derivatives: Sequence[tuple[float, float, float]], order: int) -> list[Limit]:
+    """Return what (step, derivative, rounding), largest steps first, tend to: extrapolated once.
 
-    disagreement: Tensor
-    """For each cotangent."""
-    is_finite: Tensor
-    """Whether all outputs are."""
-    moved: Tensor
-    """Which outputs change along each direction."""
-
-    def of(self, i: int) -> _Central:
-        """Return what they say along direction ``i``."""
-        return _Central(*(one[i : i + 1] for one in self))
-
-    def add_to(self, ladders: list[_Ladder], steps: Sequence[float], noise: list[float]) -> None:
-        """Give ``ladders`` the steps along the only direction."""
-        for step, central, is_finite in zip(
-            steps, self.disagreement[0].tolist(), self.is_finite[0].tolist(), strict=True
-        ):
-            for ladder, one, own in zip(ladders, central, noise, strict=True):
-                if is_finite:
-                    ladder.add(step, one, own)
+    ``order`` is that of the truncation error: 2 for central differences, 1 for one-sided ones.
+    """
+    raw = []
+    for (big, first, _), (small, second, rounding) in pairwise(derivatives):
+        ratio = math.prod([big / small] * order)  # infinite beside subnormal numbers, where ** raises
+        raw.append((second + (second - first) / (ratio - 1), small, 2 * rounding))
+    changes = [abs(one - other) for (one, *_), (other, *_) in pairwise(raw)]
+    around = pairwise([*changes[:1], *changes, *changes[-1:]])
+    return [Limit(v, max(pair) + noise, step, noise) for pair, (v, step, noise) in zip(around, raw, strict=False)]
 
 
-def _disagreement(ladders: list[_Ladder], scale: Tensor) -> Disagreement:
-    largest = [max(map(abs, ladder.central[:2]), default=0.0) for ladder in ladders]
-    best = [ladder.best() for ladder in ladders]
-    error, bar, size = torch.tensor([[e, b, s] for (e, b), s in zip(best, largest, strict=True)], dtype=torch.float64).T
-    return Disagreement(error, bar, scale, torch.maximum(scale, size))
+def _bar(limit: Limit) -> float:
+    return limit.bar if limit.bar == limit.bar else math.inf
 
 
-class _Ladder:
-    """Disagreements at smaller and smaller steps for one cotangent, and what they tend to."""
-
-    def __init__(self) -> None:
-        self.steps: list[float] = []
-        self.central: list[float] = []
-        self.limits: list[float] = []
-        self.amplified: list[float] = []
-        self.noise = 0.0
-
-    def add(self, step: float, central: float, noise: float) -> None:
-        """Take in one step; ``noise`` is the rounding of the outputs known by now, for this and all steps before."""
-        if self.steps:
-            weight, amplified = _weights(self.steps[-1], step)
-            self.limits.append(central + (central - self.central[-1]) / weight)
-            self.amplified.append(amplified)
-        self.steps.append(step)
-        self.central.append(central)
-        self.noise = noise
-
-    def bars(self) -> list[float]:
-        """Return for each limit how far off it may be: the change to its neighbours, and rounding."""
-        changes = [abs(a - b) for a, b in pairwise(self.limits)]
-        if not changes:
-            return [math.inf for _ in self.limits]
-        around = pairwise([changes[0], *changes, changes[-1]])
-        bars = [max(pair) + self.noise * factor for pair, factor in zip(around, self.amplified, strict=True)]
-        return [bar if bar == bar else math.inf for bar in bars]
-
-    def is_settled(self, enough: float) -> bool:
-        """Tell whether smaller steps have nothing to add: accurate enough, or rounding takes over."""
-        if len(self.limits) < 2:
-            return False
-        best = min(self.bars())
-        return best <= enough or (len(self.limits) > 2 and best <= 2 * self.noise * self.amplified[-1])
-
-    def best(self) -> tuple[float, float]:
-        """Return the limit that is known best, and its bar."""
-        if not self.limits:
-            return 0.0, math.inf
-        bars = self.bars()
-        chosen = bars.index(min(bars))
-        return self.limits[chosen], bars[chosen]
+def _are_settled(limits: list[Limit], enough: float) -> bool:
+    """Tell whether smaller steps have nothing to add: accurate enough, or rounding takes over."""
+    best = min(map(_bar, limits), default=math.inf)
+    return best <= enough or (len(limits) > 2 and best <= 2 * limits[-1].rounding)
 
 
-def _weights(large: float, small: float) -> tuple[float, float]:
-    """Return what extrapolates from two steps: what to divide their difference by, and how rounding is amplified."""
-    ratio = (large / small) ** 2
-    return ratio - 1, (ratio / small + 1 / large) / (ratio - 1)
-
-
-def directions(point: Tensor, inputs: list[Tensor], generator: torch.Generator) -> Iterator[Tensor]:
+def directions(function: Function, generator: torch.Generator) -> Iterator[Tensor]:
     """Yield random directions: signs, sized in turn by max(|x|, mean |x|) and by |x|, where that is not 0.
 
     By half to one and a half times that, so that equal errors with equal signs do not cancel.
     """
+    point = function.point
     while True:
         for keeps_zeros in (False, True):
-            yield _direction(point, inputs, keeps_zeros, generator)
+            yield _direction(point, function.sizes, keeps_zeros, generator)
 
 
-def _direction(point: Tensor, inputs: list[Tensor], keeps_zeros: bool, generator: torch.Generator) -> Tensor:
+def _direction(point: Tensor, lengths: list[int], keeps_zeros: bool, generator: torch.Generator) -> Tensor:
     found = torch.rand(point.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
     found.add_(found.sign(), alpha=0.5)
-    for part, own in zip(inputs, found.split([one.numel() for one in inputs]), strict=True):
+    for part, own in zip(point.split(lengths), found.split(lengths), strict=True):
         mean, sizes = mean_size(part), part.abs()
         sizes = sizes if are_finite(sizes) else torch.where(sizes.isfinite(), sizes, 0.0)
         own *= torch.where(sizes == 0, mean, sizes) if keeps_zeros else torch.maximum(sizes, mean, out=sizes)
     return found
 
 
-def norms(rows: Tensor) -> Tensor:
-    """Return the 2-norm along the last dimension, however large or small the elements are."""
-    plain = torch.linalg.vector_norm(rows, dim=-1)
-    if not rows.numel() or bool(((plain > _UNDERFLOWS) & (plain < torch.inf)).all()):
+def norm(vector: Tensor) -> float:
+    """Return the 2-norm, however large or small the elements are."""
+    plain = float(torch.linalg.vector_norm(vector))
+    if _UNDERFLOWS < plain < math.inf or not vector.numel():
         return plain
-    largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True)
-    unit = torch.where((largest > 0) & (largest < torch.inf), largest, 1.0)
-    return unit.squeeze(-1) * (rows / unit).norm(dim=-1)
+    largest = float(torch.linalg.vector_norm(vector, torch.inf))
+    return largest * float((vector / largest).norm()) if 0 < largest < math.inf else plain
 
 
 def are_finite(values: Tensor) -> bool:
@@ -375,7 +269,3 @@ def mean_size(part: Tensor) -> Tensor:
     sizes = sizes if are_finite(sizes) else sizes[sizes.isfinite()]
     mean = sizes.mean() if sizes.numel() else torch.zeros((), dtype=torch.float64)
     return torch.where(mean > 0, mean, 1.0)
-
-
-def _real_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real()

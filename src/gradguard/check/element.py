@@ -7,14 +7,14 @@ between the two one-sided derivatives, output by output, is a subgradient and ac
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradguard.check.differences import LOW_STEPS, Differences, norms
+from gradguard.check.differences import LOW_STEPS, Differences, Limit, extrapolated, norm
 
 _DECADES = 11
 _MOST_STEPS = 40
@@ -61,27 +61,14 @@ class _Step:
         return (self.above + self.below) / 2
 
 
-class _Limit(NamedTuple):
-    """What derivatives at smaller and smaller steps tend to, as seen from one step."""
-
-    value: float
-    bar: float
-    step: float
-    rounding: float
-
-
-def examine(differences: Differences, direction: Tensor, sizes: list[float]) -> list[Diagnosis]:
-    """Return what ``direction`` shows for each cotangent, from steps relative to each of ``sizes``."""
+def examine(differences: Differences, direction: Tensor, sizes: Sequence[float]) -> Diagnosis:
+    """Return what ``direction`` shows, from steps relative to each of ``sizes``."""
+    moved = direction != 0
+    own = differences.gradient[moved]
+    value = float((own * direction[moved]).sum()) if bool(own.isfinite().all()) else float(own.sum())
+    nothing = differences.negligible / max(sizes)
     steps = _steps(differences, direction, sizes)
-    analytical = (differences.gradients * torch.where(direction != 0, direction, 0.0)).nan_to_num(0.0, 0.0, 0.0)
-    broken = ~(differences.gradients[:, direction != 0].isfinite().all(dim=1))
-    found, negligible = [], differences.negligible()
-    for k in range(len(differences.cotangents)):
-        own = differences.gradients[k][direction != 0]
-        value = float(own.sum()) if bool(broken[k]) else float(analytical[k].sum())
-        nothing = float(negligible[k]) / max(sizes)
-        found.append(diagnose(value, steps[k], differences.relative, typical_size(differences, k), nothing))
-    return found
+    return diagnose(value, steps, differences.relative, typical_size(differences), nothing)
 
 
 def diagnose(analytical: float, steps: list[_Step], relative: float, typical: float, nothing: float = 0.0) -> Diagnosis:
@@ -96,7 +83,7 @@ def diagnose(analytical: float, steps: list[_Step], relative: float, typical: fl
         return Diagnosis("ok", False, 0.0, best.central, best.rounding, best.size)
     typical = max([typical, *(abs(s.central) for s in two_sided)])
     kind, series, order = _usable_side(steps, two_sided)
-    limits = _limits(series, order)
+    limits = extrapolated(series, order)
     if not limits:
         return Diagnosis(kind, False, analytical, math.nan, math.inf, math.nan)
     candidates = _candidates(limits)
@@ -149,7 +136,7 @@ def _is_level(step: _Step, relative: float) -> bool:
     return abs(step.central) <= max(_FEW_ROUNDINGS * step.rounding, relative * slope)
 
 
-def _agrees(analytical: float, limit: _Limit, relative: float, typical: float, nothing: float) -> bool:
+def _agrees(analytical: float, limit: Limit, relative: float, typical: float, nothing: float) -> bool:
     if abs(analytical) <= nothing and abs(limit.value) <= nothing + limit.bar and limit.bar <= 1e3 * nothing:
         return True
     largest = max(abs(limit.value), abs(analytical))
@@ -162,63 +149,51 @@ def _at_kink(analytical: float, s: _Step, is_wrong: bool) -> Diagnosis:
     return Diagnosis("kink", is_wrong, analytical, s.central, s.rounding, s.size, s.low, s.high)
 
 
-def typical_size(differences: Differences, k: int) -> float:
-    """Return the size that an element of the gradient for one cotangent usually has.
-
-    Args:
-        differences: The function at its point.
-        k: Which cotangent.
-    """
-    finite = differences.gradients[k][differences.gradients[k].isfinite()]
-    return float(norms(finite[None])[0]) / len(finite) ** 0.5 if finite.numel() else 0.0
+def typical_size(differences: Differences) -> float:
+    """Return the size that an element of the gradient usually has."""
+    finite = differences.gradient[differences.gradient.isfinite()]
+    return norm(finite) / max(1, len(finite)) ** 0.5
 
 
-def _steps(differences: Differences, direction: Tensor, sizes: list[float]) -> list[list[_Step]]:
-    function, base = differences.function, differences.base
-    smallest = max(torch.finfo(one.value.dtype).eps for one in function.inputs)
-    here = float(differences.point[direction != 0].abs().max())
-    wanted = {10.0**-k * size for size in sizes if size > 0 for k in range(2, 2 + _DECADES)}
-    wanted |= {10.0**-k for k in range(13, 22)} if here == 0 else set()
-    wanted |= {step * size for size in sizes for step in LOW_STEPS} if differences.is_low else set()
-    chosen: list[float] = []
-    for h in sorted((h for h in wanted if h > 4 * smallest * here), reverse=True):
-        chosen += [h] if not chosen or h < _APART * chosen[-1] else []  # of equal steps all limits are alike
-    chosen = chosen[:: math.ceil(len(chosen) / _MOST_STEPS)] if chosen else []
-    found: list[list[_Step]] = [[] for _ in differences.cotangents]
-    moved, lengths, quanta = torch.zeros_like(base, dtype=torch.bool), [], (_Quantum(base), _Quantum(base))
-    together = len(chosen) if differences.are_few else 1
-    for start in range(0, len(chosen), max(1, together)):
-        block = chosen[start : start + together]
-        offsets = torch.tensor(block, dtype=torch.float64)[:, None] * direction
-        above = function.rounded_each(differences.point + offsets)
-        below = function.rounded_each(differences.point - offsets)
-        own = direction != 0
-        up = _lengths(torch.where(own, above - differences.point, 0.0), direction)
-        down = _lengths(torch.where(own, differences.point - below, 0.0), direction)
-        taken = [i for i, (u, d) in enumerate(zip(up.tolist(), down.tolist(), strict=True)) if u > 0 and d > 0]
-        if not taken:
+def _steps(differences: Differences, direction: Tensor, sizes: Sequence[float]) -> list[_Step]:
+    function, base, point, own = differences.function, differences.base, differences.point, direction != 0
+    found: list[tuple[float, ...]] = []
+    moved, quanta = torch.zeros_like(base, dtype=torch.bool), (_Quantum(base), _Quantum(base))
+    chosen = _chosen_sizes(differences, float(point[own].abs().max()), sizes)
+    together = max(1, len(chosen)) if differences.are_few else 1
+    for start in range(0, len(chosen), together):
+        block = torch.tensor(chosen[start : start + together], dtype=torch.float64)[:, None]
+        above, below = function.rounded(point + block * direction), function.rounded(point - block * direction)
+        up, down = _lengths(above - point, direction, own), _lengths(point - below, direction, own)
+        taken = ((up > 0) & (down > 0))[:, 0]
+        if not bool(taken.any()):
             continue
-        up, down = up[taken, None], down[taken, None]
+        up, down = up[taken], down[taken]
         rise = torch.where(differences.usable, function.values_at(above[taken]) - base, 0.0)
         fall = torch.where(differences.usable, base - function.values_at(below[taken]), 0.0)
         for quantum, change in zip(quanta, (rise, fall), strict=True):
             quantum.see(change)
-        for k, v in enumerate(differences.cotangents):
-            from_above, from_below = v * rise / up, v * fall / down
-            low, high = torch.minimum(from_above, from_below), torch.maximum(from_above, from_below)
-            sums = (one.sum(dim=1).tolist() for one in (from_above, from_below, low, high))
-            found[k] += [
-                _Step(block[i], a, b, least, most, 0.0) for i, a, b, least, most in zip(taken, *sums, strict=True)
-            ]
+        from_above, from_below = differences.cotangent * rise / up, differences.cotangent * fall / down
+        low, high = torch.minimum(from_above, from_below), torch.maximum(from_above, from_below)
+        sums = [one.sum(dim=1, keepdim=True) for one in (from_above, from_below, low, high)]
+        found += torch.cat([block[taken], *sums, torch.minimum(up, down)], dim=1).tolist()
         moved |= (((rise != 0) & rise.isfinite()) | ((fall != 0) & fall.isfinite())).any(dim=0)
-        lengths += torch.minimum(up, down)[:, 0].tolist()
-    least = (differences.cotangents.abs() @ torch.where(moved, differences.rounding, 0.0)).tolist()
+    shares = differences.cotangent.abs() * moved
+    floor = float(shares @ differences.rounding.nan_to_num(0.0, 0.0, 0.0))
     each = torch.maximum(differences.noise, torch.maximum(*(quantum.size() for quantum in quanta)))
-    noise = (differences.cotangents.abs() @ torch.where(moved, each, 0.0)).tolist()
-    return [
-        [replace(s, rounding=noise[k] / n, floor=least[k] / n) for s, n in zip(one, lengths, strict=True)]
-        for k, one in enumerate(found)
-    ]
+    noise = float(shares @ each.nan_to_num(0.0, 0.0, 0.0))
+    return [_Step(*values, noise / length, floor / length) for *values, length in found]
+
+
+def _chosen_sizes(differences: Differences, here: float, sizes: Sequence[float]) -> list[float]:
+    """Return steps over ten decades below each of ``sizes``, the largest first, for a coordinate of size ``here``."""
+    wanted = {10.0**-k * size for size in sizes for k in range(2, 2 + _DECADES)}
+    wanted |= {10.0**-k for k in range(13, 22)} if here == 0 else set()
+    wanted |= {step * size for size in sizes for step in LOW_STEPS} if differences.is_low else set()
+    chosen: list[float] = []
+    for h in sorted((h for h in wanted if h > 4 * differences.input_eps * here), reverse=True):
+        chosen += [h] if not chosen or h < _APART * chosen[-1] else []  # of equal steps all limits are alike
+    return chosen[:: max(1, math.ceil(len(chosen) / _MOST_STEPS))]
 
 
 class _Quantum:
@@ -252,26 +227,12 @@ def _grows(series: list[tuple[float, float, float]]) -> bool:
     return len(last) == 5 and all(b > 1.2 * a for a, b in pairwise(last)) and last[-1] > 8 * last[0]
 
 
-def _lengths(taken: Tensor, direction: Tensor) -> Tensor:
+def _lengths(taken: Tensor, direction: Tensor, own: Tensor) -> Tensor:
     """Return how far each step, one in each row, really went along ``direction``."""
-    return (taken @ direction) / (direction @ direction)
+    return torch.where(own, taken, 0.0) @ direction[:, None] / (direction @ direction)
 
 
-def _limits(values: list[tuple[float, float, float]], order: int) -> list[_Limit]:
-    """Return what (step, derivative, rounding), largest steps first, tend to: extrapolated once."""
-    raw = []
-    for (big, first, _), (small, second, rounding) in pairwise(values):
-        ratio = math.prod([big / small] * order)  # infinite beside subnormal numbers, where ** raises
-        raw.append((second + (second - first) / (ratio - 1), 2 * rounding, small))
-    found = []
-    for j, (value, rounding, step) in enumerate(raw):
-        around = [abs(value - raw[i][0]) for i in (j - 1, j + 1) if 0 <= i < len(raw)]
-        if around:
-            found.append(_Limit(value, max(around) + rounding, step, rounding))
-    return found
-
-
-def _candidates(limits: list[_Limit]) -> list[_Limit]:
+def _candidates(limits: list[Limit]) -> list[Limit]:
     """Return the most accurate limit, and that of smaller steps which have settled elsewhere, to be preferred."""
     best = min(limits, key=lambda limit: limit.bar)
     smaller = [one for one in limits if one.step < best.step and abs(one.value - best.value) > 5 * (one.bar + best.bar)]
@@ -279,7 +240,7 @@ def _candidates(limits: list[_Limit]) -> list[_Limit]:
     return [best, min(settled, key=lambda limit: limit.bar)] if settled else [best]
 
 
-def _wavers(limits: list[_Limit], chosen: _Limit, analytical: float) -> bool:
+def _wavers(limits: list[Limit], chosen: Limit, analytical: float) -> bool:
     """Tell whether a small deviation is no more than that of smaller steps: as with a solver that stops early."""
     off = abs(chosen.value - analytical)
     below = [one for one in limits if chosen.step / 30 < one.step < chosen.step]
@@ -303,8 +264,8 @@ def _subgradients(kink: list[_Step]) -> _Step:
     sides = []
     for side in ("low", "high"):
         series = [(s.size, getattr(s, side), s.rounding) for s in kink]
-        raw = [(s.size, getattr(s, side), s.rounding) for s in kink[-1:]]
-        limits = _limits(series, 1) or [_Limit(value, rounding, size, rounding) for size, value, rounding in raw]
+        size, value, rounding = series[-1]
+        limits = extrapolated(series, 1) or [Limit(value, rounding, size, rounding)]
         sides.append(min(limits, key=lambda limit: limit.bar))
     low, high = sides
     bar = max(low.bar, high.bar)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradguard.check.batched import Values, batch_size, best_values
-from gradguard.check.differences import STEPS, Differences, directions, norms
+from gradguard.check.differences import STEPS, Differences, directions, norm
 from gradguard.check.function import Function
 from gradguard.check.report import Finding
 
@@ -40,25 +40,24 @@ class Group:
 
 def check_every_element(search: Search) -> None:
     """Compare every element with its own numerical derivative; look closely at those that disagree."""
-    examined, differences = 0, search.differences
+    differences = search.differences
     if not differences.has_noise:
-        differences.measure_noise(next(directions(differences.point, [differences.point], search.generator)))
-    for suspects in _suspects(search):
-        for position in suspects:
-            if len(search.findings) >= 5 or len(search.undecided) >= 5:
-                return
-            if examined >= _MOST_EXAMINED:
-                message = f"more than {_MOST_EXAMINED:,} elements need a close look, which is where the check stops"
-                search.undecided.append(Finding("undecided", message))
-                return
-            examined += 1
-            search.examine_element(position)
+        direction = next(directions(differences.function, search.generator))
+        differences.measure_noise(direction, torch.ones_like(differences.usable))
+    for examined, position in enumerate(_suspects(search)):
+        if len(search.findings) >= 5 or len(search.undecided) >= 5:
+            return
+        if examined >= _MOST_EXAMINED:
+            message = f"more than {_MOST_EXAMINED:,} elements need a close look, which is where the check stops"
+            search.undecided.append(Finding("undecided", message))
+            return
+        search.examine_element(position)
     search.has_every_element = True
 
 
-def _suspects(search: Search) -> Iterator[list[int]]:
+def _suspects(search: Search) -> Iterator[int]:
     differences = search.differences
-    typical = norms(differences.gradients)[:, None] / max(1, len(differences.point)) ** 0.5
+    typical = norm(differences.gradient) / max(1, len(differences.point)) ** 0.5
     values, count = best_values(differences.function), batch_size(differences.function)
     groups = _all_groups(differences)
     while batch := list(itertools.islice(groups, count)):
@@ -82,26 +81,23 @@ def _all_groups(differences: Differences) -> Iterator[Group]:
         start += size
 
 
-def _wrong(search: Search, result: tuple[Tensor, Tensor], typical: Tensor, elements: Tensor) -> Iterator[list[int]]:
+def _wrong(search: Search, result: tuple[Tensor, Tensor], typical: float, elements: Tensor) -> list[int]:
     error, bar = result
-    gradients = search.differences.gradients[:, elements].abs()
-    allowed = 4 * bar + search.differences.relative * torch.maximum(gradients, 1e-6 * typical)
-    bad = ((error.abs() > allowed) | (bar > 1e-3 * torch.maximum(gradients, typical))).any(dim=0)
-    bad &= search.open[elements]
-    if bool(bad.any()):
-        yield elements[bad].tolist()
+    gradient = search.differences.gradient[elements].abs()
+    allowed = 4 * bar + search.differences.relative * gradient.clamp(min=1e-6 * typical)
+    bad = (error.abs() > allowed) | (bar > 1e-3 * gradient.clamp(min=typical))
+    return elements[bad & search.open[elements]].tolist()
 
 
 def _compare(differences: Differences, groups: list[Group], values: Values) -> Iterator[tuple[Tensor, Tensor] | None]:
-    """Yield disagreement and bar for the elements of each group, for each cotangent."""
-    function, point = differences.function, differences.point
+    """Yield disagreement and bar for the elements of each group."""
+    function, point, mean = differences.function, differences.point, differences.mean
     offsets = torch.zeros(len(groups), len(point), dtype=torch.float64)
     for row, group in zip(offsets, groups, strict=True):
-        row[group.elements] = point[group.elements].abs().clamp(min=differences.mean)
+        row[group.elements] = point[group.elements].abs().clamp(min=mean)
     taken, changes = [], []
     for step in _LADDER:
-        above = torch.stack([function.rounded(one) for one in point + step * offsets])
-        below = torch.stack([function.rounded(one) for one in point - step * offsets])
+        above, below = function.rounded(point + step * offsets), function.rounded(point - step * offsets)
         taken.append(above - below)
         changes.append(differences.usable_part(values(above) - values(below)))
     for i, group in enumerate(groups):
@@ -112,31 +108,27 @@ def _compare(differences: Differences, groups: list[Group], values: Values) -> I
 def _disagreement(
     differences: Differences, group: Group, taken: list[Tensor], changes: list[Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    limits, previous = [], None
+    central = []
     for step, change in zip(taken, changes, strict=True):
-        credit = _credited(differences.cotangents * change, group)
+        credit = _credited(differences.cotangent * change, group)
         if credit is None:
             return None
-        central = credit / step - differences.gradients[:, group.elements]
-        if previous is not None:
-            limits.append(central + (central - previous) / 3)
-        previous = central
+        central.append(credit / step - differences.gradient[group.elements])
+    first, second = (small + (small - large) / 3 for large, small in itertools.pairwise(central))
     moved = torch.stack([change != 0 for change in changes]).any(dim=0)
-    noise = _credited(differences.cotangents.abs() * torch.where(moved, differences.noise, 0.0), group)
+    noise = _credited(differences.cotangent.abs() * torch.where(moved, differences.noise, 0.0), group)
     assert noise is not None
-    bars = (limits[1] - limits[0]).abs() + 4 * noise / taken[-1].abs()
-    bars = torch.where(limits[0].isfinite() & limits[1].isfinite(), bars, torch.inf)
-    return limits[1].nan_to_num(), bars
+    bars = (second - first).abs() + 4 * noise / taken[-1].abs()
+    return second.nan_to_num(), torch.where(first.isfinite() & second.isfinite(), bars, torch.inf)
 
 
 def _credited(values: Tensor, group: Group) -> Tensor | None:
     """Return the sum over the outputs of each element, None if a changed output belongs to nobody."""
     if group.owner is None:
-        return values.sum(dim=1, keepdim=True)
+        return values.sum(dim=0, keepdim=True)
     count = len(group.elements)
-    sums = torch.stack([torch.bincount(group.owner, one, count + 1) for one in values])
-    nobodys = group.owner == count
-    return None if bool((values[:, nobodys] != 0).any()) else sums[:, :count]
+    is_nobodys = bool((values[group.owner == count] != 0).any())
+    return None if is_nobodys else torch.bincount(group.owner, values, count + 1)[:count]
 
 
 def _groups(differences: Differences, start: int, shape: tuple[int, ...]) -> Iterator[Group] | None:

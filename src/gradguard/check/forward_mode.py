@@ -24,7 +24,7 @@ def check_forward_mode(
     r"""Compare :math:`v \cdot (J u)`, in forward mode, with the numerical derivative along the same direction.
 
     Args:
-        differences: The function, its point, the cotangents v and their gradients g.
+        differences: The function, its point, the cotangent v and its gradient g.
         direction: u, along which the function is smooth.
         known: By how much the numerical derivative differs from g · u.
 
@@ -50,9 +50,8 @@ def check_forward_mode(
         said = f"{type(error).__name__}: {error}".splitlines()[0][:_FEW_LETTERS]
         return "not checked", Finding("forward mode", f"not checked, it raises {said}")
     moves = torch.where(differences.usable & found.isfinite(), found, 0.0)
-    off = differences.cotangents @ moves - differences.gradients @ direction - known.error
-    allowed = 2 * known.allowed(differences.relative)
-    if bool((off.abs() <= allowed).all()):
+    off = float(differences.cotangent @ moves - differences.gradient @ direction) - known.error
+    if abs(off) <= 2 * known.allowed(differences.relative):
         return "agrees", None
     if not bool(found.isfinite().all()):
         return "not checked", Finding("forward mode", "not checked, it is not finite here")

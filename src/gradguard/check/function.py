@@ -92,8 +92,8 @@ class Function:
         """The outputs at the point, as the first call gave them."""
         self.base: Tensor | None = None
         """The outputs at the point, once they are known to be the same at each call."""
-        self.gradients_taken: tuple[Tensor, Tensor] | None = None
-        """Cotangents, and the gradient of each at the point."""
+        self.taken: tuple[Tensor, Tensor] | None = None
+        """A cotangent, and its gradient at the point."""
 
     @property
     def are_arguments(self) -> list[bool]:
@@ -143,7 +143,7 @@ class Function:
         """The inputs as one float64 vector, not to be changed."""
         return self._point if self._point is not None else self.join([one.value for one in self.inputs])
 
-    def join(self, tensors: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
+    def join(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return tensors that belong to the inputs as one float64 vector, zeros for None."""
         parts = []
         for tensor, one, size in zip(tensors, self.inputs, self.sizes, strict=True):
@@ -153,7 +153,7 @@ class Function:
                 parts.append(tensor.reshape(-1))
             else:
                 parts.append(_flat(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()))
-        return parts[0] if len(parts) == 1 and out is None else torch.cat(parts, out=out)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the inputs that ``vector`` stands for, rounded to their dtype, with their strides."""
@@ -169,26 +169,9 @@ class Function:
             tensors.append(part)
         return tensors
 
-    def _split_each(self, vectors: Tensor) -> Iterable[Sequence[Tensor]]:
-        """Return the inputs that each of ``vectors`` stands for, one in each row."""
-        if not self._are_plain:
-            return map(self.split, vectors)
-        parts = vectors.split_with_sizes(self.sizes, dim=1)
-        return zip(
-            *(
-                part.view(len(vectors), *one.value.shape).to(one.value.dtype).unbind()
-                for part, one in zip(parts, self.inputs, strict=True)
-            ),
-            strict=True,
-        )
-
-    def rounded(self, vector: Tensor) -> Tensor:
-        """Return ``vector`` as the dtypes of the inputs hold it."""
-        return vector if self.is_wide else self.join(self.split(vector))
-
-    def rounded_each(self, vectors: Tensor) -> Tensor:
+    def rounded(self, vectors: Tensor) -> Tensor:
         """Return ``vectors``, one in each row, as the dtypes of the inputs hold them."""
-        return vectors if self.is_wide else torch.stack([self.rounded(one) for one in vectors])
+        return vectors if self.is_wide else torch.stack([self.join(self.split(one)) for one in vectors])
 
     def name_of(self, position: int) -> tuple[str, tuple[int, ...]]:
         """Return the input and the index in it of one element of the flat vector."""
@@ -218,24 +201,18 @@ class Function:
 
     def values_at(self, vectors: Tensor) -> Tensor:
         """Return the outputs at each of ``vectors``, one in each row."""
-        count, shapes = vectors.shape[0], [one.shape for one in self.outputs]
-        rows = torch.empty((count, self.size), dtype=torch.float64, device=vectors.device)
-        parts = zip(rows.split_with_sizes(self.output_sizes, dim=1), self.outputs, strict=True)
-        places = zip(
-            *(part.view(count, *o.shape, *((2,) if o.dtype.is_complex else ())).unbind() for part, o in parts),
-            strict=True,
-        )
+        shapes = [one.shape for one in self.outputs]
+        rows = torch.empty((len(vectors), self.size), dtype=torch.float64, device=vectors.device)
         with torch.no_grad():
-            for row, tensors in zip(
-                places, self._split_each(vectors if self.keeps_inputs else vectors.clone()), strict=True
-            ):  # it may work in place
+            for row, vector in zip(rows, vectors, strict=True):
                 try:
-                    outputs = self.call(tensors)
+                    outputs = self.call(self.split(vector if self.keeps_inputs else vector.clone()))
                 except Exception:  # outside of the domain
                     outputs = []
-                fits = [one.shape for one in outputs] == shapes  # not where a shape depends on the data
-                for i, place in enumerate(row):
-                    place.copy_(_real(outputs[i])) if fits else place.fill_(torch.nan)
+                if [one.shape for one in outputs] == shapes:  # not where a shape depends on the data
+                    torch.cat([_flat(one) for one in outputs], out=row)
+                else:
+                    row.fill_(torch.nan)
         return rows
 
     def call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -284,14 +261,13 @@ class Function:
         cotangents: Sequence[Tensor | None],
         keep: bool = False,
         shapes: Sequence[torch.Size] | None = None,
-        out: Tensor | None = None,
     ) -> Tensor:
         """Return the gradient of Σ cotangent · output as one float64 vector, of slices repeated to fill ``shapes``."""
         grads = self.gradients(outputs, leaves, cotangents, keep)
         if shapes is not None:
             dense = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
             grads = [None if grad is None else grad.expand(shape) for grad, shape in zip(dense, shapes, strict=True)]
-        return self.join(grads, out)
+        return self.join(grads)
 
     def gradients(
         self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor | None], keep: bool
@@ -301,39 +277,15 @@ class Function:
         self.backwards += 1
         if not pairs:
             return [None] * len(self.inputs)
-        return gradients_of([o for o, _ in pairs], leaves, [c for _, c in pairs], keep)
-
-    def backward_of_some(
-        self,
-        outputs: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        positions: Sequence[int],
-        cotangents: Sequence[Tensor],
-    ) -> Tensor:
-        """Return the gradient where only the inputs at ``positions`` need one, 0 for the others."""
-        pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
-        self.backwards += 1
-        grads: list[Tensor | None] = [None] * len(self.inputs)
-        if pairs:
-            found = gradients_of([o for o, _ in pairs], leaves, [c for _, c in pairs], False)
-            for position, grad in zip(positions, found, strict=True):
-                grads[position] = grad
-        return self.join(grads)
+        needed = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(gradients_of([o for o, _ in pairs], needed, [c for _, c in pairs], keep))
+        return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
     def gradient(self, vector: Tensor | None, cotangent: Tensor) -> Tensor:
         """Return the gradient of cotangent · outputs at ``vector``, from one forward and one backward."""
         leaves = self.leaves(vector)
         outputs = self.record(leaves)
         return self.backward(outputs, leaves, self.shaped(cotangent))
-
-    def gradients_for(self, cotangents: Tensor) -> Tensor:
-        """Return the gradient at the point for each of ``cotangents``, from one forward."""
-        leaves = self.leaves()
-        outputs = self.record(leaves)
-        gradients = torch.empty(len(cotangents), sum(self.sizes), dtype=torch.float64)
-        for row, cotangent in zip(gradients, cotangents, strict=True):
-            self.backward(outputs, leaves, self.shaped(cotangent), keep=True, out=row)
-        return gradients
 
     def learn_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Remember what the outputs look like."""

@@ -29,9 +29,8 @@ from gradguard.check.sizes import with_other_sizes
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.generators import generator_states, restore_generators
 
-_COTANGENTS = 2
 _UNLIKE_THE_CALLERS = 7_919_190_301
-"""Added to the seed: cotangents drawn like the caller's inputs would be the same numbers, a special case."""
+"""Added to the seed: a cotangent drawn like the caller's inputs would be the same numbers, a special case."""
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -53,7 +52,7 @@ def gradcheck(
 
     .. math:: v \cdot \frac{f(x + hu) - f(x - hu)}{2h} \;\to\; (\nabla_x\, v \cdot f) \cdot u
 
-    for random directions u over all inputs together and random cotangents v. The limit is taken over a ladder of steps
+    for random directions u over all inputs together and a random cotangent v. The limit is taken over a ladder of steps
     (Richardson), which also gives the error bar: there is no step and no tolerance to choose. Where a direction
     disagrees, halving finds the element, and the derivatives from above and from below tell a wrong gradient from a
     kink, a tie, a jump or a pole. Before that, backward runs are compared with one another: layout and linearity in
@@ -103,7 +102,7 @@ def gradcheck(
         sizes: Other lengths to check too: ``{7: 16}`` tries 1, 15, 16 and 17 wherever an argument has a length of 7,
             the edges of a tile of 16; ``{7: [1, 100]}`` tries these.
         branches: Note the Python lines in the file of ``fn`` that no input reached. They were not checked.
-        seed: Of directions and cotangents; equal seeds give equal reports.
+        seed: Of directions and the cotangent; equal seeds give equal reports.
 
     Returns:
         The report: print it, or ask for ``verdict``, ``findings``, ``notes`` and ``power``.
@@ -352,14 +351,14 @@ class _Check:
             if not layout.has_graph:
                 note = Finding("outputs", f"{layout.name} has no graph and is not checked")
                 self.notes += [] if note in self.notes else [note]
-        count = _COTANGENTS if function is self.exact else 1
-        contract = Contract(function, self._cotangents(function, base, count), self.generator, self.rtol)
+        cotangent = self._cotangent(function, base)
+        contract = Contract(function, cotangent, self.generator, self.rtol)
         try:
             contract.probe()
         except Exception as error:
             self.findings.append(Finding("error", f"the backward raises {type(error).__name__}: {error}"))
             return False
-        function.gradients_taken = contract.cotangents, contract.gradients
+        function.taken = cotangent, contract.first
         self.findings += [replace(one, message=who + one.message) for one in contract.findings]
         self.notes += [one for one in contract.notes if one not in self.notes]
         return not any(one.kind in ("non-determinism", "mutation") for one in contract.findings)
@@ -378,20 +377,19 @@ class _Check:
         function.base = base
         return base
 
-    def _cotangents(self, function: Function, base: Tensor, count: int) -> Tensor:
-        drawn = torch.randn(count, function.size, generator=self.generator, dtype=torch.float64)
-        shaped = drawn.masked_fill_(~(torch.isfinite(base) & function.with_graph()), 0.0)
-        if all(WIDE[o.dtype] is o.dtype for o in function.outputs):
-            return shaped
-        return torch.stack([function.flatten(function.shaped(one)) for one in shaped])
+    def _cotangent(self, function: Function, base: Tensor) -> Tensor:
+        """Return a random one, of elements between 0.5 and 1.5 in size: each output counts."""
+        drawn = torch.rand(function.size, generator=self.generator, dtype=torch.float64).mul_(2).sub_(1)
+        drawn.add_(drawn.sign(), alpha=0.5).masked_fill_(~(torch.isfinite(base) & function.with_graph()), 0.0)
+        return function.flatten(function.shaped(drawn))
 
     def _search(self, function: Function, exhaustive: bool, what: str = "") -> None:
         base = function.values(function.point) if function.base is None else function.base
-        if function.gradients_taken is None:
-            cotangents = self._cotangents(function, base, _COTANGENTS)
-            function.gradients_taken = cotangents, function.gradients_for(cotangents)
-        differences = Differences(function, base, *function.gradients_taken, self.rtol)
-        function.gradients_taken = None
+        if function.taken is None:
+            cotangent = self._cotangent(function, base)
+            function.taken = cotangent, function.gradient(None, cotangent)
+        differences = Differences(function, base, *function.taken, self.rtol)
+        function.taken = None
         search = Search(differences, self.generator)
         search.run()
         if exhaustive and not search.findings:
@@ -431,7 +429,7 @@ class _Check:
         self.findings += compare_backends(exact, functions, self.generator, self.rtol)
 
     def _second_order(self, function: Function, exhaustive: bool) -> None:
-        cotangent = self._cotangents(function, function.values(function.point), 1)[0]
+        cotangent = self._cotangent(function, function.values(function.point))
         gradient_of = GradientOf(function)
         point = (*(one.value for one in function.inputs), *function.shaped(cotangent))
         second = Function(gradient_of, point, {}, wide=False, names=gradient_of.names)

@@ -46,39 +46,41 @@ def _rearranged(search: Search, one: Finding, shape: torch.Size) -> str:
     """Return how the elements of this gradient change places, if they agree once they are put back."""
     differences = search.differences
     own = differences.function.range_of(one.input)
-    given, part = differences.gradients, slice(own.start, own.stop)
+    given, part = differences.gradient, slice(own.start, own.stop)
     direction = torch.zeros_like(differences.point)
     signs = torch.randint(0, 2, (len(own),), generator=search.generator, dtype=torch.float64) * 2 - 1
     sizes = differences.point[part].abs().clamp(min=differences.mean)
     direction[part] = torch.where(differences.point[part].isfinite(), signs * sizes, 0.0)
     try:
-        for words, other in _rearrangements(given[:, part].reshape(-1, *shape)):
-            differences.gradients = given.clone()
-            differences.gradients[:, part] = other.reshape(len(given), -1)
+        for words, other in _rearrangements(given[part].reshape(shape)):
+            differences.gradient = given.clone()
+            differences.gradient[part] = other.reshape(-1)
             found = differences.along(direction)
-            if not search.is_wrong(found) and bool((found.bar < _ALIKE * found.size).all()):
+            if not search.is_wrong(found) and found.bar < _ALIKE * found.size:
                 return words
     finally:
-        differences.gradients = given
+        differences.gradient = given
     return ""
 
 
-def _rearrangements(gradients: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield words and the gradients put back, their first dimension being that of the cotangents."""
-    shape = gradients.shape[1:]
+def _rearrangements(gradient: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield words and the gradient put back."""
+    shape = gradient.shape
     for i, j in itertools.combinations(range(len(shape)), 2):
         if 1 < shape[i] == shape[j]:
-            yield f"transposed: dimensions {i} and {j}", gradients.transpose(i + 1, j + 1)
+            yield f"transposed: dimensions {i} and {j}", gradient.transpose(i, j)
         elif min(shape[i], shape[j]) > 1:
-            swapped = list(gradients.shape)
-            swapped[i + 1], swapped[j + 1] = swapped[j + 1], swapped[i + 1]
-            read = gradients.reshape(swapped).transpose(i + 1, j + 1)
-            yield f"transposed: dimensions {i} and {j}, read in the other order", read
+            swapped = list(shape)
+            swapped[i], swapped[j] = swapped[j], swapped[i]
+            yield (
+                f"transposed: dimensions {i} and {j}, read in the other order",
+                gradient.reshape(swapped).transpose(i, j),
+            )
     for dim, length in enumerate(shape):
         if length > 1:
-            yield f"reversed along dimension {dim}", gradients.flip(dim + 1)
+            yield f"reversed along dimension {dim}", gradient.flip(dim)
             for by in (1, -1):
-                yield f"shifted by one along dimension {dim}", gradients.roll(by, dim + 1)
+                yield f"shifted by one along dimension {dim}", gradient.roll(by, dim)
 
 
 def _not_added_up(search: Search, one: Finding, value: Tensor) -> str:
@@ -89,35 +91,32 @@ def _not_added_up(search: Search, one: Finding, value: Tensor) -> str:
     position = function.range_of(one.input).start + at
     step = torch.zeros_like(differences.point)
     step[position] = _STEP * max(abs(float(differences.point[position])), differences.mean)
-    ends = function.rounded_each(torch.stack([differences.point + step, differences.point - step]))
+    ends = function.rounded(torch.stack([differences.point + step, differences.point - step]))
     above, below = function.values_at(ends)
     taken = float(ends[0, position] - ends[1, position])
-    derivative = differences.usable_part(above - below) / taken if taken else torch.zeros_like(above)
-    terms, analytical = differences.cotangents * derivative, differences.gradients[:, position]
-    right = terms.sum(dim=1)
-    reached = terms.any(dim=0).nonzero().reshape(-1)
-    if len(reached) < 2 or not bool(right.isfinite().all()):
+    if not taken:
+        return ""
+    terms = differences.cotangent * differences.usable_part(above - below) / taken
+    analytical, right = float(differences.gradient[position]), float(terms.sum())
+    reached = terms[terms != 0]
+    if len(reached) < 2 or not math.isfinite(right):
         return ""
 
-    def is_it(other: Tensor) -> bool:
-        size = torch.maximum(other.abs(), analytical.abs())
-        return bool(((other - analytical).abs() <= _ALIKE * size).all()) and bool((size > 0).all())
+    def is_it(other: float) -> bool:
+        return abs(other - analytical) <= _ALIKE * max(abs(other), abs(analytical)) > 0
 
-    start = 0
-    for layout, size in zip(function.outputs, function.output_sizes, strict=True):
-        own = terms[:, start : start + size].reshape(-1, *layout.shape) if not layout.dtype.is_complex else None
-        rest, start = right - terms[:, start : start + size].sum(dim=1), start + size
-        for dim, length in enumerate(layout.shape if own is not None and own.dim() > 2 else ()):
-            assert own is not None
-            slices = own.movedim(dim + 1, 1).reshape(len(own), length, -1).sum(dim=2)
-            if int(slices.any(dim=0).sum()) < 2:
+    for layout, own in zip(function.outputs, terms.split(function.output_sizes), strict=True):
+        rest = right - float(own.sum())
+        for dim, length in enumerate(layout.shape if len(layout.shape) > 1 and not layout.dtype.is_complex else ()):
+            slices = own.reshape(layout.shape).movedim(dim, 0).reshape(length, -1).sum(dim=1).tolist()
+            if sum(map(bool, slices)) < 2:
                 continue
             if is_it(right / length):
                 return f"averaged over dimension {dim} of {layout.name}, not summed"
             for k, name in ((0, "first"), (length - 1, "last")):
-                if is_it(rest + slices[:, k]):
+                if is_it(rest + slices[k]):
                     return f"not summed over dimension {dim} of {layout.name}: only its {name} slice"
     for k, name in ((0, "first"), (-1, "last")):
-        if is_it(terms[:, reached[k]]):
+        if is_it(float(reached[k])):
             return f"missing accumulation: only the {name} of {len(reached)} outputs that it reaches"
     return ""

@@ -36,55 +36,14 @@ class Pieces(NamedTuple):
     high: float
 
 
-def pieces_around(
-    differences: Differences, direction: Tensor, which: list[int], generator: torch.Generator
-) -> Pieces | None:
+def pieces_around(differences: Differences, direction: Tensor, generator: torch.Generator) -> Pieces | None:
     """Return between what the derivatives along ``direction`` lie of the pieces that meet at the point.
 
-    Args:
-        differences: The function, its point, and the gradients.
-        direction: Along which they are taken.
-        which: The cotangents that are asked about.
-        generator: Of the rays.
-
     Returns:
-        The interval for the first of the cotangents; None if for one of them nothing proves that pieces meet, or if the
-        gradient lies outside.
+        The interval; None if nothing proves that pieces meet, or if the gradient lies outside.
     """
+    v, analytical = differences.cotangent, float(differences.gradient @ direction)
     limits, bars = _limits(differences, direction, generator)
-    found = [_interval(differences, direction, k, limits, bars) for k in which]
-    return found[0] if all(one is not None for one in found) else None
-
-
-def _limits(differences: Differences, direction: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return what the derivative of each output tends to along each ray, one a row, and how far off that may be."""
-    point, function = differences.point, differences.function
-    distances, relative = (_LOW_DISTANCES, _LOW_STEP) if differences.is_low else (_DISTANCES, _STEP)
-    size = torch.where(point.isfinite(), torch.maximum(point.abs(), mean_size(point)), 0.0)
-    moved = direction != 0
-    unit = direction / float((direction[moved].abs() / size[moved]).max())
-    drawn = torch.randn((_RAYS, *size.shape), generator=generator, dtype=torch.float64)
-    rates = []
-    whole = 2 * relative * (unit @ direction) / (direction @ direction)
-    for distance in distances:
-        step, length, rows = relative * distance * unit, whole * distance, []
-        centers = point + distance * size * torch.cat([drawn, _apart(differences, generator.clone_state())])
-        for some in [centers] if differences.are_few else centers.split(1):
-            change = function.values_at(some + step) - function.values_at(some - step)
-            rows.append(differences.usable_part(change) / length)
-        rates.append(torch.cat(rows))
-    extrapolated = [
-        small + (small - large) / (first / second - 1)
-        for (large, small), (first, second) in zip(pairwise(rates), pairwise(distances), strict=True)
-    ]
-    weight = 1 + 2 / (distances[-2] / distances[-1] - 1)
-    rounding = weight * differences.noise / (0.5 * whole * distances[-1])
-    return extrapolated[-1], (extrapolated[-1] - extrapolated[-2]).abs() + 3 * rounding
-
-
-def _interval(differences: Differences, direction: Tensor, k: int, limits: Tensor, bars: Tensor) -> Pieces | None:
-    """Return the sums of the least and of the largest limits, where outputs have more than one, if these are proven."""
-    v, analytical = differences.cotangents[k], float(differences.gradients[k] @ direction)
     moves = (limits != 0).any(dim=0) & (v != 0)
     if not bool(moves.any()) or not bool(limits[:, moves].isfinite().all()):
         return None
@@ -101,6 +60,32 @@ def _interval(differences: Differences, direction: Tensor, k: int, limits: Tenso
     most = float(torch.where(is_tied, high, middle).sum())
     slack = float(bar.sum()) + 1e-6 * (most - least)
     return Pieces(least, most) if least - slack <= analytical <= most + slack else None
+
+
+def _limits(differences: Differences, direction: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return what the derivative of each output tends to along each ray, one a row, and how far off that may be."""
+    point, function = differences.point, differences.function
+    distances, relative = (_LOW_DISTANCES, _LOW_STEP) if differences.is_low else (_DISTANCES, _STEP)
+    size = torch.where(point.isfinite(), torch.maximum(point.abs(), mean_size(point)), 0.0)
+    moved = direction != 0
+    unit = direction / float((direction[moved].abs() / size[moved]).max())
+    rays = torch.randn((_RAYS, *size.shape), generator=generator, dtype=torch.float64)
+    rays = size * torch.cat([rays, _apart(differences, generator.clone_state())])
+    rates = []
+    whole = 2 * relative * (unit @ direction) / (direction @ direction)
+    for distance in distances:
+        step, rows = relative * distance * unit, []
+        for some in (point + distance * rays).split(len(rays) if differences.are_few else 1):
+            change = function.values_at(some + step) - function.values_at(some - step)
+            rows.append(differences.usable_part(change) / (whole * distance))
+        rates.append(torch.cat(rows))
+    first, second = (
+        small + (small - large) / (first / second - 1)
+        for (large, small), (first, second) in zip(pairwise(rates), pairwise(distances), strict=True)
+    )
+    weight = 1 + 2 / (distances[-2] / distances[-1] - 1)
+    rounding = weight * differences.noise / (0.5 * whole * distances[-1])
+    return second, (second - first).abs() + 3 * rounding
 
 
 def _apart(differences: Differences, generator: torch.Generator) -> Tensor:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gradguard.check.differences import Differences, Disagreement, are_finite, directions, mean_size
+from gradguard.check.differences import Differences, Disagreement, are_finite, directions, mean_size, norm
 from gradguard.check.element import LITTLE_OF_TYPICAL, Diagnosis, examine, typical_size
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.nearby import Pieces, pieces_around
@@ -68,7 +68,7 @@ class Search:
         differences = self.differences
         self.open = differences.point.isfinite()
         self.continuous = self.open.clone()
-        self.negligible = differences.negligible()
+        self.negligible = differences.negligible
         self._examine_broken_gradients()
         suspect = None
         for _ in range(_ROUNDS):
@@ -101,65 +101,48 @@ class Search:
         self.agreed = []
         if not bool(self.open.any()):
             return None
-        powerless = None
-        drawn = directions(self.differences.point, self._input_points(), self.generator)
-        count = self.count if self.differences.are_few and self.differences.is_low else 1
-        first = torch.stack([next(drawn) for _ in range(count)]) if count > 1 else next(drawn)[None]
-        first *= self.open
-        known = self.differences.along_each(first, with_noise=self.differences.has_noise)
-        is_clear = self._is_clear(known)
-        if not self.differences.has_noise and not is_clear:
-            known = self.differences.along_each(first, with_noise=True)
-            is_clear = self._is_clear(known)
-        waiting = [(direction, known.of(i)) for i, direction in enumerate(first.unbind())]
-        if is_clear and (count == self.count or (not self.differences.is_low and self._is_telling(known))):
-            self.agreed, self.smooth = [found for _, found in waiting], waiting[0]
-            return None
-        del first
-        for _ in range(2 * self.count):
-            direction = waiting[0][0] if waiting else next(drawn).mul_(self.open)
-            found = waiting.pop(0)[1] if waiting else self.differences.along(direction)
-            if not self.differences.has_noise and not self._is_clear(found):
-                found = self.differences.along_each(direction[None], with_noise=True).of(0)
-            is_wrong = self.is_wrong(found)
-            if not is_wrong and not bool(self._say_nothing(found)):
+        differences, powerless, needed = self.differences, None, self.count
+        drawn = directions(differences.function, self.generator)
+        for attempt in range(2 * self.count):
+            direction = next(drawn).mul_(self.open)
+            found = differences.along(direction)
+            if not (differences.has_noise or self._is_clear(found)):
+                found = differences.along(direction, with_noise=True)
+            if self._is_clear(found):
                 self.agreed.append(found)
                 self.smooth = direction, found
+                needed = 1 if not attempt and not differences.is_low and self._is_telling(found) else needed
             elif jointly:
-                self._examine_jointly(direction, found, is_wrong)
-            elif is_wrong:
+                self._examine_jointly(direction, found)
+            elif self.is_wrong(found):
                 return direction
             else:
                 powerless = direction if powerless is None else powerless
-            if len(self.agreed) >= self.count:
+            if len(self.agreed) >= needed:
                 return None
         return powerless
 
     def _is_clear(self, found: Disagreement) -> bool:
         """Tell whether all that is known agrees, and says something."""
-        return not bool((self._are_wrong(found) | self._say_nothing(found)).any())
+        if self.is_wrong(found):
+            return False
+        is_nothing = found.scale <= self.negligible and found.bar <= 1e3 * self.negligible
+        return is_nothing or not found.bar > _POWERLESS * found.size
 
     def _is_telling(self, found: Disagreement) -> bool:
         """Tell whether a wrong element of typical size would show, or no element has a size."""
-        powers = self._powers(found)
-        return not powers or min(powers) <= _TOO_WEAK
+        power = self._power(found)
+        return power is None or power <= _TOO_WEAK
 
-    def _powers(self, found: Disagreement) -> list[float]:
-        """Return from which relative error on one element of typical size would show, for each cotangent that tells."""
-        typical = found.scale / max(1, int(self.open.sum())) ** 0.5
-        telling = found.scale > self.negligible
-        return (found.allowed(self.differences.relative) / typical)[telling].tolist()
+    def _power(self, found: Disagreement) -> float | None:
+        """Return from which relative error on one element of typical size would show; None if no element has a size."""
+        if found.scale <= self.negligible:
+            return None
+        return found.allowed(self.differences.relative) / found.scale * max(1, int(self.open.sum())) ** 0.5
 
     def is_wrong(self, found: Disagreement) -> bool:
         """Tell whether a disagreement is larger than its bar allows."""
-        return bool(self._are_wrong(found))
-
-    def _are_wrong(self, found: Disagreement) -> Tensor:
-        return (found.error.abs() > found.allowed(self.differences.relative)).any(dim=-1)
-
-    def _say_nothing(self, found: Disagreement) -> Tensor:
-        nothing = (found.scale <= self.negligible) & (found.bar <= 1e3 * self.negligible)
-        return (~nothing & (found.bar > _POWERLESS * found.size)).any(dim=-1)
+        return abs(found.error) > found.allowed(self.differences.relative)
 
     def _halve(self, direction: Tensor, is_suspect: Callable[[Tensor], bool]) -> list[int]:
         """Return single elements of ``direction`` that are suspect, found by halving."""
@@ -179,14 +162,12 @@ class Search:
 
     def _disagrees(self, direction: Tensor) -> Callable[[Tensor], bool]:
         """Return what tells whether the gradient disagrees along a part of ``direction``, or nothing can be said."""
-        floor = _POWERLESS * (self.differences.gradients * direction).square().mean(dim=1).sqrt()
+        floor = _POWERLESS * norm(self.differences.gradient * direction) / len(direction) ** 0.5
 
         def disagrees(part: Tensor) -> bool:
             found = self.differences.along(part)
-            if self.is_wrong(found):
-                return True
-            enough = torch.maximum(_POWERLESS * found.scale, floor * float((part != 0).sum()) ** 0.5)
-            return bool((found.bar > enough).any())
+            enough = max(_POWERLESS * found.scale, floor * int((part != 0).sum()) ** 0.5)
+            return self.is_wrong(found) or found.bar > enough
 
         return disagrees
 
@@ -203,11 +184,10 @@ class Search:
 
     def _examine_broken_gradients(self) -> None:
         """Look at elements whose gradient is not finite; the others are then checked without them."""
-        gradients = self.differences.gradients
-        if are_finite(gradients):
+        gradient = self.differences.gradient
+        if are_finite(gradient):
             return
-        kinds = gradients.isnan().any(dim=0), gradients.isinf().any(dim=0)
-        broken = [position for kind in kinds for position in kind.nonzero().reshape(-1).tolist()]
+        broken = [i for kind in (gradient.isnan(), gradient.isinf()) for i in kind.nonzero().reshape(-1).tolist()]
         for position in broken[:_MOST_BROKEN]:
             if len(self.findings) < _MOST_FINDINGS:
                 self.examine_element(position)
@@ -215,14 +195,13 @@ class Search:
             message = f"{len(broken):,} elements have a gradient that is not finite, {_MOST_BROKEN} were looked at"
             self.undecided.append(Finding("singular", message))
         self.open[broken] = self.continuous[broken] = False
-        self.differences.gradients = self.differences.gradients.nan_to_num(0.0, 0.0, 0.0)
+        self.differences.gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
 
     @cached_property
     def _jumps_where_it_is_nan(self) -> bool:
         """Whether it jumps when elements whose gradient is NaN move, as eigenvectors do where eigenvalues are equal."""
-        broken = self.differences.gradients.isnan().any(dim=0)
-        direction = next(directions(self.differences.point, self._input_points(), self.generator))
-        return self.differences.jumps(direction * broken)
+        direction = next(directions(self.differences.function, self.generator))
+        return self.differences.jumps(direction * self.differences.gradient.isnan())
 
     def examine_element(self, position: int) -> None:
         """Look closely at one element, once, and note what it shows."""
@@ -232,53 +211,43 @@ class Search:
         self.open[position] = False
         direction = torch.zeros_like(differences.point)
         direction[position] = 1.0
-        value = abs(float(differences.point[position]))
-        name, _ = differences.function.name_of(position)
-        own = differences.function.range_of(name)
+        place = differences.function.name_of(position)
+        own = differences.function.range_of(place[0])
         mean = float(mean_size(differences.point[own.start : own.stop]))
-        shown = examine(differences, direction, [value, mean, 1.0])
-        if any(one.kind == "nan" for one in shown):
-            if differences.reaches_a_pole(direction):
-                self.notes.append(Finding("singular", _NOTES["singular"], *self._place(position)))
-                return
-            if self._jumps_where_it_is_nan:
-                self.undecided += (
-                    [] if self.undecided else [Finding("singular", _NAN_AT_A_JUMP, *self._place(position))]
-                )
-                return
-        wrong = [k for k, one in enumerate(shown) if one.is_wrong and one.kind != "nan"]
-        pieces = pieces_around(differences, direction, wrong, self.generator) if wrong else None
-        if pieces is not None:
+        shown = examine(differences, direction, [abs(float(differences.point[position])), mean, 1.0])
+        if shown.kind == "nan" and differences.reaches_a_pole(direction):
+            self.notes.append(Finding("singular", _NOTES["singular"], *place))
+        elif shown.kind == "nan" and self._jumps_where_it_is_nan:
+            self.undecided += [] if self.undecided else [Finding("singular", _NAN_AT_A_JUMP, *place)]
+        elif shown.kind != "nan" and shown.is_wrong and (pieces := self._pieces(direction)):
             self.kinks.append(position)
             message = f"between the derivatives of pieces that meet here, {pieces.low:.6g} and {pieces.high:.6g}"
-            self.notes.append(Finding("tie", message, *self._place(position), analytical=shown[wrong[0]].analytical))
+            self.notes.append(Finding("tie", message, *place, analytical=shown.analytical))
         else:
-            self._note([self._unless_in_doubt(one, k, direction * mean) for k, one in enumerate(shown)], position)
+            self._note(self._unless_in_doubt(shown, direction * mean), position)
 
-    def _unless_in_doubt(self, shown: Diagnosis, k: int, direction: Tensor) -> Diagnosis:
+    def _unless_in_doubt(self, shown: Diagnosis, direction: Tensor) -> Diagnosis:
         """Return "undecided" for what agrees within a bar so wide that the disagreement at larger steps fits in."""
         if shown.kind != "ok" or shown.is_wrong or not self.differences.is_low:
             return shown
-        found = self.differences.along(direction)
-        off, allowed = float(found.error[k].abs()), float(found.allowed(self.differences.relative)[k])
-        moved = float(direction.abs().max())
+        found, moved = self.differences.along(direction), float(direction.abs().max())
         bar = 10 * shown.bar * moved
-        is_little = bar <= LITTLE_OF_TYPICAL * typical_size(self.differences, k) * moved
-        return replace(shown, kind="undecided") if allowed < off < bar and not is_little else shown
+        is_little = bar <= LITTLE_OF_TYPICAL * typical_size(self.differences) * moved
+        in_doubt = found.allowed(self.differences.relative) < abs(found.error) < bar and not is_little
+        return replace(shown, kind="undecided") if in_doubt else shown
 
-    def _examine_jointly(self, direction: Tensor, found: Disagreement, is_wrong: bool) -> None:
+    def _examine_jointly(self, direction: Tensor, found: Disagreement) -> None:
         """Look at a direction as at one element: kinks, ties and noise of many elements show there as well."""
         shown = examine(self.differences, direction, [1.0])
-        worst = max(shown, key=lambda one: (one.is_wrong, one.kind == "undecided", one.kind != "ok"))
-        pieces = self._pieces(direction, shown) if worst.is_wrong else None
-        if pieces is not None or (not worst.is_wrong and worst.kind in ("ok", "kink")):
-            low, high = pieces or (worst.low, worst.high)
+        pieces = self._pieces(direction) if shown.is_wrong else None
+        if pieces is not None or (not shown.is_wrong and shown.kind in ("ok", "kink")):
+            low, high = pieces or (shown.low, shown.high)
             width = 0.0 if low != low else high - low  # anything in between passes, and less than that is not seen
-            self.agreed.append(found._replace(bar=found.bar.clamp(min=width)))
-        elif worst.is_wrong and is_wrong:
-            self.findings.append(_finding(worst, "", None, "along a random direction, from many elements together"))
+            self.agreed.append(found._replace(bar=max(found.bar, width)))
+        elif shown.is_wrong and self.is_wrong(found):
+            self.findings.append(_finding(shown, "", None, "along a random direction, from many elements together"))
         else:
-            self.unclear.append(_finding(worst, "", None, "nothing settles along a random direction"))
+            self.unclear.append(_finding(shown, "", None, "nothing settles along a random direction"))
 
     def _examine_kinks_together(self) -> None:
         """Move everything, or what is tied, by the same amount: each element may be right, and their sum too large.
@@ -292,33 +261,27 @@ class Search:
         for moved in (self.continuous, tied):
             direction = mean_size(self.differences.point) * moved
             shown = examine(self.differences, direction, [1.0])
-            worst = max(shown, key=lambda one: one.is_wrong)
-            if worst.is_wrong and self._pieces(direction, shown) is None:
+            if shown.is_wrong and self._pieces(direction) is None:
                 message = f"{len(self.kinks)} elements at kinks or ties, right one by one, are not when moved together"
-                self.findings.append(_finding(worst, "", None, message))
+                self.findings.append(_finding(shown, "", None, message))
                 return
 
-    def _pieces(self, direction: Tensor, shown: list[Diagnosis]) -> Pieces | None:
-        wrong = [k for k, one in enumerate(shown) if one.is_wrong]
-        return pieces_around(self.differences, direction, wrong, self.generator)
+    def _pieces(self, direction: Tensor) -> Pieces | None:
+        return pieces_around(self.differences, direction, self.generator)
 
-    def _note(self, shown: list[Diagnosis], position: int) -> None:
-        name, index = self._place(position)
-        worst = max(shown, key=lambda one: (one.is_wrong, one.kind == "undecided", one.kind != "ok"))
-        if worst.is_wrong:
-            self.findings.append(
-                _finding(worst, name, index, _MESSAGES[worst.kind].format(low=worst.low, high=worst.high))
-            )
-        elif worst.kind == "undecided":
-            self.undecided.append(_finding(worst, name, index, "the numerical derivative does not settle"))
-        elif worst.kind in _NOTES:
-            self.kinks += [position] if worst.kind == "kink" else []
-            self.continuous[position] = worst.kind == "kink"
-            self.singly += [0.0 for one in shown if one.numerical == one.numerical]  # something to compare with
-            self.notes.append(_finding(worst, name, index, _NOTES[worst.kind].format(low=worst.low, high=worst.high)))
-        else:
-            rounding, told = float(self.negligible.max()), [one for one in shown if one.numerical == one.numerical]
-            self.singly += [one.bar / size if (size := abs(one.analytical)) > rounding else 0.0 for one in told]
+    def _note(self, shown: Diagnosis, position: int) -> None:
+        place = self._place(position)
+        if shown.is_wrong:
+            self.findings.append(_finding(shown, *place, _MESSAGES[shown.kind].format(low=shown.low, high=shown.high)))
+        elif shown.kind == "undecided":
+            self.undecided.append(_finding(shown, *place, "the numerical derivative does not settle"))
+        elif shown.kind in _NOTES:
+            self.kinks += [position] if shown.kind == "kink" else []
+            self.continuous[position] = shown.kind == "kink"
+            self.notes.append(_finding(shown, *place, _NOTES[shown.kind].format(low=shown.low, high=shown.high)))
+        if not shown.is_wrong and shown.kind != "undecided" and shown.numerical == shown.numerical:
+            size = abs(shown.analytical) if shown.kind == "ok" else 0.0  # something to compare with
+            self.singly.append(shown.bar / size if size > self.negligible else 0.0)
 
     def _place(self, position: int) -> tuple[str, tuple[int, ...]]:
         return self.differences.function.name_of(position)
@@ -327,10 +290,10 @@ class Search:
         """Say which ``rtol`` would accept what is off by little: wrong, unless the function is itself no more exact."""
         if len(self.findings) < _SEVERAL or any(one.kind != "mismatch" or one.index is None for one in self.findings):
             return
-        drawn = directions(self.differences.point, self._input_points(), self.generator)
+        drawn = directions(self.differences.function, self.generator)
         usable = self.differences.point.isfinite()
-        found = self.differences.along_each(torch.stack([next(drawn) for _ in range(self.count)]) * usable)
-        needed = float((found.error.abs() / found.scale).max())
+        found = [self.differences.along(next(drawn) * usable) for _ in range(self.count)]
+        needed = max(abs(one.error) / one.scale if one.scale else math.inf for one in found)
         if not 0 < needed < _LITTLE:
             return
         proposed = 10.0 ** math.ceil(math.log10(3 * needed))
@@ -341,9 +304,7 @@ class Search:
         """Work out the relative error that one element of typical size would have shown with."""
         if len(self.agreed) < self.count / 2:
             self.undecided += self.unclear[:1]
-        seen = []
-        if self.agreed:
-            seen = self._powers(Disagreement.together(self.agreed))
+        seen = [power for one in self.agreed if (power := self._power(one)) is not None]
         compared = self.agreed or self.singly or self.kinks or self.has_every_element
         if not compared and len(self.differences.point):
             self.undecided.append(Finding("undecided", "jumps and poles everywhere: there is nothing to compare with"))
@@ -351,9 +312,6 @@ class Search:
         if self.power > _TOO_WEAK and (seen or any(self.singly)) and not self.findings:
             message = f"a wrong element would show only from {self.power:.1g} relative"
             self.undecided.append(Finding("undecided", message))
-
-    def _input_points(self) -> list[Tensor]:
-        return list(self.differences.point.split(self.differences.function.sizes))
 
 
 def _finding(shown: Diagnosis, name: str, index: tuple[int, ...] | None, message: str) -> Finding:
