@@ -48,6 +48,15 @@ def number(value: float | None) -> str:
     return f"{rounded:#.3g}" if 0.001 <= abs(rounded) < 100 else f"{rounded:.3g}"
 
 
+def capital(text: str) -> str:
+    """Return a text with a capital letter in front.
+
+    Args:
+        text: Any text.
+    """
+    return text[:1].upper() + text[1:]
+
+
 def plain_threshold(threshold: float) -> str:
     """A threshold as a person would type it.
 

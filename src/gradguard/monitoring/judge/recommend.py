@@ -9,7 +9,7 @@ from gradguard.monitoring.judge.cause import Cause
 from gradguard.monitoring.judge.diagnosis import Diagnosis, diagnose
 from gradguard.monitoring.judge.insurance import insurance
 from gradguard.monitoring.judge.norm_statistics import drift_of
-from gradguard.monitoring.judge.numbers import only, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import capital, only, percent, plain_threshold
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import bound_on, by_optimizer, taken_steps, usable_norms
 
@@ -97,7 +97,7 @@ def recommend(record: Record) -> Recommendation:
     if len(parts) == 1:
         return _decide(parts[0].record, diagnose(record))
     made = [(part.label, recommend(part.record)) for part in parts]
-    said = " ".join(f"{label[:1].upper()}{label[1:]}: {one.headline} {one.reason}".strip() for label, one in made)
+    said = " ".join(f"{capital(label)}: {one.headline} {one.reason}".strip() for label, one in made)
     usable, experiment = sum(one.usable_steps for _, one in made), _have_own_losses([part.record for part in parts])
     if experiment:
         said += f" Their losses differ and tell little of what comes out; {_tune(record)} --metric REGEX does."

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from gradguard.monitoring.judge.cause import Evidence
 from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import median
@@ -449,6 +450,17 @@ class Signals:
     def span(self) -> tuple[int, int]:
         """The first and the last step."""
         return (self.numbers[0], self.numbers[-1]) if self.numbers else (0, 0)
+
+    def seen(self, words: str, params: Sequence[str] = (), *, since: int | None = None) -> Evidence:
+        """Return the evidence of what shows up to the last step.
+
+        Args:
+            words: What was seen.
+            params: The parameters that it is about, if it is about some.
+            since: The number of the step on which it begins; None for the first.
+        """
+        first, last = self.span
+        return Evidence((first if since is None else since, last), words, tuple(params))
 
 
 def period_of(places: Sequence[int]) -> int | None:

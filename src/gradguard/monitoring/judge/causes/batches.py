@@ -79,7 +79,7 @@ def bad_batches(signals: Signals) -> Cause | None:
         "possible" if _are_harmless(signals, places) else "certain" if period and len(places) >= 5 else "likely",
         f"Some batches are far out, {when}.",
         f"{where}{clip}",
-        (Evidence((numbers[0], numbers[-1]), words, numbers=(("times", times), ("period", float(period or 0)))),),
+        (Evidence((numbers[0], numbers[-1]), words),),
         ("The learning rate is not the cause: the steps before each of these were calm.",),
         threshold=threshold,
     )
@@ -197,7 +197,7 @@ def data_shift(signals: Signals) -> Cause | None:
         f"Look at what the loader gives from step {step} on: another file, domain, length, normalisation or "
         "labelling, or one class only. If that is meant, go on training; shuffle the parts together if both are to be "
         "learned.",
-        (Evidence((step, signals.span[1]), words, numbers=(("before", low), ("after", high))),),
+        (signals.seen(words, since=step),),
         ("The learning rate did not change, and the steps before were calm.",),
     )
 
@@ -260,13 +260,13 @@ def drift(signals: Signals) -> Cause | None:
         return None
     evidence = []
     if runs_away:
-        evidence.append(Evidence(signals.span, runs_away))
+        evidence.append(signals.seen(runs_away))
     if grown:
         name, times = grown
         words = f"The norm of {name} grew {number(times)} times, step by step."
-        evidence.append(Evidence(signals.span, words, (name,), (("times", times),)))
+        evidence.append(signals.seen(words, (name,)))
     if rising:
-        evidence.append(Evidence(signals.span, f"The median gradient norm rose {number(rising)} times, step by step."))
+        evidence.append(signals.seen(f"The median gradient norm rose {number(rising)} times, step by step."))
     end = "the loss falls without end" if runs_away else "the loss ends above its best" if lost else "do not settle"
     return Cause(
         "drift",

@@ -4,7 +4,7 @@ import math
 import statistics
 from itertools import pairwise
 
-from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.cause import Cause
 from gradguard.monitoring.judge.findings import named
 from gradguard.monitoring.judge.numbers import number, plain_threshold
 from gradguard.monitoring.judge.signals import Layer, Signals
@@ -61,10 +61,10 @@ def vanishing(signals: Signals) -> Cause | None:
     names = tuple(layer.name for layer in below)
     size = f"{share:.0e}".replace("e-0", "e-")
     words = f"An element's gradient is {number(gradients[0])} in {below[0].name} and {number(top)} at the top."
-    evidence = [Evidence(signals.span, words, names, (("share", share),))]
+    evidence = [signals.seen(words, names)]
     if signals.eps is not None:
         words = f"The optimizer's eps is {signals.eps:g}."
-        evidence.append(Evidence(signals.span, words, numbers=(("eps", signals.eps),)))
+        evidence.append(signals.seen(words))
     alive = statistics.median(layer.gradients[0] for layer in below) > SLOPE * max(one.gradients[0] for one in layers)
     return Cause(
         "vanishing",
@@ -142,7 +142,7 @@ def _exploding(signals: Signals, layers: list[Layer], words: str, times: float) 
         "Gradients explode along the depth of the model: the weights of each layer are too large from the start.",
         "Initialise with a smaller gain (torch.nn.init.kaiming_normal_ for ReLU, xavier_normal_ for tanh), or put a "
         "normalisation between layers.",
-        (Evidence(signals.span, words, tuple(layer.name for layer in layers), (("times", times),)),),
+        (signals.seen(words, [layer.name for layer in layers]),),
         ("No learning rate fits all layers as long as their gradients differ so.",),
     )
 
@@ -170,12 +170,12 @@ def exploding_time(signals: Signals) -> Cause | None:
     words = f"Gradient norms run from {number(low)} to {number(largest)}."
     if low == largest:
         words = f"The first gradient has a norm of {number(low)}."
-    evidence = [Evidence(signals.span, words, names, (("low", low), ("largest", largest)))]
+    evidence = [signals.seen(words, names)]
     if radius is not None and radius > 1:
         words = (
             f"The weight {names[0]} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
         )
-        evidence.append(Evidence(signals.span, words, names, (("radius", radius),)))
+        evidence.append(signals.seen(words, names))
     threshold = None if broke else float(f"{statistics.median(known):.1e}")
     clip = "" if threshold is None else f", and clip at {plain_threshold(threshold)}"
     return Cause(
@@ -236,6 +236,6 @@ def _vanishes_in_time(signals: Signals) -> Cause | None:
         "Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, whose gates let "
         "gradients "
         "through.",
-        (Evidence(signals.span, words, names, (("radius", radius),)),),
+        (signals.seen(words, names),),
         ("A higher learning rate does not help: gradients are lost on their way through the sequence.",),
     )

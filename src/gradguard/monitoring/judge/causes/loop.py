@@ -4,7 +4,7 @@ import statistics
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.findings import Finding, named
-from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.numbers import capital, number
 from gradguard.monitoring.judge.signals import Signals
 from gradguard.monitoring.record.lines import without_none
 
@@ -24,7 +24,7 @@ def accumulation(signals: Signals) -> Cause | None:
             "certain",
             "Gradients are never cleared: each step follows the sum of all gradients so far.",
             "Call optimizer.zero_grad() once for each step, before its first backward().",
-            (_of(kept),),
+            (Evidence.of(kept),),
             ("The learning rate may be right: no threshold and no rate can be read from such norms.",),
         )
     several = [count for count in signals.record.steps.column("backwards") if count]
@@ -42,7 +42,7 @@ def accumulation(signals: Signals) -> Cause | None:
         f"Gradients of {usual} micro-batches are summed for each step, which makes the learning rate {usual} "
         "times what it says.",
         f"Divide the loss by {usual} before backward(), as in (loss / {usual}).backward().",
-        (Evidence(signals.span, words, numbers=(("backwards", float(usual)),)),),
+        (signals.seen(words),),
         (),
         rate_factor=1 / usual,
     )
@@ -51,7 +51,7 @@ def accumulation(signals: Signals) -> Cause | None:
 def clip_before_unscale(signals: Signals) -> Cause | None:
     """Return whether clips saw gradients that were still multiplied by a loss scale."""
     found = signals.finding("clip_before_unscale")
-    evidence = _of(found) if found is not None else _norms_follow_scale(signals)
+    evidence = Evidence.of(found) if found is not None else _norms_follow_scale(signals)
     if evidence is None:
         return None
     return Cause(
@@ -80,7 +80,7 @@ def _norms_follow_scale(signals: Signals) -> Evidence | None:
     if not follows and (high > low or statistics.median(signals.bound) > 10 / high or levels[high] < 0.01 * high):
         return None
     rises = f": {number(levels[low])} at a scale of {low:,g}, {number(levels[high])} at {high:,g}" if high > low else ""
-    return Evidence(signals.span, f"The norms that the clip sees grow with the loss scale{rises}.")
+    return signals.seen(f"The norms that the clip sees grow with the loss scale{rises}.")
 
 
 def no_gradient(signals: Signals) -> Cause | None:
@@ -108,7 +108,7 @@ def no_gradient(signals: Signals) -> Cause | None:
             f"Look between {names[-1]} and the loss for detach(), torch.no_grad(), .data, .item(), or a part of the "
             "model that the forward leaves out. If they are meant to stay as they are, give the optimizer the "
             "others only.",
-            (Evidence(signals.span, words, tuple(names), (("share", share),)),),
+            (signals.seen(words, names),),
             ("No learning rate and no clip changes what has no gradient.",) if cut else (),
         )
     forgotten = signals.finding("gradient_without_optimizer")
@@ -122,7 +122,7 @@ def no_gradient(signals: Signals) -> Cause | None:
             else "Parameters that get gradients are in no optimizer, so that they never change.",
             f"Give {named(forgotten.params)} to the optimizer; it was perhaps made before they were. If they are meant "
             "to stay as they are, call requires_grad_(False) on them.",
-            (_of(forgotten),),
+            (Evidence.of(forgotten),),
             (),
         )
     if detached is not None:
@@ -133,7 +133,7 @@ def no_gradient(signals: Signals) -> Cause | None:
             f"Look at what changed at step {detached.first_step}: detach(), torch.no_grad(), requires_grad set "
             "to False, "
             "or a branch of the forward that leaves them out. If they were frozen on purpose, nothing is to be done.",
-            (_of(detached),),
+            (Evidence.of(detached),),
             (),
         )
     return None
@@ -161,7 +161,7 @@ def _frozen(signals: Signals) -> Cause | None:
         "If they are to be trained, set requires_grad_(True) on them before the first forward; if not, give the "
         "optimizer "
         "the others only.",
-        (Evidence(signals.span, words, names, (("share", share),)),),
+        (signals.seen(words, names),),
         ("No learning rate and no clip changes what has no gradient.",),
     )
 
@@ -206,8 +206,8 @@ def _idle(signals: Signals, idle: Finding) -> Cause:
             "that was made anew from numbers, and take it away."
         )
     else:
-        why = f"{idle.message[:1].upper()}{idle.message[1:]}."
-        advice = f"{idle.advice[:1].upper()}{idle.advice[1:]}."
+        why = f"{capital(idle.message)}."
+        advice = f"{capital(idle.advice)}."
     return Cause(
         "no_gradient",
         "certain",
@@ -226,7 +226,7 @@ def _all_zero(signals: Signals) -> Cause:
         "Every gradient is exactly 0 on every step: nothing is trained.",
         "Check that zero_grad() does not come between backward() and step(), and that the loss is computed from the "
         "model's output without detach(), round(), argmax() or a comparison on the way.",
-        (Evidence(signals.span, words),),
+        (signals.seen(words),),
         ("No learning rate and no clip changes anything here.",),
     )
 
@@ -249,7 +249,7 @@ def rate_zero(signals: Signals) -> Cause | None:
         "The learning rate is 0: nothing is trained.",
         "Set lr above 0, such as 1e-3 for Adam or 0.1 for SGD. With a scheduler, check that its first factor is not 0 "
         "and that scheduler.step() is called.",
-        (Evidence(signals.span, words),),
+        (signals.seen(words),),
         ("The gradients are not the cause: they are there and finite.",),
     )
 
@@ -275,7 +275,7 @@ def not_started(signals: Signals) -> Cause | None:
             "constant; if "
             "they are, look for ReLUs that are dead from the start: biases far below 0, or inputs that are not "
             "normalised.",
-            (Evidence(signals.span, words, names),),
+            (signals.seen(words, names),),
             ruled,
         )
     rates = without_none(signals.rates)
@@ -287,7 +287,7 @@ def not_started(signals: Signals) -> Cause | None:
             f"The warm-up is longer than the run: after {signals.count:,} steps the learning rate still rises, "
             f"at {rates[-1]:.2g}.",
             f"Shorten the warm-up to a tenth of the run, some {max(1, signals.count // 10)} steps.",
-            (Evidence(signals.span, words),),
+            (signals.seen(words),),
             ("The model is not the cause: its gradients are there.",),
         )
     if curve.is_flat and signals.count >= 100:
@@ -302,7 +302,7 @@ def not_started(signals: Signals) -> Cause | None:
             "Check that labels belong to their inputs (a shuffle of one and not of the other), and that inputs "
             "are normalised "
             "and reach the model. If they are right, train longer, with a learning rate three times higher.",
-            (Evidence(signals.span, words),),
+            (signals.seen(words),),
             ("No layer lacks a gradient, and none vanishes or explodes.",),
         )
     return None
@@ -321,8 +321,3 @@ def _zero_from_start(signals: Signals) -> list[str]:
         if zero >= 0.95 * len(lines) and not any(line["norm"][place] for line in lines[:2]):
             found.append(str(parameter.get("name", "?")))
     return found
-
-
-def _of(found: Finding) -> Evidence:
-    message = f"{found.message[:1].upper()}{found.message[1:]}."
-    return Evidence((found.first_step, found.last_step), message, found.params)

@@ -4,7 +4,7 @@ import statistics
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.findings import named
-from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.numbers import capital, number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Signals
 from gradguard.words import counted
@@ -38,24 +38,24 @@ def nonfinite(signals: Signals) -> Cause | None:
     params = finding.params if finding is not None else ()
     words = f"the loss or gradients were not finite on {counted(lost, 'step')}, first on step {step}"
     words += f", in {named(params)}." if params else "."
-    seen = Evidence((step, signals.span[1] if signals.ends_lost else step), _sentence(words), tuple(params))
-    growth = _growth(signals, place)
+    seen = Evidence((step, signals.span[1] if signals.ends_lost else step), capital(words), tuple(params))
+    times, growth = _growth(signals, place)
     origin = _origin(signals, place)
     if origin is not None and origin[0] == "data":
         return _by_data(signals, step, seen, "certain", "The data themselves held a number that is not finite.")
-    if growth is not None and growth.numbers[0][1] > GROWN and place:
-        return _by_growth(signals, place, seen, growth)
+    if times > GROWN:
+        return _by_growth(signals, place, seen, times, growth)
     small = _small_type(signals, origin)
     if small or (origin is not None and origin[0] == "Exp"):
         return _by_range(signals, step, seen, small, origin)
     if 0 < place <= 2 and signals.rates[place - 1]:  # right after the first update, which the rate makes
-        return _by_growth(signals, place, seen, growth)
+        return _by_growth(signals, place, seen, times, growth)
     return _by_data(signals, step, seen, "likely", "" if origin is None else _made_by(origin))
 
 
-def _growth(signals: Signals, place: int) -> Evidence | None:
+def _growth(signals: Signals, place: int) -> tuple[float, tuple[Evidence, ...]]:
     """How far losses and norms had grown when numbers were lost; norms alone grow where learning begins."""
-    best: Evidence | None = None
+    best, seen = 0.0, ()
     for name, values in (("loss", signals.losses), ("norm", signals.norms)):
         before = [(k, value) for k, value in enumerate(values[:place]) if value is not None and value > 0]
         if not before:
@@ -67,14 +67,14 @@ def _growth(signals: Signals, place: int) -> Evidence | None:
         if not recent or not usual:
             continue
         times = max(recent) / usual
-        if best is not None and best.numbers[0][1] < 1 and times < FAR_GROWN:
+        if seen and best < 1 and times < FAR_GROWN:
             continue
-        if best is None or times > best.numbers[0][1]:
+        if times > best:
             steps = signals.named(max(0, place - _BEFORE)), signals.named(place - 1)
             what = "gradient norm" if name == "norm" else "loss"
             words = f"The {what} had grown from {number(usual)} to {number(max(recent))} within {_BEFORE} steps."
-            best = Evidence(steps, words, numbers=(("times", times),))
-    return best
+            best, seen = times, (Evidence(steps, words),)
+    return best, seen
 
 
 def _origin(signals: Signals, place: int) -> tuple[str, str] | None:
@@ -143,14 +143,14 @@ def _by_range(signals: Signals, step: int, seen: Evidence, small: str, origin: t
     )
 
 
-def _by_growth(signals: Signals, place: int, seen: Evidence, growth: Evidence | None) -> Cause:
+def _by_growth(signals: Signals, place: int, seen: Evidence, times: float, growth: tuple[Evidence, ...]) -> Cause:
     step, fix = signals.named(place), lower_rate(signals, place)
     return Cause(
         "nonfinite_growth",
-        "certain" if growth is not None and growth.numbers[0][1] > 10 * GROWN and place > _BEFORE else "likely",
+        "certain" if times > 10 * GROWN and place > _BEFORE else "likely",
         f"Losses and gradients grew until they were not finite at step {step}.",
         fix.advice,
-        (seen, *([growth] if growth is not None and growth.numbers[0][1] > 1 else [])),
+        (seen, *(growth if times > 1 else ())),
         ("It is no bad sample and no bad operation: numbers grew step by step before.",),
         rate_factor=fix.factor,
         threshold=fix.threshold,
@@ -165,7 +165,6 @@ def _scale_collapse(signals: Signals) -> Cause | None:
         longest = max(longest, run)
     if longest < _SEARCHED_IN_A_ROW and "amp_scale_collapse" not in signals.kinds:
         return None
-    end = signals.span
     words = f"The loss scale was halved {longest} times in a row, and every one of these steps was skipped."
     return Cause(
         "nonfinite_range",
@@ -173,10 +172,6 @@ def _scale_collapse(signals: Signals) -> Cause | None:
         "Gradients overflow float16 whatever the loss scale is, so that steps are skipped one after the other.",
         "Use bfloat16 in place of float16 and no GradScaler; if numbers are not finite then either, docs/nan.md finds "
         "the operation.",
-        (Evidence(end, words),),
+        (signals.seen(words),),
         (),
     )
-
-
-def _sentence(words: str) -> str:
-    return f"{words[:1].upper()}{words[1:]}"

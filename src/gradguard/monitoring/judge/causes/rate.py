@@ -99,7 +99,7 @@ def _thrown(signals: Signals, curve: Curve | None) -> Evidence | None:
     if times < THROWN or (gains and statistics.median(gains) < THROWN_GAIN):
         return None
     words = f"By step {step} the usual weight had {number(times)} times its first size: what it began with is lost."
-    return Evidence((signals.span[0], step), words, numbers=(("times", times),))
+    return Evidence((signals.span[0], step), words)
 
 
 def _jumped(signals: Signals, curve: Curve) -> Evidence | None:
@@ -136,7 +136,7 @@ def _to_and_fro(signals: Signals, curve: Curve) -> Evidence | None:
     found = signals.finding("oscillation")
     if found is None or curve.fallen() > 0.5:
         return None
-    return Evidence((found.first_step, found.last_step), f"{found.message[:1].upper()}{found.message[1:]}.")
+    return Evidence.of(found)
 
 
 def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
@@ -146,7 +146,7 @@ def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
     if max(usual, first / 3) < LARGE_UPDATE or curve.is_falling or curve.fallen() > 0.9:
         return None
     words = f"A step changes the usual weight by {100 * max(usual, first):.2g} % of itself; 0.1 % is the rule of thumb."
-    return Evidence(signals.span, words)
+    return signals.seen(words)
 
 
 def _moved_for_nothing(signals: Signals, curve: Curve) -> Evidence | None:
@@ -154,7 +154,7 @@ def _moved_for_nothing(signals: Signals, curve: Curve) -> Evidence | None:
     grown = signals.growth
     if not curve.is_positive or curve.fallen() > 0.1 or grown < GROWN:
         return None
-    return Evidence(signals.span, f"Weights grew {number(grown)} times, and the loss has not fallen for it.")
+    return signals.seen(f"Weights grew {number(grown)} times, and the loss has not fallen for it.")
 
 
 def _risen(signals: Signals, curve: Curve) -> Evidence | None:
@@ -169,7 +169,7 @@ def _risen(signals: Signals, curve: Curve) -> Evidence | None:
         f"The loss was {number(curve.best)} at its best, near step {signals.named(at)}, and ends at "
         f"{number(curve.final)}."
     )
-    return Evidence((signals.named(at), signals.span[1]), words)
+    return signals.seen(words, since=signals.named(at))
 
 
 def rate_too_low(signals: Signals) -> Cause | None:
@@ -198,7 +198,7 @@ def rate_too_low(signals: Signals) -> Cause | None:
         "likely",
         f"The learning rate, {rate:g}, is too low: {end}.",
         f"Multiply the learning rate by {factor:g}, to {float(f'{factor * rate:.2g}'):g}, and look again.",
-        (Evidence(signals.span, words, numbers=(("travel", travel),)),),
+        (signals.seen(words),),
         ("Gradients are there and steady: they do not vanish.",),
         rate_factor=factor,
     )
@@ -267,7 +267,7 @@ def rate_decayed(signals: Signals) -> Cause | None:
         "about two thirds of them. Check whether scheduler.step() is called once for each step where once for "
         "each epoch is "
         "meant.",
-        (Evidence((step, signals.span[1]), words),),
+        (signals.seen(words, since=step),),
         ("The model and the data are not the cause: the loss fell as long as there was a rate.",),
     )
 
@@ -291,7 +291,7 @@ def _rate_leapt(signals: Signals, curve: Curve, rates: list[float]) -> Cause | N
                 f"The loss broke where the learning rate leapt up, at step {step}.",
                 f"Look at the schedule at step {step}: a restart, a warm-up that ends too high, or a resumed "
                 "scheduler.",
-                (Evidence((step, signals.span[1]), words),),
+                (signals.seen(words, since=step),),
                 ("The data are not the cause: the loss follows the learning rate.",),
             )
     return None
