@@ -205,13 +205,10 @@ class Judge:
         elif kind == "tensors" and line.get("norm") is None:
             return [line]
         found = monitor.see(line)
-        news = kind != "event" or line.get("kind") != "nonfinite" or self._is_news(line)
-        lines = [line] if news else []
-        if not found:
-            return lines
-        if is_setup_event(line):  # which is told already
-            return lines
-        return lines + [event_line(one, line["i"]) for one in found if one.kind != "nonfinite"]
+        lines = [] if line.get("kind") == "nonfinite" and not self._is_news(line) else [line]
+        if not is_setup_event(line):  # which is told already
+            lines += [event_line(one, line["i"]) for one in found if one.kind != "nonfinite"]
+        return lines
 
     def _is_news(self, event: Line) -> bool:
         """Whether it begins an episode, or names somebody new in it."""

@@ -82,6 +82,16 @@ def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
+def medians(values: Sequence[float], size: int) -> list[float]:
+    """Return the median of each block of so many values; what is left at the end is in none.
+
+    Args:
+        values: Numbers.
+        size: How many, at least 1.
+    """
+    return [statistics.median(values[k : k + size]) for k in range(0, len(values) - size + 1, size)]
+
+
 def only(values: Collection[_T]) -> _T | None:
     """Return the only one of some values; None where there are none or several.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
-from gradguard.monitoring.judge.numbers import median, number, plain_threshold
+from gradguard.monitoring.judge.numbers import median, medians, number, plain_threshold
 from gradguard.monitoring.judge.signals import BLOCKS, Signals, period_of
 from gradguard.monitoring.record.lines import without_none
 from gradguard.words import counted
@@ -122,7 +122,7 @@ def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:
     leaps = 0
     for place in places:
         recent = without_none(signals.losses[max(0, place - 24) : place])
-        loss, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place)
+        loss, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place, signals.norms)
         if loss is not None and len(recent) >= 5 and (norm is None or usual is None or norm > 2.5 * usual):
             middle = statistics.median(recent)
             leaps += loss - middle > 4 * statistics.median(abs(one - middle) for one in recent)
@@ -134,7 +134,7 @@ def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
     if not places or not _comes_at_once(signals, places[0]) or _times(signals, places[0]) < FAR:
         return False
     place, curve, before = places[0], signals.curve, signals.usual(places[0], signals.losses)
-    here, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place)
+    here, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place, signals.norms)
     if curve is None or before is None or here is None or not curve.final > 1.1 * before > 0:
         return False
     if norm is not None and usual is not None and norm < 2.5 * usual:  # heavy noise in the targets of a robust loss
@@ -300,8 +300,7 @@ def _growing_weight(signals: Signals) -> tuple[str, float] | None:
 def _rising_norms(signals: Signals) -> float | None:
     """How many times the median norm rose, where it rises all through the run."""
     norms = [norm for norm in signals.norms[: signals.first_lost] if norm]
-    size = max(1, len(norms) // 10)
-    levels = [statistics.median(norms[k : k + size]) for k in range(0, len(norms) - size + 1, size)][1:]
+    levels = medians(norms, max(1, len(norms) // 10))[1:]
     rises = sum(after > before for before, after in pairwise(levels))
     if len(levels) < 5 or rises < 0.75 * (len(levels) - 1) or levels[-1] < 1.5 * levels[0]:
         return None

@@ -24,8 +24,8 @@ def clip_starves(signals: Signals) -> Cause | None:
     if signals.bound_share <= ALWAYS or _several(signals) or follows_clip(signals):
         return None
     coefficient = statistics.median(signals.bound)
-    threshold = (without_none(signals.record.steps.column("threshold")) or [None])[-1]
-    at = "" if threshold is None else f" at {plain_threshold(threshold)}"
+    thresholds = without_none(signals.record.steps.column("threshold"))
+    at = f" at {plain_threshold(thresholds[-1])}" if thresholds else ""
     bound = signals.seen(
         f"The clip{at} bound on {percent(signals.bound_share)} of the steps, and multiplied gradients by "
         f"{coefficient:.2g}."
@@ -49,11 +49,9 @@ def clip_starves(signals: Signals) -> Cause | None:
 
 def _raise_it(signals: Signals) -> str:
     usual = _usual(signals)
-    return (
-        "Take the clip away."
-        if usual is None
-        else f"Raise the threshold to {plain_threshold(usual)}, which leaves ordinary steps alone, or take it away."
-    )
+    if usual is None:
+        return "Take the clip away."
+    return f"Raise the threshold to {plain_threshold(usual)}, which leaves ordinary steps alone, or take it away."
 
 
 def _usual(signals: Signals) -> float | None:
@@ -110,5 +108,4 @@ def clip_twice(signals: Signals) -> Cause | None:
         f"Gradients are clipped {len(clips)} times for each step: the later clip sees what the earlier one has left.",
         f"Keep {binding[0].name} or the other, and take away the one that binds on most steps.",
         (signals.seen(capital(words)),),
-        (),
     )

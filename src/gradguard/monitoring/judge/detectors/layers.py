@@ -72,7 +72,7 @@ class Layers:
         tops, self._tops, self._seen = self._tops, Counter(), 0
         for place, count in tops.most_common(1):
             often = count >= DOMINATING_OF_STEPS * LOCK_IN_WINDOW and self._tensors >= DOMINATING_TENSORS
-            if often and place < len(self.names) and not self._large[place]:
+            if often and 0 <= place < len(self.names) and not self._large[place]:
                 about = {"params": [self.names[place]], "numbers": {"share": count / LOCK_IN_WINDOW}}
                 self._log.tell(f"dominating {self.names[place]}", DOMINATING, i, i, **about)
 

@@ -93,9 +93,11 @@ class Setup:
         Args:
             event: A line that `setup_episode` made.
         """
-        kind, worst = _TOLD[event["kind"]]
-        harmless = event.get("severity") != worst
-        told = setup_episode(kind, event["i"], event.get("params") or [], event.get("value"), harmless=harmless)
+        names, value, (kind, worst) = event.get("params"), event.get("value"), _TOLD[event["kind"]]
+        told = setup_episode(
+            kind, event["i"], [str(name) for name in names] if isinstance(names, list) else [],
+            value if isinstance(value, int | float) else None, harmless=event.get("severity") != worst,
+        )  # fmt: skip
         told.optimizer = self._log.optimizer
         self._log.add(told)
 
