@@ -140,7 +140,7 @@ class Track:
         if None in norms or not all(map(math.isfinite, norms)):
             self.level.blame(i, [name for name, norm in zip(names, norms, strict=False) if not _is_finite(norm)])
             return
-        absent = line.get("absent") or ()
+        absent = [place for place in line.get("absent", ()) if place in range(len(names))]
         self.layers.norms(i, norms, absent)
         self.setup.tensors(i, norms, absent)
         if len(norms) == len(names):

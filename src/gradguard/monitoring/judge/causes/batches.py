@@ -48,37 +48,41 @@ def bad_batches(signals: Signals) -> Cause | None:
     if period is not None:  # what lies beside the grid is what such a batch left behind
         phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
         places = [place for place in places if place % period == phase]
-    at_once = [place for place in places if _comes_at_once(signals, place)]
-    if places and _was_lost_before(signals, places[0]):
+    if not places or _was_lost_before(signals, places[0]):
         return None
     if not _broken_by(signals, places):
-        few = len(places) < FEWEST_OUTBURSTS or len(places) > CALM_SHARE * signals.count
-        if few or len(at_once) < max(FEWEST_OUTBURSTS, 0.5 * len(places)) or not _losses_leap(signals, places):
+        at_once = sum(_comes_at_once(signals, place) for place in places)
+        if (
+            len(places) > CALM_SHARE * signals.count
+            or at_once < max(FEWEST_OUTBURSTS, 0.5 * len(places))
+            or not _losses_leap(signals, places)
+        ):
             return None
     numbers = [signals.named(place) for place in places]
     times = statistics.median(_times(signals, place) for place in places)
-    listed = f"{', '.join(map(str, numbers[:_SHOWN]))}{' …' if len(numbers) > _SHOWN else ''}"
-    several = f"{len(numbers)} times, on steps {listed}" if len(numbers) > 1 else f"first on step {listed}"
-    when = f"every {period} steps: {listed}" if period else several
-    calm = _calm(signals, places)
+    steps = ", ".join(map(str, numbers[:_SHOWN])) + " …" * (len(numbers) > _SHOWN)
+    when, certainty = f"first on step {steps}", "likely"
+    where = "for wrong labels, inputs that are not normalised, or samples that are far too long"
+    if len(numbers) > 1:
+        when = f"{len(numbers)} times, on steps {steps}"
+    if period:
+        when = f"every {period} steps: {steps}"
+        where = f"something comes back every {period} steps, such as one bad file or shard of an epoch"
+    if period and len(places) >= 5:
+        certainty = "certain"
+    near = {place + k for place in places for k in range(4)}
+    calm = median([norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5])
     threshold = float(f"{calm:.1e}") if calm else None
     clip = f" Until then, clip at {plain_threshold(threshold)}, the norm of an ordinary step." if threshold else ""
-    where = (
-        f"Look at the batches of steps {listed}: something comes back every {period} steps, such as one bad file or "
-        "shard of an epoch."
-        if period
-        else f"Look at the batches of steps {listed} for wrong labels, inputs that are "
-        "not normalised, or samples that are far too long."
-    )
     words = (
         f"There the loss or the gradient norm leapt out of calm, to {number(times)} times what it was just before, "
         f"{counted(len(numbers), 'time')} in all."
     )
     return Cause(
         "bad_batches",
-        "possible" if _are_harmless(signals, places) else "certain" if period and len(places) >= 5 else "likely",
+        "possible" if _are_harmless(signals, places) else certainty,
         f"Some batches are far out, {when}.",
-        f"{where}{clip}",
+        f"Look at the batches of steps {steps}{': ' if period else ' '}{where}.{clip}",
         (Evidence((numbers[0], numbers[-1]), words),),
         ("The learning rate is not the cause: the steps before each of these were calm.",),
         threshold=threshold,
@@ -88,18 +92,18 @@ def bad_batches(signals: Signals) -> Cause | None:
 def _was_lost_before(signals: Signals, place: int) -> bool:
     """Whether the loss was thrown up before the first leap, and never came below its start: not by a batch."""
     curve = signals.curve
-    before = without_none(signals.losses[1:place])
-    if curve is None or not before:
+    if curve is None or not curve.best > 0.85 * curve.start > 0:
         return False
-    return max(before) > 1.5 * curve.start + 6 * min(curve.noise, curve.start) and curve.best > 0.85 * curve.start > 0
+    highest = max(without_none(signals.losses[1:place]), default=0.0)
+    return highest > 1.5 * curve.start + 6 * min(curve.noise, curve.start)
 
 
 def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
     """Whether the loss is back at once, and a clip bound on nearly all of them or the leaps were tiny: hard cases."""
     curve = signals.curve
-    if curve is not None and curve.is_positive and curve.final < TINY * curve.start:
-        near = [signals.losses[place : place + 4] for place in places]
-        if max(loss or 0.0 for losses in near for loss in losses) < TINY * curve.start:
+    if curve is not None and curve.is_positive:
+        near = [loss or 0.0 for place in places for loss in signals.losses[place : place + 4]]
+        if max(curve.final, *near) < TINY * curve.start:
             return True
     if sum((signals.coefficients[place] or 1.0) < 1 for place in places) < 0.6 * len(places):
         return False
@@ -145,29 +149,14 @@ def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
 
 def _times(signals: Signals, place: int) -> float:
     """How far a step stands above those just before it."""
-    found = [1.0]
-    for values in (signals.norms, signals.losses):
-        value, usual = values[place], signals.usual(place, values)
-        if value is not None and usual:
-            found.append(value / usual)
-    return max(found)
+    usual = ((values[place] or 0.0, signals.usual(place, values)) for values in (signals.norms, signals.losses))
+    return max(1.0, *(value / before for value, before in usual if before))
 
 
 def _comes_at_once(signals: Signals, place: int) -> bool:
     """Whether the steps before were far below: what a rate does grows from step to step."""
-    found = False
-    for values in (signals.norms, signals.losses):
-        value, before = values[place], [one for one in values[max(0, place - 3) : place] if one]
-        if value is not None and before and value > 3 * max(before):
-            found = True
-    return found
-
-
-def _calm(signals: Signals, places: Sequence[int]) -> float | None:
-    """The median of the norms of ordinary steps."""
-    near = {place + k for place in places for k in range(4)}
-    norms = [norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5]
-    return median(norms)
+    pairs = ((values[place] or 0.0, values[max(0, place - 3) : place]) for values in (signals.norms, signals.losses))
+    return any(value > 3 * max(filter(None, before), default=math.inf) for value, before in pairs)
 
 
 def data_shift(signals: Signals) -> Cause | None:
@@ -239,8 +228,8 @@ def _level_shift(signals: Signals) -> int | None:
         if min(after) > max(before[-10:]) and (high - low) / spread > 6:
             found.append((high / low, place))
     times, place = max(found, default=(0.0, None))
-    needed = ONE_TIMES if len(leaps) == 1 else FEW_TIMES if len(leaps) <= MOST_SHIFTS else MOST_TIMES
-    return place if times > needed else None
+    needed = FEW_TIMES if len(leaps) <= MOST_SHIFTS else MOST_TIMES
+    return place if times > (ONE_TIMES if len(leaps) == 1 else needed) else None
 
 
 def drift(signals: Signals) -> Cause | None:
@@ -252,11 +241,8 @@ def drift(signals: Signals) -> Cause | None:
     rising = _rising_norms(signals)
     late = statistics.median(curve.levels[curve.levels.index(curve.best) :])
     lost = max(late, curve.final) > curve.best + max(3 * curve.error, 0.25 * abs(curve.best))
-    if not (
-        (grown and (lost or (rising and curve.fallen() < 0.6)))
-        or runs_away
-        or (rising and lost and curve.fallen() < 0.5)
-    ):
+    grows = grown and (lost or (rising and curve.fallen() < 0.6))
+    if not (grows or runs_away or (rising and lost and curve.fallen() < 0.5)):
         return None
     evidence = []
     if runs_away:
@@ -272,9 +258,8 @@ def drift(signals: Signals) -> Cause | None:
         "drift",
         "likely",
         f"Weights and gradients grow all through the run, step by step, and {end}.",
-        "Look for what rewards large weights: the sign of a penalty or of weight_decay, a target made by the "
-        "model itself, "
-        "or a loss without a lower bound. Normalisation layers or weight decay bound their growth.",
+        "Look for what rewards large weights: the sign of a penalty or of weight_decay, a target made by the model "
+        "itself, or a loss without a lower bound. Normalisation layers or weight decay bound their growth.",
         tuple(evidence),
         ("It is no single batch and no single step: nothing leapt before.",),
     )

@@ -105,7 +105,7 @@ def exploding_depth(signals: Signals) -> Cause | None:
         times = statistics.median(first[:quarter]) / statistics.median(first[-quarter:])
         gains = [signals.gain(layer) or 0.0 for layer in signals.layers if layer.weights]
         large = signals.begins_exploded(layers) or min(gains, default=0.0) > LARGE_GAIN
-        if (times > EXPLODED and grows >= 0.7) or (times > EXPLODED / 20 and grows >= 0.65 and large):
+        if times > EXPLODED / 20 and grows >= 0.65 and (large or times > EXPLODED):
             each = math.exp(math.log(times) / (len(layers) - 1))
             words = (
                 f"In the first step an element's gradient is {number(first[0])} in {layers[0].name} and "

@@ -110,7 +110,7 @@ class Layers:
         self._detached.begin(DETACHED, i, self._detached.follow(i, regular))
 
     def _was_regular(self, place: int) -> bool:
-        if not (0 <= place < len(self._alive) and self._alive[place]):
+        if not self._alive[place]:
             return False
         now = self._detached.count(place)
         before = self._lines - now  # lines until this absence began, on so many of which it was absent:

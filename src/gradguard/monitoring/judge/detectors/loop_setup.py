@@ -81,7 +81,7 @@ class Setup:
         self._lines += 1
         if self._lines > UNUSED_LINES:
             return
-        gone = {place for place in absent if place < len(self._params) and not self._params[place].get("frozen")}
+        gone = {place for place in absent if not self._params[place].get("frozen")}
         self._unused = gone if self._lines == 1 else self._unused & gone
         if self._lines == UNUSED_LINES and self._unused:
             names = self._names(sorted(self._unused))
