@@ -18,7 +18,7 @@ from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import median, medians, only
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.lines import without_none
+from gradguard.monitoring.record.lines import Numbers, without_none
 from gradguard.monitoring.record.steps import BINDS_BELOW, is_search_of_scale, skipped_on
 from gradguard.threshold_rules import SortedWindow, upper_median_distance
 
@@ -227,7 +227,7 @@ class Signals:
 
     # --- norms --------------------------------------------------------------------------------------------------------
 
-    def usual(self, place: int, values: Sequence[float | None]) -> float | None:
+    def usual(self, place: int, values: Numbers) -> float | None:
         """Return the median of the last values before a step.
 
         Args:
@@ -241,11 +241,6 @@ class Signals:
         """The places of steps whose norm or loss stands far above those before, out of calm; each outburst once."""
         found = sorted({*_outbursts(self.norms), *_outbursts(self.losses)})
         return [place for place, before in zip(found, [-99, *found], strict=False) if place - before > 3]
-
-    @cached_property
-    def bumps(self) -> list[int]:
-        """The places of steps whose loss stands out by little, but clearly."""
-        return _outbursts(self.losses, BUMP_TIMES)
 
     @cached_property
     def first_lost(self) -> int | None:
@@ -498,12 +493,10 @@ def period_of(places: Sequence[int]) -> int | None:
 OUTBURST_TIMES = 4.0
 """Of the recent median: norms of small batches reach twice it every day."""
 
-BUMP_TIMES = 1.4
-
 OUTBURST_DEVIATIONS = 6.0
 
 
-def _outbursts(values: Sequence[float | None], times: float = OUTBURST_TIMES) -> list[int]:
+def _outbursts(values: Numbers) -> list[int]:
     """Places where a value leaps away from the recent ones, which leave earlier leaps out."""
     found, recent, limit, fresh = list[int](), SortedWindow(_RECENT), math.inf, 0
     for place, value in enumerate(values):
@@ -518,15 +511,11 @@ def _outbursts(values: Sequence[float | None], times: float = OUTBURST_TIMES) ->
         recent.add(math.log(value))
         fresh += 1
         if fresh >= _REFRESH and len(recent.ordered) >= _FEWEST_RECENT:
-            limit, fresh = _limit(recent.ordered, times), 0
+            middle, fresh = recent.ordered[len(recent.ordered) // 2], 0
+            spread = _MAD_TO_SIGMA * upper_median_distance(recent.ordered, middle)
+            above = max(math.log(OUTBURST_TIMES), OUTBURST_DEVIATIONS * spread)
+            limit = math.exp(min(middle + above, _LARGEST_LOGARITHM))
     return found
-
-
-def _limit(logs: Sequence[float], times: float) -> float:
-    """The value above which the next one leaps away from those with these logarithms, ascending."""
-    middle = logs[len(logs) // 2]
-    spread = _MAD_TO_SIGMA * upper_median_distance(logs, middle)
-    return math.exp(min(middle + max(math.log(times), OUTBURST_DEVIATIONS * spread), _LARGEST_LOGARITHM))
 
 
 def _of_turns(losses: list[float | None]) -> list[float | None]:
@@ -551,7 +540,7 @@ def _of_turns(losses: list[float | None]) -> list[float | None]:
     return found
 
 
-def usual_step(logs: Sequence[float | None], lag: int) -> float:
+def usual_step(logs: Numbers, lag: int) -> float:
     """By how much two values that lie so far apart usually differ; infinite where no two do."""
     pairs = zip(logs, logs[lag:], strict=False)
     steps = [abs(after - before) for before, after in pairs if before is not None and after is not None]

@@ -1,6 +1,5 @@
 """One sentence with numbers about what clipping did to a run, and the numbers themselves."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, compress
 from operator import methodcaller
@@ -11,7 +10,7 @@ from gradguard.monitoring.judge.recoveries import Recoveries, recoveries
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.lines import without_none
+from gradguard.monitoring.record.lines import Numbers, without_none
 from gradguard.monitoring.record.steps import (
     bound_on,
     by_optimizer,
@@ -153,7 +152,7 @@ def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
     )
 
 
-def window_means(values: Sequence[float | None], width: int) -> list[float | None]:
+def window_means(values: Numbers, width: int) -> list[float | None]:
     """Mean of every window of ``width`` values; None where a window holds None.
 
     Args:

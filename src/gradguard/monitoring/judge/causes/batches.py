@@ -27,9 +27,6 @@ FALLEN = 0.1
 FAR = 20.0
 """Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
 
-MANY_BUMPS = 6
-"""Losses that stand out by little, as those of wrong labels do, in one rhythm."""
-
 SETTLES, FAR_GROWN = 0.3, 10.0
 """Of its growth in the second half: a weight that grew less settles, unless it is so many times its start."""
 
@@ -40,11 +37,6 @@ def bad_batches(signals: Signals) -> Cause | None:
     """Return whether single batches are far out: losses and norms leap out of calm, at once."""
     places = [place for place in signals.outbursts if place >= 3]
     period = period_of(places)
-    if not places:
-        places = [place for place in signals.bumps if place >= 3]
-        period = period_of(places)
-        if period is None or len(places) < MANY_BUMPS or signals.curve is None or signals.curve.fallen() > 0.5:
-            return None
     if period is not None:  # what lies beside the grid is what such a batch left behind
         phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
         places = [place for place in places if place % period == phase]

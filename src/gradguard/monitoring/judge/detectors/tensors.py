@@ -8,6 +8,7 @@ from typing import Any
 
 from gradguard.monitoring.judge.findings import Episode, Kind, Lasting, Log, Words, named, said
 from gradguard.monitoring.judge.numbers import number, percent
+from gradguard.monitoring.record.lines import Numbers
 
 CORRUPT_TIMES = 10.0
 """Of a tensor's own median norm, while the others are as usual: a batch would have moved them too."""
@@ -150,7 +151,7 @@ class Diagnostics:
         self._changes: Counter[int] = Counter()
         self._zeros: dict[int, deque[tuple[int, float]]] = {}
 
-    def updates(self, i: int, weights: Sequence[float | None], updates: Sequence[float | None]) -> None:
+    def updates(self, i: int, weights: Numbers, updates: Numbers) -> None:
         """Follow a line with the norms of weights and of their updates.
 
         Args:
@@ -175,7 +176,7 @@ class Diagnostics:
             new = lasting.follow(i, places)
             lasting.begin(kind, i, new, ratio=worst((ratios[place] for place in new), default=0.0))
 
-    def zeros(self, i: int, rows: Sequence[float | None], zeros: Sequence[float | None]) -> None:
+    def zeros(self, i: int, rows: Numbers, zeros: Numbers) -> None:
         """Follow a line with shares of zeros.
 
         Args:
@@ -201,7 +202,7 @@ class Diagnostics:
         for place in begun[1:]:
             self._log.same(f"half dead {begun[0]}", f"half dead {place}")
 
-    def _is_half_dead(self, i: int, place: int, share: float, zeros: Sequence[float | None]) -> bool:
+    def _is_half_dead(self, i: int, place: int, share: float, zeros: Numbers) -> bool:
         units, lines = self._shapes[place][0], self._zeros.setdefault(place, deque(maxlen=SPARSE_LINES))
         first = self._first.setdefault(place, share)
         self._changes[place] += abs(share - self._before.get(place, share)) * units > 1
@@ -218,7 +219,7 @@ class Diagnostics:
         lasts = len(recent) == needed and i - recent[0][0] >= HALF_DEAD_STEPS
         return lasts and steady and (share - first >= NOT_SO_AT_FIRST or self._bias_agrees(place, share, zeros))
 
-    def _bias_agrees(self, place: int, share: float, zeros: Sequence[float | None]) -> bool:
+    def _bias_agrees(self, place: int, share: float, zeros: Numbers) -> bool:
         """Whether the bias that follows has its zeros on as many units: an embedding has none."""
         after = place + 1
         if after >= len(self._shapes) or self._shapes[after] != self._shapes[place][:1]:
@@ -227,7 +228,7 @@ class Diagnostics:
         return of_bias is not None and abs(of_bias - share) * self._shapes[after][0] < 1
 
 
-def _at(values: Sequence[float | None], place: int) -> float | None:
+def _at(values: Numbers, place: int) -> float | None:
     return values[place] if place < len(values) else None
 
 
