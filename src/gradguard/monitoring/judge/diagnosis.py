@@ -144,22 +144,23 @@ def _without_cause(signals: Signals) -> Cause:
 
 
 def _well(signals: Signals) -> Cause:
-    curve = signals.curve
+    curve, certainty, ruled = signals.curve, "likely", ()
+    sentence, advice = "Your run is well.", "Nothing is to be done."
     if curve is None:
         words = f"Norms and layers are as they should be on {signals.count:,} steps; losses were not judged."
-        return Cause("healthy", "likely", "Your run is well.", "Nothing is to be done.", (signals.seen(words),))
-    fell = f"The loss went from {number(curve.start)} to {number(curve.final)} in {signals.count:,} steps."
-    if not curve.has_fallen:
-        moves = f"its loss goes to and fro, from {number(curve.start)} to {number(curve.final)}"
-        return Cause(
-            "healthy",
-            "possible",
-            f"Your run is well as far as its gradients show; {moves}, which need not measure what it learns.",
-            "Judge it by what it is for, such as a held-out loss or a return.",
-            (signals.seen(fell),),
+        return Cause("healthy", certainty, sentence, advice, (signals.seen(words),))
+    went = f"from {number(curve.start)} to {number(curve.final)}"
+    if curve.has_fallen:
+        ruled = ("No layer lacks a gradient, none vanishes or explodes, and no batch stands out.",)
+    else:
+        certainty = "possible"
+        sentence = (
+            f"Your run is well as far as its gradients show; its loss goes to and fro, {went}, which need not measure "
+            "what it learns."
         )
-    ruled = ("No layer lacks a gradient, none vanishes or explodes, and no batch stands out.",)
-    return Cause("healthy", "likely", "Your run is well.", "Nothing is to be done.", (signals.seen(fell),), ruled)
+        advice = "Judge it by what it is for, such as a held-out loss or a return."
+    words = f"The loss went {went} in {signals.count:,} steps."
+    return Cause("healthy", certainty, sentence, advice, (signals.seen(words),), ruled)
 
 
 def _no_norms(record: Record) -> str:

@@ -2,8 +2,9 @@
 
 import math
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from gradguard.monitoring.judge.findings import Episode, Kind, Lasting, Log, Words, named, said
@@ -132,6 +133,16 @@ class Corruption:
         ]
 
 
+@dataclass(slots=True)
+class _Zeros:
+    """The zeros of one gradient: their first and last share, how often it changed, and the last lines with many."""
+
+    first: float
+    last: float
+    changes: int = 0
+    lines: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SPARSE_LINES))
+
+
 class Diagnostics:
     """Whether updates are out of proportion to their weights, and whether a layer's units die.
 
@@ -146,10 +157,7 @@ class Diagnostics:
         self._shapes: list[tuple[int, ...]] = [tuple(parameter.get("shape") or ()) for parameter in params]
         self._matrices = [place for place, shape in enumerate(self._shapes) if len(shape) > 1]
         self._large, self._small = (Lasting(log, self._names, UPDATE_LINES, UPDATE_STEPS) for _ in range(2))
-        self._first: dict[int, float] = {}  # the share of zeros that each began with
-        self._before: dict[int, float] = {}
-        self._changes: Counter[int] = Counter()
-        self._zeros: dict[int, deque[tuple[int, float]]] = {}
+        self._zeros: dict[int, _Zeros] = {}
 
     def updates(self, i: int, weights: Numbers, updates: Numbers) -> None:
         """Follow a line with the norms of weights and of their updates.
@@ -193,8 +201,8 @@ class Diagnostics:
         begun = [place for place in new if self._log.goes_on(f"half dead {place}", i) is None]
         if not begun:
             return
-        share = max(self._zeros[place][-1][1] for place in begun)
-        first = min(self._zeros[place][0][0] for place in begun)
+        share = max(self._zeros[place].lines[-1][1] for place in begun)
+        first = min(self._zeros[place].lines[0][0] for place in begun)
         names = [self._names[place] for place in begun]
         rows_of = float(self._shapes[begun[0]][0]) if len(begun) == 1 else 0.0
         numbers = {"share": share, "rows": rows_of}
@@ -203,21 +211,21 @@ class Diagnostics:
             self._log.same(f"half dead {begun[0]}", f"half dead {place}")
 
     def _is_half_dead(self, i: int, place: int, share: float, zeros: Numbers) -> bool:
-        units, lines = self._shapes[place][0], self._zeros.setdefault(place, deque(maxlen=SPARSE_LINES))
-        first = self._first.setdefault(place, share)
-        self._changes[place] += abs(share - self._before.get(place, share)) * units > 1
-        self._before[place] = share
+        units, zeros_of = self._shapes[place][0], self._zeros.setdefault(place, _Zeros(share, share))
+        zeros_of.changes += abs(share - zeros_of.last) * units > 1
+        zeros_of.last = share
         if share < HALF_DEAD or share == 1:  # all of it is another finding
-            lines.clear()
+            zeros_of.lines.clear()
             return False
-        lines.append((i, share))
+        zeros_of.lines.append((i, share))
         # Units that a batch happens to leave alone are others in the next one, and seldom the same number of them.
-        needed = HALF_DEAD_LINES if self._changes[place] <= FEW_CHANGES else SPARSE_LINES
-        recent = list(lines)[-needed:]
+        needed = HALF_DEAD_LINES if zeros_of.changes <= FEW_CHANGES else SPARSE_LINES
+        recent = list(zeros_of.lines)[-needed:]
         shares = [share for _, share in recent]
         steady = (max(shares) - min(shares)) * units < (1.5 if units >= _MANY_UNITS else 0.5)
         lasts = len(recent) == needed and i - recent[0][0] >= HALF_DEAD_STEPS
-        return lasts and steady and (share - first >= NOT_SO_AT_FIRST or self._bias_agrees(place, share, zeros))
+        rose = share - zeros_of.first >= NOT_SO_AT_FIRST
+        return lasts and steady and (rose or self._bias_agrees(place, share, zeros))
 
     def _bias_agrees(self, place: int, share: float, zeros: Numbers) -> bool:
         """Whether the bias that follows has its zeros on as many units: an embedding has none."""
