@@ -1,5 +1,6 @@
 """The recommended rule: a loss or a norm far above the median of recent ones, by their median absolute deviation."""
 
+import inspect
 import math
 from bisect import bisect_left, insort
 from collections import deque
@@ -137,8 +138,9 @@ class SpikeDetector(Detector):
 
     def __repr__(self) -> str:
         """Return the call that makes such a detector."""
-        given = [(name, getattr(self, name), usual) for name, usual in _USUAL.items()]
-        return f"SpikeDetector({', '.join(f'{name}={value!r}' for name, value, usual in given if value != usual)})"
+        usual = inspect.signature(SpikeDetector).parameters.values()
+        given = [(one.name, getattr(self, one.name)) for one in usual if getattr(self, one.name) != one.default]
+        return f"SpikeDetector({', '.join(f'{name}={value!r}' for name, value in given)})"
 
     def _empty(self, signals: int) -> dict[str, Tensor]:
         # A ring: `count` values have entered, the last at count - 1 modulo its length. Empty places hold inf.
@@ -326,9 +328,6 @@ class SpikeDetector(Detector):
         before[1].copy_(torch.where(chosen, count, before[1]))
         history.copy_(torch.where(chosen[:, None], new, history))
         count.copy_(torch.where(chosen, known.sum(1), count))
-
-
-_USUAL = {"k": 6.0, "window": 128, "warmup": 32, "cap": 8, "floor": 0.05, "recent": 32, "alone": 50.0}
 
 
 class _Usual(NamedTuple):

@@ -1,9 +1,9 @@
 """The clips of a run told apart, where more than one acts: whose each is, and how often each of them bound."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from gradguard.monitoring.judge.numbers import percent, plain_threshold
@@ -55,15 +55,17 @@ def acting_clips(record: Record, steps: Lines | None = None) -> list[ActingClip]
     """
     found = _Found(_of_command(record))
     steps = taken_steps(record) if steps is None else steps
-    rules, thresholds, coefficients = (steps.column(key) for key in ("rule", "threshold", "coefficient"))
+    columns = [steps.column(key) for key in ("rule", "threshold", "coefficient")]
+    rules, thresholds, coefficients = columns
     if len(set(rules)) == 1 and not any(steps.column("clips")):  # one clip, whose steps need not be told apart
-        if rules[0]:
-            found.of([(rules[0], None, None)])[0].add_all(thresholds, coefficients)
+        for clip in found.of([(rules[0], None, None)] if rules[0] else []):
+            clip.thresholds, clip.coefficients = thresholds, coefficients
         return found.told()
-    for clips, rule, *numbers in zip(steps.column("clips"), rules, thresholds, coefficients, strict=True):
-        clips = clips or ([(rule, *numbers)] if rule else [])
-        for clip, (_, threshold, coefficient, *_) in zip(found.of(clips) if clips else [], clips, strict=True):
-            clip.add(threshold, coefficient)
+    for clips, *alone in zip(steps.column("clips"), *columns, strict=True):
+        clips = clips or ([alone] if alone[0] else [])
+        for clip, (_, threshold, coefficient, *_) in zip(found.of(clips), clips, strict=True):
+            clip.thresholds.append(threshold)
+            clip.coefficients.append(coefficient)
     return found.told()
 
 
@@ -84,75 +86,50 @@ def shares_in_words(clips: Sequence[ActingClip], steps: int) -> str:
 
 @dataclass(slots=True)
 class _Clip:
-    """What is counted of a clip, over what may be millions of steps."""
+    """A clip, with what it compared with and multiplied by on each step on which it acted."""
 
     rule: str
     applied: bool
     place: int
-    acted: int = 0
-    measured: int = 0
-    bound: int = 0
-    last: float | None = None
-    least: float = math.inf
-    largest: float = -math.inf
-
-    def add(self, threshold: float | None, coefficient: float | None) -> None:
-        self.acted += 1
-        if threshold != self.last:
-            self.last = threshold
-            if threshold is not None:
-                self.least, self.largest = min(self.least, threshold), max(self.largest, threshold)
-        if coefficient is not None:
-            self.measured += 1
-            self.bound += coefficient < BINDS_BELOW
-
-    def add_all(self, thresholds: Sequence[float | None], coefficients: Sequence[float | None]) -> None:
-        known = without_none(thresholds)
-        measured = without_none(coefficients)
-        self.acted, self.measured, self.last = len(thresholds), len(measured), thresholds[-1]
-        self.bound = sum(coefficient < BINDS_BELOW for coefficient in measured)
-        self.least, self.largest = min(known, default=math.inf), max(known, default=-math.inf)
+    thresholds: list[float | None] = field(default_factory=list)
+    coefficients: list[float | None] = field(default_factory=list)
 
     def told(self, place: int, beside_command: bool) -> ActingClip:
-        at = ""
-        if self.rule in _FIXED and self.largest >= self.least:
-            at = " to ".join(dict.fromkeys((plain_threshold(self.least), plain_threshold(self.largest))))
+        known, measured = without_none(self.thresholds), without_none(self.coefficients)
+        rule = self.rule
+        if rule in _FIXED and known:
+            at = " to ".join(dict.fromkeys(map(plain_threshold, (min(known), max(known)))))
+            rule += f"={at}" if beside_command else f" at {at}"
+        name = f"the {_ORDINALS[min(place, 2)]} ({rule})"
         if beside_command:
-            whose = "--clip" if self.applied else "the script's own"
-            name = f"{whose} {self.rule}{f'={at}' if at else ''}"
-        else:
-            name = f"the {_ORDINALS[min(place, 2)]} ({self.rule}{f' at {at}' if at else ''})"
-        return ActingClip(name, self.last, self.acted, self.bound if self.measured else None)
+            name = f"--clip {rule}" if self.applied else f"the script's own {rule}"
+        bound = sum(coefficient < BINDS_BELOW for coefficient in measured) if measured else None
+        return ActingClip(name, self.thresholds[-1], len(self.thresholds), bound)
 
 
 class _Found:
     """The clips that are known by now."""
 
     def __init__(self, own: str | None) -> None:
-        self._own, self._number = own, own.partition("=")[2] if own else ""
+        self._own = own
         self._clips: dict[tuple, _Clip] = {}
-        self._fitting: dict[tuple[str, ...], list[int]] = {}
         self._of: dict[tuple, list[_Clip]] = {}  # by the rules of a step, and the place of the one of --clip
 
     def of(self, clips: Sequence[Sequence[Any]]) -> list[_Clip]:
         """Return the clips of a step, in their order."""
-        rules = tuple([clip[0] for clip in clips])
-        applied = self._applied(rules, clips)
-        if (known := self._of.get((rules, applied))) is None:
-            known = self._of[rules, applied] = self._new(rules, applied)
-        return known
+        key = tuple([clip[0] for clip in clips]), self._applied(clips)
+        if key not in self._of:
+            self._of[key] = self._new(*key)
+        return self._of[key]
 
-    def _applied(self, rules: tuple[str, ...], clips: Sequence[Sequence[Any]]) -> int | None:
+    def _applied(self, clips: Sequence[Sequence[Any]]) -> int | None:
         """Which of them is the one of ``--clip``: the last that fits what it was given."""
         if self._own is None:
             return None
-        if (fitting := self._fitting.get(rules)) is None:
-            name = _plain(self._own.partition("=")[0])
-            fitting = self._fitting[rules] = [place for place, rule in enumerate(rules) if name in _plain(str(rule))]
-        if len(fitting) > 1:
-            exactly = [k for k in fitting if clips[k][1] is not None and f"{clips[k][1]:g}" == self._number]
-            return (exactly or fitting)[-1]
-        return fitting[0] if fitting else None
+        name, _, number = self._own.partition("=")
+        fitting = [place for place, (rule, *_) in enumerate(clips) if _plain(name) in _plain(str(rule))]
+        exactly = [place for place in fitting if clips[place][1] is not None and f"{clips[place][1]:g}" == number]
+        return (exactly or fitting or [None])[-1]
 
     def _new(self, rules: tuple[str, ...], applied: int | None) -> list[_Clip]:
         found, seen = [], Counter()
@@ -176,6 +153,7 @@ def _of_command(record: Record) -> str | None:
     return clip if isinstance(clip, str) and clip[:1].islower() else None
 
 
+@lru_cache(maxsize=64)
 def _plain(name: str) -> str:
     """``clip_fraction`` and ``ClipFraction`` are the same."""
     return name.replace("_", "").lower()

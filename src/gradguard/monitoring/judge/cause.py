@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from gradguard.monitoring.judge.findings import Finding
+from gradguard.monitoring.judge.numbers import capital
+
 CERTAINTIES = ("certain", "likely", "possible")
 """How sure a cause is: the record leaves no other reading; it is the likely reading; it may be."""
 
@@ -86,13 +89,20 @@ class Evidence:
         steps: The first and the last step that it is about.
         words: What was seen, as one sentence with numbers.
         params: The parameters that it is about, if it is about some.
-        numbers: What was measured, by name.
     """
 
     steps: tuple[int, int]
     words: str
     params: tuple[str, ...] = ()
-    numbers: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def of(cls, found: Finding) -> "Evidence":
+        """Return what a finding shows.
+
+        Args:
+            found: The finding.
+        """
+        return cls((found.first_step, found.last_step), f"{capital(found.message)}.", found.params)
 
 
 @dataclass(frozen=True)
@@ -132,5 +142,5 @@ class Cause:
         Args:
             optimizer: What to call it.
         """
-        sentence = f"{optimizer[:1].upper()}{optimizer[1:]}: {self.sentence}"
+        sentence = f"{capital(optimizer)}: {self.sentence}"
         return replace(self, optimizer=optimizer, sentence=sentence)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from gradguard.errors import CommandError
 from gradguard.monitoring.judge.diagnosis import weighed_findings
-from gradguard.monitoring.judge.health import KINDS, Finding, lock_in_share
+from gradguard.monitoring.judge.health import KINDS, lock_in_share
 from gradguard.monitoring.judge.norm_statistics import drift_ratio
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import Part, by_optimizer, nonfinite_on, skipped_on, usable_norms
+from gradguard.monitoring.record.steps import by_optimizer, nonfinite_on, skipped_on, usable_norms
 
 QUANTITIES = {
     "faulty_steps": "steps whose gradients held NaN or infinity, without those that a GradScaler left out",
@@ -113,21 +113,9 @@ def holding(conditions: list[Condition], record: Record) -> list[str]:
     Raises:
         CommandError: If a quantity was not measured: a condition on it would be false without a word.
     """
-    parts, judged = by_optimizer(record), verdict(record)
-    verdicts = [judged] if len(parts) == 1 else [one for _, one in judged.parts]
-    found = weighed_findings(record) if any(condition.kind or condition.severity for condition in conditions) else []
     said = []
     for condition in conditions:
-        if condition.kind or condition.severity:
-            said += _of_findings(condition, found, record)
-            continue
-        measured = _measured(condition.quantity, record, judged, list(zip(parts, verdicts, strict=True)))
-        if not measured:
-            raise CommandError(_not_measured(condition, QUANTITIES[condition.quantity], record))
-        for label, value in measured:
-            if condition.holds(value):
-                of = f" of {label}" if label else ""
-                said.append(f"{condition}: {condition.quantity}{of} is {value:.4g}")
+        said += (_of_findings if condition.kind or condition.severity else _of_quantity)(condition, record)
     return said
 
 
@@ -159,11 +147,47 @@ def _parse(text: str) -> Condition:
 _KNOWN = f"Known quantities: {', '.join(QUANTITIES)}. Known findings: {', '.join(KINDS)}."
 
 
-def _of_findings(condition: Condition, findings: list[Finding], record: Record) -> list[str]:
+def _of_quantity(condition: Condition, record: Record) -> list[str]:
+    """What to say of each optimizer, or of the run, for which a condition on a quantity holds."""
+    quantity, judged = condition.quantity, verdict(record)
+    parts = [("", record, judged)]
+    if judged.parts and quantity in _OF_EACH:
+        pairs = zip(by_optimizer(record), judged.parts, strict=True)
+        parts = [(f" of {label}", part.record, one) for part, (label, one) in pairs]
+    measured = [(of, _measured(quantity, *part)) for of, *part in parts]
+    known = [(of, value) for of, value in measured if value is not None]
+    if not known:
+        raise CommandError(_not_measured(condition, QUANTITIES[quantity], record))
+    return [f"{condition}: {quantity}{of} is {value:.4g}" for of, value in known if condition.holds(value)]
+
+
+_COUNTS = frozenset(["faulty_steps", "nonfinite_steps", "skipped_steps"])
+"""Quantities that are not 0 where nothing was recorded."""
+
+_OF_EACH = frozenset(["clip_share", "max_norm", "median_norm", "spike_share", "drift", "lock_in_share"])
+"""Quantities that each optimizer has for itself."""
+
+
+def _measured(quantity: str, record: Record, judged: Verdict) -> float | None:
+    steps = record.steps
+    if quantity == "drift":
+        return drift_ratio(usable_norms(record))
+    if quantity == "lock_in_share":
+        return lock_in_share(record)
+    if quantity == "max_norm" and any(map(operator.gt, nonfinite_on(steps), skipped_on(steps))):  # and not skipped
+        return math.inf
+    value = getattr(judged, quantity)
+    if quantity == "final_loss" and value is None and steps.has_any("loss"):
+        return math.inf
+    return value if steps or quantity not in _COUNTS else None
+
+
+def _of_findings(condition: Condition, record: Record) -> list[str]:
     """What to say where a condition on a number of findings holds."""
     needed, measured = _NEEDED.get(condition.kind or "", _STEPS)
     if not measured(record):  # no finding is no sign of health then
         raise CommandError(_not_measured(condition, needed, record))
+    findings = weighed_findings(record)
     found = [one for one in findings if condition.kind == one.kind or condition.severity == one.severity]
     if not condition.holds(len(found)):
         return []
@@ -187,55 +211,8 @@ _NEEDED: dict[str, tuple[str, Callable[[Record], bool]]] = {
 """Without what a finding of that kind cannot be made."""
 
 
-Judged = list[tuple[Part, Verdict]]
-
-
-def _measured(quantity: str, record: Record, whole: Verdict, parts: Judged) -> list[tuple[str, float]]:
-    """The quantity with the label of its optimizer, for each that has it."""
-    if quantity in _OF_WHOLE:
-        found = _OF_WHOLE[quantity](record, whole)
-        return [] if found is None else [("", float(found))]
-    each = [(part.label, _OF_PART[quantity](part.record, judged)) for part, judged in parts]
-    return [(label, float(value)) for label, value in each if value is not None]
-
-
 def _not_measured(condition: Condition, what: str, record: Record) -> str:
     return (
         f"--fail-on {condition}: {record.path} has no {condition.quantity} ({what}): it was not measured, or the run "
         "was too short, so the condition is neither true nor false. Leave it out, or record the run again."
     )
-
-
-def _largest_norm(record: Record, judged: Verdict) -> float | None:
-    if any(map(operator.gt, nonfinite_on(record.steps), skipped_on(record.steps))):  # and not skipped
-        return math.inf
-    return judged.max_norm
-
-
-def _final_loss(record: Record, judged: Verdict) -> float | None:
-    if judged.final_loss is None and record.steps.has_any("loss"):
-        return math.inf
-    return judged.final_loss
-
-
-def _with_steps(value: Callable[[Record, Verdict], float | None]) -> Callable[[Record, Verdict], float | None]:
-    """A count of nothing is not 0 where nothing was recorded."""
-    return lambda record, judged: value(record, judged) if record.steps else None
-
-
-_Measure = Callable[[Record, Verdict], float | None]
-_OF_WHOLE: dict[str, _Measure] = {
-    "faulty_steps": _with_steps(lambda _, judged: judged.faulty_steps),
-    "nonfinite_steps": _with_steps(lambda _, judged: judged.nonfinite_steps),
-    "skipped_steps": _with_steps(lambda _, judged: judged.skipped_steps),
-    "final_loss": _final_loss,
-    "overhead_share": lambda _, judged: judged.overhead_share,
-}
-_OF_PART: dict[str, _Measure] = {
-    "clip_share": lambda _, judged: judged.clip_share,
-    "max_norm": _largest_norm,
-    "median_norm": lambda _, judged: judged.median_norm,
-    "spike_share": lambda _, judged: judged.spike_share,
-    "drift": lambda record, _: drift_ratio(usable_norms(record)),
-    "lock_in_share": lambda record, _: lock_in_share(record),
-}

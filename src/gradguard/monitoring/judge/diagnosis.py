@@ -8,7 +8,7 @@ from gradguard.monitoring.judge.causes import CAUSES
 from gradguard.monitoring.judge.findings import SEVERITIES, Finding, steps
 from gradguard.monitoring.judge.followed import helped
 from gradguard.monitoring.judge.health import findings
-from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.numbers import capital, number
 from gradguard.monitoring.judge.signals import FEWEST_STEPS, Signals, signals_of
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import by_optimizer
@@ -133,10 +133,8 @@ def _without_cause(signals: Signals) -> Cause:
     """The run is well; or the record cannot say; or a finding that is an error has no cause that is known."""
     error = next((one for one in signals.found if one.severity == "error"), None)
     if error is not None:
-        message = f"{error.message[:1].upper()}{error.message[1:]}."
-        evidence = (Evidence((error.first_step, error.last_step), message, error.params),)
         sentence = f"Something is wrong, and the record does not show why: {error.message}."
-        return Cause("unknown", "likely", sentence, f"{error.advice[:1].upper()}{error.advice[1:]}.", evidence)
+        return Cause("unknown", "likely", sentence, f"{capital(error.advice)}.", (Evidence.of(error),))
     if not any(norm is not None for norm in signals.norms):
         return Cause("unknown", "certain", "The record has no norms to judge by.", _no_norms(signals.record))
     if signals.count < FEWEST_STEPS:
@@ -146,26 +144,23 @@ def _without_cause(signals: Signals) -> Cause:
 
 
 def _well(signals: Signals) -> Cause:
-    curve = signals.curve
+    curve, certainty, ruled = signals.curve, "likely", ()
+    sentence, advice = "Your run is well.", "Nothing is to be done."
     if curve is None:
         words = f"Norms and layers are as they should be on {signals.count:,} steps; losses were not judged."
-        return Cause(
-            "healthy", "likely", "Your run is well.", "Nothing is to be done.", (Evidence(signals.span, words),)
+        return Cause("healthy", certainty, sentence, advice, (signals.seen(words),))
+    went = f"from {number(curve.start)} to {number(curve.final)}"
+    if curve.has_fallen:
+        ruled = ("No layer lacks a gradient, none vanishes or explodes, and no batch stands out.",)
+    else:
+        certainty = "possible"
+        sentence = (
+            f"Your run is well as far as its gradients show; its loss goes to and fro, {went}, which need not measure "
+            "what it learns."
         )
-    fell = f"The loss went from {number(curve.start)} to {number(curve.final)} in {signals.count:,} steps."
-    if not curve.has_fallen:
-        moves = f"its loss goes to and fro, from {number(curve.start)} to {number(curve.final)}"
-        return Cause(
-            "healthy",
-            "possible",
-            f"Your run is well as far as its gradients show; {moves}, which need not measure what it learns.",
-            "Judge it by what it is for, such as a held-out loss or a return.",
-            (Evidence(signals.span, fell),),
-        )
-    ruled = ("No layer lacks a gradient, none vanishes or explodes, and no batch stands out.",)
-    return Cause(
-        "healthy", "likely", "Your run is well.", "Nothing is to be done.", (Evidence(signals.span, fell),), ruled
-    )
+        advice = "Judge it by what it is for, such as a held-out loss or a return."
+    words = f"The loss went {went} in {signals.count:,} steps."
+    return Cause("healthy", certainty, sentence, advice, (signals.seen(words),), ruled)
 
 
 def _no_norms(record: Record) -> str:

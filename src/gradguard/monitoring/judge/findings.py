@@ -1,9 +1,10 @@
 """What a finding is, how a fault that lasts or comes back becomes one, and the words that all of them share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradguard.monitoring.judge.numbers import number, percent
 from gradguard.words import counted, listed
 
 RECOVERED_STEPS = 100
@@ -118,10 +119,17 @@ class Episode:
         self.count += later.count
         self.params += [name for name in later.params if name not in self.params]
         self.harmless = self.harmless and later.harmless
-        for key in ("largest", "smallest"):
-            if key in self.numbers and key in later.numbers:
-                pick = max if key == "largest" else min
-                self.numbers[key] = pick(self.numbers[key], later.numbers[key])
+        self.extend(later.numbers)
+
+    def extend(self, numbers: Mapping[str, float]) -> None:
+        """Let the largest and the smallest number follow, where the episode has them.
+
+        Args:
+            numbers: Of another step, or a later episode.
+        """
+        for extreme, pick in (("largest", max), ("smallest", min)):
+            if extreme in self.numbers and extreme in numbers:
+                self.numbers[extreme] = pick(self.numbers[extreme], numbers[extreme])
 
     def _again(self) -> str:
         if not self.later:
@@ -142,6 +150,12 @@ class Log:
         self.optimizer = optimizer
         self.episodes: list[Episode] = []
         self._open: dict[str, Episode] = {}
+        self._news: list[Finding] = []
+
+    def news(self) -> list[Finding]:
+        """Return the findings of the episodes that have begun since the last call."""
+        news, self._news = self._news, []
+        return news
 
     def goes_on(self, key: str, i: int, value: float | None = None) -> Episode | None:
         """Return the episode that a fault on step ``i`` belongs to, with that step added; None if it begins one.
@@ -156,13 +170,11 @@ class Log:
             return None
         episode.last, episode.count = i, episode.count + 1
         if value is not None:
-            for extreme, pick in (("largest", max), ("smallest", min)):
-                if extreme in episode.numbers:
-                    episode.numbers[extreme] = pick(episode.numbers[extreme], value)
+            episode.extend({"largest": value, "smallest": value})
         return episode
 
-    def tell(self, key: str, kind: Kind, first: int, i: int, value: float | None = None, **more: Any) -> list[Finding]:
-        """Return the finding of a fault on step ``i`` if it begins an episode, nothing if one goes on.
+    def tell(self, key: str, kind: Kind, first: int, i: int, value: float | None = None, **more: Any) -> None:
+        """Begin an episode with a fault on step ``i``, unless one goes on.
 
         Args:
             key: As for `goes_on`.
@@ -170,9 +182,13 @@ class Log:
             first: As for `begin`.
             i: The step.
             value: As for `goes_on`.
-            **more: As for `begin`.
+            **more: As for `begin`. An episode stays harmless only as long as each of its faults is.
         """
-        return [] if self.goes_on(key, i, value) else self.begin(key, kind, first, i, **more)
+        episode = self.goes_on(key, i, value)
+        if episode is None:
+            self.begin(key, kind, first, i, **more)
+        else:
+            episode.harmless = episode.harmless and more.get("harmless", False)
 
     def same(self, key: str, other: str) -> None:
         """Let ``other`` tell of the open episode of ``key`` too.
@@ -183,8 +199,8 @@ class Log:
         """
         self._open[other] = self._open[key]
 
-    def begin(self, key: str, kind: Kind, first: int, last: int, **more: Any) -> list[Finding]:
-        """Return the finding of an episode that begins.
+    def begin(self, key: str, kind: Kind, first: int, last: int, **more: Any) -> Episode:
+        """Begin an episode.
 
         Args:
             key: As for `goes_on`.
@@ -192,11 +208,31 @@ class Log:
             first: The first step of the fault.
             last: The step on which it is told.
             **more: Further attributes of the `Episode`.
+
+        Returns:
+            The episode.
         """
-        begun = Episode(kind, self.optimizer, first, last, **more)
-        self._open[key] = begun
+        begun = self._open[key] = Episode(kind, self.optimizer, first, last, **more)
+        self.add(begun)
+        return begun
+
+    def add(self, begun: Episode) -> None:
+        """Add an episode that nothing continues.
+
+        Args:
+            begun: The episode.
+        """
         self.episodes.append(begun)
-        return [begun.finding()]
+        self._news.append(begun.finding())
+
+
+@dataclass(slots=True)
+class _Fault:
+    """A fault of one parameter: since which step, for how many lines, and as what it was told."""
+
+    since: int
+    count: int = 0
+    episode: Episode | None = None
 
 
 class Lasting:
@@ -211,9 +247,7 @@ class Lasting:
 
     def __init__(self, log: Log, names: Sequence[str], lines: int, steps: int = 0) -> None:
         self._log, self._names, self._lines, self._steps = log, names, lines, steps
-        self._counts: dict[int, int] = {}
-        self._since: dict[int, int] = {}
-        self._episodes: dict[int, Episode] = {}
+        self._faults: dict[int, _Fault] = {}
 
     def count(self, place: int) -> int:
         """Return for how many lines in a row it has been seen on a parameter.
@@ -221,7 +255,7 @@ class Lasting:
         Args:
             place: The place of the parameter.
         """
-        return self._counts.get(place, 0)
+        return self._faults[place].count if place in self._faults else 0
 
     def follow(self, i: int, faulty: Sequence[int]) -> list[int]:
         """Return the parameters on which the fault has just lasted long enough; let episodes that are told go on.
@@ -230,21 +264,17 @@ class Lasting:
             i: The step.
             faulty: The places of the parameters on which it is seen.
         """
-        if not faulty and not self._counts:  # as nearly always
-            return []
-        self._counts = {place: self._counts.get(place, 0) + 1 for place in faulty}
-        self._since = {place: self._since.get(place, i) for place in faulty}
-        self._episodes = {place: self._episodes[place] for place in faulty if place in self._episodes}
-        for place, episode in self._episodes.items():
-            episode.last, episode.count = i, max(episode.count, self._counts[place])
-        return [
-            place
-            for place, count in self._counts.items()
-            if count >= self._lines and i - self._since[place] >= self._steps and place not in self._episodes
-        ]
+        new, self._faults = [], {place: self._faults.get(place) or _Fault(i) for place in faulty}
+        for place, fault in self._faults.items():
+            fault.count += 1
+            if fault.episode is not None:
+                fault.episode.last, fault.episode.count = i, max(fault.episode.count, fault.count)
+            elif fault.count >= self._lines and i - fault.since >= self._steps:
+                new.append(place)
+        return new
 
-    def begin(self, kind: Kind, i: int, places: Sequence[int], **numbers: float) -> list[Finding]:
-        """Return the finding of an episode that begins, none without parameters.
+    def begin(self, kind: Kind, i: int, places: Sequence[int], **numbers: float) -> None:
+        """Begin an episode, unless there are no parameters.
 
         Args:
             kind: The kind of the finding.
@@ -253,12 +283,45 @@ class Lasting:
             **numbers: What the message says.
         """
         if not places:
-            return []
-        first, names = min(self._since[place] for place in places), [self._names[place] for place in places]
-        about = {"count": self._lines, "params": names, "numbers": numbers}
-        found = self._log.begin(f"{kind.name} {places}", kind, first, i, **about)
-        self._episodes.update(dict.fromkeys(places, self._log.episodes[-1]))
-        return found
+            return
+        faults, names = [self._faults[place] for place in places], [self._names[place] for place in places]
+        first = min(fault.since for fault in faults)
+        begun = self._log.begin(
+            f"{kind.name} {places}", kind, first, i, count=self._lines, params=names, numbers=numbers
+        )  # fmt: skip
+        for fault in faults:
+            fault.episode = begun
+
+
+class _Shown(float):
+    """A number that words write as people do: ``{}`` as `number`, ``{:%}`` as `percent`."""
+
+    def __format__(self, form: str) -> str:
+        written = {"": number, "%": percent}.get(form)
+        return super().__format__(form) if written is None else written(self)
+
+
+_ONE = {"is_": "is", "has": "has", "changes": "changes"}
+_SEVERAL = {"is_": "are", "has": "have", "changes": "change"}
+
+
+def said(severity: str, message: str, advice: str) -> Callable[[Episode], Words]:
+    """Return the words of a kind whose episodes differ in their numbers only.
+
+    Args:
+        severity: The severity.
+        message: What was seen, in which the numbers of an episode stand by name, ``{steps}`` for how many steps it has,
+            ``{names}`` for its parameters, and ``{is_}``, ``{has}`` or ``{changes}`` for a verb that they need.
+        advice: What to do.
+    """
+
+    def words(found: Episode) -> Words:
+        numbers = {name: _Shown(value) for name, value in found.numbers.items()}
+        verbs = _SEVERAL if len(found.params) > 1 else _ONE
+        text = message.format(found=found, names=named(found.params), steps=steps(found.count), **numbers, **verbs)
+        return severity, text, advice
+
+    return words
 
 
 def named(params: Sequence[str]) -> str:

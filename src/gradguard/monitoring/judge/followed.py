@@ -47,18 +47,16 @@ def helped(signals: Signals) -> str:
     before = signals.record.meta.get("followed") or {}
     if before.get("cause") in (None, "healthy", "unknown") or not signals.count:
         return ""
-    whose = f"{before.get('record', 'the run before')}, which was found to be {_words(str(before['cause']))}"
+    cause = str(before["cause"]).replace("_", " ")
+    whose = f"{before.get('record', 'the run before')}, which was found to be sick ({cause})"
     if signals.ends_lost:
         again = " again" if before.get("lost") else ""
         return f"Against {whose}, it did not help: numbers are not finite{again}."
     place = min(signals.count, int(before.get("steps") or signals.count))
-    curve = None if signals.takes_turns else signals.curve_until(place)
-    if curve is None:
-        return ""
-    if before.get("lost"):
+    curve, loss = None if signals.takes_turns else signals.curve_until(place), before.get("loss")
+    if curve is not None and before.get("lost"):
         return f"Against {whose}, it helped: the loss is finite and ends at {number(curve.final)}."
-    loss = before.get("loss")
-    if loss is None:
+    if curve is None or loss is None:
         return ""
     noise = math.hypot(curve.error, before.get("error") or 0.0)
     difference = loss - curve.final
@@ -80,7 +78,3 @@ def follows_clip(signals: Signals) -> bool:
         return math.isclose(float(value), statistics.median(used), rel_tol=0.02)
     except ValueError:
         return False
-
-
-def _words(cause: str) -> str:
-    return f"sick ({cause.replace('_', ' ')})"

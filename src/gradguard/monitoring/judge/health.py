@@ -90,22 +90,19 @@ def findings(record: Record) -> list[Finding]:
     if len(parts) == 1:  # however many the script has: one stepped
         for episode in monitor.episodes:
             episode.optimizer = parts[0].index
-    idle = (record.end or {}).get("idle_steps")
-    for episode in monitor.episodes:
-        if episode.kind is NO_GRADIENT and idle and episode.count < idle:  # it was told when it was sure, and went on
-            episode.count = idle
+    idle = (record.end or {}).get("idle_steps") or 0
     by_index = {part.index: part for part in parts}
     for episode in monitor.episodes:
+        if episode.kind is NO_GRADIENT:  # it was told when it was sure, and went on
+            episode.count = max(episode.count, idle)
         if episode.kind is DIVERGING and episode.optimizer in by_index:
             episode.harmless = came_back(episode, by_index[episode.optimizer])
-    oscillating = {episode.optimizer for episode in monitor.episodes if episode.kind is OSCILLATION}
     judged = [episode for part in parts for of_whole in _OF_WHOLE for episode in of_whole(part)]
-    judged = [episode for episode in judged if episode.kind is not REPEATED or episode.optimizer not in oscillating]
-    always_on = {episode.optimizer for episode in judged if episode.kind is ALWAYS_ON}
     ends = {part.index: part.record.steps[-1]["i"] for part in parts if part.record.steps}
-    exploded = {episode.optimizer for episode in monitor.episodes if episode.kind is EXPLODING}
-    lasting = [episode for episode in monitor.episodes if _counts(episode, monitor.episodes, always_on, ends, exploded)]
-    found = [*(episode.finding() for episode in judged), *_merged(lasting)]
+    told = [episode for episode in monitor.episodes if episode.kind is not ALWAYS_ON]  # judged anew, as a whole
+    every = [*told, *judged]
+    found = [episode.finding() for episode in judged if _stands(episode, every, ends)]
+    found += _merged([episode for episode in told if _stands(episode, every, ends)])
     return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), one.first_step, one.kind))
 
 
@@ -133,30 +130,22 @@ _OF_WHOLE = (clipping_of_whole, loss_of_whole, rhythm_of_whole)
 _SAY_MORE = (NONFINITE, EXPLODING, JUMP, RECURRING_SPIKES, CORRUPT)
 
 
-def _are_near(spike: Episode, other: Episode) -> bool:
-    near = other.first - RECOVERED_STEPS <= spike.first <= other.last + RECOVERED_STEPS
-    return near and spike.optimizer == other.optimizer
-
-
-def _counts(
-    episode: Episode,
-    episodes: Sequence[Episode],
-    always_on: set[int | None],
-    ends: dict[int | None, int],
-    exploded: set[int | None],
-) -> bool:
-    """Whether an episode stands, seen from the end: a fixed threshold that bound for a while and no longer does not."""
-    if episode.kind is ALWAYS_ON:
-        return False  # judged anew, with the whole run
-    if episode.kind is JUMP:
-        corrupt = any(other.kind is CORRUPT and other.first == episode.first for other in episodes)
-        return episode.optimizer not in exploded and not corrupt  # the jump was how it began, or is told by its layer
-    if episode.kind is SPIKE:
-        return not any(other.kind in _SAY_MORE and _are_near(episode, other) for other in episodes)
-    if episode.kind is not LOCK_IN or not episode.numbers["fixed"]:
-        return True
-    goes_on = episode.last >= ends.get(episode.optimizer, 0) - RECOVERED_STEPS
-    return goes_on and episode.optimizer not in always_on
+def _stands(episode: Episode, every: Sequence[Episode], ends: dict[int | None, int]) -> bool:
+    """Whether an episode stands, seen from the end of the run and beside all others."""
+    others = [other for other in every if other.optimizer == episode.optimizer]
+    kind, kinds = episode.kind, {other.kind for other in others}
+    if kind is REPEATED:
+        return OSCILLATION not in kinds
+    if kind is JUMP:
+        corrupt = any(other.kind is CORRUPT and other.first == episode.first for other in every)
+        return EXPLODING not in kinds and not corrupt  # the jump was how it began, or is told by its layer
+    if kind is SPIKE:
+        more = [other for other in others if other.kind in _SAY_MORE]
+        return not any(other.first - RECOVERED_STEPS <= episode.first <= other.last + RECOVERED_STEPS for other in more)
+    if kind is LOCK_IN and episode.numbers["fixed"]:  # a fixed threshold that bound for a while, and no longer does
+        goes_on = episode.last >= ends.get(episode.optimizer, 0) - RECOVERED_STEPS
+        return goes_on and ALWAYS_ON not in kinds
+    return True
 
 
 def _merged(episodes: list[Episode]) -> list[Finding]:

@@ -79,12 +79,15 @@ def insurance(record: Record) -> float | None:
     converges = ends is not None and ends[1] < CONVERGED * ends[0]
     if converges:
         return None
-    first = _first(record) / statistics.median(norms)
-    uneven, share = (out and spread > HEAVY_SPREAD), WILD
     if is_scale_free(record):
-        uneven, share = (out or spread > UNEVEN_SPREAD or first > UNEVEN_START), EVEN
+        # the first norms are those of the warm-up, which are not among the usable ones
+        first = [norm for norm in taken_steps(record).column("norm")[:_FIRST] if norm]
+        starts_high = statistics.median(first or [0.0]) > UNEVEN_START * statistics.median(norms)
+        uneven, share = (out or spread > UNEVEN_SPREAD or starts_high), EVEN
+    else:
+        uneven, share = (out and spread > HEAVY_SPREAD), WILD
     if uneven and _learns(record):
-        return _quantile(norms, share)
+        return _rounded_up(sorted(norms)[int(share * len(norms))])
     if ends is not None and not out and ends[1] > ends[0]:
         return None
     return _rounded_up(max(norm for place, norm in enumerate(norms) if place not in out))
@@ -107,15 +110,6 @@ def _learns(record: Record) -> bool:
         return False
     since = curve.levels[curve.levels.index(curve.best) :]
     return not curve.is_positive or max(since) < CAME_BACK * curve.best
-
-
-def _first(record: Record) -> float:
-    """The median of the first norms, those of the warm-up that are not among the usable ones."""
-    return statistics.median([norm for norm in taken_steps(record).column("norm")[:_FIRST] if norm] or [0.0])
-
-
-def _quantile(norms: Sequence[float], share: float) -> float:
-    return _rounded_up(sorted(norms)[int(share * len(norms))])
 
 
 def _rounded_up(value: float) -> float:

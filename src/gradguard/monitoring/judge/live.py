@@ -62,20 +62,24 @@ class HealthMonitor:
         """
         kind = line.get("t", "step")
         if kind == "step":
-            self._last = self._track(line.get("optimizer"))
-            return self._last.step(line)
-        track = self._last or self._track(None)
-        if kind == "tensors":
-            return track.tensors(line)
-        if kind != "event":
-            return []
-        if is_setup_event(line):  # an optimizer without gradients has no step that it could belong to
-            return self._track(line.get("optimizer")).setup.event(line)
-        return track.event(line)
+            self._last = track = self._track(line.get("optimizer"))
+            track.step(line)
+        elif kind == "event" and is_setup_event(line):  # an optimizer without gradients has no step to belong to
+            track = self._track(line.get("optimizer"))
+            track.setup.event(line)
+        else:
+            track = self._last or self._track(None)
+            if kind == "tensors":
+                track.tensors(line)
+            elif kind == "event":
+                track.event(line)
+        return track.log.news()
 
     def finish(self) -> list[Finding]:
         """Return what the last steps show, when there are no more; call it once."""
-        return [found for track in self._tracks.values() for found in track.outliers.finish()]
+        for track in self._tracks.values():
+            track.outliers.finish()
+        return [found for track in self._tracks.values() for found in track.log.news()]
 
     def _track(self, optimizer: int | None) -> "Track":
         """Return what watches the steps of an optimizer.
@@ -105,53 +109,51 @@ class Track:
         self.oscillation, self.clipping, self.scale = Oscillation(log, several), Clipping(log, name), LossScale(log)
         self.corruption, self.diagnostics = Corruption(log, names), Diagnostics(log, params)
 
-    def step(self, step: dict[str, Any]) -> list[Finding]:
-        """Return what is new after a step."""
+    def step(self, step: dict[str, Any]) -> None:
+        """Follow a step."""
         i, norm, skipped, scale = step["i"], step.get("norm"), bool(step.get("skipped")), step.get("amp_scale")
         clipped = binds(step)
-        found = self.setup.step(step, clipped)
+        self.setup.step(step, clipped)
         if scale is not None:
-            found += self.scale.step(i, scale, skipped and not step.get("spike"))
+            self.scale.step(i, scale, skipped and not step.get("spike"))
         if step.get("nonfinite") or ("norm" in step and not _is_finite(norm)):
-            return found + self.level.nonfinite(i, skipped, scale is not None)
+            self.level.nonfinite(i, skipped, scale is not None)
+            return
         if norm is None or skipped:
-            return found
+            return
         loss, top = step.get("loss"), step.get("top")
         loss = loss if _is_finite(loss) else None
         if loss is not None:
-            found += self.loss.follow(i, loss)
-            found += self.oscillation.follow(i, loss, clipped)
-        found += self.level.finite(i, norm, loss, clipped, top)
-        found += self.outliers.follow(i, norm, top, clipped)
+            self.loss.follow(i, loss)
+            self.oscillation.follow(i, loss, clipped)
+        self.level.finite(i, norm, loss, clipped, top)
+        self.outliers.follow(i, norm, top, clipped)
         threshold = threshold_of(step)
         if threshold is not None:
-            found += self.clipping.follow(i, threshold, step.get("coefficient"))
+            self.clipping.follow(i, threshold, step.get("coefficient"))
         if top is not None:
-            found += self.layers.top(i, *top)
-        return found
+            self.layers.top(i, *top)
 
-    def tensors(self, line: dict[str, Any]) -> list[Finding]:
-        """Return what is new after a line of per-tensor numbers."""
+    def tensors(self, line: dict[str, Any]) -> None:
+        """Follow a line of per-tensor numbers."""
         i, norms, names = line.get("i", 0), line["norm"], self.layers.names
         if None in norms or not all(map(math.isfinite, norms)):
-            bad = [place for place, norm in enumerate(norms) if not _is_finite(norm)]
-            self.level.blame(i, [names[place] for place in bad if place < len(names)])
-            return []
-        absent = [place for place in line.get("absent") or () if isinstance(place, int)]
-        found = self.layers.norms(i, norms, absent) + self.setup.tensors(i, norms, absent)
+            self.level.blame(i, [name for name, norm in zip(names, norms, strict=False) if not _is_finite(norm)])
+            return
+        absent = [place for place in line.get("absent", ()) if place in range(len(names))]
+        self.layers.norms(i, norms, absent)
+        self.setup.tensors(i, norms, absent)
         if len(norms) == len(names):
-            found += self.corruption.follow(i, norms)
-        if line.get("weight") and line.get("update"):
-            found += self.diagnostics.updates(i, line["weight"], line["update"])
-        if line.get("zero_rows") or line.get("zeros"):
-            found += self.diagnostics.zeros(i, line.get("zero_rows"), line.get("zeros"))
-        return found
+            self.corruption.follow(i, norms)
+        self.diagnostics.updates(i, line.get("weight") or (), line.get("update") or ())
+        self.diagnostics.zeros(i, line.get("zero_rows") or (), line.get("zeros") or ())
 
-    def event(self, event: dict[str, Any]) -> list[Finding]:
-        """Return what is new after an event."""
+    def event(self, event: dict[str, Any]) -> None:
+        """Follow an event."""
         if event.get("kind") == "nonfinite":
-            self.level.blame(event["i"], [str(name) for name in event.get("params") or []])
-        return self.scale.skip(event["i"]) if event.get("kind") == "amp_skip" else []
+            self.level.blame(event["i"], event.get("params") or [])
+        elif event.get("kind") == "amp_skip":
+            self.scale.skip(event["i"])
 
 
 def _is_finite(number: float | None) -> bool:
@@ -203,13 +205,10 @@ class Judge:
         elif kind == "tensors" and line.get("norm") is None:
             return [line]
         found = monitor.see(line)
-        news = kind != "event" or line.get("kind") != "nonfinite" or self._is_news(line)
-        lines = [line] if news else []
-        if not found:
-            return lines
-        if is_setup_event(line):  # which is told already
-            return lines
-        return lines + [event_line(one, line["i"]) for one in found if one.kind != "nonfinite"]
+        lines = [] if line.get("kind") == "nonfinite" and not self._is_news(line) else [line]
+        if not is_setup_event(line):  # which is told already
+            lines += [event_line(one, line["i"]) for one in found if one.kind != "nonfinite"]
+        return lines
 
     def _is_news(self, event: Line) -> bool:
         """Whether it begins an episode, or names somebody new in it."""

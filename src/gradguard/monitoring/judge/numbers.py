@@ -48,6 +48,15 @@ def number(value: float | None) -> str:
     return f"{rounded:#.3g}" if 0.001 <= abs(rounded) < 100 else f"{rounded:.3g}"
 
 
+def capital(text: str) -> str:
+    """Return a text with a capital letter in front.
+
+    Args:
+        text: Any text.
+    """
+    return text[:1].upper() + text[1:]
+
+
 def plain_threshold(threshold: float) -> str:
     """A threshold as a person would type it.
 
@@ -71,6 +80,16 @@ def median(values: Sequence[float]) -> float | None:
         values: Numbers.
     """
     return statistics.median(values) if values else None
+
+
+def medians(values: Sequence[float], size: int) -> list[float]:
+    """Return the median of each block of so many values; what is left at the end is in none.
+
+    Args:
+        values: Numbers.
+        size: How many, at least 1.
+    """
+    return [statistics.median(values[k : k + size]) for k in range(0, len(values) - size + 1, size)]
 
 
 def only(values: Collection[_T]) -> _T | None:

@@ -60,7 +60,6 @@ def lower_rate(signals: Signals, place: int | None = None) -> LowerRate:
     calm = norms[: next((k for k, norm in enumerate(norms) if norm > FAR_FROM_CALM * first), len(norms))]
     usual = statistics.median(calm) if place and len(calm) >= CALM_STEPS else share * first
     threshold = float(f"{usual:.1e}")
-    elements = sum(signals.params[place].get("numel") or 0 for place in signals.own)
-    if threshold <= OF_EPS * (signals.eps or 0.0) * math.sqrt(elements):
+    if threshold <= OF_EPS * (signals.eps or 0.0) * math.sqrt(signals.elements(signals.own)):
         return LowerRate(factor, None, advice)
     return LowerRate(factor, threshold, f"{advice} Clip at {plain_threshold(threshold)} as well.")

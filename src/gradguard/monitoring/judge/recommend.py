@@ -2,14 +2,13 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from gradguard.monitoring.judge.cause import Cause
 from gradguard.monitoring.judge.diagnosis import Diagnosis, diagnose
 from gradguard.monitoring.judge.insurance import insurance
 from gradguard.monitoring.judge.norm_statistics import drift_of
-from gradguard.monitoring.judge.numbers import only, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import capital, only, percent, plain_threshold
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import bound_on, by_optimizer, taken_steps, usable_norms
 
@@ -97,14 +96,12 @@ def recommend(record: Record) -> Recommendation:
     if len(parts) == 1:
         return _decide(parts[0].record, diagnose(record))
     made = [(part.label, recommend(part.record)) for part in parts]
-    said = " ".join(f"{label[:1].upper()}{label[1:]}: {one.headline} {one.reason}".strip() for label, one in made)
+    said = " ".join(f"{capital(label)}: {one.headline} {one.reason}".strip() for label, one in made)
     usable, experiment = sum(one.usable_steps for _, one in made), _have_own_losses([part.record for part in parts])
     if experiment:
         said += f" Their losses differ and tell little of what comes out; {_tune(record)} --metric REGEX does."
-    return Recommendation("unknown", _SEVERAL, said, experiment=experiment, usable_steps=usable, parts=tuple(made))
-
-
-_SEVERAL = "Several optimizers step in this run, and each has a decision of its own."
+    headline = "Several optimizers step in this run, and each has a decision of its own."
+    return Recommendation("unknown", headline, said, experiment=experiment, usable_steps=usable, parts=tuple(made))
 
 
 def _decide(record: Record, diagnosis: Diagnosis) -> Recommendation:
@@ -113,28 +110,26 @@ def _decide(record: Record, diagnosis: Diagnosis) -> Recommendation:
         return _for_healthy(record, norms)
     threshold = cause.threshold if (cause.threshold or 0.0) >= sys.float_info.min else None
     rule = None if threshold is None else f"norm={plain_threshold(threshold)}"
-    kind = "unknown" if cause.key == "unknown" else "fix"
-    if cause.key in CLIPPED_FIRST and threshold is not None:
-        kind = "constant"
-    headline, reason = _split(cause) if kind != "unknown" else (cause.sentence, cause.advice)
-    share = None
-    if kind == "constant" and threshold is not None and norms:
-        share = sum(norm > threshold for norm in norms) / len(norms)
-        headline = f"Clip at {plain_threshold(threshold)}."
-        reason = (
-            f"It is the norm of an ordinary step, and would have acted on {percent(share)} of {len(norms):,} steps."
-        )
-    return Recommendation(
-        kind, headline, reason, threshold, rule, cause.rate_factor, cause.certainty != "certain", share, len(norms),
-        drift_of(record),
+    # the first sentence of the advice, and the others with what was seen
+    headline, stop, rest = cause.advice.partition(". ")
+    reason = " ".join(filter(None, [rest, *(evidence.words for evidence in cause.evidence[:2])]))
+    made = Recommendation(
+        "fix", f"{headline}{stop.strip()}", reason, threshold, rule, cause.rate_factor, cause.certainty != "certain",
+        usable_steps=len(norms), drift=drift_of(record),
     )  # fmt: skip
+    if cause.key == "unknown":
+        return replace(made, kind="unknown", headline=cause.sentence, reason=cause.advice)
+    if cause.key in CLIPPED_FIRST and threshold is not None and norms:
+        share = _share_above(threshold, norms)
+        headline = f"Clip at {plain_threshold(threshold)}."
+        acted = f"would have acted on {percent(share)} of {len(norms):,} steps"
+        reason = f"It is the norm of an ordinary step, and {acted}."
+        return replace(made, kind="constant", headline=headline, reason=reason, clip_share=share)
+    return made
 
 
-def _split(cause: Cause) -> tuple[str, str]:
-    """The first sentence of the advice, and the others with what was seen."""
-    first, stop, rest = cause.advice.partition(". ")
-    seen = [evidence.words for evidence in cause.evidence[:2]]
-    return f"{first}{stop.strip()}", " ".join(filter(None, [rest, *seen]))
+def _share_above(threshold: float, norms: Sequence[float]) -> float:
+    return sum(norm > threshold for norm in norms) / len(norms)
 
 
 def _for_healthy(record: Record, norms: Sequence[float]) -> Recommendation:
@@ -150,49 +145,40 @@ def _for_healthy(record: Record, norms: Sequence[float]) -> Recommendation:
             "The gradients are much larger at one end of the run than at the other, so that no one threshold fits both."
         )
         return Recommendation("nothing", "There is nothing to clip.", why, usable_steps=len(norms), drift=drift)
-    text, share = plain_threshold(threshold), sum(norm > threshold for norm in norms) / len(norms)
+    text, share = plain_threshold(threshold), _share_above(threshold, norms)
     would = f"would have acted on {percent(share)} of {len(norms):,} usable steps"
-    is_insurance = share <= ORDINARY_SHARE
-    if is_insurance:
-        headline = f"As insurance, clip at {text}."
-        why = f"The run needs no clip. This one {would}, and holds back the next sudden jump of the gradients, a spike."
-    else:
+    headline = f"As insurance, clip at {text}."
+    why = f"The run needs no clip. This one {would}, and holds back the next sudden jump of the gradients, a spike."
+    if share > ORDINARY_SHARE:
         headline = f"A clip at {text} may train better."
         why = (
             f"The run goes well without it. It {would}. Where gradients are as uneven as these, so low a threshold "
             f"trained better on the tasks where it was tried; on yours an experiment tells: {_tune(record)}."
         )
-    rule = f"norm={text}"
     return Recommendation(
-        "constant", headline, why, threshold, rule, None, not is_insurance, share, len(norms), drift
+        "constant", headline, why, threshold, f"norm={text}", None, share > ORDINARY_SHARE, share, len(norms), drift
     )  # fmt: skip
 
 
 def _of_clip_in_use(record: Record, norms: Sequence[float], insured_at: float | None) -> Recommendation | None:
     """The decision on a clip that was in force all along in a healthy run: one that bound, or that is insurance."""
-    rules, taken = set(record.steps.column("rule")), taken_steps(record)
-    rule, bound = only(rules), bound_on(taken)
+    taken = taken_steps(record)
+    rule, threshold = (only(set(record.steps.column(key))) for key in ("rule", "threshold"))
     if rule is None:
         return None
-    share, used = sum(bound) / max(1, len(taken)), set(record.steps.column("threshold"))
-    threshold = only(used)
-    text = str(rule) if threshold is None else f"{rule}={plain_threshold(threshold)}"
-    fixed = threshold if rule == "norm" else None
-    if not share and (fixed is None or insured_at is None or fixed > STILL_INSURANCE * insured_at):
-        return None
-    text, spelled = (text, None) if fixed is None else (plain_threshold(fixed), f"norm={plain_threshold(fixed)}")
-    headline, why = (
-        f"Keep {text}.",
-        f"It acted on {percent(share)} of {len(taken):,} steps, and the run is well with it.",
-    )
+    share, shown, fixed, spelled = sum(bound_on(taken)) / max(1, len(taken)), str(rule), None, None
+    if threshold is not None:
+        shown = plain_threshold(threshold) if rule == "norm" else f"{rule}={plain_threshold(threshold)}"
+    if threshold is not None and rule == "norm":
+        fixed, spelled = threshold, f"norm={shown}"
+    headline, acted = f"Keep {shown}.", f"{percent(share)} of {len(taken):,} steps"
+    why = f"It acted on {acted}, and the run is well with it."
     if not share:
-        headline, why = (
-            f"Keep {text} as insurance.",
-            f"It never acted in {len(taken):,} steps, and holds back the next sudden jump of the gradients, a spike.",
-        )
-    return Recommendation(
-        "keep", headline, why, fixed, spelled, None, False, share, len(norms), drift_of(record)
-    )  # fmt: skip
+        if fixed is None or insured_at is None or fixed > STILL_INSURANCE * insured_at:
+            return None
+        headline = f"Keep {shown} as insurance."
+        why = f"It never acted in {len(taken):,} steps, and holds back the next sudden jump of the gradients, a spike."
+    return Recommendation("keep", headline, why, fixed, spelled, None, False, share, len(norms), drift_of(record))
 
 
 def _have_own_losses(parts: Sequence[Record]) -> bool:

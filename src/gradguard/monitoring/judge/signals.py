@@ -9,15 +9,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any
 
+from gradguard.monitoring.judge.cause import Evidence
 from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.health import findings
-from gradguard.monitoring.judge.numbers import median
+from gradguard.monitoring.judge.numbers import median, medians, only
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.lines import without_none
+from gradguard.monitoring.record.lines import Numbers, without_none
 from gradguard.monitoring.record.steps import BINDS_BELOW, is_search_of_scale, skipped_on
 from gradguard.threshold_rules import SortedWindow, upper_median_distance
 
@@ -46,7 +47,7 @@ class Curve:
 
     Attributes:
         start: Where it began.
-        levels: Its median in each twentieth of the run.
+        levels: Its median in each twentieth of the run, at least ten.
         best: The lowest level.
         final: The level at the end.
         peak: The highest single value.
@@ -84,7 +85,7 @@ class Curve:
     @property
     def is_flat(self) -> bool:
         """Whether all its levels are one, but for chance."""
-        first, last = self.levels[: max(1, len(self.levels) // 4)], self.levels[len(self.levels) // 2 :]
+        first, last = self.levels[: len(self.levels) // 4], self.levels[len(self.levels) // 2 :]
         fell = statistics.median(first) - statistics.median(last)
         wide = max(self.levels) - min(self.levels)
         return wide <= max(3 * self.error, 0.03 * abs(self.start)) and fell <= max(self.error, 0.02 * abs(self.start))
@@ -93,8 +94,8 @@ class Curve:
     def is_falling(self) -> bool:
         """Whether it still falls in the last third, by more than chance."""
         third = len(self.levels) // 3
-        before = statistics.median(self.levels[-2 * third : -third] or self.levels)
-        return before - statistics.median(self.levels[-third:] or self.levels) > self.error
+        before = statistics.median(self.levels[-2 * third : -third])
+        return before - statistics.median(self.levels[-third:]) > self.error
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,12 @@ class Layer:
     @property
     def gradient(self) -> float:
         """The usual gradient of an element."""
-        return statistics.median(self.gradients) if self.gradients else 0.0
+        return statistics.median(self.gradients)
 
     @property
     def ratio(self) -> float | None:
         """By which share of itself a step usually changes it; None where that was not measured."""
-        later = self.ratios[1:] or self.ratios
-        return median(later)
+        return median(self.ratios[1:] or self.ratios)
 
 
 class Signals:
@@ -156,14 +156,12 @@ class Signals:
         self.norms, self.rates, self.coefficients = (
             _finite(steps.column(key)) for key in ("norm", "lr", "coefficient")
         )
-        self.lost_loss = [there and loss is None for loss, there in zip(self.losses, steps.has("loss"), strict=True)]
-        lost_norm = (there and norm is None for norm, there in zip(self.norms, steps.has("norm"), strict=True))
-        self.lost = [
-            bool(bad or norm or loss) and not search
-            for bad, norm, loss, search in zip(
-                steps.column("nonfinite"), lost_norm, self.lost_loss, self.searched, strict=True
-            )
+        gone = [
+            [there and value is None for value, there in zip(values, steps.has(key), strict=True)]
+            for key, values in (("norm", self.norms), ("loss", self.losses))
         ]
+        lost = map(any, zip(steps.column("nonfinite"), *gone, strict=True))
+        self.lost = [bad and not searched for bad, searched in zip(lost, self.searched, strict=True)]
 
     @cached_property
     def found(self) -> tuple[Finding, ...]:
@@ -172,11 +170,6 @@ class Signals:
         theirs = self._names_of_others()
         found = findings(self.record)
         return tuple(one for one in found if one.kind not in about_losses and not theirs & set(one.params))
-
-    @cached_property
-    def kinds(self) -> set[str]:
-        """The kinds of what health finds."""
-        return {one.kind for one in self.found}
 
     def _names_of_others(self) -> set[str]:
         """The parameters of other optimizers."""
@@ -213,8 +206,7 @@ class Signals:
         if len(known) < 10:
             return None
         start = min(known[0], statistics.median(known[:5]))
-        size = max(1, len(known) // BLOCKS)
-        levels = tuple(statistics.median(known[k : k + size]) for k in range(0, len(known) - size + 1, size))
+        levels = tuple(medians(known, max(1, len(known) // BLOCKS)))
         steps = [abs(after - before) for before, after in pairwise(known)]
         noise = _MAD_TO_SIGMA * statistics.median(steps[len(steps) // 2 :]) / math.sqrt(2)
         last = levels[-2:] if len(known) >= 2 * BLOCKS else levels[-1:]
@@ -235,16 +227,14 @@ class Signals:
 
     # --- norms --------------------------------------------------------------------------------------------------------
 
-    def usual(self, place: int, values: Sequence[float | None] | None = None) -> float | None:
+    def usual(self, place: int, values: Numbers) -> float | None:
         """Return the median of the last values before a step.
 
         Args:
             place: The place of the step.
-            values: Norms or losses; by default the norms.
+            values: Norms or losses.
         """
-        values = self.norms if values is None else values
-        recent = [value for value in values[max(0, place - _RECENT) : place] if value]
-        return median(recent)
+        return median(list(filter(None, values[max(0, place - _RECENT) : place])))
 
     @cached_property
     def outbursts(self) -> list[int]:
@@ -253,14 +243,9 @@ class Signals:
         return [place for place, before in zip(found, [-99, *found], strict=False) if place - before > 3]
 
     @cached_property
-    def bumps(self) -> list[int]:
-        """The places of steps whose loss stands out by little, but clearly."""
-        return _outbursts(self.losses, BUMP_TIMES)
-
-    @cached_property
     def first_lost(self) -> int | None:
         """The place of the first step whose loss or gradients were not finite; None without one."""
-        return next((place for place, lost in enumerate(self.lost) if lost), None)
+        return self.lost.index(True) if True in self.lost else None
 
     @cached_property
     def ends_lost(self) -> bool:
@@ -273,8 +258,7 @@ class Signals:
     @cached_property
     def rate(self) -> float | None:
         """The largest learning rate; None where none is known."""
-        known = without_none(self.rates)
-        return max(known) if known else None
+        return max(without_none(self.rates), default=None)
 
     @cached_property
     def is_warming_up(self) -> bool:
@@ -292,62 +276,85 @@ class Signals:
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
         """The lines of per-tensor norms with finite numbers, at most some hundred, spread over the run."""
-        tensors, width = self.record.tensors, len(self.params)
-        every = max(1, len(tensors) // 400)
-        picked = [tensors[place] for place in range(0, len(tensors), every)]
-        return [line for line in picked if len(line["norm"]) == width and None not in line["norm"]]
+        return self._picked([True] * len(self.record.tensors), "norm")
 
     @cached_property
     def measured(self) -> list[dict[str, Any]]:
         """The lines with norms of weights and of updates."""
+        lines = self._picked(self.record.tensors.has("update"), "weight")
+        return [line for line in lines if len(line["update"]) == len(self.params)]
+
+    def _picked(self, chosen: Sequence[bool], key: str) -> list[dict[str, Any]]:
+        """Some hundred of the chosen lines, without those that lack a number under a key."""
         tensors = self.record.tensors
-        places = [place for place, there in enumerate(tensors.has("update")) if there]
-        every = max(1, len(places) // 400)
-        found = [tensors[place] for place in places[::every]]
-        width = len(self.params)
-        return [
-            line
-            for line in found
-            if len(line.get("weight") or ()) == width == len(line.get("update") or ()) and None not in line["weight"]
-        ]
+        places = list(compress(range(len(tensors)), chosen))
+        picked = [tensors[place] for place in places[:: max(1, len(places) // 400)]]
+        pairs = [(line, line.get(key, ())) for line in picked]
+        return [line for line, numbers in pairs if len(numbers) == len(self.params) and None not in numbers]
+
+    def name(self, place: int) -> str:
+        """Return the name of a parameter.
+
+        Args:
+            place: Its place in the record's arrays.
+        """
+        return str(self.params[place].get("name", "?"))
+
+    def shape(self, place: int) -> list[int]:
+        """Return the shape of a parameter; an empty one where it is not known.
+
+        Args:
+            place: Its place in the record's arrays.
+        """
+        return self.params[place].get("shape", [])
+
+    def elements(self, places: Sequence[int]) -> int:
+        """Return how many elements some parameters have.
+
+        Args:
+            places: Their places in the record's arrays.
+        """
+        return sum(self.params[place].get("numel", 0) for place in places)
+
+    def root(self, place: int) -> float:
+        """Return the root of a parameter's number of elements, by which its norm is that of one element.
+
+        Args:
+            place: Its place in the record's arrays.
+        """
+        return math.sqrt(self.elements([place]) or 1)
 
     @cached_property
     def layers(self) -> list[Layer]:
         """The weights that had a gradient, in the order of the forward; all parameters of a model without matrices."""
-        mine = [place for place in self.own if len(self.params[place].get("shape") or []) > 1]
+        mine = [place for place in self.own if len(self.shape(place)) > 1]
         return self._layers(mine or self.own)
 
     @cached_property
     def biases(self) -> list[Layer]:
         """The vectors that had a gradient, in the order of the forward."""
-        mine = [place for place in self.own if len(self.params[place].get("shape") or []) == 1]
-        return self._layers(mine)
+        return self._layers([place for place in self.own if len(self.shape(place)) == 1])
 
     def _layers(self, places: Sequence[int]) -> list[Layer]:
         found = []
         for place in places:
-            parameter = self.params[place]
-            root = math.sqrt(parameter.get("numel") or 1)
-            absent = [place in (line.get("absent") or ()) for line in self.lines]
-            norms = [line["norm"][place] / root for line, out in zip(self.lines, absent, strict=True) if not out]
-            if not any(norms):
+            there = [line["norm"][place] for line in self.lines if place not in line.get("absent", ())]
+            if not any(there):
                 continue
             pairs = [(line["weight"][place], line["update"][place]) for line in self.measured]
             weights = tuple(weight for weight, _ in pairs if weight)
             ratios = tuple(update / weight for weight, update in pairs if weight and update is not None)
-            name = str(parameter.get("name", "?"))
-            found.append(Layer(place, name, len(found), tuple(norms), ratios, weights, parameter.get("uses") or 1))
+            norms, uses = tuple(norm / self.root(place) for norm in there), self.params[place].get("uses", 1)
+            found.append(Layer(place, self.name(place), len(found), norms, ratios, weights, uses))
         return found
 
     @cached_property
     def own(self) -> list[int]:
         """The places of its parameters in the order of the forward; as the optimizer has them where none is known."""
         theirs = self._names_of_others()
-        places = [place for place, one in enumerate(self.params) if str(one.get("name", "?")) not in theirs]
-        known = {place: self.params[place].get("order") for place in places}
-        if None in known.values():
-            return places
-        return sorted(places, key=lambda place: (known[place], place))
+        places = [place for place in range(len(self.params)) if self.name(place) not in theirs]
+        order = {place: self.params[place].get("order") for place in places}
+        return places if None in order.values() else sorted(places, key=order.__getitem__)
 
     def begins_exploded(self, layers: Sequence[Layer]) -> bool:
         """Return whether the first gradient is so far above the weights of some layers that no rate in use fits it.
@@ -356,15 +363,13 @@ class Signals:
             layers: The layers.
         """
         weights = [layer.weights[0] for layer in layers if layer.weights]
-        first = self.norms[0] if self.norms else None
-        return bool(weights) and (first or 0.0) > _HUGE * math.hypot(*weights)
+        first = next(iter(self.norms), None) or 0.0
+        return bool(weights) and first > _HUGE * math.hypot(*weights)
 
     @cached_property
     def eps(self) -> float | None:
         """What the optimizer adds to the number that it divides by; None where it divides by none."""
-        known = self.record.meta.get("eps") or []
-        numbers = {one for one in known if one is not None}
-        return numbers.pop() if len(known) == 1 and len(numbers) == 1 else None
+        return only(self.record.meta.get("eps", ()))
 
     def floor(self, layer: Layer) -> float:
         """Return the root mean square of an element's gradient below which ``eps`` decides the step of a layer.
@@ -372,10 +377,8 @@ class Signals:
         Args:
             layer: The layer.
         """
-        if self.eps is None:
-            return 0.0
         by_norm = "muon" in str(self.record.meta.get("optimizers")).lower()  # which divides by that of the matrix
-        return self.eps / math.sqrt(self.params[layer.place].get("numel") or 1) if by_norm else self.eps
+        return (self.eps or 0.0) / (self.root(layer.place) if by_norm else 1.0)
 
     def begins_at_zero(self, layer: Layer) -> bool:
         """Return whether a layer begins so near to 0 that it has to grow.
@@ -383,7 +386,7 @@ class Signals:
         Args:
             layer: The layer, measured at least once.
         """
-        return layer.weights[0] < _NEARLY_ZERO * math.sqrt(self.params[layer.place].get("numel") or 1)
+        return layer.weights[0] < _NEARLY_ZERO * self.root(layer.place)
 
     @cached_property
     def sized_layers(self) -> list[Layer]:
@@ -394,14 +397,13 @@ class Signals:
     @cached_property
     def ratio(self) -> float | None:
         """By which share of itself a step usually changes the usual weight; None where that was not measured."""
-        known = [layer.ratio for layer in self.sized_layers if layer.ratio is not None]
-        return median(known)
+        return median(without_none(layer.ratio for layer in self.sized_layers))
 
     @cached_property
     def growth(self) -> float:
         """How many times its first norm the usual weight has at the end; 1 where that was not measured."""
         layers = [layer for layer in self.layers if len(layer.weights) > 1 and not self.begins_at_zero(layer)]
-        return statistics.median(layer.weights[-1] / layer.weights[0] for layer in layers) if layers else 1.0
+        return median([layer.weights[-1] / layer.weights[0] for layer in layers]) or 1.0
 
     def gain(self, layer: Layer, line: int = 0) -> float | None:
         """Return by how much a random matrix of this norm multiplies the size of what goes in; None for a vector.
@@ -412,7 +414,7 @@ class Signals:
             layer: The layer, measured at least so often.
             line: Which of its measurements.
         """
-        shape = self.params[layer.place].get("shape") or []
+        shape = self.shape(layer.place)
         return layer.weights[line] / math.sqrt(shape[0]) if len(shape) > 1 and shape[0] else None
 
     @cached_property
@@ -450,6 +452,17 @@ class Signals:
         """The first and the last step."""
         return (self.numbers[0], self.numbers[-1]) if self.numbers else (0, 0)
 
+    def seen(self, words: str, params: Sequence[str] = (), *, since: int | None = None) -> Evidence:
+        """Return the evidence of what shows up to the last step.
+
+        Args:
+            words: What was seen.
+            params: The parameters that it is about, if it is about some.
+            since: The number of the step on which it begins; None for the first.
+        """
+        first, last = self.span
+        return Evidence((first if since is None else since, last), words, tuple(params))
+
 
 def period_of(places: Sequence[int]) -> int | None:
     """Return the distance at which events recur; None where they come without one.
@@ -480,12 +493,10 @@ def period_of(places: Sequence[int]) -> int | None:
 OUTBURST_TIMES = 4.0
 """Of the recent median: norms of small batches reach twice it every day."""
 
-BUMP_TIMES = 1.4
-
 OUTBURST_DEVIATIONS = 6.0
 
 
-def _outbursts(values: Sequence[float | None], times: float = OUTBURST_TIMES) -> list[int]:
+def _outbursts(values: Numbers) -> list[int]:
     """Places where a value leaps away from the recent ones, which leave earlier leaps out."""
     found, recent, limit, fresh = list[int](), SortedWindow(_RECENT), math.inf, 0
     for place, value in enumerate(values):
@@ -500,15 +511,11 @@ def _outbursts(values: Sequence[float | None], times: float = OUTBURST_TIMES) ->
         recent.add(math.log(value))
         fresh += 1
         if fresh >= _REFRESH and len(recent.ordered) >= _FEWEST_RECENT:
-            limit, fresh = _limit(recent.ordered, times), 0
+            middle, fresh = recent.ordered[len(recent.ordered) // 2], 0
+            spread = _MAD_TO_SIGMA * upper_median_distance(recent.ordered, middle)
+            above = max(math.log(OUTBURST_TIMES), OUTBURST_DEVIATIONS * spread)
+            limit = math.exp(min(middle + above, _LARGEST_LOGARITHM))
     return found
-
-
-def _limit(logs: Sequence[float], times: float) -> float:
-    """The value above which the next one leaps away from those with these logarithms, ascending."""
-    middle = logs[len(logs) // 2]
-    spread = _MAD_TO_SIGMA * upper_median_distance(logs, middle)
-    return math.exp(min(middle + max(math.log(times), OUTBURST_DEVIATIONS * spread), _LARGEST_LOGARITHM))
 
 
 def _of_turns(losses: list[float | None]) -> list[float | None]:
@@ -533,7 +540,7 @@ def _of_turns(losses: list[float | None]) -> list[float | None]:
     return found
 
 
-def usual_step(logs: Sequence[float | None], lag: int) -> float:
+def usual_step(logs: Numbers, lag: int) -> float:
     """By how much two values that lie so far apart usually differ; infinite where no two do."""
     pairs = zip(logs, logs[lag:], strict=False)
     steps = [abs(after - before) for before, after in pairs if before is not None and after is not None]

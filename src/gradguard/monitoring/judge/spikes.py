@@ -3,7 +3,8 @@
 import math
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, count
+from typing import Generic, TypeVar
 
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import usable_norms
@@ -18,27 +19,27 @@ DEVIATIONS = 6.0
 LEAST_DEVIATION = 0.05
 """Norms that hardly differ would make a spike of every bump: one stands out from 1.35 times the median on."""
 
+_T = TypeVar("_T")
 _FEWEST = 21
 _TO_STANDARD_DEVIATION = 1.4826
 _LEAST = DEVIATIONS * LEAST_DEVIATION
 _WIDTH = 2 * NEIGHBOURS + 1
 
 
-class SpikeFinder:
+class SpikeFinder(Generic[_T]):
     """Finds spikes in norms that come one by one, each as soon as its neighbourhood is complete.
 
     **Guarantees**: some microseconds a norm; it remembers 101 of them. What it finds is what `find_spikes` finds.
 
     Example:
         >>> finder = SpikeFinder()
-        >>> [finder.follow(16.0 if i == 80 else 1.0) for i in range(131)][-1], finder.finish()
+        >>> [finder.follow(16.0 if i == 80 else 1.0, i) for i in range(131)][-1], finder.finish()
         ([80], [])
     """
 
     def __init__(self) -> None:
         self._logarithms = SortedWindow(_WIDTH)
-        self._positions: deque[int] = deque(maxlen=_WIDTH)
-        self._position = -1
+        self._remembered: deque[_T] = deque(maxlen=_WIDTH)
 
     @property
     def level(self) -> float:
@@ -46,35 +47,35 @@ class SpikeFinder:
         ordered = self._logarithms.ordered
         return math.exp(ordered[len(ordered) // 2]) if ordered else 0.0
 
-    def follow(self, norm: float) -> list[int]:
-        """Return the positions that are now known to be spikes.
+    def follow(self, norm: float, about: _T) -> list[_T]:
+        """Return what belongs to the norms that are now known to be spikes.
 
         Args:
-            norm: The next norm; one without a logarithm takes a position and is no neighbour.
+            norm: The next norm; one without a logarithm is no spike and no neighbour.
+            about: What belongs to it, such as its position.
         """
-        self._position += 1
         if not 0 < norm < math.inf:
             return []
         window = self._logarithms
         before = len(window.ordered)
         window.add(math.log(norm))
-        self._positions.append(self._position)
+        self._remembered.append(about)
         if before == _WIDTH:
             is_low = window.recent[NEIGHBOURS] <= window.ordered[NEIGHBOURS] + _LEAST
             return [] if is_low else self._spikes(NEIGHBOURS, NEIGHBOURS + 1)
         return self._spikes(0, NEIGHBOURS + 1) if before + 1 == _WIDTH else []  # the first have no others before them
 
-    def finish(self) -> list[int]:
-        """Return the spikes among the last norms, which have no others after them; call it once, at the end."""
-        count = len(self._positions)
+    def finish(self) -> list[_T]:
+        """Return what belongs to the spikes among the last norms, which have no others after them; call it once."""
+        count = len(self._remembered)
         return self._spikes(NEIGHBOURS + 1 if count == _WIDTH else 0, count) if count >= _FEWEST else []
 
-    def _spikes(self, begin: int, end: int) -> list[int]:
+    def _spikes(self, begin: int, end: int) -> list[_T]:
         recent, ordered = self._logarithms.recent, self._logarithms.ordered
         middle = ordered[len(ordered) // 2]
         deviation = _TO_STANDARD_DEVIATION * upper_median_distance(ordered, middle)
         limit = middle + DEVIATIONS * max(deviation, LEAST_DEVIATION)
-        return [self._positions[place] for place in range(begin, end) if recent[place] > limit]
+        return [self._remembered[place] for place in range(begin, end) if recent[place] > limit]
 
 
 def find_spikes(norms: Sequence[float]) -> list[int]:
@@ -102,8 +103,8 @@ def find_spikes(norms: Sequence[float]) -> list[int]:
         >>> find_spikes([16.0 if i in (40, 90) else 1.0 + 0.01 * (i % 7) for i in range(200)])
         [40, 90]
     """
-    finder = SpikeFinder()
-    return [*chain.from_iterable(map(finder.follow, norms)), *finder.finish()]
+    finder = SpikeFinder[int]()
+    return [*chain.from_iterable(map(finder.follow, norms, count())), *finder.finish()]
 
 
 @once

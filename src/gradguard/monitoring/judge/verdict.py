@@ -1,18 +1,16 @@
 """One sentence with numbers about what clipping did to a run, and the numbers themselves."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, compress
 from operator import methodcaller
-from typing import Any
 
 from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, shares_in_words
-from gradguard.monitoring.judge.numbers import median, number, only, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import capital, median, number, only, percent, plain_threshold
 from gradguard.monitoring.judge.recoveries import Recoveries, recoveries
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.lines import without_none
+from gradguard.monitoring.record.lines import Numbers, without_none
 from gradguard.monitoring.record.steps import (
     bound_on,
     by_optimizer,
@@ -102,15 +100,41 @@ def verdict(record: Record) -> Verdict:
 
 
 def _judge(record: Record) -> Verdict:
-    numbers = _clipping(record) | _norms(record) | _losses(record)
-    lost, skipped, scaled = nonfinite_on(record.steps), skipped_on(record.steps), record.steps.has("amp_scale")
-    numbers["nonfinite_steps"], numbers["skipped_steps"] = sum(lost), sum(skipped)
-    numbers["faulty_steps"] = sum(lost) - sum(map(all, zip(lost, skipped, scaled, strict=True)))
-    numbers["skipped_spikes"] = sum(map(bool, record.steps.column("spike")))
-    numbers["recovery"] = recoveries(record)
-    numbers["overhead_share"] = _overhead_share(record)
-    numbers["steps"] = len(record.steps)
-    return Verdict(sentence=_sentence(record, numbers), **numbers)
+    steps, taken, usable, clips = record.steps, taken_steps(record), usable_norms(record), acting_clips(record)
+    lost, skipped = nonfinite_on(steps), skipped_on(steps)
+    searched = map(all, zip(lost, skipped, steps.has("amp_scale"), strict=True))
+    bound = list(compress(taken.column("coefficient"), bound_on(taken)))
+    used, norms = (without_none(steps.column(key)) for key in ("threshold", "norm"))
+    several = sorted(clips, key=lambda clip: clip.bound or 0, reverse=True) if len(clips) > 1 else ()
+    losses = list(compress(steps.column("loss"), steps.has("loss")))
+    means = window_means(losses, max(10, len(losses) // 20))
+    share = len(bound) / len(taken) if taken else None
+    found = Verdict(
+        sentence="",
+        regime=regime_of(share or 0.0),
+        clip_share=share,
+        # a rule may have no one threshold, or none yet
+        clipping=bool(used or bound or any(steps.column("rule")) or record.meta.get("clip")),
+        threshold=next((clip.threshold for clip in several), (used or [None])[-1]),
+        median_coefficient=median(bound),
+        median_norm=median(norms),
+        max_norm=max(norms, default=None),
+        spike_share=len(spikes_of(record)) / len(usable) if len(usable) >= _FEWEST_FOR_SPIKES else None,
+        nonfinite_steps=sum(lost),
+        faulty_steps=sum(lost) - sum(searched),
+        skipped_steps=sum(skipped),
+        final_loss=means[-1] if means else None,
+        best_loss=min(without_none(means), default=None),
+        diverged=losses[-1:] == [None],
+        overhead_share=_overhead_share(record),
+        steps=len(steps),
+        taken_steps=len(taken),
+        usable_steps=len(usable),
+        clips=tuple(clips),
+        skipped_spikes=sum(map(bool, steps.column("spike"))),
+        recovery=recoveries(record),
+    )
+    return replace(found, sentence=_sentence(record, found))
 
 
 def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
@@ -119,7 +143,7 @@ def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
     spikes = sum(share * steps for share, steps in measured) / sum(steps for _, steps in measured) if measured else None
     return replace(
         whole,
-        sentence=" ".join(f"{label[:1].upper()}{label[1:]}: {part.sentence}" for label, part in parts),
+        sentence=" ".join(f"{capital(label)}: {part.sentence}" for label, part in parts),
         threshold=only(thresholds),
         spike_share=spikes,
         usable_steps=sum(part.usable_steps for _, part in parts),
@@ -128,52 +152,7 @@ def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
     )
 
 
-def _clipping(record: Record) -> dict[str, Any]:
-    real = taken_steps(record)
-    bound = list(compress(real.column("coefficient"), bound_on(real)))
-    share = len(bound) / len(real) if real else None
-    clips = acting_clips(record)
-    used = without_none(record.steps.column("threshold"))
-    threshold = used[-1] if used else None
-    if len(clips) > 1:
-        threshold = max(clips, key=lambda clip: clip.bound or 0).threshold
-    ruled = any(record.steps.column("rule"))  # a rule may have no one threshold, or none yet
-    return {
-        "clip_share": share,
-        "regime": regime_of(share or 0.0),
-        "clipping": bool(used or bound or ruled or record.meta.get("clip")),
-        "threshold": threshold,
-        "taken_steps": len(real),
-        "clips": tuple(clips),
-        "median_coefficient": median(bound),
-    }
-
-
-def _norms(record: Record) -> dict[str, Any]:
-    norms = without_none(record.steps.column("norm"))
-    usable = usable_norms(record)
-    spikes = None
-    if len(usable) >= _FEWEST_FOR_SPIKES:
-        spikes = len(spikes_of(record)) / len(usable)
-    return {
-        "median_norm": median(norms),
-        "max_norm": max(norms, default=None),
-        "spike_share": spikes,
-        "usable_steps": len(usable),
-    }
-
-
-def _losses(record: Record) -> dict[str, Any]:
-    losses = list(compress(record.steps.column("loss"), record.steps.has("loss")))
-    means = window_means(losses, max(10, len(losses) // 20))
-    return {
-        "final_loss": means[-1] if means else None,
-        "best_loss": min(without_none(means), default=None),
-        "diverged": bool(losses) and losses[-1] is None,
-    }
-
-
-def window_means(values: Sequence[float | None], width: int) -> list[float | None]:
+def window_means(values: Numbers, width: int) -> list[float | None]:
     """Mean of every window of ``width`` values; None where a window holds None.
 
     Args:
@@ -213,43 +192,33 @@ def _overhead_share(record: Record) -> float | None:
     return overhead / 1000 / wall if wall and overhead is not None else None
 
 
-def _sentence(record: Record, numbers: dict[str, Any]) -> str:
+def _sentence(record: Record, found: Verdict) -> str:
     if not record.steps:
         return "No optimizer step was recorded."
-    parts = [_clip_words(record, numbers), _norm_words(numbers), _fault_words(numbers)]
-    parts += [] if numbers["recovery"] is None else [str(numbers["recovery"])]
+    parts = [_clip_words(record, found), _norm_words(found), _fault_words(found)]
+    parts += [] if found.recovery is None else [str(found.recovery)]
     return " ".join(filter(None, parts))
 
 
-def _clip_words(record: Record, numbers: dict[str, Any]) -> str:
-    clips, share = numbers["clips"], percent(numbers["clip_share"] or 0.0)
-    if not numbers["clipping"]:
-        return f"No clipping in {counted(numbers['steps'], 'step')}."
-    steps = _taken(numbers)
+def _clip_words(record: Record, found: Verdict) -> str:
+    clips, share, steps = found.clips, percent(found.clip_share or 0.0), counted(found.taken_steps, "step")
+    if not found.clipping:
+        return f"No clipping in {counted(found.steps, 'step')}."
+    if found.taken_steps < found.steps:
+        steps = f"the {steps} that were taken and finite"
     if len(clips) > 1:
-        each = shares_in_words(clips, max(numbers["taken_steps"], 1))
-        each = f"{len(clips)} clips, on {steps}: {each}"
-        if numbers["regime"] == "never":
+        each = f"{len(clips)} clips, on {steps}: {shares_in_words(clips, max(found.taken_steps, 1))}"
+        if found.regime == "never":
             return f"{each}: none of them did anything."
-        return f"{each}. Together they bound on {share}: {_regime_words(record, numbers)}."
-    where = _where(record, numbers["threshold"])
-    if numbers["regime"] == "never":
+        return f"{each}. Together they bound on {share}: {_regime_words(record, found)}."
+    where = _where(record, found.threshold)
+    if found.regime == "never":
         return f"Clipping{where} never bound in {steps}."
-    acted = clips[0].acted if clips else numbers["taken_steps"]
-    some = f" ({percent(clips[0].bound / acted)} of the {acted:,} that it acted on)" if _acted_on_some(numbers) else ""
-    return f"Clipping{where} bound on {share} of {steps}{some}: {_regime_words(record, numbers)}."
-
-
-def _acted_on_some(numbers: dict[str, Any]) -> bool:
-    clips = numbers["clips"]
-    return bool(clips) and bool(clips[0].bound) and clips[0].acted < numbers["taken_steps"]
-
-
-def _taken(numbers: dict[str, Any]) -> str:
-    """The steps that a share is of: not all of the run, where some were skipped or not finite."""
-    taken = numbers["taken_steps"]
-    steps = counted(taken, "step")
-    return steps if taken == numbers["steps"] else f"the {steps} that were taken and finite"
+    some = ""
+    for clip in clips:
+        if clip.bound and clip.acted < found.taken_steps:
+            some = f" ({percent(clip.bound / clip.acted)} of the {clip.acted:,} that it acted on)"
+    return f"Clipping{where} bound on {share} of {steps}{some}: {_regime_words(record, found)}."
 
 
 def _where(record: Record, threshold: float | None) -> str:
@@ -258,32 +227,32 @@ def _where(record: Record, threshold: float | None) -> str:
     return how if threshold is None else f"{how} at {plain_threshold(threshold)}"
 
 
-def _regime_words(record: Record, numbers: dict[str, Any]) -> str:
-    coefficient = f"{numbers['median_coefficient']:.2g}"
-    if numbers["regime"] == "guard":
+def _regime_words(record: Record, found: Verdict) -> str:
+    coefficient = f"{found.median_coefficient:.2g}"
+    if found.regime == "guard":
         return "a guard against rare large gradients"
-    if numbers["regime"] == "shaping":
+    if found.regime == "shaping":
         return f"it shapes training, with a median coefficient of {coefficient} where it binds"
     if is_scale_free(record):
         return f"it normalises steps (median coefficient {coefficient}) rather than guarding them"
     return f"it works as a learning-rate multiplier of {coefficient}, not as a guard"
 
 
-def _norm_words(numbers: dict[str, Any]) -> str:
-    median, largest = numbers["median_norm"], numbers["max_norm"]
+def _norm_words(found: Verdict) -> str:
+    median, largest = found.median_norm, found.max_norm
     if median is None:
         return "No finite gradient norm was recorded."
     times = f" ({number(largest / median)}x the median)" if median > 0 else ""
-    share = numbers["spike_share"]
-    usable = counted(numbers["usable_steps"], "step")
+    share = found.spike_share
+    usable = counted(found.usable_steps, "step")
     spikes = "" if share is None else f"; {percent(share)} of {usable} after the warm-up were spikes"
     return f"Gradient norms before clipping: median {number(median)}, largest {number(largest)}{times}{spikes}."
 
 
-def _fault_words(numbers: dict[str, Any]) -> str:
-    skipped, lost = numbers["skipped_steps"], numbers["nonfinite_steps"]
-    spikes = numbers["skipped_spikes"]
+def _fault_words(found: Verdict) -> str:
+    skipped, lost = found.skipped_steps, found.nonfinite_steps
+    spikes = found.skipped_spikes
     first = f"{skipped:,} skipped{f' ({spikes:,} as finite spikes)' if spikes else ''}. " if skipped else ""
-    of = f"Of {counted(numbers['steps'], 'step')}: " if skipped or lost else ""
-    diverged = " The loss was not finite at the end." if numbers["diverged"] else ""
+    of = f"Of {counted(found.steps, 'step')}: " if skipped or lost else ""
+    diverged = " The loss was not finite at the end." if found.diverged else ""
     return f"{of}{first}{lost:,} non-finite.{diverged}"

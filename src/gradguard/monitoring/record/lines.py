@@ -5,6 +5,9 @@ from itertools import compress
 from operator import itemgetter
 from typing import Any, TypeVar, overload
 
+Numbers = Sequence[float | None]
+"""Such as a column: None for what was not measured, or was not finite."""
+
 _T = TypeVar("_T")
 _Row = tuple[Any, ...]
 """The places of the line's keys in it, then the value of each."""

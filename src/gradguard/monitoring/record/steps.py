@@ -9,7 +9,7 @@ from operator import not_, or_
 from typing import Any
 
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.lines import Lines
+from gradguard.monitoring.record.lines import Lines, Numbers
 
 BINDS_BELOW = 1 - 1e-9
 _GUARD_BELOW, _NORMALISING_ABOVE = 0.05, 0.5
@@ -75,7 +75,7 @@ def bound_on(steps: Lines) -> list[bool]:
     return [value is not None and value < BINDS_BELOW for value in steps.column("coefficient")]
 
 
-def thresholds_of(steps: Lines) -> Sequence[float | None]:
+def thresholds_of(steps: Lines) -> Numbers:
     """Return for each step its `threshold_of`.
 
     Args:

@@ -6,9 +6,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gradguard.monitoring.record.lines import without_none
+from gradguard.monitoring.record.lines import Numbers, without_none
 
-Losses = Sequence[float | None]
+Losses = Numbers
 """The training loss of each step; None where it was not finite."""
 
 LAST = 0.1

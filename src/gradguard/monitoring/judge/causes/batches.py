@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
-from gradguard.monitoring.judge.numbers import median, number, plain_threshold
+from gradguard.monitoring.judge.numbers import median, medians, number, plain_threshold
 from gradguard.monitoring.judge.signals import BLOCKS, Signals, period_of
 from gradguard.monitoring.record.lines import without_none
 from gradguard.words import counted
@@ -27,9 +27,6 @@ FALLEN = 0.1
 FAR = 20.0
 """Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
 
-MANY_BUMPS = 6
-"""Losses that stand out by little, as those of wrong labels do, in one rhythm."""
-
 SETTLES, FAR_GROWN = 0.3, 10.0
 """Of its growth in the second half: a weight that grew less settles, unless it is so many times its start."""
 
@@ -40,46 +37,45 @@ def bad_batches(signals: Signals) -> Cause | None:
     """Return whether single batches are far out: losses and norms leap out of calm, at once."""
     places = [place for place in signals.outbursts if place >= 3]
     period = period_of(places)
-    if not places:
-        places = [place for place in signals.bumps if place >= 3]
-        period = period_of(places)
-        if period is None or len(places) < MANY_BUMPS or signals.curve is None or signals.curve.fallen() > 0.5:
-            return None
     if period is not None:  # what lies beside the grid is what such a batch left behind
         phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
         places = [place for place in places if place % period == phase]
-    at_once = [place for place in places if _comes_at_once(signals, place)]
-    if places and _was_lost_before(signals, places[0]):
+    if not places or _was_lost_before(signals, places[0]):
         return None
     if not _broken_by(signals, places):
-        few = len(places) < FEWEST_OUTBURSTS or len(places) > CALM_SHARE * signals.count
-        if few or len(at_once) < max(FEWEST_OUTBURSTS, 0.5 * len(places)) or not _losses_leap(signals, places):
+        at_once = sum(_comes_at_once(signals, place) for place in places)
+        if (
+            len(places) > CALM_SHARE * signals.count
+            or at_once < max(FEWEST_OUTBURSTS, 0.5 * len(places))
+            or not _losses_leap(signals, places)
+        ):
             return None
     numbers = [signals.named(place) for place in places]
     times = statistics.median(_times(signals, place) for place in places)
-    listed = f"{', '.join(map(str, numbers[:_SHOWN]))}{' …' if len(numbers) > _SHOWN else ''}"
-    several = f"{len(numbers)} times, on steps {listed}" if len(numbers) > 1 else f"first on step {listed}"
-    when = f"every {period} steps: {listed}" if period else several
-    calm = _calm(signals, places)
+    steps = ", ".join(map(str, numbers[:_SHOWN])) + " …" * (len(numbers) > _SHOWN)
+    when, certainty = f"first on step {steps}", "likely"
+    where = "for wrong labels, inputs that are not normalised, or samples that are far too long"
+    if len(numbers) > 1:
+        when = f"{len(numbers)} times, on steps {steps}"
+    if period:
+        when = f"every {period} steps: {steps}"
+        where = f"something comes back every {period} steps, such as one bad file or shard of an epoch"
+    if period and len(places) >= 5:
+        certainty = "certain"
+    near = {place + k for place in places for k in range(4)}
+    calm = median([norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5])
     threshold = float(f"{calm:.1e}") if calm else None
     clip = f" Until then, clip at {plain_threshold(threshold)}, the norm of an ordinary step." if threshold else ""
-    where = (
-        f"Look at the batches of steps {listed}: something comes back every {period} steps, such as one bad file or "
-        "shard of an epoch."
-        if period
-        else f"Look at the batches of steps {listed} for wrong labels, inputs that are "
-        "not normalised, or samples that are far too long."
-    )
     words = (
         f"There the loss or the gradient norm leapt out of calm, to {number(times)} times what it was just before, "
         f"{counted(len(numbers), 'time')} in all."
     )
     return Cause(
         "bad_batches",
-        "possible" if _are_harmless(signals, places) else "certain" if period and len(places) >= 5 else "likely",
+        "possible" if _are_harmless(signals, places) else certainty,
         f"Some batches are far out, {when}.",
-        f"{where}{clip}",
-        (Evidence((numbers[0], numbers[-1]), words, numbers=(("times", times), ("period", float(period or 0)))),),
+        f"Look at the batches of steps {steps}{': ' if period else ' '}{where}.{clip}",
+        (Evidence((numbers[0], numbers[-1]), words),),
         ("The learning rate is not the cause: the steps before each of these were calm.",),
         threshold=threshold,
     )
@@ -88,18 +84,18 @@ def bad_batches(signals: Signals) -> Cause | None:
 def _was_lost_before(signals: Signals, place: int) -> bool:
     """Whether the loss was thrown up before the first leap, and never came below its start: not by a batch."""
     curve = signals.curve
-    before = without_none(signals.losses[1:place])
-    if curve is None or not before:
+    if curve is None or not curve.best > 0.85 * curve.start > 0:
         return False
-    return max(before) > 1.5 * curve.start + 6 * min(curve.noise, curve.start) and curve.best > 0.85 * curve.start > 0
+    highest = max(without_none(signals.losses[1:place]), default=0.0)
+    return highest > 1.5 * curve.start + 6 * min(curve.noise, curve.start)
 
 
 def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
     """Whether the loss is back at once, and a clip bound on nearly all of them or the leaps were tiny: hard cases."""
     curve = signals.curve
-    if curve is not None and curve.is_positive and curve.final < TINY * curve.start:
-        near = [signals.losses[place : place + 4] for place in places]
-        if max(loss or 0.0 for losses in near for loss in losses) < TINY * curve.start:
+    if curve is not None and curve.is_positive:
+        near = [loss or 0.0 for place in places for loss in signals.losses[place : place + 4]]
+        if max(curve.final, *near) < TINY * curve.start:
             return True
     if sum((signals.coefficients[place] or 1.0) < 1 for place in places) < 0.6 * len(places):
         return False
@@ -122,7 +118,7 @@ def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:
     leaps = 0
     for place in places:
         recent = without_none(signals.losses[max(0, place - 24) : place])
-        loss, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place)
+        loss, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place, signals.norms)
         if loss is not None and len(recent) >= 5 and (norm is None or usual is None or norm > 2.5 * usual):
             middle = statistics.median(recent)
             leaps += loss - middle > 4 * statistics.median(abs(one - middle) for one in recent)
@@ -134,7 +130,7 @@ def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
     if not places or not _comes_at_once(signals, places[0]) or _times(signals, places[0]) < FAR:
         return False
     place, curve, before = places[0], signals.curve, signals.usual(places[0], signals.losses)
-    here, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place)
+    here, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place, signals.norms)
     if curve is None or before is None or here is None or not curve.final > 1.1 * before > 0:
         return False
     if norm is not None and usual is not None and norm < 2.5 * usual:  # heavy noise in the targets of a robust loss
@@ -145,29 +141,14 @@ def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
 
 def _times(signals: Signals, place: int) -> float:
     """How far a step stands above those just before it."""
-    found = [1.0]
-    for values in (signals.norms, signals.losses):
-        value, usual = values[place], signals.usual(place, values)
-        if value is not None and usual:
-            found.append(value / usual)
-    return max(found)
+    usual = ((values[place] or 0.0, signals.usual(place, values)) for values in (signals.norms, signals.losses))
+    return max(1.0, *(value / before for value, before in usual if before))
 
 
 def _comes_at_once(signals: Signals, place: int) -> bool:
     """Whether the steps before were far below: what a rate does grows from step to step."""
-    found = False
-    for values in (signals.norms, signals.losses):
-        value, before = values[place], [one for one in values[max(0, place - 3) : place] if one]
-        if value is not None and before and value > 3 * max(before):
-            found = True
-    return found
-
-
-def _calm(signals: Signals, places: Sequence[int]) -> float | None:
-    """The median of the norms of ordinary steps."""
-    near = {place + k for place in places for k in range(4)}
-    norms = [norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5]
-    return median(norms)
+    pairs = ((values[place] or 0.0, values[max(0, place - 3) : place]) for values in (signals.norms, signals.losses))
+    return any(value > 3 * max(filter(None, before), default=math.inf) for value, before in pairs)
 
 
 def data_shift(signals: Signals) -> Cause | None:
@@ -197,7 +178,7 @@ def data_shift(signals: Signals) -> Cause | None:
         f"Look at what the loader gives from step {step} on: another file, domain, length, normalisation or "
         "labelling, or one class only. If that is meant, go on training; shuffle the parts together if both are to be "
         "learned.",
-        (Evidence((step, signals.span[1]), words, numbers=(("before", low), ("after", high))),),
+        (signals.seen(words, since=step),),
         ("The learning rate did not change, and the steps before were calm.",),
     )
 
@@ -239,8 +220,8 @@ def _level_shift(signals: Signals) -> int | None:
         if min(after) > max(before[-10:]) and (high - low) / spread > 6:
             found.append((high / low, place))
     times, place = max(found, default=(0.0, None))
-    needed = ONE_TIMES if len(leaps) == 1 else FEW_TIMES if len(leaps) <= MOST_SHIFTS else MOST_TIMES
-    return place if times > needed else None
+    needed = FEW_TIMES if len(leaps) <= MOST_SHIFTS else MOST_TIMES
+    return place if times > (ONE_TIMES if len(leaps) == 1 else needed) else None
 
 
 def drift(signals: Signals) -> Cause | None:
@@ -252,29 +233,25 @@ def drift(signals: Signals) -> Cause | None:
     rising = _rising_norms(signals)
     late = statistics.median(curve.levels[curve.levels.index(curve.best) :])
     lost = max(late, curve.final) > curve.best + max(3 * curve.error, 0.25 * abs(curve.best))
-    if not (
-        (grown and (lost or (rising and curve.fallen() < 0.6)))
-        or runs_away
-        or (rising and lost and curve.fallen() < 0.5)
-    ):
+    grows = grown and (lost or (rising and curve.fallen() < 0.6))
+    if not (grows or runs_away or (rising and lost and curve.fallen() < 0.5)):
         return None
     evidence = []
     if runs_away:
-        evidence.append(Evidence(signals.span, runs_away))
+        evidence.append(signals.seen(runs_away))
     if grown:
         name, times = grown
         words = f"The norm of {name} grew {number(times)} times, step by step."
-        evidence.append(Evidence(signals.span, words, (name,), (("times", times),)))
+        evidence.append(signals.seen(words, (name,)))
     if rising:
-        evidence.append(Evidence(signals.span, f"The median gradient norm rose {number(rising)} times, step by step."))
+        evidence.append(signals.seen(f"The median gradient norm rose {number(rising)} times, step by step."))
     end = "the loss falls without end" if runs_away else "the loss ends above its best" if lost else "do not settle"
     return Cause(
         "drift",
         "likely",
         f"Weights and gradients grow all through the run, step by step, and {end}.",
-        "Look for what rewards large weights: the sign of a penalty or of weight_decay, a target made by the "
-        "model itself, "
-        "or a loss without a lower bound. Normalisation layers or weight decay bound their growth.",
+        "Look for what rewards large weights: the sign of a penalty or of weight_decay, a target made by the model "
+        "itself, or a loss without a lower bound. Normalisation layers or weight decay bound their growth.",
         tuple(evidence),
         ("It is no single batch and no single step: nothing leapt before.",),
     )
@@ -300,8 +277,7 @@ def _growing_weight(signals: Signals) -> tuple[str, float] | None:
 def _rising_norms(signals: Signals) -> float | None:
     """How many times the median norm rose, where it rises all through the run."""
     norms = [norm for norm in signals.norms[: signals.first_lost] if norm]
-    size = max(1, len(norms) // 10)
-    levels = [statistics.median(norms[k : k + size]) for k in range(0, len(norms) - size + 1, size)][1:]
+    levels = medians(norms, max(1, len(norms) // 10))[1:]
     rises = sum(after > before for before, after in pairwise(levels))
     if len(levels) < 5 or rises < 0.75 * (len(levels) - 1) or levels[-1] < 1.5 * levels[0]:
         return None

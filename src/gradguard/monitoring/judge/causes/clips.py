@@ -5,7 +5,7 @@ import statistics
 from gradguard.monitoring.judge.acting_clips import acting_clips, shares_in_words
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.followed import follows_clip
-from gradguard.monitoring.judge.numbers import percent, plain_threshold
+from gradguard.monitoring.judge.numbers import capital, percent, plain_threshold
 from gradguard.monitoring.judge.signals import Signals
 from gradguard.monitoring.record.lines import without_none
 
@@ -24,12 +24,11 @@ def clip_starves(signals: Signals) -> Cause | None:
     if signals.bound_share <= ALWAYS or _several(signals) or follows_clip(signals):
         return None
     coefficient = statistics.median(signals.bound)
-    threshold = (without_none(signals.record.steps.column("threshold")) or [None])[-1]
-    at = "" if threshold is None else f" at {plain_threshold(threshold)}"
-    bound = Evidence(
-        signals.span,
+    thresholds = without_none(signals.record.steps.column("threshold"))
+    at = f" at {plain_threshold(thresholds[-1])}" if thresholds else ""
+    bound = signals.seen(
         f"The clip{at} bound on {percent(signals.bound_share)} of the steps, and multiplied gradients by "
-        f"{coefficient:.2g}.",
+        f"{coefficient:.2g}."
     )
     if signals.eps is not None:
         return _below_eps(signals, coefficient, at, bound)
@@ -50,11 +49,9 @@ def clip_starves(signals: Signals) -> Cause | None:
 
 def _raise_it(signals: Signals) -> str:
     usual = _usual(signals)
-    return (
-        "Take the clip away."
-        if usual is None
-        else f"Raise the threshold to {plain_threshold(usual)}, which leaves ordinary steps alone, or take it away."
-    )
+    if usual is None:
+        return "Take the clip away."
+    return f"Raise the threshold to {plain_threshold(usual)}, which leaves ordinary steps alone, or take it away."
 
 
 def _usual(signals: Signals) -> float | None:
@@ -79,7 +76,7 @@ def _below_eps(signals: Signals, coefficient: float, at: str, bound: Evidence) -
         "certain",
         f"The clip{at} starves the optimizer: what it leaves of the gradients drowns in eps, {eps:g}.",
         _raise_it(signals),
-        (Evidence(signals.span, words, tuple(starved)), bound),
+        (signals.seen(words, starved), bound),
         ("An optimizer that divides by the size of the gradients cancels a clip only above its eps.",),
         threshold=_usual(signals),
     )
@@ -110,6 +107,5 @@ def clip_twice(signals: Signals) -> Cause | None:
         "likely" if len(binding) > 1 or harmed else "possible",
         f"Gradients are clipped {len(clips)} times for each step: the later clip sees what the earlier one has left.",
         f"Keep {binding[0].name} or the other, and take away the one that binds on most steps.",
-        (Evidence(signals.span, f"{words[:1].upper()}{words[1:]}"),),
-        (),
+        (signals.seen(capital(words)),),
     )

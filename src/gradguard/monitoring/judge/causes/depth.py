@@ -2,9 +2,10 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 from itertools import pairwise
 
-from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.cause import Cause
 from gradguard.monitoring.judge.findings import named
 from gradguard.monitoring.judge.numbers import number, plain_threshold
 from gradguard.monitoring.judge.signals import Layer, Signals
@@ -61,19 +62,17 @@ def vanishing(signals: Signals) -> Cause | None:
     names = tuple(layer.name for layer in below)
     size = f"{share:.0e}".replace("e-0", "e-")
     words = f"An element's gradient is {number(gradients[0])} in {below[0].name} and {number(top)} at the top."
-    evidence = [Evidence(signals.span, words, names, (("share", share),))]
+    evidence = [signals.seen(words, names)]
     if signals.eps is not None:
-        words = f"The optimizer's eps is {signals.eps:g}."
-        evidence.append(Evidence(signals.span, words, numbers=(("eps", signals.eps),)))
+        evidence.append(signals.seen(f"The optimizer's eps is {signals.eps:g}."))
     alive = statistics.median(layer.gradients[0] for layer in below) > SLOPE * max(one.gradients[0] for one in layers)
     return Cause(
         "vanishing",
         "possible" if alive and signals.growth > KILLED else "likely",
         f"Nothing is learnt below {edge}: gradients there are {size} of those above.",
-        "Keep gradients alive along depth: residual connections or normalisation between layers, ReLU or GELU in "
-        "place of "
-        "sigmoid or tanh, and an initialisation that keeps variances (torch.nn.init.kaiming_normal_, or xavier_normal_ "
-        "for tanh).",
+        "Keep gradients alive along depth: residual connections or normalisation between layers, ReLU or GELU in place "
+        "of sigmoid or tanh, and an initialisation that keeps variances (torch.nn.init.kaiming_normal_, or "
+        "xavier_normal_ for tanh).",
         tuple(evidence),
         ("A higher learning rate does not help: the last layers would diverge before the first ones move.",),
     )
@@ -81,13 +80,15 @@ def vanishing(signals: Signals) -> Cause | None:
 
 def _end_of_slope(gradients: list[float]) -> int:
     """How many layers from the input lie below a thousandth of the top, where gradients fall from layer to layer."""
-    if not all(gradients):  # a layer that begins at 0 lets nothing through, and soon does
-        return 0
-    falls = sum(low < high for low, high in pairwise(gradients)) / (len(gradients) - 1)
-    top = max(gradients)
-    if falls < 0.75 or not top:
+    falls, top = _rising_share(gradients), max(gradients)
+    if falls < 0.75 or not all(gradients):  # a layer that begins at 0 lets nothing through, and soon does
         return 0
     return next((k for k, gradient in enumerate(gradients) if gradient > SLOPE * top), len(gradients))
+
+
+def _rising_share(gradients: Sequence[float]) -> float:
+    """On which share of the steps from a layer to the next gradients are larger."""
+    return sum(low < high for low, high in pairwise(gradients)) / (len(gradients) - 1)
 
 
 def exploding_depth(signals: Signals) -> Cause | None:
@@ -100,14 +101,17 @@ def exploding_depth(signals: Signals) -> Cause | None:
         first = [layer.gradients[0] for layer in layers]
         if not all(first):
             continue
-        grows = sum(low > high for low, high in pairwise(first)) / (len(first) - 1)
-        times = statistics.median(first[: max(1, len(first) // 4)]) / statistics.median(
-            first[-max(1, len(first) // 4) :]
-        )
+        grows, quarter = _rising_share(first[::-1]), len(first) // 4
+        times = statistics.median(first[:quarter]) / statistics.median(first[-quarter:])
         gains = [signals.gain(layer) or 0.0 for layer in signals.layers if layer.weights]
         large = signals.begins_exploded(layers) or min(gains, default=0.0) > LARGE_GAIN
-        if (times > EXPLODED and grows >= 0.7) or (times > EXPLODED / 20 and grows >= 0.65 and large):
-            return _explodes(signals, layers, times)
+        if times > EXPLODED / 20 and grows >= 0.65 and (large or times > EXPLODED):
+            each = math.exp(math.log(times) / (len(layers) - 1))
+            words = (
+                f"In the first step an element's gradient is {number(first[0])} in {layers[0].name} and "
+                f"{number(first[-1])} in {layers[-1].name}: {each:.2g} times more with each layer down."
+            )
+            return _exploding(signals, layers, words, times)
     return _explodes_both_ways(signals)
 
 
@@ -116,23 +120,13 @@ def _explodes_both_ways(signals: Signals) -> Cause | None:
     layers = [layer for layer in signals.layers if layer.weights]
     if len(layers) < FEWEST_LAYERS:
         return None
-    roots = {layer.place: math.sqrt(signals.params[layer.place].get("numel") or 1) for layer in layers}
-    times = [layer.gradients[0] * roots[layer.place] / layer.weights[0] for layer in layers]
+    times = [layer.gradients[0] * signals.root(layer.place) / layer.weights[0] for layer in layers]
     if min(times) < FAR_ABOVE:
         return None
     words = (
         f"In the first step the gradient of every weight is at least {number(min(times))} times as large as the weight."
     )
     return _exploding(signals, layers, words, min(times))
-
-
-def _explodes(signals: Signals, layers: list[Layer], times: float) -> Cause:
-    each = math.exp(math.log(times) / max(1, len(layers) - 1))
-    words = (
-        f"In the first step an element's gradient is {number(layers[0].gradients[0])} in {layers[0].name} and "
-        f"{number(layers[-1].gradients[0])} in {layers[-1].name}: {each:.2g} times more with each layer down."
-    )
-    return _exploding(signals, layers, words, times)
 
 
 def _exploding(signals: Signals, layers: list[Layer], words: str, times: float) -> Cause:
@@ -142,7 +136,7 @@ def _exploding(signals: Signals, layers: list[Layer], words: str, times: float) 
         "Gradients explode along the depth of the model: the weights of each layer are too large from the start.",
         "Initialise with a smaller gain (torch.nn.init.kaiming_normal_ for ReLU, xavier_normal_ for tanh), or put a "
         "normalisation between layers.",
-        (Evidence(signals.span, words, tuple(layer.name for layer in layers), (("times", times),)),),
+        (signals.seen(words, [layer.name for layer in layers]),),
         ("No learning rate fits all layers as long as their gradients differ so.",),
     )
 
@@ -155,14 +149,14 @@ def exploding_time(signals: Signals) -> Cause | None:
     """Return whether a recurrence multiplies gradients, and the loss does not fall with them."""
     recurrent, curve = _recurrent(signals), signals.curve
     known = [norm for norm in signals.norms if norm]
-    radius = max((one for layer in recurrent if (one := _radius(signals, layer))), default=None)
-    broke = signals.ends_lost and ((radius is not None and radius > AMPLIFIES) or signals.begins_exploded(recurrent))
+    radius = max((_radius(signals, layer) or 0.0 for layer in recurrent), default=0.0)
+    broke = signals.ends_lost and (radius > AMPLIFIES or signals.begins_exploded(recurrent))
     if not recurrent or not known or (len(known) < 20 and not broke):
         return None
     low, largest = sorted(known)[len(known) // 10], max(known)
     leaps = largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
     explodes = leaps and largest > EXPLODES_IN_TIME * low  # so far that it hurts a run that learns as well
-    amplifies = radius is not None and radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
+    amplifies = radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
     learns = curve is not None and curve.fallen() > 0.5 and not signals.ends_lost
     if not amplifies and not broke and not explodes and (learns or not leaps):
         return None
@@ -170,12 +164,9 @@ def exploding_time(signals: Signals) -> Cause | None:
     words = f"Gradient norms run from {number(low)} to {number(largest)}."
     if low == largest:
         words = f"The first gradient has a norm of {number(low)}."
-    evidence = [Evidence(signals.span, words, names, (("low", low), ("largest", largest)))]
-    if radius is not None and radius > 1:
-        words = (
-            f"The weight {names[0]} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
-        )
-        evidence.append(Evidence(signals.span, words, names, (("radius", radius),)))
+    evidence = [signals.seen(words, names)]
+    if radius > 1:
+        evidence.append(signals.seen(_multiplies(names[0], radius), names))
     threshold = None if broke else float(f"{statistics.median(known):.1e}")
     clip = "" if threshold is None else f", and clip at {plain_threshold(threshold)}"
     return Cause(
@@ -197,10 +188,14 @@ def _recurrent(signals: Signals) -> list[Layer]:
 
 def _radius(signals: Signals, layer: Layer) -> float | None:
     """By how much a random square matrix of this norm multiplies a vector; None for a weight that is not square."""
-    shape = signals.params[layer.place].get("shape") or []
+    shape = signals.shape(layer.place)
     if len(shape) != 2 or shape[0] != shape[1] or not layer.weights:
         return None
     return layer.weights[0] / math.sqrt(shape[0])
+
+
+def _multiplies(name: str, radius: float) -> str:
+    return f"The weight {name} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
 
 
 def _share_of_large(signals: Signals, layers: list[Layer], low: float) -> float:
@@ -214,28 +209,21 @@ def _share_of_large(signals: Signals, layers: list[Layer], low: float) -> float:
 def _vanishes_in_time(signals: Signals) -> Cause | None:
     """Whether a recurrence multiplies by so little that nothing comes through, while the loss does not fall."""
     curve = signals.curve
-    weak = [
-        layer for layer in _recurrent(signals) if (radius := _radius(signals, layer)) is not None and radius < DAMPS
-    ]
+    radii = {layer.name: _radius(signals, layer) for layer in _recurrent(signals)}
+    weak = {name: radius for name, radius in radii.items() if radius is not None and radius < DAMPS}
     if not weak or curve is None:
         return None
-    after_start = curve.levels[
-        min(2, len(curve.levels) - 1)
-    ]  # an output's bias is learned without any gradient in time
+    after_start = curve.levels[:3][-1]  # an output's bias is learned without any gradient in time
     if curve.final < 0.7 * after_start:
         return None
-    names, radius = tuple(layer.name for layer in weak), _radius(signals, weak[0]) or 0.0
-    words = (
-        f"The weight {named(names)} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
-    )
+    names, (radius, *_) = tuple(weak), weak.values()
     return Cause(
         "vanishing",
         "likely",
         f"Nothing is learnt over time: {named(names)} lets hardly anything through from one step of a sequence "
         "to the next.",
         "Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, whose gates let "
-        "gradients "
-        "through.",
-        (Evidence(signals.span, words, names, (("radius", radius),)),),
+        "gradients through.",
+        (signals.seen(_multiplies(named(names), radius), names),),
         ("A higher learning rate does not help: gradients are lost on their way through the sequence.",),
     )

@@ -4,7 +4,7 @@ import statistics
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.findings import Finding, named
-from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.numbers import capital, number
 from gradguard.monitoring.judge.signals import Signals
 from gradguard.monitoring.record.lines import without_none
 
@@ -24,15 +24,14 @@ def accumulation(signals: Signals) -> Cause | None:
             "certain",
             "Gradients are never cleared: each step follows the sum of all gradients so far.",
             "Call optimizer.zero_grad() once for each step, before its first backward().",
-            (_of(kept),),
+            (Evidence.of(kept),),
             ("The learning rate may be right: no threshold and no rate can be read from such norms.",),
         )
-    several = [count for count in signals.record.steps.column("backwards") if count]
-    factor, curve = signals.record.meta.get("loss_factor"), signals.curve
+    several, curve = list(filter(None, signals.record.steps.column("backwards"))), signals.curve
     if len(several) < 0.5 * signals.count or curve is None or signals.cancels_scale:
         return None
     usual = round(statistics.median(several))
-    if factor is not None and factor <= 1.5 / usual:
+    if signals.record.meta.get("loss_factor", 1.0) <= 1.5 / usual:
         return None
     sick = signals.ends_lost or curve.peak > 2 * curve.start or curve.fallen() < 0.1
     words = f"For each step backward() was called {usual} times, and the loss was not divided by {usual}."
@@ -42,8 +41,7 @@ def accumulation(signals: Signals) -> Cause | None:
         f"Gradients of {usual} micro-batches are summed for each step, which makes the learning rate {usual} "
         "times what it says.",
         f"Divide the loss by {usual} before backward(), as in (loss / {usual}).backward().",
-        (Evidence(signals.span, words, numbers=(("backwards", float(usual)),)),),
-        (),
+        (signals.seen(words),),
         rate_factor=1 / usual,
     )
 
@@ -51,7 +49,7 @@ def accumulation(signals: Signals) -> Cause | None:
 def clip_before_unscale(signals: Signals) -> Cause | None:
     """Return whether clips saw gradients that were still multiplied by a loss scale."""
     found = signals.finding("clip_before_unscale")
-    evidence = _of(found) if found is not None else _norms_follow_scale(signals)
+    evidence = Evidence.of(found) if found is not None else _norms_follow_scale(signals)
     if evidence is None:
         return None
     return Cause(
@@ -80,7 +78,7 @@ def _norms_follow_scale(signals: Signals) -> Evidence | None:
     if not follows and (high > low or statistics.median(signals.bound) > 10 / high or levels[high] < 0.01 * high):
         return None
     rises = f": {number(levels[low])} at a scale of {low:,g}, {number(levels[high])} at {high:,g}" if high > low else ""
-    return Evidence(signals.span, f"The norms that the clip sees grow with the loss scale{rises}.")
+    return signals.seen(f"The norms that the clip sees grow with the loss scale{rises}.")
 
 
 def no_gradient(signals: Signals) -> Cause | None:
@@ -96,7 +94,7 @@ def no_gradient(signals: Signals) -> Cause | None:
         return frozen
     missing, share = _missing(signals)
     if missing:
-        names = [str(signals.params[place].get("name", "?")) for place in missing]
+        names = [signals.name(place) for place in missing]
         first = min(missing) == 0  # something cuts the model behind them
         cut = share >= UNUSED_SHARE or (first and len(missing) > 1)
         words = f"{len(names)} of {len(signals.params)} parameters never had a gradient: {named(names)}."
@@ -108,7 +106,7 @@ def no_gradient(signals: Signals) -> Cause | None:
             f"Look between {names[-1]} and the loss for detach(), torch.no_grad(), .data, .item(), or a part of the "
             "model that the forward leaves out. If they are meant to stay as they are, give the optimizer the "
             "others only.",
-            (Evidence(signals.span, words, tuple(names), (("share", share),)),),
+            (signals.seen(words, names),),
             ("No learning rate and no clip changes what has no gradient.",) if cut else (),
         )
     forgotten = signals.finding("gradient_without_optimizer")
@@ -117,51 +115,43 @@ def no_gradient(signals: Signals) -> Cause | None:
             "no_gradient",
             "likely" if forgotten.severity == "warning" else "possible",
             f"The parameters {named(forgotten.params)} get gradients and are in no optimizer, so that they never "
-            "change."
-            if forgotten.params
-            else "Parameters that get gradients are in no optimizer, so that they never change.",
+            "change.",
             f"Give {named(forgotten.params)} to the optimizer; it was perhaps made before they were. If they are meant "
             "to stay as they are, call requires_grad_(False) on them.",
-            (_of(forgotten),),
-            (),
+            (Evidence.of(forgotten),),
         )
     if detached is not None:
         return Cause(
             "no_gradient",
             "likely",
             f"The parameters {named(detached.params)} get no gradient any more since step {detached.first_step}.",
-            f"Look at what changed at step {detached.first_step}: detach(), torch.no_grad(), requires_grad set "
-            "to False, "
-            "or a branch of the forward that leaves them out. If they were frozen on purpose, nothing is to be done.",
-            (_of(detached),),
-            (),
+            f"Look at what changed at step {detached.first_step}: detach(), torch.no_grad(), requires_grad set to "
+            "False, or a branch of the forward that leaves them out. If they were frozen on purpose, nothing is to be "
+            "done.",
+            (Evidence.of(detached),),
         )
     return None
 
 
 def _frozen(signals: Signals) -> Cause | None:
     """Whether most of what the optimizer has was frozen, and hardly anything is learned by the rest."""
-    own = [signals.params[place] for place in signals.own]
-    frozen = [one for one in own if one.get("frozen")]
-    sizes = sum(one.get("numel") or 0 for one in own)
-    share = sum(one.get("numel") or 0 for one in frozen) / max(1, sizes)
-    curve = signals.curve
+    own, curve = signals.own, signals.curve
+    frozen = [place for place in own if signals.params[place].get("frozen")]
+    share = signals.elements(frozen) / max(1, signals.elements(own))
     if share < MISSING_SHARE or curve is None:
         return None
-    trained = [one for one in own if not one.get("frozen")]
-    only_vectors = all(len(one.get("shape") or []) < 2 for one in trained)
+    only_vectors = all(len(signals.shape(place)) < 2 for place in own if place not in frozen)
     if not only_vectors and curve.fallen() > 0.3:
         return None
-    names = tuple(str(one.get("name", "?")) for one in frozen)
+    names = [signals.name(place) for place in frozen]
     words = f"{len(frozen)} of {len(own)} parameters of the optimizer have requires_grad=False: {named(names)}."
     return Cause(
         "no_gradient",
         "likely" if only_vectors or share > 0.5 else "possible",
         f"{len(frozen)} of {len(own)} parameters are frozen, and what is left hardly learns.",
         "If they are to be trained, set requires_grad_(True) on them before the first forward; if not, give the "
-        "optimizer "
-        "the others only.",
-        (Evidence(signals.span, words, names, (("share", share),)),),
+        "optimizer the others only.",
+        (signals.seen(words, names),),
         ("No learning rate and no clip changes what has no gradient.",),
     )
 
@@ -170,11 +160,9 @@ def _missing(signals: Signals) -> tuple[list[int], float]:
     """The places of the parameters that never had a gradient, and their share of all elements."""
     if not signals.lines:
         return [], 0.0
-    absences = [frozenset(line.get("absent") or ()) for line in signals.lines]
-    gone = frozenset.intersection(*absences)
+    gone = frozenset.intersection(*(frozenset(line.get("absent", ())) for line in signals.lines))
     mine = [place for place in signals.own if place in gone and not signals.params[place].get("frozen")]
-    sizes = [parameter.get("numel") or 0 for parameter in signals.params]
-    return mine, sum(sizes[place] for place in mine) / max(1, sum(sizes))
+    return mine, signals.elements(mine) / max(1, signals.elements(range(len(signals.params))))
 
 
 def _starts_at_zero(signals: Signals) -> bool:
@@ -186,11 +174,9 @@ def _starts_at_zero(signals: Signals) -> bool:
 
 
 def _idle(signals: Signals, idle: Finding) -> Cause:
-    meta, end = signals.record.meta, signals.record.end or {}
+    end, leaves = signals.record.end or {}, signals.record.meta.get("leaves")
     steps = end.get("idle_steps") or idle.value or 0
-    reached = sum("order" in parameter for parameter in signals.params)
-    leaves = meta.get("leaves")
-    if reached:
+    if any("order" in parameter for parameter in signals.params):
         why = "Gradients are there after backward() and gone at step(): zero_grad() is called between the two."
         advice = "Call optimizer.zero_grad() before backward(), or after optimizer.step(), and not between the two."
     elif leaves:
@@ -206,8 +192,8 @@ def _idle(signals: Signals, idle: Finding) -> Cause:
             "that was made anew from numbers, and take it away."
         )
     else:
-        why = f"{idle.message[:1].upper()}{idle.message[1:]}."
-        advice = f"{idle.advice[:1].upper()}{idle.advice[1:]}."
+        why = f"{capital(idle.message)}."
+        advice = f"{capital(idle.advice)}."
     return Cause(
         "no_gradient",
         "certain",
@@ -226,7 +212,7 @@ def _all_zero(signals: Signals) -> Cause:
         "Every gradient is exactly 0 on every step: nothing is trained.",
         "Check that zero_grad() does not come between backward() and step(), and that the loss is computed from the "
         "model's output without detach(), round(), argmax() or a comparison on the way.",
-        (Evidence(signals.span, words),),
+        (signals.seen(words),),
         ("No learning rate and no clip changes anything here.",),
     )
 
@@ -249,7 +235,7 @@ def rate_zero(signals: Signals) -> Cause | None:
         "The learning rate is 0: nothing is trained.",
         "Set lr above 0, such as 1e-3 for Adam or 0.1 for SGD. With a scheduler, check that its first factor is not 0 "
         "and that scheduler.step() is called.",
-        (Evidence(signals.span, words),),
+        (signals.seen(words),),
         ("The gradients are not the cause: they are there and finite.",),
     )
 
@@ -260,23 +246,20 @@ def not_started(signals: Signals) -> Cause | None:
     if curve is None or not signals.count:
         return None
     zeros = _zero_from_start(signals)
-    matrices = sum(len(signals.params[place].get("shape") or []) > 1 for place in signals.own)
+    matrices = sum(len(signals.shape(place)) > 1 for place in signals.own)
     if curve.has_fallen and (2 * len(zeros) < matrices or curve.fallen() > 0.3):
         return None
-    ruled = ("The learning rate is an ordinary one.",)
     if zeros:
-        names = tuple(layer for layer in zeros)
-        words = f"The gradient of {named(names)} was exactly 0 on every recorded step, from the first one on."
+        words = f"The gradient of {named(zeros)} was exactly 0 on every recorded step, from the first one on."
         return Cause(
             "not_started",
             "likely",
-            f"Nothing has begun to learn: the gradient of {named(names)} is exactly 0 from the first step on.",
-            "Initialise the weights at random (the default of torch.nn layers does), not with zeros or one "
-            "constant; if "
-            "they are, look for ReLUs that are dead from the start: biases far below 0, or inputs that are not "
+            f"Nothing has begun to learn: the gradient of {named(zeros)} is exactly 0 from the first step on.",
+            "Initialise the weights at random (the default of torch.nn layers does), not with zeros or one constant; "
+            "if they are, look for ReLUs that are dead from the start: biases far below 0, or inputs that are not "
             "normalised.",
-            (Evidence(signals.span, words, names),),
-            ruled,
+            (signals.seen(words, zeros),),
+            ("The learning rate is an ordinary one.",),
         )
     rates = without_none(signals.rates)
     if signals.is_warming_up:
@@ -287,22 +270,18 @@ def not_started(signals: Signals) -> Cause | None:
             f"The warm-up is longer than the run: after {signals.count:,} steps the learning rate still rises, "
             f"at {rates[-1]:.2g}.",
             f"Shorten the warm-up to a tenth of the run, some {max(1, signals.count // 10)} steps.",
-            (Evidence(signals.span, words),),
+            (signals.seen(words),),
             ("The model is not the cause: its gradients are there.",),
         )
     if curve.is_flat and signals.count >= 100:
-        words = (
-            f"The loss was {number(curve.start)} at first and is {number(curve.final)} at the end, and gradients "
-            "are there."
-        )
+        words = f"The loss was {number(curve.start)} at first and is {number(curve.final)} at the end"
         return Cause(
             "not_started",
             "likely",
             f"Nothing has been learned in {signals.count:,} steps, though gradients and learning rate are ordinary.",
-            "Check that labels belong to their inputs (a shuffle of one and not of the other), and that inputs "
-            "are normalised "
-            "and reach the model. If they are right, train longer, with a learning rate three times higher.",
-            (Evidence(signals.span, words),),
+            "Check that labels belong to their inputs (a shuffle of one and not of the other), and that inputs are "
+            "normalised and reach the model. If they are right, train longer, with a learning rate three times higher.",
+            (signals.seen(f"{words}, and gradients are there."),),
             ("No layer lacks a gradient, and none vanishes or explodes.",),
         )
     return None
@@ -314,15 +293,8 @@ def _zero_from_start(signals: Signals) -> list[str]:
     if len(lines) < 3:
         return []
     for place in signals.own:
-        parameter = signals.params[place]
-        if len(parameter.get("shape") or []) < 2:
-            continue
-        zero = sum(line["norm"][place] == 0 and place not in (line.get("absent") or ()) for line in lines)
-        if zero >= 0.95 * len(lines) and not any(line["norm"][place] for line in lines[:2]):
-            found.append(str(parameter.get("name", "?")))
+        zero = sum(line["norm"][place] == 0 and place not in line.get("absent", ()) for line in lines)
+        at_first = any(line["norm"][place] for line in lines[:2])
+        if len(signals.shape(place)) > 1 and zero >= 0.95 * len(lines) and not at_first:
+            found.append(signals.name(place))
     return found
-
-
-def _of(found: Finding) -> Evidence:
-    message = f"{found.message[:1].upper()}{found.message[1:]}."
-    return Evidence((found.first_step, found.last_step), message, found.params)

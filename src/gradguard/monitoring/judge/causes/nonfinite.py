@@ -1,6 +1,7 @@
 """Numbers that stopped being finite: by the data, by the range of a type, or because they had grown."""
 
 import statistics
+from itertools import groupby
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.findings import named
@@ -18,10 +19,8 @@ FAR_GROWN = 30.0
 _BEFORE = 10  # steps in which growth must end
 _LAST = 3  # steps on which numbers that grow are at their largest
 _PAST = 60  # steps before these that say what was usual
-_NEVER_OVERFLOW = ("LogSoftmax", "Softmax")  # what is not finite in their result was so before them
-_SEARCHED_IN_A_ROW = 12  # skips after which a loss scale is no longer searched for
-
-_SMALL_TYPES = frozenset({"float16"})
+_NEVER_OVERFLOW = ("LogSoftmax", "Softmax", "")  # what is not finite in the result of the first two was so before
+_SMALL_TYPE = "float16"
 
 
 def nonfinite(signals: Signals) -> Cause | None:
@@ -33,29 +32,30 @@ def nonfinite(signals: Signals) -> Cause | None:
     if place is None:
         return _scale_collapse(signals)
     step = signals.named(place)
-    lost = sum(signals.lost)
     finding = signals.finding("nonfinite")
-    params = finding.params if finding is not None else ()
-    words = f"the loss or gradients were not finite on {counted(lost, 'step')}, first on step {step}"
-    words += f", in {named(params)}." if params else "."
-    seen = Evidence((step, signals.span[1] if signals.ends_lost else step), _sentence(words), tuple(params))
-    growth = _growth(signals, place)
+    params = () if finding is None else finding.params
+    where = f", in {named(params)}" if params else ""
+    words = (
+        f"The loss or gradients were not finite on {counted(sum(signals.lost), 'step')}, first on step {step}{where}."
+    )
+    seen = Evidence((step, signals.span[1] if signals.ends_lost else step), words, params)
+    times, growth = _growth(signals, place)
     origin = _origin(signals, place)
-    if origin is not None and origin[0] == "data":
+    if origin[0] == "data":
         return _by_data(signals, step, seen, "certain", "The data themselves held a number that is not finite.")
-    if growth is not None and growth.numbers[0][1] > GROWN and place:
-        return _by_growth(signals, place, seen, growth)
-    small = _small_type(signals, origin)
-    if small or (origin is not None and origin[0] == "Exp"):
+    if times > GROWN:
+        return _by_growth(signals, place, seen, times, growth)
+    small = _is_small(signals, origin)
+    if small or origin[0] == "Exp":
         return _by_range(signals, step, seen, small, origin)
     if 0 < place <= 2 and signals.rates[place - 1]:  # right after the first update, which the rate makes
-        return _by_growth(signals, place, seen, growth)
-    return _by_data(signals, step, seen, "likely", "" if origin is None else _made_by(origin))
+        return _by_growth(signals, place, seen, times, growth)
+    return _by_data(signals, step, seen, "likely", _made_by(origin))
 
 
-def _growth(signals: Signals, place: int) -> Evidence | None:
+def _growth(signals: Signals, place: int) -> tuple[float, tuple[Evidence, ...]]:
     """How far losses and norms had grown when numbers were lost; norms alone grow where learning begins."""
-    best: Evidence | None = None
+    best, seen = 0.0, ()
     for name, values in (("loss", signals.losses), ("norm", signals.norms)):
         before = [(k, value) for k, value in enumerate(values[:place]) if value is not None and value > 0]
         if not before:
@@ -64,40 +64,38 @@ def _growth(signals: Signals, place: int) -> Evidence | None:
         past = [value for k, value in before if place - _BEFORE - _PAST <= k < place - _BEFORE]
         past = [max(past[k : k + _LAST]) for k in range(len(past) - _LAST + 1)]  # as of the last ones: losses in turns
         usual = statistics.median(past) if len(past) >= _BEFORE else min(value for _, value in before[:3])
-        if not recent or not usual:
+        if not recent:
             continue
         times = max(recent) / usual
-        if best is not None and best.numbers[0][1] < 1 and times < FAR_GROWN:
+        if seen and best < 1 and times < FAR_GROWN:
             continue
-        if best is None or times > best.numbers[0][1]:
+        if times > best:
             steps = signals.named(max(0, place - _BEFORE)), signals.named(place - 1)
             what = "gradient norm" if name == "norm" else "loss"
             words = f"The {what} had grown from {number(usual)} to {number(max(recent))} within {_BEFORE} steps."
-            best = Evidence(steps, words, numbers=(("times", times),))
-    return best
+            best, seen = times, (Evidence(steps, words),)
+    return best, seen
 
 
-def _origin(signals: Signals, place: int) -> tuple[str, str] | None:
-    """Where the forward first had a number that is not finite, and its type, if the record says."""
+def _origin(signals: Signals, place: int) -> tuple[str, str]:
+    """Where the forward first had a number that is not finite, and its type; empty where the record does not say."""
     origins = [one for one in signals.record.steps.column("origin")[: place + 2] if one]
-    return (str(origins[-1][0]), str(origins[-1][1])) if origins and len(origins[-1]) == 2 else None
+    return origins[-1] if origins and len(origins[-1]) == 2 else ("", "")
 
 
-def _small_type(signals: Signals, origin: tuple[str, str] | None) -> str:
-    """The type of 16 bits whose range numbers may have left."""
-    computed = {str(one) for one in signals.record.meta.get("compute") or ()}
-    stored = {str(parameter.get("dtype")) for parameter in signals.params}
-    if origin is not None and origin[0] not in _NEVER_OVERFLOW:
-        return origin[1] if origin[1] in _SMALL_TYPES else ""
-    if signals.record.steps.has_any("amp_scale"):
-        return "float16"
-    return next(iter(sorted((computed | stored) & _SMALL_TYPES)), "")
+def _is_small(signals: Signals, origin: tuple[str, str]) -> bool:
+    """Whether numbers may have left the range of the type of 16 bits."""
+    if origin[0] not in _NEVER_OVERFLOW:
+        return origin[1] == _SMALL_TYPE
+    stored = {parameter.get("dtype") for parameter in signals.params}
+    in_use = stored.union(signals.record.meta.get("compute", ()))
+    return signals.record.steps.has_any("amp_scale") or _SMALL_TYPE in in_use
 
 
 def _made_by(origin: tuple[str, str]) -> str:
     if origin[0] == "weights":
         return "The weights were not finite before the forward began."
-    return f"The operation that first had such a number is {origin[0]}, in {origin[1]}."
+    return origin[0] and f"The operation that first had such a number is {origin[0]}, in {origin[1]}."
 
 
 def _by_data(signals: Signals, step: int, seen: Evidence, certainty: str, why: str) -> Cause:
@@ -114,11 +112,10 @@ def _by_data(signals: Signals, step: int, seen: Evidence, certainty: str, why: s
     )
 
 
-def _by_range(signals: Signals, step: int, seen: Evidence, small: str, origin: tuple[str, str] | None) -> Cause:
-    made = () if origin is None else (Evidence((step, step), _made_by(origin)),)
-    curve = signals.curve_until(signals.first_lost or 0)
-    falling = curve is not None and curve.has_fallen
-    learned = " while the run was learning" if falling else ""
+def _by_range(signals: Signals, step: int, seen: Evidence, small: bool, origin: tuple[str, str]) -> Cause:
+    made = (Evidence((step, step), _made_by(origin)),) if origin[0] else ()
+    curve = signals.curve_until(signals.lost.index(True))
+    learned = " while the run was learning" if curve is not None and curve.has_fallen else ""
     if small:
         sentence = f"A number left the range of float16, above 65,504, at step {step}{learned}."
         advice = (
@@ -131,26 +128,24 @@ def _by_range(signals: Signals, step: int, seen: Evidence, small: str, origin: t
             "Compute it in a stable form: torch.logsumexp, log_softmax, softplus or cross_entropy in place of exp, or "
             "subtract the largest value before exp."
         )
-    ruled = ("The learning rate is not the cause: losses and norms were at their usual level before.",)
-    certainty = "certain" if origin is not None else "likely"
     return Cause(
         "nonfinite_range",
-        certainty,
+        "certain" if made else "likely",
         sentence,
         advice,
         (seen, *made),
-        ruled,
+        ("The learning rate is not the cause: losses and norms were at their usual level before.",),
     )
 
 
-def _by_growth(signals: Signals, place: int, seen: Evidence, growth: Evidence | None) -> Cause:
+def _by_growth(signals: Signals, place: int, seen: Evidence, times: float, growth: tuple[Evidence, ...]) -> Cause:
     step, fix = signals.named(place), lower_rate(signals, place)
     return Cause(
         "nonfinite_growth",
-        "certain" if growth is not None and growth.numbers[0][1] > 10 * GROWN and place > _BEFORE else "likely",
+        "certain" if times > 10 * GROWN and place > _BEFORE else "likely",
         f"Losses and gradients grew until they were not finite at step {step}.",
         fix.advice,
-        (seen, *([growth] if growth is not None and growth.numbers[0][1] > 1 else [])),
+        (seen, *(growth if times > 1 else ())),
         ("It is no bad sample and no bad operation: numbers grew step by step before.",),
         rate_factor=fix.factor,
         threshold=fix.threshold,
@@ -159,13 +154,9 @@ def _by_growth(signals: Signals, place: int, seen: Evidence, growth: Evidence | 
 
 def _scale_collapse(signals: Signals) -> Cause | None:
     """A loss scale that fell and fell: gradients overflow whatever it is."""
-    run = longest = 0
-    for searched in signals.searched:
-        run = run + 1 if searched else 0
-        longest = max(longest, run)
-    if longest < _SEARCHED_IN_A_ROW and "amp_scale_collapse" not in signals.kinds:
+    if signals.finding("amp_scale_collapse") is None:
         return None
-    end = signals.span
+    longest = max((len(list(run)) for searched, run in groupby(signals.searched) if searched), default=0)
     words = f"The loss scale was halved {longest} times in a row, and every one of these steps was skipped."
     return Cause(
         "nonfinite_range",
@@ -173,10 +164,5 @@ def _scale_collapse(signals: Signals) -> Cause | None:
         "Gradients overflow float16 whatever the loss scale is, so that steps are skipped one after the other.",
         "Use bfloat16 in place of float16 and no GradScaler; if numbers are not finite then either, docs/nan.md finds "
         "the operation.",
-        (Evidence(end, words),),
-        (),
+        (signals.seen(words),),
     )
-
-
-def _sentence(words: str) -> str:
-    return f"{words[:1].upper()}{words[1:]}"

@@ -5,7 +5,7 @@ import statistics
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
-from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.numbers import median, number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Curve, Signals, usual_step
 from gradguard.monitoring.record.lines import without_none
@@ -43,27 +43,20 @@ def rate_too_high(signals: Signals) -> Cause | None:
     curve = signals.curve
     if signals.ends_lost or signals.rate == 0:
         return None
-    thrown = _thrown(signals, curve)
-    signs = [thrown] if thrown else []
+    thrown, looked = _thrown(signals, curve), []
     if curve is not None:
-        looked = [
-            _jumped(signals, curve),
-            _to_and_fro(signals, curve),
-            _large_updates(signals, curve),
-            _moved_for_nothing(signals, curve),
-            _risen(signals, curve),
-        ]
-        signs += [found for found in looked if found]
+        every = (_jumped, _to_and_fro, _large_updates, _moved_for_nothing, _risen)
+        looked = [look(signals, curve) for look in (every if curve.is_positive else every[1:3])]
+    signs = tuple(filter(None, [thrown, *looked]))
     if not signs:
         return None
     fix = lower_rate(signals)
-    certainty = "certain" if thrown or (len(signs) >= 3 and len(signals.outbursts) < 3) else "likely"
     return Cause(
         "rate_too_high",
-        certainty,
+        "certain" if thrown or (len(signs) >= 3 and len(signals.outbursts) < 3) else "likely",
         _headline(signals, curve),
         fix.advice,
-        tuple(signs),
+        signs,
         ("It is no bad batch: the loss does not come back by itself to where it was.",),
         rate_factor=fix.factor,
         threshold=fix.threshold,
@@ -99,27 +92,17 @@ def _thrown(signals: Signals, curve: Curve | None) -> Evidence | None:
     if times < THROWN or (gains and statistics.median(gains) < THROWN_GAIN):
         return None
     words = f"By step {step} the usual weight had {number(times)} times its first size: what it began with is lost."
-    return Evidence((signals.span[0], step), words, numbers=(("times", times),))
+    return Evidence((signals.span[0], step), words)
 
 
 def _jumped(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether the first steps threw the loss far above its start, and it ended no better than it began."""
-    if not curve.is_positive:
-        return None
     early = [(loss, place) for place, loss in enumerate(signals.losses[:30]) if loss is not None and place]
-    if not early:
-        return None
-    loss, place = max(early)
-    usual_peak = max(without_none(signals.losses[30:]), default=0.0)
-    if loss < max(1.2 * (signals.losses[0] or 0.0), usual_peak) or loss - curve.start < 6 * min(
-        curve.noise, curve.start
-    ):
-        return None
-    if (
-        loss < _OVERSHOT * curve.start
-        or (curve.final < 0.5 * curve.start and loss < 5 * curve.start)
-        or curve.final < 0.15 * curve.start
-    ):
+    loss, place = max(early, default=(0.0, 0))
+    usual_peak, start = max(without_none(signals.losses[30:]), default=0.0), curve.start
+    least = 5 * start if curve.final < 0.5 * start else _OVERSHOT * start
+    highest = max(1.2 * (signals.losses[0] or 0.0), usual_peak, least, start + 6 * min(curve.noise, start))
+    if loss < highest or curve.final < 0.15 * start:
         return None
     logs = [math.log(one) if one is not None and one > 0 else None for one in signals.losses]
     around = without_none(logs[max(1, place - 2) : place + 3])
@@ -136,32 +119,30 @@ def _to_and_fro(signals: Signals, curve: Curve) -> Evidence | None:
     found = signals.finding("oscillation")
     if found is None or curve.fallen() > 0.5:
         return None
-    return Evidence((found.first_step, found.last_step), f"{found.message[:1].upper()}{found.message[1:]}.")
+    return Evidence.of(found)
 
 
 def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether each step changes weights by a large share of themselves, while the loss does not fall."""
-    ratios, usual = [layer.ratios for layer in signals.layers if layer.ratios], signals.ratio or 0.0
-    first = statistics.median(one[0] for one in ratios) if ratios else 0.0
+    usual = signals.ratio or 0.0
+    first = median([layer.ratios[0] for layer in signals.layers if layer.ratios]) or 0.0
     if max(usual, first / 3) < LARGE_UPDATE or curve.is_falling or curve.fallen() > 0.9:
         return None
     words = f"A step changes the usual weight by {100 * max(usual, first):.2g} % of itself; 0.1 % is the rule of thumb."
-    return Evidence(signals.span, words)
+    return signals.seen(words)
 
 
 def _moved_for_nothing(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether weights have become others, and the loss has not fallen for it."""
     grown = signals.growth
-    if not curve.is_positive or curve.fallen() > 0.1 or grown < GROWN:
+    if curve.fallen() > 0.1 or grown < GROWN:
         return None
-    return Evidence(signals.span, f"Weights grew {number(grown)} times, and the loss has not fallen for it.")
+    return signals.seen(f"Weights grew {number(grown)} times, and the loss has not fallen for it.")
 
 
 def _risen(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether the loss ends far above the best it was, or has risen from the start."""
     rise = curve.final - curve.best
-    if not curve.is_positive:
-        return None
     if rise <= max(4 * curve.error, 0.5 * abs(curve.best), 0.02 * abs(curve.start)) or curve.fallen() > 0.5:
         return None
     at = curve.levels.index(curve.best) * max(1, curve.count // len(curve.levels))
@@ -169,7 +150,7 @@ def _risen(signals: Signals, curve: Curve) -> Evidence | None:
         f"The loss was {number(curve.best)} at its best, near step {signals.named(at)}, and ends at "
         f"{number(curve.final)}."
     )
-    return Evidence((signals.named(at), signals.span[1]), words)
+    return signals.seen(words, since=signals.named(at))
 
 
 def rate_too_low(signals: Signals) -> Cause | None:
@@ -178,7 +159,7 @@ def rate_too_low(signals: Signals) -> Cause | None:
     The factor takes the usual step to `RULE_OF_THUMB` of its weight.
     """
     curve, rate, ratio, travel = signals.curve, signals.rate, signals.ratio, _travel(signals)
-    if not rate or signals.ends_lost or signals.is_warming_up or ratio is None or travel is None:
+    if not rate or signals.ends_lost or signals.is_warming_up or travel is None:
         return None
     if curve is None:
         if travel > NO_MOVE:
@@ -198,7 +179,7 @@ def rate_too_low(signals: Signals) -> Cause | None:
         "likely",
         f"The learning rate, {rate:g}, is too low: {end}.",
         f"Multiply the learning rate by {factor:g}, to {float(f'{factor * rate:.2g}'):g}, and look again.",
-        (Evidence(signals.span, words, numbers=(("travel", travel),)),),
+        (signals.seen(words),),
         ("Gradients are there and steady: they do not vanish.",),
         rate_factor=factor,
     )
@@ -207,8 +188,6 @@ def rate_too_low(signals: Signals) -> Cause | None:
 def _creeps(curve: Curve) -> bool:
     """Whether the loss falls all through the run, at the end about as fast as in the beginning."""
     third = len(curve.levels) // 3
-    if third < 3:
-        return False
     first, last = curve.levels[0] - curve.levels[third], curve.levels[-third - 1] - curve.levels[-1]
     return last > max(curve.error, 0.4 * first)
 
@@ -234,15 +213,11 @@ def rate_decayed(signals: Signals) -> Cause | None:
     """Return whether the rate was taken away while there was still to learn, or leapt up."""
     curve = signals.curve
     rates = [rate or 0.0 for rate in signals.rates]
-    largest = max(rates, default=0.0)
-    if curve is None or not largest or signals.ends_lost:
+    if curve is None or signals.ends_lost:
         return None
-    gone = next(
-        (place for place, rate in enumerate(rates) if rate < GONE * largest and max(rates[place:]) < GONE * largest),
-        None,
-    )
-    peak = rates.index(largest)
-    if gone is None or gone <= peak or signals.count - gone < 0.3 * signals.count:
+    largest = max(rates)
+    gone = 1 + max(place for place, rate in enumerate(rates) if rate >= GONE * largest)
+    if signals.count - gone < 0.3 * signals.count:
         return _rate_leapt(signals, curve, rates)
     before = signals.curve_until(max(gone, 12))
     if before is None:
@@ -252,7 +227,7 @@ def rate_decayed(signals: Signals) -> Cause | None:
         f"The learning rate fell from {largest:g} to {rates[gone]:.2g} by step {step}, and {left:,} of "
         f"{signals.count:,} steps came after."
     )
-    third = max(1, len(before.levels) // 3)
+    third = len(before.levels) // 3
     lately = before.levels[-third] - before.levels[-1]
     still = before.is_falling and lately > 0.05 * (before.start - before.best)
     if not still and gone > 0.25 * signals.count:
@@ -262,12 +237,10 @@ def rate_decayed(signals: Signals) -> Cause | None:
         "likely",
         f"The learning rate was gone by step {step}, while the loss was still falling: it stays at "
         f"{number(curve.final)}.",
-        f"Let the schedule end with the run: make its length {signals.count:,} steps, so that the rate falls to "
-        "a tenth at "
-        "about two thirds of them. Check whether scheduler.step() is called once for each step where once for "
-        "each epoch is "
-        "meant.",
-        (Evidence((step, signals.span[1]), words),),
+        f"Let the schedule end with the run: make its length {signals.count:,} steps, so that the rate falls to a "
+        "tenth at about two thirds of them. Check whether scheduler.step() is called once for each step where once for "
+        "each epoch is meant.",
+        (signals.seen(words, since=step),),
         ("The model and the data are not the cause: the loss fell as long as there was a rate.",),
     )
 
@@ -281,17 +254,15 @@ def _rate_leapt(signals: Signals, curve: Curve, rates: list[float]) -> Cause | N
         broke = before and after and statistics.median(after) > 1.3 * statistics.median(before)
         if broke and curve.final > 1.1 * statistics.median(before) + curve.error:  # else a warm restart
             step = signals.named(place)
-            words = (
-                f"The learning rate leapt from {rates[place - 1]:g} to {rates[place]:g} at step {step}, and the "
-                "loss with it."
-            )
+            leapt = f"from {rates[place - 1]:g} to {rates[place]:g} at step {step}"
+            words = f"The learning rate leapt {leapt}, and the loss with it."
             return Cause(
                 "rate_decayed",
                 "likely",
                 f"The loss broke where the learning rate leapt up, at step {step}.",
                 f"Look at the schedule at step {step}: a restart, a warm-up that ends too high, or a resumed "
                 "scheduler.",
-                (Evidence((step, signals.span[1]), words),),
+                (signals.seen(words, since=step),),
                 ("The data are not the cause: the loss follows the learning rate.",),
             )
     return None

@@ -7,7 +7,7 @@ from itertools import compress
 from operator import or_
 
 from gradguard.monitoring.judge.acting_clips import acting_clips, shares_in_words
-from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, named, steps
+from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, named, said, steps
 from gradguard.monitoring.judge.norm_statistics import drift_of
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.scale_free import cancels_scale, is_scale_free
@@ -52,36 +52,34 @@ class Clipping:
         """Whether one threshold was in use since the start."""
         return self._largest <= self._least * (1 + LOCK_IN_TOLERANCE)
 
-    def follow(self, i: int, threshold: float, coefficient: float | None) -> list[Finding]:
-        """Return what is new after a step with finite gradients.
+    def follow(self, i: int, threshold: float, coefficient: float | None) -> None:
+        """Follow a step with finite gradients.
 
         Args:
             i: The step.
             threshold: What the clip compared with.
             coefficient: What it multiplied by, if known.
         """
-        binds = coefficient is not None and coefficient < BINDS_BELOW
         self._steps += 1
-        if binds and coefficient is not None:
+        bound = coefficient is not None and coefficient < BINDS_BELOW
+        if bound:
             self._bound += 1
             self._coefficients.append(coefficient)
-        if threshold < self._least or threshold > self._largest:
-            self._least, self._largest = min(threshold, self._least), max(threshold, self._largest)
-        if not self._alarm.follow(binds, threshold):
+        self._least, self._largest = min(threshold, self._least), max(threshold, self._largest)
+        if not self._alarm.follow(bound, threshold):
             self._held = 0
-            return []
+            return
         self._held += 1
         if self._held == 1:
             self._since = i
-        if self.fixed and self._held <= FIXED_PATIENCE:
-            return []
-        return self._locked_in(i, threshold)
+        if not self.fixed or self._held > FIXED_PATIENCE:
+            self._locked_in(i, threshold)
 
-    def _locked_in(self, i: int, threshold: float) -> list[Finding]:
+    def _locked_in(self, i: int, threshold: float) -> None:
         share = self._bound / self._steps
         kind = ALWAYS_ON if self.fixed and share > ALWAYS_ON_SHARE else LOCK_IN
         if self._log.goes_on(kind.name, i):
-            return []
+            return
         numbers = {
             "threshold": threshold,
             "coefficient": statistics.median(self._coefficients),
@@ -90,7 +88,7 @@ class Clipping:
         }
         count = self._steps if kind is ALWAYS_ON else self._held
         harmless = cancels_scale(self._optimizer)
-        return self._log.begin(kind.name, kind, self._since, i, count=count, numbers=numbers, harmless=harmless)
+        self._log.begin(kind.name, kind, self._since, i, count=count, numbers=numbers, harmless=harmless)
 
 
 def clipping_of_whole(part: Part) -> list[Episode]:
@@ -148,16 +146,6 @@ def _drifted(part: Part, clipped: Lines) -> list[Episode]:
     return [Episode(DRIFT, part.index, clipped[0]["i"], clipped[-1]["i"], len(clipped), numbers=numbers)]
 
 
-def _lock_in(found: Episode) -> Words:
-    threshold, coefficient = number(found.numbers["threshold"]), found.numbers["coefficient"]
-    message = (
-        f"clipping bound on more than half of the last 100 steps at one threshold, {threshold}, from step "
-        f"{found.first} to {found.last} (median coefficient {coefficient:.2g})"
-    )
-    advice = "the threshold no longer follows the norms: raise it, or let gg.ClipByMedian() choose it"
-    return "warning", message, advice
-
-
 def _always_on(found: Episode) -> Words:
     coefficient = found.numbers["coefficient"]
     bound = f"clipping bound on {percent(found.numbers['share'])} of {steps(found.count)}"
@@ -179,14 +167,6 @@ def _inactive(found: Episode) -> Words:
     return "info", message, "fine as insurance; what would catch spikes, the report's decision says"
 
 
-def _drift(found: Episode) -> Words:
-    first, last = number(found.numbers["first"]), number(found.numbers["last"])
-    message = (
-        f"the median norm moved by {found.numbers['times']:.2g}x, from {first} to {last}, under one fixed threshold"
-    )
-    return "info", message, "a fixed number will be wrong at one end: let gg.ClipByMedian() follow the norms"
-
-
 def _twice(found: Episode) -> Words:
     if found.harmless:
         message = f"two clips or more looked at the gradients of {steps(found.count)}, and none of them ever bound"
@@ -196,9 +176,26 @@ def _twice(found: Episode) -> Words:
     return "warning", message, advice
 
 
-LOCK_IN = Kind("lock_in", _lock_in, value="coefficient")
+LOCK_IN = Kind(
+    "lock_in",
+    said(
+        "warning",
+        "clipping bound on more than half of the last 100 steps at one threshold, {threshold}, from step {found.first} "
+        "to {found.last} (median coefficient {coefficient:.2g})",
+        "the threshold no longer follows the norms: raise it, or let gg.ClipByMedian() choose it",
+    ),
+    value="coefficient",
+)
 ALWAYS_ON = Kind("clipping_always_on", _always_on, value="coefficient")
 INACTIVE = Kind("clipping_inactive", _inactive, value="threshold")
-DRIFT = Kind("norm_drift", _drift, value="times")
+DRIFT = Kind(
+    "norm_drift",
+    said(
+        "info",
+        "the median norm moved by {times:.2g}x, from {first} to {last}, under one fixed threshold",
+        "a fixed number will be wrong at one end: let gg.ClipByMedian() follow the norms",
+    ),
+    value="times",
+)
 TWICE = Kind("clipped_twice", _twice)
 KINDS = (LOCK_IN, ALWAYS_ON, INACTIVE, DRIFT, TWICE)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from gradguard.monitoring.judge.detectors.loss import Loss
 from gradguard.monitoring.judge.detectors.outliers import FROM_ONE_LAYER
-from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, named, steps
+from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, named, steps
 from gradguard.monitoring.judge.numbers import number
 
 EXPLODING_TIMES = 10.0
@@ -80,10 +80,8 @@ class Level:
         self._run_losses: deque[float] = deque(maxlen=EXPLODING_STEPS)
         self._tops: Counter[str] = Counter()
 
-    def finite(
-        self, i: int, norm: float, loss: float | None, clipped: bool = False, top: tuple[int, float] | None = None
-    ) -> list[Finding]:
-        """Return what is new after a step with a finite norm.
+    def finite(self, i: int, norm: float, loss: float | None, clipped: bool, top: tuple[int, float] | None) -> None:
+        """Follow a step with a finite norm.
 
         Args:
             i: The step.
@@ -98,16 +96,17 @@ class Level:
             self._close_block()
         if loss is not None and self._blocks <= BLOCKS_NEEDED:
             self._first_losses.append(loss)
-        found = self._early(i, norm, loss) if self._blocks <= _EARLY_BLOCKS else []
-        if self._low < norm <= self._high:
+        if self._blocks <= _EARLY_BLOCKS:
+            self._early(i, norm, loss)
+        if norm > self._high:
+            self._exploding(i, norm, loss, clipped, top)
+        elif norm <= self._low:
+            self._vanishing(i, norm, loss)
+        else:
             self._run = 0
-            return found
-        return found + (
-            self._exploding(i, norm, loss, clipped, top) if norm > self._high else self._vanishing(i, norm, loss)
-        )  # fmt: skip
 
-    def nonfinite(self, i: int, skipped: bool, amp: bool) -> list[Finding]:
-        """Return what is new after a step with gradients that are not finite.
+    def nonfinite(self, i: int, skipped: bool, amp: bool) -> None:
+        """Follow a step with gradients that are not finite.
 
         Args:
             i: The step.
@@ -115,15 +114,11 @@ class Level:
             amp: Whether a loss scaler is at work, whose search for its scale is no fault.
         """
         if skipped and amp:
-            return []
-        episode = self._log.goes_on("nonfinite", i)
-        if episode is not None:
-            episode.harmless = episode.harmless and skipped
-            return []
+            return
         numbers = {}
         if self._usual and self._norm > EXPLODING_TIMES * self._usual:
             numbers = {"before": self._norm, "times": self._norm / self._usual}
-        return self._log.begin("nonfinite", NONFINITE, i, i, numbers=numbers, harmless=skipped)
+        self._log.tell("nonfinite", NONFINITE, i, i, numbers=numbers, harmless=skipped)
 
     def blame(self, i: int, names: Sequence[str]) -> None:
         """Name the parameters whose gradients were not finite on step ``i``.
@@ -144,30 +139,28 @@ class Level:
         self._run += sign
         return abs(self._run)
 
-    def _early(self, i: int, norm: float, loss: float | None) -> list[Finding]:
+    def _early(self, i: int, norm: float, loss: float | None) -> None:
         """An explosion before it is known what is usual: far above the first norms, and the loss with them."""
         if len(self._first_norms) < _FIRST:
             if norm > 0:
                 self._first_norms.append(norm)
-            return []
+            return
         first = statistics.median(self._first_norms)
         start = statistics.median(self._first_losses[:_FIRST]) if len(self._first_losses) >= _FIRST else 0.0
         rose = loss is not None and 0 < EARLY_LOSS_TIMES * start < loss
         fell = loss is not None and loss < start
         if norm <= EXPLODING_TIMES * first or fell or not (rose or norm > EARLY_TIMES * first):
             self._early_run = 0
-            return []
+            return
         self._early_run += 1
         self._early_peak = max(norm, self._early_peak) if self._early_run > 1 else norm
         if self._early_run < EXPLODING_STEPS or norm < self._early_peak / 2:
-            return []  # a loss that rises in the beginning and then comes down is what a large learning rate does
+            return  # a loss that rises in the beginning and then comes down is what a large learning rate does
         numbers = {"usual": first, "times": EXPLODING_TIMES, "largest": self._early_peak}
         since = i - self._early_run + 1
-        return self._log.tell("exploding", EXPLODING, since, i, norm, count=self._early_run, numbers=numbers)
+        self._log.tell("exploding", EXPLODING, since, i, norm, count=self._early_run, numbers=numbers)
 
-    def _exploding(
-        self, i: int, norm: float, loss: float | None, clipped: bool, top: tuple[int, float] | None
-    ) -> list[Finding]:
+    def _exploding(self, i: int, norm: float, loss: float | None, clipped: bool, top: tuple[int, float] | None) -> None:
         count = self._count(i, +1)
         if count == 1:
             self._peak, self._tops = norm, Counter()
@@ -178,13 +171,13 @@ class Level:
         if top is not None and top[1] > FROM_ONE_LAYER and 0 <= top[0] < len(self._names):
             self._tops[self._names[top[0]]] += 1
         if count < EXPLODING_STEPS:
-            return self._jump(i, norm, clipped)
+            self._jump(i, norm, clipped)
+            return
         if not self._is_explosion(norm):
-            return []
+            return
         numbers = {"usual": self._usual, "times": self._high / self._usual, "largest": self._peak}
         params = [name for name, often in self._tops.most_common(1) if 2 * often > count]
-        about = {"count": count, "numbers": numbers, "params": params}
-        return self._log.tell("exploding", EXPLODING, self._since, i, norm, **about)
+        self._log.tell("exploding", EXPLODING, self._since, i, norm, count=count, numbers=numbers, params=params)
 
     def _is_explosion(self, norm: float) -> bool:
         """Norms may rise while a run goes well: slowly, or with the data, and then the loss does not rise with them."""
@@ -198,23 +191,19 @@ class Level:
             return fast or norm > EXPLODING_EARLY_TIMES * self._usual
         return rose > (ROSE_FAST if fast else ROSE_SLOWLY)
 
-    def _jump(self, i: int, norm: float, clipped: bool) -> list[Finding]:
+    def _jump(self, i: int, norm: float, clipped: bool) -> None:
         least = (EXPLODING_CLIPPED_TIMES if clipped else EXPLODING_ONCE_TIMES) * self._usual
         if norm <= max(least, EXPLODING_TIMES * max(self._recent)):  # a steep rise of all norms is no jump
-            return []
-        if (episode := self._log.goes_on("jump", i, norm)) is not None:
-            episode.harmless = episode.harmless and clipped
-            return []
+            return
         numbers = {"usual": self._usual, "largest": norm}
-        params = list(self._tops)
-        return self._log.begin("jump", JUMP, i, i, numbers=numbers, harmless=clipped, params=params)
+        self._log.tell("jump", JUMP, i, i, norm, numbers=numbers, harmless=clipped, params=list(self._tops))
 
-    def _vanishing(self, i: int, norm: float, loss: float | None) -> list[Finding]:
+    def _vanishing(self, i: int, norm: float, loss: float | None) -> None:
         count = self._count(i, -1)
         if count < VANISHING_STEPS or self._has_converged(loss):
-            return []
+            return
         numbers = {"below": self._low, "smallest": norm}
-        return self._log.tell("vanishing", VANISHING, self._since, i, norm, count=count, numbers=numbers)
+        self._log.tell("vanishing", VANISHING, self._since, i, norm, count=count, numbers=numbers)
 
     def _has_converged(self, loss: float | None) -> bool:
         if loss is None or not self._first_losses:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, named, steps
+from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, named, said, steps
 from gradguard.monitoring.judge.numbers import plain_threshold
 
 SCALED_CLIPS = 3
@@ -55,88 +55,72 @@ class Setup:
         self._low: dict[int, int] = {}  # for how many lines in a row the clip has left less than the optimizer sees
         self._lines, self._unused = 0, set[int]()
 
-    def step(self, step: dict[str, Any], bound: bool) -> list[Finding]:
-        """Return what is new after a step.
+    def step(self, step: dict[str, Any], bound: bool) -> None:
+        """Follow a step.
 
         Args:
             step: Its line.
             bound: Whether a clip bound on it.
         """
         self._coefficient = step["coefficient"] if bound and step.get("rule") in UNIFORM_RULES else 1.0
-        found = self._scaled_clip(step) if bound and step.get("scaled_clip") else []
-        if step.get("kept_gradients") and not self._log.goes_on(KEPT.name, step["i"]):
-            found += self._begin(KEPT, self._kept, KEPT_STEPS, step["i"], {})
-        return found
+        scale, threshold = step.get("amp_scale") or 0.0, step.get("threshold")
+        if bound and step.get("scaled_clip") and scale > 1 and threshold is not None:  # a scale of 1 is none
+            self._follow(SCALED_CLIP, self._scaled, SCALED_CLIPS, step["i"], threshold=threshold, scale=scale)
+        if step.get("kept_gradients"):
+            self._follow(KEPT, self._kept, KEPT_STEPS, step["i"])
 
-    def tensors(self, i: int, norms: Sequence[float], absent: Sequence[int]) -> list[Finding]:
-        """Return what is new after a line with the norm of each parameter.
+    def tensors(self, i: int, norms: Sequence[float], absent: Sequence[int]) -> None:
+        """Follow a line with the norm of each parameter.
 
         Args:
             i: The step.
             norms: One finite norm for each.
             absent: Those that had no gradient.
         """
-        found = self._below_eps(i, norms) if self._low or self._coefficient <= EPS_COEFFICIENT else []
+        self._below_eps(i, norms)
         self._lines += 1
         if self._lines > UNUSED_LINES:
-            return found
-        known = [place for place in absent if isinstance(place, int) and 0 <= place < len(self._params)]
-        gone = {place for place in known if not self._params[place].get("frozen")}
+            return
+        gone = {place for place in absent if not self._params[place].get("frozen")}
         self._unused = gone if self._lines == 1 else self._unused & gone
-        if self._lines < UNUSED_LINES or not self._unused:
-            return found
-        names = self._names(sorted(self._unused))
-        return found + self._log.begin(UNUSED.name, UNUSED, 0, i, count=UNUSED_LINES, params=names)
+        if self._lines == UNUSED_LINES and self._unused:
+            names = self._names(sorted(self._unused))
+            self._log.begin(UNUSED.name, UNUSED, 0, i, count=UNUSED_LINES, params=names)
 
-    def event(self, event: Mapping[str, Any]) -> list[Finding]:
-        """Return what an event of these kinds says, the same as when it was told.
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Take what an event of these kinds says as a finding, as it was when it was told.
 
         Args:
             event: A line that `setup_episode` made.
         """
         names, value, (kind, worst) = event.get("params"), event.get("value"), _TOLD[event["kind"]]
-        episode = setup_episode(
+        told = setup_episode(
             kind, event["i"], [str(name) for name in names] if isinstance(names, list) else [],
             value if isinstance(value, int | float) else None, harmless=event.get("severity") != worst,
         )  # fmt: skip
-        episode.optimizer = self._log.optimizer
-        self._log.episodes.append(episode)
-        return [episode.finding()]
+        told.optimizer = self._log.optimizer
+        self._log.add(told)
 
-    def _scaled_clip(self, step: Mapping[str, Any]) -> list[Finding]:
-        scale, threshold = step.get("amp_scale"), step.get("threshold")
-        if scale is None or scale <= 1 or threshold is None:  # a scale of 1 is none
-            return []
-        if self._log.goes_on(SCALED_CLIP.name, step["i"]):
-            return []
-        numbers = {"threshold": threshold, "scale": scale}
-        return self._begin(SCALED_CLIP, self._scaled, SCALED_CLIPS, step["i"], numbers)
-
-    def _begin(self, kind: Kind, seen: list[int], needed: int, i: int, numbers: dict[str, float]) -> list[Finding]:
+    def _follow(self, kind: Kind, seen: list[int], needed: int, i: int, **numbers: float) -> None:
+        if self._log.goes_on(kind.name, i):
+            return
         seen.append(i)
-        if len(seen) < needed:
-            return []
-        first, count = seen[0], len(seen)
-        seen.clear()
-        return self._log.begin(kind.name, kind, first, i, count=count, numbers=numbers)
+        if len(seen) == needed:
+            self._log.begin(kind.name, kind, seen[0], i, count=needed, numbers=numbers)
+            seen.clear()
 
-    def _below_eps(self, i: int, norms: Sequence[float]) -> list[Finding]:
-        coefficient, counts = self._coefficient, self._low
-        low = [
-            place
-            for place, floor in self._floors.items()
-            if place < len(norms)
-            and norms[place] > EPS_MARGIN * floor
-            and norms[place] * coefficient * EPS_MARGIN < floor
-        ]
-        self._low = {place: counts.get(place, 0) + 1 for place in low} if coefficient <= EPS_COEFFICIENT else {}
+    def _below_eps(self, i: int, norms: Sequence[float]) -> None:
+        coefficient, before, self._low = self._coefficient, self._low, {}
+        if coefficient > EPS_COEFFICIENT:
+            return
+        for place, floor in self._floors.items():
+            norm = norms[place] if place < len(norms) else 0.0
+            if norm > EPS_MARGIN * floor and norm * coefficient * EPS_MARGIN < floor:
+                self._low[place] = before.get(place, 0) + 1
         new = [place for place, count in self._low.items() if count == EPS_LINES]
-        if not new:
-            return []
-        return self._log.begin(
-            f"{BELOW_EPS.name} {new}", BELOW_EPS, i, i, count=EPS_LINES, params=self._names(new),
-            numbers={"smallest": coefficient},
-        )  # fmt: skip
+        if new:
+            about = {"count": EPS_LINES, "params": self._names(new), "numbers": {"smallest": coefficient}}
+            self._log.begin(f"{BELOW_EPS.name} {new}", BELOW_EPS, i, i, **about)
 
     def _names(self, places: Sequence[int]) -> list[str]:
         return [str(self._params[place].get("name", "?")) for place in places]
@@ -224,38 +208,38 @@ def _scaled_clip(found: Episode) -> Words:
     return "error", message, "call scaler.unscale_(optimizer) before the clip"
 
 
-def _kept(found: Episode) -> Words:
-    message = (
-        f"gradients were not cleared between one step and the next: on {found.count} steps in a row backward() added "
-        "to what the step before had left, so that each step follows the sum of all gradients so far"
-    )
-    return "error", message, "call optimizer.zero_grad() once for each step, before its first backward()"
-
-
-def _below_eps(found: Episode) -> Words:
-    coefficient = found.numbers["smallest"]
-    message = (
-        f"the clip multiplies gradients by {coefficient:.1g}, which leaves {named(found.params)} below the eps of the "
-        f"optimizer on {found.count} recorded steps in a row: it hardly moves there"
-    )
-    advice = (
-        "find what makes the norm so large, and clip that by itself (gg.Groups, or one optimizer for each), or raise "
-        "the threshold"
-    )
-    return "warning", message, advice
-
-
-def _unused(found: Episode) -> Words:
-    message = f"{named(found.params)} had no gradient on any of the first {found.count} recorded steps"
-    return "info", message, "nothing if unused on purpose; else check that it is part of the forward pass"
-
-
 NO_OPTIMIZER = Kind("gradient_without_optimizer", _no_optimizer, value="steps")
 NO_GRADIENT = Kind("optimizer_without_gradient", _no_gradient, value="steps")
 SCALED_CLIP = Kind("clip_before_unscale", _scaled_clip, value="scale")
-KEPT = Kind("missing_zero_grad", _kept)
-BELOW_EPS = Kind("clip_below_eps", _below_eps, value="smallest", of_layers=True)
-UNUSED = Kind("unused_parameter", _unused)
+KEPT = Kind(
+    "missing_zero_grad",
+    said(
+        "error",
+        "gradients were not cleared between one step and the next: on {found.count} steps in a row backward() added to "
+        "what the step before had left, so that each step follows the sum of all gradients so far",
+        "call optimizer.zero_grad() once for each step, before its first backward()",
+    ),
+)
+BELOW_EPS = Kind(
+    "clip_below_eps",
+    said(
+        "warning",
+        "the clip multiplies gradients by {smallest:.1g}, which leaves {names} below the eps of the optimizer on "
+        "{found.count} recorded steps in a row: it hardly moves there",
+        "find what makes the norm so large, and clip that by itself (gg.Groups, or one optimizer for each), or raise "
+        "the threshold",
+    ),
+    value="smallest",
+    of_layers=True,
+)
+UNUSED = Kind(
+    "unused_parameter",
+    said(
+        "info",
+        "{names} had no gradient on any of the first {found.count} recorded steps",
+        "nothing if unused on purpose; else check that it is part of the forward pass",
+    ),
+)
 KINDS = (NO_OPTIMIZER, NO_GRADIENT, SCALED_CLIP, KEPT, BELOW_EPS, UNUSED)
 
 _TOLD = {NO_OPTIMIZER.name: (NO_OPTIMIZER, "warning"), NO_GRADIENT.name: (NO_GRADIENT, "error")}

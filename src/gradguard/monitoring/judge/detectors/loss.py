@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import deque
 
-from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, steps
+from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, said
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.record.steps import Part, taken_steps
 
@@ -61,44 +61,43 @@ class Loss:
         self._high: deque[float] = deque(maxlen=DIVERGED_BLOCKS)
         self._count, self._since = 0, 0
 
-    def follow(self, i: int, loss: float) -> list[Finding]:
-        """Return what is new after a step with a finite loss.
+    def follow(self, i: int, loss: float) -> None:
+        """Follow a step with a finite loss.
 
         Args:
             i: The step.
             loss: Its loss.
         """
-        if not self._judged:
-            return []
         if loss <= 0:
             self._judged, self.start, self.best = False, 0.0, 0.0
-            return []
+        if not self._judged:
+            return
         self._block.append(loss)
-        return self._close_block(i) if len(self._block) == BLOCK else []
+        if len(self._block) == BLOCK:
+            self._close_block(i)
 
-    def _close_block(self, i: int) -> list[Finding]:
+    def _close_block(self, i: int) -> None:
         level, self._block = statistics.median(self._block), []
         self._recent.append(level)
         self._blocks += 1
         if self._blocks == 1:
             self.start = self.best = level
-        if self._blocks == _BEST_OF:
-            self.best = statistics.median(self._recent)
-        elif self._blocks > _BEST_OF:
-            self.best = min(self.best, statistics.median(self._recent))
+        if self._blocks >= _BEST_OF:
+            best = statistics.median(self._recent)
+            self.best = best if self._blocks == _BEST_OF else min(self.best, best)
         lost = self.best + DIVERGED_PROGRESS * (self.start - self.best)
         if level <= max(DIVERGED_TIMES * self.best, lost):
             self._high.clear()
             self._count = 0
-            return []
+            return
         if not self._count:
             self._since = i - BLOCK + 1
         self._count += 1
         self._high.append(level)
         if self._count < DIVERGED_BLOCKS or level < STILL_HIGH * self._high[0]:
-            return []
+            return
         numbers = {"best": self.best, "start": self.start, "largest": level}
-        return self._log.tell("loss", DIVERGING, self._since, i, level, count=self._count * BLOCK, numbers=numbers)
+        self._log.tell("loss", DIVERGING, self._since, i, level, count=self._count * BLOCK, numbers=numbers)
 
 
 def loss_of_whole(part: Part) -> list[Episode]:
@@ -150,16 +149,16 @@ def _diverging(found: Episode) -> Words:
     return ("error" if largest - best > NOTHING_LEFT * (start - best) else "warning"), message, advice
 
 
-def _not_learning(found: Episode) -> Words:
-    first, best = number(found.numbers["first"]), number(found.numbers["best"])
-    message = f"the loss has not fallen in {steps(found.count)}: {first} in the beginning, {best} at its best"
-    advice = (
-        "check that labels belong to their inputs, that the optimizer has the parameters, and the learning rate; a "
-        "loss that measures no progress, as of a GAN or in reinforcement learning, may do so"
-    )
-    return "info", message, advice
-
-
 DIVERGING = Kind("diverging_loss", _diverging, value="largest", confidence="medium")
-NOT_LEARNING = Kind("not_learning", _not_learning, value="best", confidence="medium")
+NOT_LEARNING = Kind(
+    "not_learning",
+    said(
+        "info",
+        "the loss has not fallen in {steps}: {first} in the beginning, {best} at its best",
+        "check that labels belong to their inputs, that the optimizer has the parameters, and the learning rate; a "
+        "loss that measures no progress, as of a GAN or in reinforcement learning, may do so",
+    ),
+    value="best",
+    confidence="medium",
+)
 KINDS = (DIVERGING, NOT_LEARNING)

@@ -1,6 +1,6 @@
 """Whether a GradScaler's loss scale collapses."""
 
-from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words
+from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words
 
 AMP_LEAST_SCALE = 1.0
 """Below it the gradients themselves overflow float16, so that scaling cannot be the cure."""
@@ -22,8 +22,8 @@ class LossScale:
         self._log = log
         self._skipped_steps, self._at, self._skips_there = 0, _NEVER, 0
 
-    def step(self, i: int, scale: float, skipped: bool) -> list[Finding]:
-        """Return what is new after a step.
+    def step(self, i: int, scale: float, skipped: bool) -> None:
+        """Follow a step.
 
         Args:
             i: The step.
@@ -31,21 +31,23 @@ class LossScale:
             skipped: Whether the optimizer left it out.
         """
         self._skipped_steps = self._skipped_steps + 1 if skipped else 0
-        if scale >= AMP_LEAST_SCALE:
-            return self._many(i, self._skipped_steps) if skipped else []
-        return self._log.tell("amp", COLLAPSE, i, i, scale, numbers={"smallest": scale})
+        if scale < AMP_LEAST_SCALE:
+            self._log.tell("amp", COLLAPSE, i, i, scale, numbers={"smallest": scale})
+        else:
+            self._many(i, self._skipped_steps)
 
-    def skip(self, i: int) -> list[Finding]:
-        """Return what is new after a skip that left no step behind.
+    def skip(self, i: int) -> None:
+        """Follow a skip that left no step behind.
 
         Args:
             i: The number that the next step will have.
         """
         self._at, self._skips_there = i, self._skips_there + 1 if i == self._at else 1
-        return self._many(i, self._skips_there)
+        self._many(i, self._skips_there)
 
-    def _many(self, i: int, count: int) -> list[Finding]:
-        return [] if count < AMP_SKIPS else self._log.tell("amp", COLLAPSE, i, i, count=count)
+    def _many(self, i: int, count: int) -> None:
+        if count >= AMP_SKIPS:
+            self._log.tell("amp", COLLAPSE, i, i, count=count)
 
 
 def _collapse(found: Episode) -> Words:

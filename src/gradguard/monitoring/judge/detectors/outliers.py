@@ -3,9 +3,10 @@
 import math
 import statistics
 from collections import Counter, deque
+from collections.abc import Sequence
 from itertools import pairwise
 
-from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words
+from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.spikes import SpikeFinder
 
@@ -33,7 +34,6 @@ FROM_ONE_LAYER = 0.5
 SETTLING = 20
 """The first norms, which often are large and fall fast, are no spikes."""
 
-_REMEMBERED = 128
 _KEPT_SPIKES = 64
 
 Top = tuple[int, float] | None
@@ -50,15 +50,14 @@ class Outliers:
     """
 
     def __init__(self, log: Log, names: list[str]) -> None:
-        self._log, self._names, self._finder = log, names, SpikeFinder()
-        # Position, step, norm, top and whether a clip bound: of the norms that the finder remembers, zeros are none.
-        self._steps: deque[tuple[int, int, float, Top, bool]] = deque(maxlen=_REMEMBERED)
+        self._log, self._names = log, names
+        self._finder = SpikeFinder[tuple[int, int, float, Top, bool]]()
         self._seen = 0
         self._spikes: deque[tuple[int, float, str, bool]] = deque(maxlen=_KEPT_SPIKES)  # step, times, layer, clipped
         self._last = -math.inf
 
-    def follow(self, i: int, norm: float, top: Top, clipped: bool) -> list[Finding]:
-        """Return what is new after a step with a finite norm.
+    def follow(self, i: int, norm: float, top: Top, clipped: bool) -> None:
+        """Follow a step with a finite norm.
 
         Args:
             i: The step.
@@ -66,55 +65,47 @@ class Outliers:
             top: The place of the parameter with the largest gradient, and its share of the squared norm, if known.
             clipped: Whether a clip bound on it.
         """
-        if norm > 0:
-            self._steps.append((self._seen, i, norm, top, clipped))
+        self._tell(self._finder.follow(norm, (self._seen, i, norm, top, clipped)))
         self._seen += 1
-        positions = self._finder.follow(norm)
-        return self._told(positions) if positions else []
 
-    def finish(self) -> list[Finding]:
-        """Return what the last norms show, at the end of a run."""
-        return self._told(self._finder.finish())
+    def finish(self) -> None:
+        """Tell what the last norms show, at the end of a run."""
+        self._tell(self._finder.finish())
 
-    def _told(self, positions: list[int]) -> list[Finding]:
-        found, usual = [], self._finder.level
-        steps = {step[0]: step for step in self._steps}
-        for position in positions:
-            _, i, norm, top, clipped = steps[position]
-            times = norm / usual
+    def _tell(self, spikes: Sequence[tuple[int, int, float, Top, bool]]) -> None:
+        for position, i, norm, top, clipped in spikes:
+            times = norm / self._finder.level
             if times < SPIKE_TIMES or position < SETTLING:
                 continue
             is_new, self._last = i - self._last > ONE_SPIKE, i
             if is_new:
                 self._spikes.append((i, times, self._layer(top), clipped))
-                found += self._spike(i, times)
-        return found
+                self._spike(i, times)
 
     def _layer(self, top: Top) -> str:
         if top is None or top[1] < FROM_ONE_LAYER or not 0 <= top[0] < len(self._names):
             return ""
         return self._names[top[0]]
 
-    def _spike(self, i: int, times: float) -> list[Finding]:
+    def _spike(self, i: int, times: float) -> None:
         near = [spike for spike in self._spikes if i - spike[0] <= RECURRING_STEPS]
         layers = Counter(layer for _, _, layer, _ in near if layer)
         layer, often = layers.most_common(1)[0] if layers else ("", 0)
-        about = {"params": [layer] if 2 * often > len(near) else [], "harmless": all(spike[3] for spike in near)}
+        harmless = all(clipped for *_, clipped in near)
         episode = self._log.goes_on("recurring spikes", i, times)
         if episode is not None:
-            episode.harmless = episode.harmless and about["harmless"]
-            episode.numbers["period"] = _period([spike[0] for spike in self._spikes])
-            return []
+            episode.harmless = episode.harmless and harmless
+            episode.numbers["period"] = _period([at for at, *_ in self._spikes])
+            return
         if len(near) >= RECURRING:
-            numbers = {"largest": max(spike[1] for spike in near), "period": _period([spike[0] for spike in near])}
-            return self._log.begin(
-                "recurring spikes", RECURRING_SPIKES, near[0][0], i, count=len(near), numbers=numbers, **about
-            )  # fmt: skip
-        _, _, layer, clipped = self._spikes[-1]
-        if clipped:  # which has done what it is for
-            return []
-        about = {"numbers": {"largest": times}, "params": [layer] if layer else []}
-        return self._log.tell("spike", SPIKE, i, i, times, **about)
+            numbers = {"largest": max(times for _, times, *_ in near), "period": _period([at for at, *_ in near])}
+            params = [layer] if 2 * often > len(near) else []
+            about = {"count": len(near), "numbers": numbers, "params": params, "harmless": harmless}
+            self._log.begin("recurring spikes", RECURRING_SPIKES, near[0][0], i, **about)
+            return
+        *_, layer, clipped = self._spikes[-1]
+        if not clipped:  # which has done what it is for
+            self._log.tell("spike", SPIKE, i, i, times, numbers={"largest": times}, params=[layer] if layer else [])
 
 
 def _period(at: list[int]) -> float:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
-from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Log, Words, steps
+from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, said, steps
 from gradguard.monitoring.judge.numbers import percent
 from gradguard.monitoring.record.steps import Part, taken_steps
 
@@ -51,8 +51,8 @@ class Oscillation:
         self._turns, self._loss, self._rise = 0, 0.0, 0.0
         self._clipped = 0
 
-    def follow(self, i: int, loss: float, clipped: bool) -> list[Finding]:
-        """Return what is new after a step with a finite loss.
+    def follow(self, i: int, loss: float, clipped: bool) -> None:
+        """Follow a step with a finite loss.
 
         Args:
             i: The step.
@@ -64,21 +64,20 @@ class Oscillation:
         self._losses.append((i, loss))
         self._turns = (self._turns << 1 | (rise * before < 0)) & _ALL
         self._clipped = (self._clipped << 1 | clipped) & _ALL
-        seen = len(self._losses) == OSCILLATING_STEPS and self._judged
-        if not seen or self._turns.bit_count() < OSCILLATING_TURNS:
-            return []
-        return self._oscillating(i)
+        if self._judged and self._turns.bit_count() >= OSCILLATING_TURNS and len(self._losses) == OSCILLATING_STEPS:
+            self._oscillating(i)
 
-    def _oscillating(self, i: int) -> list[Finding]:
+    def _oscillating(self, i: int) -> None:
         losses, middle = [loss for _, loss in self._losses], OSCILLATING_STEPS // 2
         level = statistics.fmean(losses)
         by = statistics.median([abs(a - b) for a, b in pairwise(losses)])
         earlier, later = statistics.fmean(losses[:middle]), statistics.fmean(losses[middle:])
         if min(losses) <= 0 or by < OSCILLATING_BY * level or later < STOPPED_FALLING * earlier:
-            return []
+            return
         harmless = 2 * self._clipped.bit_count() < OSCILLATING_STEPS
         about = {"count": OSCILLATING_STEPS, "numbers": {"largest": by / level}, "harmless": harmless}
-        return self._log.tell("oscillation", OSCILLATION, self._losses[0][0], i, by / level, **about)
+        if not self._log.goes_on("oscillation", i, by / level):
+            self._log.begin("oscillation", OSCILLATION, self._losses[0][0], i, **about)
 
 
 _ALL = (1 << OSCILLATING_STEPS) - 1
@@ -142,16 +141,16 @@ def _oscillation(found: Episode) -> Words:
     return "warning", message, "the learning rate is too high, and the clip only bounds the steps to and fro: lower it"
 
 
-def _repeated(found: Episode) -> Words:
-    period = f"{found.numbers['period']:g}"
-    message = f"losses and norms recur every {period} steps: the same batches in the same order"
-    advice = (
-        "if that is an epoch: shuffle=True, or sampler.set_epoch(epoch) of a DistributedSampler; if an epoch is "
-        "longer, the loader begins anew too early"
-    )
-    return "info", message, advice
-
-
 OSCILLATION = Kind("oscillation", _oscillation, value="largest", confidence="medium")
-REPEATED = Kind("repeated_batches", _repeated, value="period", confidence="medium")
+REPEATED = Kind(
+    "repeated_batches",
+    said(
+        "info",
+        "losses and norms recur every {period:g} steps: the same batches in the same order",
+        "if that is an epoch: shuffle=True, or sampler.set_epoch(epoch) of a DistributedSampler; if an epoch is "
+        "longer, the loader begins anew too early",
+    ),
+    value="period",
+    confidence="medium",
+)
 KINDS = (OSCILLATION, REPEATED)

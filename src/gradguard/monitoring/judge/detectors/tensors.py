@@ -2,12 +2,14 @@
 
 import math
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from gradguard.monitoring.judge.findings import Episode, Finding, Kind, Lasting, Log, Words, named
+from gradguard.monitoring.judge.findings import Episode, Kind, Lasting, Log, Words, named, said
 from gradguard.monitoring.judge.numbers import number, percent
+from gradguard.monitoring.record.lines import Numbers
 
 CORRUPT_TIMES = 10.0
 """Of a tensor's own median norm, while the others are as usual: a batch would have moved them too."""
@@ -79,15 +81,16 @@ class Corruption:
         self._beyond: list[int] = []
         self._suspect: tuple[int, int, float, float] | None = None  # step, place, times, limit
 
-    def follow(self, i: int, norms: Sequence[float]) -> list[Finding]:
-        """Return what is new after a line with the norm of each parameter.
+    def follow(self, i: int, norms: Sequence[float]) -> None:
+        """Follow a line with the norm of each parameter.
 
         Args:
             i: The step.
             norms: One finite norm for each.
         """
         beyond = [place for place, (norm, limit) in enumerate(zip(norms, self._limits, strict=True)) if norm > limit]
-        found = self._returned(self._suspect, norms) if self._suspect is not None else []
+        if self._suspect is not None:
+            self._returned(*self._suspect, norms)
         self._suspect = self._alone(i, beyond[0], norms) if len(beyond) == 1 and beyond != self._beyond else None
         self._beyond = beyond
         self._lines.append(norms)
@@ -95,15 +98,12 @@ class Corruption:
         if self._since >= _REFRESH:
             self._since = 0
             self._refresh()
-        return found
 
-    def _returned(self, suspect: tuple[int, int, float, float], norms: Sequence[float]) -> list[Finding]:
-        """What lasts is another state, not an accident."""
-        i, place, times, limit = suspect
-        if norms[place] > limit:
-            return []
-        about = {"params": [self._names[place]], "numbers": {"largest": times}}
-        return self._log.tell(f"corrupt {place}", CORRUPT, i, i, times, **about)
+    def _returned(self, i: int, place: int, times: float, limit: float, norms: Sequence[float]) -> None:
+        """Tell of a norm that came back: what lasts is another state, not an accident."""
+        if norms[place] <= limit:
+            about = {"params": [self._names[place]], "numbers": {"largest": times}}
+            self._log.tell(f"corrupt {place}", CORRUPT, i, i, times, **about)
 
     def _alone(self, i: int, place: int, norms: Sequence[float]) -> tuple[int, int, float, float] | None:
         others = [
@@ -124,13 +124,23 @@ class Corruption:
             low, middle, high = (ordered[int(share * len(ordered))] for share in (0.16, 0.5, 0.84))
             middles.append(middle if low > 0 else 0.0)  # an expert that many batches leave alone is not judged
             spreads.append(max(high / middle, middle / low) if low > 0 else 1.0)
-        usual = statistics.median_high(spreads) if spreads else 1.0
+        usual = statistics.median_high(spreads or [1.0])
         self._usual = middles
         widths = [CORRUPT_DEVIATIONS * math.log(max(spread, usual)) for spread in spreads]
         self._limits = [
             middle * max(CORRUPT_TIMES, math.exp(min(width, 100.0))) if middle else math.inf
             for middle, width in zip(middles, widths, strict=True)
         ]
+
+
+@dataclass(slots=True)
+class _Zeros:
+    """The zeros of one gradient: their first and last share, how often it changed, and the last lines with many."""
+
+    first: float
+    last: float
+    changes: int = 0
+    lines: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SPARSE_LINES))
 
 
 class Diagnostics:
@@ -147,13 +157,10 @@ class Diagnostics:
         self._shapes: list[tuple[int, ...]] = [tuple(parameter.get("shape") or ()) for parameter in params]
         self._matrices = [place for place, shape in enumerate(self._shapes) if len(shape) > 1]
         self._large, self._small = (Lasting(log, self._names, UPDATE_LINES, UPDATE_STEPS) for _ in range(2))
-        self._first: dict[int, float] = {}  # the share of zeros that each began with
-        self._before: dict[int, float] = {}
-        self._changes: Counter[int] = Counter()
-        self._zeros: dict[int, deque[tuple[int, float]]] = {}
+        self._zeros: dict[int, _Zeros] = {}
 
-    def updates(self, i: int, weights: Sequence[float | None], updates: Sequence[float | None]) -> list[Finding]:
-        """Return what is new after a line with the norms of weights and of their updates.
+    def updates(self, i: int, weights: Numbers, updates: Numbers) -> None:
+        """Follow a line with the norms of weights and of their updates.
 
         Args:
             i: The step.
@@ -166,21 +173,19 @@ class Diagnostics:
             if place < min(len(weights), len(updates)) and (weight := weights[place]) and (update := updates[place])
         }
         if not ratios:
-            return []
+            return
         median = statistics.median_high(ratios.values())
         large = [place for place, ratio in ratios.items() if ratio > LARGE_UPDATE]
         small = [place for place, ratio in ratios.items() if ratio < SMALL_UPDATE and median > ORDINARY_UPDATE]
-        found = []
         for lasting, kind, places, worst in (
             (self._large, LARGE_UPDATES, large, max),
             (self._small, SMALL_UPDATES, small, min),
         ):
             new = lasting.follow(i, places)
-            found += lasting.begin(kind, i, new, ratio=worst((ratios[place] for place in new), default=0.0))
-        return found
+            lasting.begin(kind, i, new, ratio=worst((ratios[place] for place in new), default=0.0))
 
-    def zeros(self, i: int, rows: Sequence[float | None] | None, zeros: Sequence[float | None] | None) -> list[Finding]:
-        """Return what is new after a line with shares of zeros.
+    def zeros(self, i: int, rows: Numbers, zeros: Numbers) -> None:
+        """Follow a line with shares of zeros.
 
         Args:
             i: The step.
@@ -195,36 +200,34 @@ class Diagnostics:
                 new.append(place)
         begun = [place for place in new if self._log.goes_on(f"half dead {place}", i) is None]
         if not begun:
-            return []
-        share = max(self._zeros[place][-1][1] for place in begun)
-        first = min(self._zeros[place][0][0] for place in begun)
+            return
+        share = max(self._zeros[place].lines[-1][1] for place in begun)
+        first = min(self._zeros[place].lines[0][0] for place in begun)
         names = [self._names[place] for place in begun]
         rows_of = float(self._shapes[begun[0]][0]) if len(begun) == 1 else 0.0
-        found = self._log.begin(
-            f"half dead {begun[0]}", HALF_DEAD_LAYER, first, i, params=names, numbers={"share": share, "rows": rows_of}
-        )  # fmt: skip
+        numbers = {"share": share, "rows": rows_of}
+        self._log.begin(f"half dead {begun[0]}", HALF_DEAD_LAYER, first, i, params=names, numbers=numbers)
         for place in begun[1:]:
             self._log.same(f"half dead {begun[0]}", f"half dead {place}")
-        return found
 
-    def _is_half_dead(self, i: int, place: int, share: float, zeros: Sequence[float | None] | None) -> bool:
-        units, lines = self._shapes[place][0], self._zeros.setdefault(place, deque(maxlen=SPARSE_LINES))
-        first = self._first.setdefault(place, share)
-        self._changes[place] += abs(share - self._before.get(place, share)) * units > 1
-        self._before[place] = share
+    def _is_half_dead(self, i: int, place: int, share: float, zeros: Numbers) -> bool:
+        units, zeros_of = self._shapes[place][0], self._zeros.setdefault(place, _Zeros(share, share))
+        zeros_of.changes += abs(share - zeros_of.last) * units > 1
+        zeros_of.last = share
         if share < HALF_DEAD or share == 1:  # all of it is another finding
-            lines.clear()
+            zeros_of.lines.clear()
             return False
-        lines.append((i, share))
+        zeros_of.lines.append((i, share))
         # Units that a batch happens to leave alone are others in the next one, and seldom the same number of them.
-        needed = HALF_DEAD_LINES if self._changes[place] <= FEW_CHANGES else SPARSE_LINES
-        recent = list(lines)[-needed:]
+        needed = HALF_DEAD_LINES if zeros_of.changes <= FEW_CHANGES else SPARSE_LINES
+        recent = list(zeros_of.lines)[-needed:]
         shares = [share for _, share in recent]
         steady = (max(shares) - min(shares)) * units < (1.5 if units >= _MANY_UNITS else 0.5)
         lasts = len(recent) == needed and i - recent[0][0] >= HALF_DEAD_STEPS
-        return lasts and steady and (share - first >= NOT_SO_AT_FIRST or self._bias_agrees(place, share, zeros))
+        rose = share - zeros_of.first >= NOT_SO_AT_FIRST
+        return lasts and steady and (rose or self._bias_agrees(place, share, zeros))
 
-    def _bias_agrees(self, place: int, share: float, zeros: Sequence[float | None] | None) -> bool:
+    def _bias_agrees(self, place: int, share: float, zeros: Numbers) -> bool:
         """Whether the bias that follows has its zeros on as many units: an embedding has none."""
         after = place + 1
         if after >= len(self._shapes) or self._shapes[after] != self._shapes[place][:1]:
@@ -233,8 +236,8 @@ class Diagnostics:
         return of_bias is not None and abs(of_bias - share) * self._shapes[after][0] < 1
 
 
-def _at(values: Sequence[float | None] | None, place: int) -> float | None:
-    return values[place] if values is not None and place < len(values) else None
+def _at(values: Numbers, place: int) -> float | None:
+    return values[place] if place < len(values) else None
 
 
 _EXPLODED = (
@@ -257,26 +260,6 @@ def _corrupt(found: Episode) -> Words:
     return "warning", message, advice
 
 
-def _large_updates(found: Episode) -> Words:
-    verb = "change" if len(found.params) > 1 else "changes"
-    message = (
-        f"{named(found.params)} {verb} by up to {percent(found.numbers['ratio'])} of itself with each step, measured "
-        f"on steps {found.first} to {found.last}"
-    )
-    advice = "a weight learns at about 0.1 % a step: lower the learning rate, at least of this group"
-    return "warning", message, advice
-
-
-def _small_updates(found: Episode) -> Words:
-    verb = "change" if len(found.params) > 1 else "changes"
-    message = (
-        f"{named(found.params)} {verb} by only {found.numbers['ratio']:.1g} of itself with each step, while others do "
-        f"by more than {ORDINARY_UPDATE:g}"
-    )
-    advice = "it hardly learns: check its group's learning rate and the scale of the weight"
-    return "warning", message, advice
-
-
 def _half_dead(found: Episode) -> Words:
     share, rows = found.numbers["share"], found.numbers["rows"]
     part = f"{round(share * rows)} of {rows:g} units" if rows else f"up to {percent(share)}"
@@ -286,7 +269,29 @@ def _half_dead(found: Episode) -> Words:
 
 
 CORRUPT = Kind("corrupt_gradient", _corrupt, value="largest", confidence="medium", apart=True)
-LARGE_UPDATES = Kind("update_ratio", _large_updates, value="ratio", confidence="medium", of_layers=True)
-SMALL_UPDATES = Kind("update_ratio", _small_updates, value="ratio", confidence="medium", of_layers=True)
+LARGE_UPDATES = Kind(
+    "update_ratio",
+    said(
+        "warning",
+        "{names} {changes} by up to {ratio:%} of itself with each step, measured on steps {found.first} to "
+        "{found.last}",
+        "a weight learns at about 0.1 % a step: lower the learning rate, at least of this group",
+    ),
+    value="ratio",
+    confidence="medium",
+    of_layers=True,
+)
+SMALL_UPDATES = Kind(
+    "update_ratio",
+    said(
+        "warning",
+        f"{{names}} {{changes}} by only {{ratio:.1g}} of itself with each step, while others do by more than "
+        f"{ORDINARY_UPDATE:g}",
+        "it hardly learns: check its group's learning rate and the scale of the weight",
+    ),
+    value="ratio",
+    confidence="medium",
+    of_layers=True,
+)
 HALF_DEAD_LAYER = Kind("half_dead_layer", _half_dead, value="share", confidence="medium", of_layers=True)
 KINDS = (CORRUPT, LARGE_UPDATES, SMALL_UPDATES, HALF_DEAD_LAYER)
