@@ -231,23 +231,6 @@ def test_pop_function_mode():
         one.__enter__()
 
 
-def test_replace_norms(monkeypatch):
-    foreach, vector, given, parameter = torch._foreach_norm, torch.linalg.vector_norm, [], nn.Parameter(torch.ones(2))
-    parameter.grad = torch.tensor([3.0, 4.0])
-    torch_private.replace_norms(
-        lambda *args: given.append(args) or foreach(*args), lambda *args: given.append(args) or vector(*args)
-    )
-    try:
-        nn.utils.clip_grad_norm_([parameter], 1.0, foreach=True)
-    finally:
-        torch_private.replace_norms(None, None)
-    assert [len(args[0]) for args in given] == [1, 1]
-    assert given[1][0].tolist() == [5.0]
-    assert (torch._foreach_norm, torch.linalg.vector_norm) == (foreach, vector)
-    without(monkeypatch, "torch._foreach_norm").replace_norms(print, None)
-    assert not hasattr(torch, "_foreach_norm")
-
-
 def test_foreach_mul_():
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor(3.0)]
     torch_private.foreach_mul_(tensors, torch.tensor(2.0))

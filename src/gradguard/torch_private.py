@@ -209,17 +209,6 @@ foreach_copy_ = _bind("foreach_copy_")
 """Write each source into the tensor at its place."""
 assert_async = _bind("assert_async")
 """Let the device fail with a message unless a condition holds."""
-vector_norm = torch.linalg.vector_norm
-
-
-def replace_norms(foreach: Callable[..., Any] | None, vector: Callable[..., Any] | None) -> None:
-    """Let torch's own clip take the norms of gradients with ``foreach``, and the norm of these with ``vector``.
-
-    None: as it did. `foreach_norm` and `vector_norm` stay what they are.
-    """
-    if hasattr(torch, "_foreach_norm"):  # else torch takes norms in another way, and there is nothing to replace
-        torch._foreach_norm = foreach_norm if foreach is None else foreach
-    torch.linalg.vector_norm = vector_norm if vector is None else vector
 
 
 @_needs

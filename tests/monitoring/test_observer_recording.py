@@ -126,17 +126,15 @@ def test_what_a_forked_child_has_buffered_is_not_written_twice(tmp_path):
     assert (tmp_path / "run.jsonl").read_text(encoding="utf-8") == '{"t": "meta"}\n'
 
 
-def test_norms_that_the_script_s_clip_took_are_not_taken_again(tmp_path, monkeypatch):
-    def refuse(tensors):
-        raise AssertionError("measured twice")
-
+def test_gradients_that_the_script_clips_are_measured_once(tmp_path, monkeypatch):
+    clips, measured = sys.modules["gradguard.monitoring.observe.clips"], []
+    measure = clips.gradient_norms
     training, observer = Training(), Observer(tmp_path / "run.jsonl", {}, every=1, diagnostics_every=0)
-    original = torch._foreach_norm
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.clips"], "gradient_norms", refuse)
+    monkeypatch.setattr(clips, "gradient_norms", lambda tensors: measured.append(len(tensors)) or measure(tensors))
     with observe(observer):
         training.steps(3, clip=0.5)
     observer.close(0, False)
-    assert torch._foreach_norm is original
+    assert measured == [2] * 3
     record = read_record(observer.path)
     assert record.events == []
     assert len(record.steps) == 3

@@ -37,7 +37,8 @@ def shown(found):
     for part, places in found.parts:
         norms = [None] * len(places) if part.norms is None else [float(norm) for norm in part.norms]
         for k, norm in zip(places, norms, strict=True):
-            entries[k] = (norm, [clip.threshold for clip in part.clips])
+            before, clips = entries[k] or (None, [])
+            entries[k] = (norm if before is None else before, [*clips, part.clip.threshold])
     return entries
 
 
@@ -87,7 +88,7 @@ def test_clips_whose_gradients_are_gone_are_not_kept():
         pending.add(ScriptClip("norm", float(k), None), [gradient], None)
     del gradients[:4], gradient
     assert pending.drop_changed()
-    assert len(pending._parts) == 2
+    assert len(pending._clipped) == 2
     assert not pending.drop_changed()
 
 

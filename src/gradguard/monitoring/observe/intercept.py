@@ -145,7 +145,6 @@ class ClipCall:
         threshold: Its threshold.
         norm_type: The order of its norm.
         norm: The norm that it was given, if it does not take one itself.
-        measures: Whether it takes the norm of each gradient by PyTorch's `torch._foreach_norm`.
         whole: Whether the gradients are shards, so that nobody but the call itself knows their norm.
         again: Makes the call, untold of; None where nobody can.
     """
@@ -154,7 +153,6 @@ class ClipCall:
     threshold: Any
     norm_type: float = 2.0
     norm: Any = None
-    measures: bool = False
     whole: bool = False
     again: Callable[[], Any] | None = None
 
@@ -198,7 +196,7 @@ def _reusable(parameters: Any) -> tuple[Any, Any]:
 
 
 def _torch_norm(max_norm: Any, norm_type: float = 2.0, *_: Any, **__: Any) -> ClipCall:
-    return ClipCall("norm", max_norm, float(norm_type), measures=True)
+    return ClipCall("norm", max_norm, float(norm_type))
 
 
 def _fsdp_call(max_norm: Any, norm_type: float = 2.0, *_: Any, **__: Any) -> ClipCall:

@@ -10,9 +10,8 @@ optimizer gets them, after any clip, without a loss scale.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -32,20 +31,10 @@ SHORT = 1 << 14
 MEDIUM = 1 << 20
 """Tensors up to this length are measured by a dot product: more accumulators, and several threads."""
 
-STACKED = 1 << 12
-"""Tensors up to this length and of one shape are copied next to one another, and measured by one kernel."""
-
-BLOCK = 1 << 18
-"""Elements of one such copy: it stays in the cache."""
-
 _TRUSTED_ABOVE = 1e-12
 """A float32 norm below may have lost squares to underflow; it is measured again."""
 
 _PLAIN = {torch.float32, torch.float64}
-_ONLY_TENSORS = {Tensor}
-_Stacks = tuple[list[tuple[Callable[[Sequence[Tensor]], tuple[Tensor, ...]], list[int]]], list[int]]
-_alike: dict[tuple, _Stacks] = {}
-_MOST_REMEMBERED = 64
 
 
 def total(norms: Norms) -> Tensor | float:
@@ -73,89 +62,21 @@ def gradient_norms(tensors: Sequence[Tensor]) -> Norms:
     """
     if (known := norms_at_once(tensors)) is not None:
         return known
-    norms = _norms_of_stacks(tensors)
-    if norms is None:
+    if not _are_plain(tensors):
         refuse_sharded(tensors)
         norms = tensor_norms(tensors)
         return norms.tolist() if are_readable(*tensors) else norms
-    look_again(norms, tensors)
+    norms = _norms_one_by_one(tensors)
+    again = [i for i, norm in enumerate(norms) if not _TRUSTED_ABOVE < norm < 1e300 and tensors[i].numel()]
+    if again:  # squares may have overflowed or underflowed
+        for i, norm in zip(again, tensor_norms([tensors[i] for i in again]).tolist(), strict=True):
+            norms[i] = abs(norm)  # 0 may come as -0.0
     return norms
 
 
-def look_again(norms: list[float], tensors: Sequence[Tensor]) -> None:
-    """Measure those again, with care, whose squares may have overflowed or underflowed.
-
-    Args:
-        norms: The norms as they were taken, which are corrected.
-        tensors: What they are of.
-    """
-    again = [i for i, norm in enumerate(norms) if not _TRUSTED_ABOVE < norm < 1e300]
-    again = [i for i in again if tensors[i].numel()]
-    if again:
-        for i, norm in zip(again, tensor_norms([tensors[i] for i in again]).tolist(), strict=True):
-            norms[i] = abs(norm)  # 0 may come as -0.0
-
-
-def _norms_of_stacks(tensors: Sequence[Tensor]) -> list[float] | None:
-    """Measure the short way, which can overflow and underflow.
-
-    Which tensors have one shape is remembered: thousands of small ones are common, and a look at each of them takes
-    longer than its norm. Where the shapes are others by now, `torch.stack` fails.
-
-    Returns:
-        The norms; None for tensors that this is not for.
-    """
-    if not tensors or set(map(type, tensors)) != _ONLY_TENSORS or not tensors[0].is_cpu:
-        return None
-    key = len(tensors), tensors[0].shape, tensors[-1].shape
-    for _ in range(2):
-        if (known := _alike.get(key)) is None:
-            if len(_alike) >= _MOST_REMEMBERED:
-                _alike.clear()
-            known = _alike[key] = _of_one_shape(tensors)
-        stacks, rest = known
-        if any(tensors[places[0]].numel() > STACKED for _, places in stacks):  # others of one shape, and large
-            del _alike[key]
-            continue
-        try:
-            joined = [torch.stack(members(tensors)) for members, _ in stacks]
-        except RuntimeError:  # also of several devices
-            del _alike[key]
-            continue
-        others = [tensors[i] for i in rest]
-        if not _are_plain(joined) or not _are_plain(others):
-            return None
-        norms = [0.0] * len(tensors)
-        for (_, places), stack in zip(stacks, joined, strict=True):
-            found = torch.linalg.vector_norm(stack.view(len(places), -1), dim=1).tolist()
-            for i, norm in zip(places, found, strict=True):
-                norms[i] = norm
-        for i, norm in zip(rest, _norms_one_by_one(others), strict=True):
-            norms[i] = norm
-        return norms
-    return None
-
-
-def _of_one_shape(tensors: Sequence[Tensor]) -> _Stacks:
-    """Put together tensors that are cheaper to copy than to look at: where they are, and the places of all others."""
-    by_shape: dict[torch.Size, list[int]] = {}
-    for i, t in enumerate(tensors):
-        by_shape.setdefault(t.shape, []).append(i)
-    stacks, rest = [], []
-    for shape, places in by_shape.items():
-        size, most = shape.numel(), BLOCK // max(1, shape.numel())
-        pieces = [places[k : k + most] for k in range(0, len(places), most)] if 0 < size <= STACKED else [places]
-        for piece in pieces:
-            if 0 < size <= STACKED and len(piece) > 1:
-                stacks.append((itemgetter(*piece), piece))
-            else:
-                rest += piece
-    return stacks, rest
-
-
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
-    kinds = all([t.dtype in _PLAIN and t.layout is torch.strided and t.is_contiguous() for t in tensors])
-    return kinds and are_readable(*tensors)
+    plain = all([t.dtype in _PLAIN and t.layout is torch.strided and t.is_contiguous() for t in tensors])
+    return plain and set(map(type, tensors)) == {Tensor} and are_readable(*tensors)
 
 
 def _norms_one_by_one(tensors: Sequence[Tensor]) -> list[float]:

@@ -35,7 +35,7 @@ from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.recorder import Ear, Recorder, check_callable, safely
 from gradguard.monitoring.observe.schedule import Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, are_spread
-from gradguard.monitoring.observe.step import ScaleUpdate, StepMeasurement, copied
+from gradguard.monitoring.observe.step import ScaleUpdate, ScriptClip, StepMeasurement, copied
 from gradguard.monitoring.observe.termination import before_signals
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
@@ -292,7 +292,7 @@ class Monitor(Recorder):
         now = None if shared is None else shared.norms
         if measured is not None:
             now = gradient_norms([p.grad for p in measured if p.grad is not None])
-        self._thread.before_guard = parameters, self._clips.take(parameters), now, shared
+        self._thread.before_guard = parameters, self._clips.take(grads_of(parameters)), now, shared
 
     def _guard_tells_2_norms(self) -> bool:
         orders = getattr(getattr(self._guard, "clipper", None), "orders", None)
@@ -349,8 +349,8 @@ class Monitor(Recorder):
             step = StepMeasurement(self._steps, result.tensor_norms, array("q", [-1] * len(names)), late=late)
         if told and not step.clips:
             step.total = result.norm
-        step.guard_rule = rule_of(getattr(self._guard, "clipper", self._guard))
-        step.guard_threshold, step.guard_coefficient = copied(result.threshold), result.coefficient
+        rule = rule_of(getattr(self._guard, "clipper", self._guard))
+        step.guard = ScriptClip(rule, copied(result.threshold), coefficient=result.coefficient)
         if event is not None:
             note_guard(step, event)
         return step
@@ -443,7 +443,7 @@ class Logged:
             if key in OWN_NAMES:
                 self._warn(f"Monitor.log({key}=...) is left out: the record has a field {key!r} of its own")
             elif (value := self._number(key, given)) is not None:
-                values.setdefault("scalars", {})[key] = value
+                values[key] = value
         if self.comes_before or newest is None:
             self._coming.append(values)
         elif not (newest.losses and "loss" in values):  # else of an iteration that had no step
@@ -474,11 +474,9 @@ def _shown(value: object) -> str:
 
 
 def _give(step: StepMeasurement, values: Mapping[str, Any]) -> None:
-    if "loss" in values:
-        step.losses = [*step.losses, values["loss"]]
-    step.logged_norm = values.get("norm", step.logged_norm)
-    step.logged_max_norm = values.get("max_norm", step.logged_max_norm)
-    step.scalars |= values.get("scalars", {})
+    step.scalars |= values
+    if (loss := step.scalars.pop("loss", None)) is not None:
+        step.losses = [*step.losses, loss]
 
 
 def unwrap_optimizer(source: Any) -> tuple[Optimizer, Any]:

@@ -20,7 +20,7 @@ from gradguard.distributed.placements import is_sharded, local_part, placement_o
 from gradguard.errors import GradguardError
 from gradguard.grad_scaler import listen_to_steps
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.clips import AppliedClip, CapturedNorms, StepGradients, note_applied
+from gradguard.monitoring.observe.clips import AppliedClip, StepGradients
 from gradguard.monitoring.observe.graph_facts import GraphFacts, origin_of
 from gradguard.monitoring.observe.intercept import ClipCall, patched
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, Unowned
@@ -35,7 +35,7 @@ from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.recorder import Recorder, safely
 from gradguard.monitoring.observe.schedule import EVERY, Schedule
 from gradguard.monitoring.observe.shared_norms import is_captured
-from gradguard.monitoring.observe.step import ScaleUpdate, StepMeasurement
+from gradguard.monitoring.observe.step import ScaleUpdate, ScriptClip, StepMeasurement
 from gradguard.monitoring.record.file import SCHEMA
 from gradguard.monitoring.record.text import on_stderr
 from gradguard.monitoring.show.sinks import Sinks
@@ -132,11 +132,10 @@ class Observer(Recorder):
     def _after_backward(self) -> None:
         self._kept.after_backward()
 
-    def on_clip(self, call: ClipCall, parameters: list[Tensor]) -> CapturedNorms | None:
-        """Measure before a foreign clip changes anything, or let the clip measure for both of us."""
-        if parameters and is_captured(parameters[0]):
-            return None
-        return self._begin_clip(parameters, *self._joined(parameters), call)
+    def on_clip(self, call: ClipCall, parameters: list[Tensor]) -> None:
+        """Measure before a foreign clip changes anything."""
+        if not (parameters and is_captured(parameters[0])):
+            self._begin_clip(parameters, *self._joined(parameters), call)
 
     @safely
     def on_clipped(self, norm: Any) -> None:
@@ -211,7 +210,7 @@ class Observer(Recorder):
     @safely
     def _note_applied(self, event: ClipEvent) -> None:
         if (step := self._open_step()) is not None:
-            note_applied(step, event)
+            step.applied = ScriptClip.told(event)
 
     @safely
     def _forget(self, parameters: list[Tensor]) -> None:

@@ -13,7 +13,7 @@ from gradguard.monitoring.judge.live import Judge
 from gradguard.monitoring.observe.host_copy import AsyncHostCopy, Copy, NumberPlaces
 from gradguard.monitoring.observe.step import Entry, ParameterTable, RecoveryNote, StepMeasurement, lines_of
 from gradguard.monitoring.record.file import Line
-from gradguard.monitoring.record.lines import known_fields
+from gradguard.monitoring.record.lines import known_fields, without_none
 from gradguard.monitoring.show.alerts import Alerts
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.monitoring.show.sinks.base import plain
@@ -208,7 +208,7 @@ def _holders(entries: Sequence[Entry]) -> Iterator[Any]:
         if isinstance(entry, StepMeasurement):
             if entry.diagnostics is not None:
                 yield entry.diagnostics
-            yield from entry.clips
+            yield from without_none((*entry.clips, entry.applied, entry.guard))
 
 
 def _needs_device(entries: Sequence[Entry]) -> bool:

@@ -319,11 +319,9 @@ class Recorder:
     @safely
     def _begin_clip(
         self, parameters: list[Tensor], spread: bool, shared: Shared | None, call: Any, tells_norms: bool = False
-    ) -> Any:
-        captured, replaced = self._clips.begin(parameters, spread, shared, call, tells_norms)
-        if replaced:
+    ) -> None:
+        if self._clips.begin(parameters, spread, shared, call, tells_norms):
             self._on_replaced()
-        return captured
 
     def _on_replaced(self) -> None:
         """The step that the clips before were for never came."""

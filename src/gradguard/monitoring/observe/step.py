@@ -6,17 +6,18 @@ The one place where tensors become numbers.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
+from gradguard.clip_events import ClipEvent
 from gradguard.distributed.placements import is_sharded
 from gradguard.monitoring.judge.detectors.loop_setup import setup_episode
 from gradguard.monitoring.judge.findings import Kind
 from gradguard.monitoring.judge.live import event_line
 from gradguard.monitoring.observe.measure import Diagnostics, Norms, histogram_of
 from gradguard.monitoring.record.file import Line
-from gradguard.monitoring.record.lines import known_fields
+from gradguard.monitoring.record.lines import known_fields, without_none
 from gradguard.recovery_events import RecoveryEvent
 from gradguard.words import listed
 
@@ -44,7 +45,7 @@ def copied(value: Any) -> Any:
 
 @dataclass(slots=True)
 class ScriptClip:
-    """One call of a clipping function before the step.
+    """One clip, before the step or within it.
 
     Attributes:
         rule: ``"norm"``, ``"value"``, ``"adaptive"``, or the class of a clipper that is none of these.
@@ -54,10 +55,16 @@ class ScriptClip:
         coefficient: What it multiplied the gradients by, on the whole, copied; None if it does not tell.
     """
 
-    rule: str
-    threshold: Any
-    norm: Any
+    rule: str = ""
+    threshold: Any = None
+    norm: Any = None
     coefficient: Any = None
+
+    @classmethod
+    def told(cls, event: ClipEvent) -> Self:
+        """Return what a clip of gradguard's tells."""
+        norm = copied(event.norm) if event.norm_type == 2 else None
+        return cls(event.rule, copied(event.threshold), norm, copied(event.coefficient))
 
 
 @dataclass(slots=True)
@@ -73,13 +80,8 @@ class StepMeasurement:
         lr: Learning rate of the first parameter group: a number, or a copy of the script's tensor.
         clips: The script's own clips, in their order.
         clips_apart: Whether they acted on different parameters, so that no threshold is that of the step.
-        applied_rule: The clip that the watcher applies itself, behind them.
-        applied_threshold: Its threshold.
-        applied_coefficient: What it multiplied the gradients by.
-        user_threshold: The threshold of the script's last clip.
-        guard_rule: The rule of a `Guard` that acted within the step; None if none did.
-        guard_threshold: Its threshold.
-        guard_coefficient: What it multiplied the gradients by.
+        applied: The clip that the watcher applies itself, behind them.
+        guard: The clip of a `Guard` that acted within the step; None if none did.
         skipped: Whether a guard left the step out.
         spike: Whether it did because the step was a finite spike.
         norm_after: Whether ``norms`` are those after the clip, of which nobody knows what was before.
@@ -94,10 +96,9 @@ class StepMeasurement:
         kept_gradients: Whether they contain those of the step before: nobody cleared them; None if not looked at.
         late: Whether it holds tensors on a device, so that its numbers are known only when they have come.
         lost: Where processes measured together: above 0 if one of them could not.
-        logged_norm: The norm that the user's own clip returned, as the user logged it, and
-        logged_max_norm: its threshold.
         origin: Where the forward first had a number that is not finite, and its dtype.
-        scalars: What else the user logged, by name: numbers, or tensors until they have been read.
+        scalars: What else the user logged, by name: numbers, or tensors until they have been read. ``norm`` is what the
+            user's own clip returned, and ``max_norm`` its threshold.
     """
 
     index: int
@@ -108,20 +109,15 @@ class StepMeasurement:
     lr: Any = None
     clips: Sequence[ScriptClip] = ()
     clips_apart: bool = False
-    applied_rule: str | None = None
-    applied_threshold: Any = None
-    applied_coefficient: Any = None
-    user_threshold: Any = None
-    guard_rule: str | None = None
-    guard_threshold: Any = None
-    guard_coefficient: Any = None
+    applied: ScriptClip | None = None
+    guard: ScriptClip | None = None
     skipped: Any = None
     spike: Any = None
     norm_after: bool = False
     amp_scale: Tensor | None = None
     optimizer: int | None = None
     turn: int = 0
-    wall: float = field(default=0.0)
+    wall: float = 0.0
     found_inf: Any = None
     total: Any = None
     diagnostics: Diagnostics | None = None
@@ -129,8 +125,6 @@ class StepMeasurement:
     kept_gradients: Any = None
     late: bool = False
     lost: Any = None
-    logged_norm: Any = None
-    logged_max_norm: Any = None
     origin: tuple[str, str] | None = None
     scalars: dict[str, Any] = field(default_factory=dict)
 
@@ -256,10 +250,9 @@ def _every(turn: int, parameters: int) -> int:
 
 
 def _lines_of_step(step: StepMeasurement, table: ParameterTable, every: int | None) -> Iterator[Line]:
-    if not step.clips and step.guard_rule is None:  # which tell more
-        _take_logged(step)
+    user_max_norm = _user_threshold(step)
     norms = _numbers(step.norms)
-    line = _step_line(step, norms)
+    line = _step_line(step, norms, user_max_norm)
     yield line
     due = step.turn % (every or _every(step.turn, len(table.names))) == 0 or step.diagnostics is not None
     if due and max(step.places, default=-1) >= 0:  # else it is not known whose norms they are
@@ -270,17 +263,22 @@ def _lines_of_step(step: StepMeasurement, table: ParameterTable, every: int | No
         yield _nonfinite_line(step, norms, table.names)
 
 
-def _take_logged(step: StepMeasurement) -> None:
-    """Where the user logged the norm before their own clip, what was measured at the step is the norm after it."""
-    step.user_threshold = step.user_threshold if step.logged_max_norm is None else step.logged_max_norm
-    if step.logged_norm is None:
-        return
-    before, after = float(step.logged_norm), total_of(step)
-    step.total, step.clips = before, [ScriptClip("norm", step.logged_max_norm, before)]
-    if math.isfinite(before) and math.isfinite(after):
-        step.post = after
-        if after > 0:  # a norm clip multiplied all gradients by one number
-            step.norms = [norm * (before / after) for norm in _numbers(step.norms)]
+def _user_threshold(step: StepMeasurement) -> Any:
+    """Return the threshold of the script's last clip.
+
+    Where the user logged the norm before their own clip, what was measured at the step is the norm after it.
+    """
+    norm, max_norm = step.scalars.pop("norm", None), step.scalars.pop("max_norm", None)
+    if step.clips or step.guard is not None:  # which tell more
+        return step.clips[-1].threshold if step.clips and not step.clips_apart else None
+    if norm is not None:
+        before, after = float(norm), total_of(step)
+        step.total, step.clips = before, [ScriptClip("norm", max_norm, before)]
+        if math.isfinite(before) and math.isfinite(after):
+            step.post = after
+            if after > 0:  # a norm clip multiplied all gradients by one number
+                step.norms = [norm * (before / after) for norm in _numbers(step.norms)]
+    return max_norm
 
 
 def total_of(step: StepMeasurement) -> float:
@@ -307,7 +305,7 @@ def _tensors_line(step: StepMeasurement, norms: list[float], table: ParameterTab
     return line
 
 
-def _step_line(step: StepMeasurement, norms: Sequence[float]) -> Line:
+def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any) -> Line:
     total = total_of(step)
     clips, coefficient, within = _clips_of(step, total)
     binding = min(clips, key=_strength) if clips else _Clip(None, None, None)
@@ -326,7 +324,7 @@ def _step_line(step: StepMeasurement, norms: Sequence[float]) -> Line:
         "threshold": None if step.clips_apart and len(step.clips) > 1 else binding.threshold,
         "rule": binding.rule,
         "clips": [[clip.rule, clip.threshold, clip.coefficient] for clip in clips] if len(clips) > 1 else None,
-        "user_max_norm": _number(step.user_threshold),
+        "user_max_norm": _number(user_max_norm),
         "amp_scale": _number(step.amp_scale),
         "skipped": True if overflowed or _number(step.skipped) else None,
         "spike": True if _number(step.spike) else None,
@@ -359,27 +357,21 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
     known = math.prod(clip.coefficient for clip in clips if clip.coefficient is not None)
     unknown = [k for k, clip in enumerate(clips) if clip.coefficient is None]
     coefficient = None
-    if clips and not unknown and known >= 1:  # two measured norms would differ by their rounding
-        coefficient = 1.0
+    if clips and not unknown and (known >= 1 or step.post is None):  # two measured norms would differ by their rounding
+        coefficient = known
     elif clips and step.post is not None:
         coefficient = min(1.0, float(step.post) / total) if total > 0 else 1.0
-    elif clips and not unknown:
-        coefficient = known
     if coefficient is not None and len(unknown) == 1 and known > 0:
         own = min(1.0, coefficient / known)
         if len(clips) > 1 and own > 1 - ROUNDING:
             own, coefficient = 1.0, coefficient if step.clips_apart else known
         clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=own)
     within = 1.0
-    for rule, threshold, told in (
-        (step.applied_rule, step.applied_threshold, step.applied_coefficient),
-        (step.guard_rule, step.guard_threshold, step.guard_coefficient),
-    ):
-        if rule is not None:
-            own = _number(told)
-            clips.append(_Clip(rule, _threshold(threshold), own))
-            coefficient = own if coefficient is None or own is None else own * coefficient
-            within *= 1.0 if own is None else own
+    for clip in without_none((step.applied, step.guard)):
+        own = _number(clip.coefficient)
+        clips.append(_Clip(clip.rule, _threshold(clip.threshold), own))
+        coefficient = own if coefficient is None or own is None else own * coefficient
+        within *= 1.0 if own is None else own
     finite = math.isfinite(total)
     shown = [
         _Clip(rule, None if threshold == math.inf else threshold, one if finite else None)
