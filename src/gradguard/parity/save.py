@@ -160,7 +160,11 @@ class _Run:
         with precision_of(self._model) as seen:
             first, calls = self._seen(step)
         random = any(gathered(self.replay.has_drawn()))
-        self._check_after(any(gathered(digest(self._local) != before)))
+        if any(gathered(digest(self._local) != before)):
+            raise UnsupportedGradientError(
+                "step() changes the weights, which cannot be undone: let it run forward and backward, and leave "
+                "optimizer.step() out. The weights are those after it."
+            )
         contrasts = self._whole.contrasts(local_gradients(self._local))
         parameters = self._whole.about([about(p) for p in self._local], calls)
         if not any(p.has_gradient for p in parameters):
@@ -170,7 +174,7 @@ class _Run:
         epsilon = self._whole.epsilon({dtype} if dtype else seen)
         runs, scaled = self._once_more(step, first)
         if scaled:  # so that runs at other scales show how sums are rounded
-            parameters = [replace(p, one_sided=0.0) for p in parameters]
+            parameters = tuple(replace(p, one_sided=0.0) for p in parameters)
         for k in range(1, perturbed + 1):
             with self.replay.perturbed(epsilon, k):
                 runs.append(self._seen(step, scale_of(k) if scaled else 1.0)[0])
@@ -178,7 +182,7 @@ class _Run:
         sketches = {"gradient": [run.gradients for run in runs], "weights": [weights], "contrasts": contrasts}
         losses = tuple(run.loss for run in runs)
         return SavedGradients(
-            parameters=tuple(parameters),
+            parameters=parameters,
             sketches={**sketches, "parts": mixed} if mixed else sketches,
             rows={name: [run.rows[i] for run in runs] for i, name in enumerate(self._rows)},
             parts=tuple(parts),
@@ -209,16 +213,6 @@ class _Run:
 
     def _loss(self, returned: Any) -> float:
         """The mean over processes; NaN if a step returns no number."""
-        own = math.nan
-        if isinstance(returned, Tensor) and returned.numel() == 1:
-            own = float(returned.detach())
-        elif isinstance(returned, int | float):
-            own = float(returned)
-        return sum(gathered(own)) / rank_and_size()[1]
-
-    def _check_after(self, changed: bool) -> None:
-        if changed:
-            raise UnsupportedGradientError(
-                "step() changes the weights, which cannot be undone: let it run forward and backward, and leave "
-                "optimizer.step() out. The weights are those after it."
-            )
+        returned = returned.detach() if isinstance(returned, Tensor) else returned
+        is_number = returned.numel() == 1 if isinstance(returned, Tensor) else isinstance(returned, int | float)
+        return sum(gathered(float(returned) if is_number else math.nan)) / rank_and_size()[1]
