@@ -207,6 +207,9 @@ class Tensor:
         return ", ".join(filter(None, [split, copied, tied])) or "held whole by one process"
 
 
+Tensors = Sequence[Tensor]
+
+
 def tensors_of(processes: Processes, groups: Groups | None = None) -> list[Tensor]:
     """Put together what all processes hold, copies found by their values.
 
@@ -224,7 +227,7 @@ def tensors_of(processes: Processes, groups: Groups | None = None) -> list[Tenso
     return _tied([_together(names, pieces, _said(names, groups)) for names, pieces in by_name.items()])
 
 
-def check_groups(groups: Groups | None, tensors: Sequence[Tensor]) -> None:
+def check_groups(groups: Groups | None, tensors: Tensors) -> None:
     """Refuse patterns that match nothing or contradict each other: a typing error there would be silent."""
     names = [name for tensor in tensors for name in tensor.names]
     if unknown := [one for one in groups or {} if not any(fnmatchcase(name, one) for name in names)]:
@@ -238,7 +241,7 @@ def check_groups(groups: Groups | None, tensors: Sequence[Tensor]) -> None:
             raise InvalidValueError(f"groups: {both}, and {tensor.names[0]} matches both: expected one of them for it.")
 
 
-def with_claims(groups: Groups | None, wanted: Sequence[Tensor], tensors: Sequence[Tensor]) -> dict[str, Claim] | None:
+def with_claims(groups: Groups | None, wanted: Tensors, tensors: Tensors) -> dict[str, Claim] | None:
     """Return ``groups`` with all of ``wanted`` that it says nothing of as sharded; None if it says something of each.
 
     Tensors that differ by a number between two dots, as experts do, have one pattern if it matches no other tensor.
@@ -336,7 +339,7 @@ def contradiction(one: Held, other: Held, said: Claim | None) -> str:
     return ""
 
 
-def contradictions(tensors: Sequence[Tensor]) -> list[NormFinding]:
+def contradictions(tensors: Tensors) -> list[NormFinding]:
     """Return a finding for each reason for which tensors cannot be what is said of them."""
     by_reason: dict[str, list[str]] = {}
     for tensor in tensors:
@@ -384,7 +387,7 @@ def _are_one(one: Tensor, other: Tensor) -> bool:
     )  # fmt: skip
 
 
-def true_norm(tensors: Sequence[Tensor]) -> float:
+def true_norm(tensors: Tensors) -> float:
     """Return the 2-norm of all gradients, each element once; NaN where it cannot be told which are copies."""
     if any(tensor.unknown and tensor.square > 0 for tensor in tensors):
         return math.nan

@@ -151,9 +151,9 @@ class ScriptAudit:
             return
         norm, limit = event.norm, _number(event.threshold)
 
-        def judged() -> None:
+        def judged() -> NormAudit:
             applied = watched.applied(norm) if event.rule == "norm" else None  # other rules have no one coefficient
-            self._keep(parameters, watched.told(norm, limit, applied, self._earlier(parameters)))
+            return watched.told(norm, limit, applied, self._earlier(parameters))
 
         self._guarded(parameters, judged)
 
@@ -164,7 +164,7 @@ class ScriptAudit:
         self._guarded_scaled()
         if scale != 1.0 and held & self._clipped:
             what = f"gradients are clipped while they are multiplied by the loss scale of {scale:g}"
-            self._add(self._first, NormFinding("coefficient", f"{what}: call unscale_ before"))
+            self._add(NormFinding("coefficient", f"{what}: call unscale_ before"))
 
     def _before_step(self, optimizer: Optimizer, evaluation: int) -> None:
         if evaluation or self._silent or self.done:
@@ -177,17 +177,12 @@ class ScriptAudit:
             return
         grads = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not self._clipped:
-            self._guarded(grads, lambda: self._unclipped_step(grads))
+            unseen = NormFinding("unseen", f"no clip was seen before this step: {_SEEN}")
+            self._guarded(grads, lambda: _with(self._watched(grads).alone(), unseen) if grads else None)
         elif forgotten := [p for p in grads if id(p) not in self._clipped]:
             names = self._names(forgotten)
             what = "no clip was given these, which the optimizer steps by: a norm that is meant to be of all lacks them"
-            self._add(self._first, NormFinding("unclipped", what, names))
-
-    def _unclipped_step(self, parameters: Sequence[Tensor]) -> None:
-        if not parameters:
-            return
-        self._keep(parameters, self._watched(parameters).alone())
-        self._add(len(self.audits) - 1, NormFinding("unseen", f"no clip was seen before this step: {_SEEN}"))
+            self._add(NormFinding("unclipped", what, names))
 
     # --- a clip -------------------------------------------------------------------------------------------------------
 
@@ -199,13 +194,15 @@ class ScriptAudit:
             return
         self._guarded(parameters, lambda: self._audited(call.again, parameters, _number(call.threshold), call.norm))
 
-    def _audited(self, again: Callable[[], Any], parameters: Sequence[Tensor], limit: float | None, given: Any) -> None:
+    def _audited(
+        self, again: Callable[[], Any], parameters: Sequence[Tensor], limit: float | None, given: Any
+    ) -> NormAudit | None:
         watched = self._watched(parameters)
         if given is None:
-            self._keep(parameters, watched.again(again, limit))
-        else:
-            # Its norm may be that of other lists too, which come before the step: then judged together.
-            self._scaled.append(_Scaled(list(parameters), watched, watched.tried(again, given), given, limit))
+            return watched.again(again, limit)
+        # Its norm may be that of other lists too, which come before the step: then judged together.
+        self._scaled.append(_Scaled(list(parameters), watched, watched.tried(again, given), given, limit))
+        return None
 
     def _guarded_scaled(self) -> None:
         self._guarded([p for one in self._scaled for p in one.parameters], self._judge_scaled)
@@ -233,22 +230,21 @@ class ScriptAudit:
         """A step of a DeepSpeed engine whose gradients are ZeRO's."""
         clip, limit, scale = clip_of_engine(engine)
         self._whole = True
-        key = list(engine.module.parameters())
+        watched = functools.partial(WatchedClip.of, [engine], (), self._backwards or 1, scale)
+        self._guarded(list(engine.module.parameters()), lambda: watched().again(clip, limit))
 
-        def audited() -> None:
-            self._keep(key, WatchedClip.of([engine], (), self._backwards or 1, scale).again(clip, limit))
-
-        self._guarded(key, audited)
-
-    def _guarded(self, parameters: Sequence[Tensor], audit: Callable[[], None]) -> None:
+    def _guarded(self, parameters: Sequence[Tensor], audit: Callable[[], NormAudit | None]) -> None:
         """Audit; what cannot be is said. All processes come here alike, and all refuse alike."""
         if self.done:
             return
         try:
             with self._in_silence():
-                audit()
+                found = audit()
         except GradguardError as error:
             self._refuse(parameters, str(error))
+        else:
+            if found is not None:
+                self._keep(parameters, found)
 
     def _refuse(self, parameters: Sequence[Tensor], why: str) -> None:
         self._keep(parameters, NormAudit("INCONCLUSIVE", (NormFinding("refused", why),)))
@@ -257,12 +253,11 @@ class ScriptAudit:
         self._clipped |= {id(p) for p in parameters}
         self.audits.append((frozenset(map(id, parameters)), audit))
 
-    def _add(self, place: int, finding: NormFinding) -> None:
-        """Let an audit of this round have one finding more."""
-        if place < len(self.audits):
-            key, audit = self.audits[place]
-            findings = (*audit.findings, finding)
-            self.audits[place] = key, replace(audit, findings=findings, verdict=verdict_of(findings))
+    def _add(self, finding: NormFinding) -> None:
+        """Let the first audit of this round have one finding more."""
+        if self._first < len(self.audits):
+            key, audit = self.audits[self._first]
+            self.audits[self._first] = key, _with(audit, finding)
 
     def _earlier(self, parameters: Sequence[Tensor]) -> list[NormAudit]:
         """The audits of the same clip that have a report and classes as it has now; others tell nothing of it."""
@@ -371,6 +366,11 @@ class ScriptAudit:
         verdict = verdict_of([finding for audit in shown for finding in audit.findings])
         count = f"{'note':<13} {len(self.audits)} audits of {len(last)} clip{'s' * (len(last) > 1)}"
         return verdict, "\n".join([*dict.fromkeys(map(str, shown)), count])
+
+
+def _with(audit: NormAudit, finding: NormFinding) -> NormAudit:
+    findings = (*audit.findings, finding)
+    return replace(audit, findings=findings, verdict=verdict_of(findings))
 
 
 def _is_same(given: Sequence[Sequence[float | None]], i: int, j: int) -> bool:

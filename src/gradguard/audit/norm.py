@@ -26,7 +26,7 @@ from gradguard.audit.held import (
 )
 from gradguard.audit.pieces import Piece, modules_of, pieces_of
 from gradguard.audit.probe import Counted, Probe, classes_of, elements_value, finding_of, norm_classes
-from gradguard.audit.report import NormAudit, NormClass, NormFinding, verdict_of
+from gradguard.audit.report import NormAudit, NormClasses, NormFinding, verdict_of
 from gradguard.distributed.processes import gather, rank_and_size
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
 
@@ -280,7 +280,7 @@ class _Audit:
         scaled = math.isclose(square, (one.true_norm * self._scale) ** 2, rel_tol=1e-6)
         return None if scaled else "has another loss scale"
 
-    def _counted(self, counted: Sequence[Counted] = ()) -> tuple[NormClass, ...]:
+    def _counted(self, counted: Sequence[Counted] = ()) -> NormClasses:
         return norm_classes(self._tensors, self._classes, counted)
 
     def _find(self, kind: str, message: str, names: Sequence[str] = (), factor: float | None = None) -> None:
@@ -345,7 +345,7 @@ class _Audit:
 
         return Probe(self._tensors, ask, self._setting, self._tolerance)
 
-    def _probed(self, norm: NormFunction, computed: float) -> tuple[NormClass, ...]:
+    def _probed(self, norm: NormFunction, computed: float) -> NormClasses:
         probe = self._probe(norm)
         zero = probe.ask([], None, False)
         self._epsilon = max(zero) / self._scale
@@ -427,8 +427,8 @@ class _Audit:
         self._findings += everywhere(found)[0]
 
     def _compared(
-        self, reported: float, classes: tuple[NormClass, ...], earlier: Sequence[NormAudit], was_probed: bool
-    ) -> tuple[NormClass, ...]:
+        self, reported: float, classes: NormClasses, earlier: Sequence[NormAudit], was_probed: bool
+    ) -> NormClasses:
         everything = everywhere(reported)
         first = everything[0]
         if all(map(has_16_bits, everything)):
@@ -454,9 +454,7 @@ class _Audit:
         what = f"the reported norm is {came:.6g} where {self._true:.6g} is true, {ratio:.6g} times{words}"
         self._find("reported", what, (), ratio)
 
-    def _judge(
-        self, what: str, came: float, classes: tuple[NormClass, ...], earlier: Sequence[NormAudit]
-    ) -> tuple[NormClass, ...]:
+    def _judge(self, what: str, came: float, classes: NormClasses, earlier: Sequence[NormAudit]) -> NormClasses:
         """Judge one number by the mistakes that would make it."""
         if math.isnan(self._true):
             return classes
@@ -496,9 +494,7 @@ class _Audit:
                 return f", as if {form} {' or '.join(words)}"
         return ""
 
-    def _fitted(
-        self, counts: Sequence[float], classes: Sequence[NormClass], known: Sequence[Candidates]
-    ) -> tuple[NormClass, ...]:
+    def _fitted(self, counts: Sequence[float], classes: NormClasses, known: Sequence[Candidates]) -> NormClasses:
         for count, one, its in zip(counts, classes, known, strict=True):
             if count != 1:
                 words = named(count, its, self._tolerance)[1]
@@ -506,7 +502,7 @@ class _Audit:
                 self._find("factor", what, one.names, count)
         return tuple(replace(one, counts=count) for one, count in zip(classes, counts, strict=True))
 
-    def _note_blind(self, classes: Sequence[NormClass]) -> None:
+    def _note_blind(self, classes: NormClasses) -> None:
         self._notes.append("judged by one number: errors that cancel in it are not seen. norm= asks for each tensor")
         total = math.fsum(c.square for c in classes)
         for one in classes:

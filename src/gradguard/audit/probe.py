@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from gradguard.audit.factors import Setting, named
-from gradguard.audit.held import Tensor
-from gradguard.audit.report import NormClass, NormFinding
+from gradguard.audit.held import Tensors
+from gradguard.audit.report import NormClass, NormClasses, NormFinding
 
 Ask = Callable[[Sequence[int], int | None, bool], list[float]]
 """Fill the tensors at these positions, on one rank or on all, and return the norm that each rank computes.
@@ -73,7 +73,7 @@ class Probe:
         calls: How often it was asked for squares.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], ask: Ask, setting: Setting, tolerance: float) -> None:
+    def __init__(self, tensors: Tensors, ask: Ask, setting: Setting, tolerance: float) -> None:
         self._tensors, self.ask, self._setting = tensors, ask, setting
         self.tolerance, self.calls = tolerance, 0
 
@@ -207,9 +207,7 @@ class Probe:
                 return is_("ranks", count, largest) if self._are(answers[:1], max(local)) else is_("factor", count)
         return is_("factor", *named(count, tensors[0].counts(self._setting), self.tolerance))
 
-    def _some_ranks(
-        self, tensors: Sequence[Tensor], local: Sequence[float], found: Callable[[], dict[int, float]]
-    ) -> str:
+    def _some_ranks(self, tensors: Tensors, local: Sequence[float], found: Callable[[], dict[int, float]]) -> str:
         """Return which ranks' parts count, where some do and some do not; empty where all do, or none."""
         if all(len(tensor.parts) == 1 for tensor in tensors):  # of copies one is enough
             return ""
@@ -223,7 +221,7 @@ def _ratios(answers: Sequence[float], expected: float) -> str:
     return "it counts " + ", ".join(f"{a / expected:.4g}" for a in answers[:8]) + (" ..." if len(answers) > 8 else "")
 
 
-def classes_of(tensors: Sequence[Tensor]) -> list[list[int]]:
+def classes_of(tensors: Tensors) -> list[list[int]]:
     """Group the positions of tensors by layout; tensors of unknown layout are left out."""
     found: dict[tuple, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -232,7 +230,7 @@ def classes_of(tensors: Sequence[Tensor]) -> list[list[int]]:
     return list(found.values())
 
 
-def finding_of(counted: Counted, tensors: Sequence[Tensor]) -> NormFinding:
+def finding_of(counted: Counted, tensors: Tensors) -> NormFinding:
     """Return the finding that a wrong count is."""
     names = tuple(tensors[i].name for i in counted.places)
     layouts = {tensors[i].layout for i in counted.places}
@@ -249,9 +247,7 @@ def finding_of(counted: Counted, tensors: Sequence[Tensor]) -> NormFinding:
     return NormFinding(counted.kind, messages[counted.kind], names, counted.count)
 
 
-def norm_classes(
-    tensors: Sequence[Tensor], classes: Sequence[Sequence[int]], counted: Sequence[Counted]
-) -> tuple[NormClass, ...]:
+def norm_classes(tensors: Tensors, classes: Sequence[Sequence[int]], counted: Sequence[Counted]) -> NormClasses:
     """Return the classes for the report, each with its count where it has one."""
     count_of = {i: c.count for c in counted for i in c.places}
     found = []

@@ -62,6 +62,9 @@ class NormClass:
     counts: float | None = None
 
 
+NormClasses = tuple[NormClass, ...]
+
+
 @dataclass(frozen=True)
 class NormAudit:
     """The outcome of `audit_norm`: print it, or ask for its ``verdict`` and ``findings``.

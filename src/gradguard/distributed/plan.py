@@ -45,7 +45,7 @@ from gradguard.distributed.reduction_group import (
 )
 from gradguard.distributed.replicas import balances, balances_of_moved
 from gradguard.distributed.settings import Settings
-from gradguard.distributed.stages import Shared, StageLists, check_shared, details_of
+from gradguard.distributed.stages import Names, Shared, StageLists, check_shared, details_of
 from gradguard.distributed.wrappers import FLAT, check_wrappers, flat_placements, refuse_flat_gradients
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.tensors.norms import norm_of_norms, tensor_norms
@@ -76,7 +76,7 @@ class Held:
 
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]
-    names: Sequence[str] | None
+    names: Names
     reduction: "NormReduction"
 
 
@@ -96,7 +96,7 @@ class Plan:
         union: ReductionGroup,
         tensors: Sequence[Tensor],
         placements: Sequence[Placement],
-        names: Sequence[str] | None,
+        names: Names,
         shared: Shared,
     ) -> None:
         self._placements = placements
@@ -124,15 +124,11 @@ class Plan:
         count = len(holders)
         widest = torch.empty(0, dtype=torch.float64 if self.reducer.wide else torch.float32, device=where)
         # Those of other stages stand for parameters, which are told apart by their identities.
-        self._fillers = [widest] * count if self._alike else [torch.empty_like(widest) for _ in range(count)]
+        self._fillers = [torch.empty_like(widest) for _ in range(count)]
         weights, whole = [1 / n for n in holders], [w and n > 1 for w, n in zip(whole, holders, strict=True)]
         padded, shares = [0] * count, [0.0] * count
-        empty: dict[tuple, Tensor] = {}
         for place, tensor, part, placement in zip(self.places, tensors, _parts(tensors), placements, strict=True):
-            kind = part.dtype, part.device
-            if kind not in empty:
-                empty[kind] = part.new_empty(0)
-            self._fillers[place] = empty[kind] if self._alike else part.new_empty(0)
+            self._fillers[place] = part.new_empty(0)
             padded[place] = padded_numel(tensor, part, placement)
             shares[place] = weights[place] if whole[place] else -weights[place]  # see `NormReduction`
         self.weights = torch.tensor(weights, dtype=torch.float64, device=device)
@@ -168,7 +164,7 @@ class Plan:
         self._layouts = now
         return True
 
-    def hold(self, tensors: Sequence[Tensor], names: Sequence[str] | None) -> Held:
+    def hold(self, tensors: Sequence[Tensor], names: Names) -> Held:
         """Return what this process holds of the gradients of the parameters that the plan is for.
 
         A gradient that is laid out unlike its parameter, Partial for instance, is brought in line and replaced.
@@ -210,9 +206,7 @@ class Plan:
             and not is_laid_out_as(tensors[i].grad, tensors[i])
         }
 
-    def _bring_in_line(
-        self, tensors: Sequence[Tensor], gradients: list[Tensor | None], names: Sequence[str] | None
-    ) -> None:
+    def _bring_in_line(self, tensors: Sequence[Tensor], gradients: list[Tensor | None], names: Names) -> None:
         for i, (expected, spec) in enumerate(zip(specs_of(tensors), specs_of(gradients), strict=True)):
             gradient = gradients[i]
             if spec and expected and spec.mesh is expected.mesh:
@@ -239,7 +233,7 @@ class Plan:
         return self._shares * move(mask, where), move((self._balances * own).sum(), where)
 
 
-def called(names: Sequence[str] | None, place: int) -> str:
+def called(names: Names, place: int) -> str:
     """Return what an error calls a parameter."""
     return f"`{names[place]}`" if names else f"parameter {place}"
 
@@ -306,13 +300,13 @@ class NormReduction:
 
 def plan_for(
     tensors: Sequence[Tensor],
-    names: Sequence[str] | None = None,
+    names: Names = None,
     stages: StageGroup | None = None,
     shared: Shared | None = None,
     module: nn.Module | None = None,
     *,
     measures_stage: bool = False,
-) -> tuple[Plan, Sequence[Tensor], Sequence[str] | None] | None:
+) -> tuple[Plan, Sequence[Tensor], Names] | None:
     """Return the plan for a list of parameters, those once each, and their names; None if no other process matters.
 
     The first call for a list is a collective, as every clip is. Later ones find the plan by the parameters' identity.
@@ -365,16 +359,14 @@ def plan_for(
 
 
 def _plan_kept(
-    tensors: Sequence[Tensor], names: Sequence[str] | None, stages: StageGroup | None, shared: Shared
+    tensors: Sequence[Tensor], names: Names, stages: StageGroup | None, shared: Shared
 ) -> tuple["Plan | None", dict[tuple, "Plan"], tuple]:
     """The plan for these tensors if it is kept, where it is to be kept, and under which key."""
     key, plans = _key(tensors, names, stages, shared), _plans_of_one if len(tensors) == 1 and stages is None else _plans
     return _kept(plans, key), plans, key
 
 
-def _key(
-    tensors: Sequence[Tensor], names: Sequence[str] | None, stages: StageGroup | None, shared: Shared
-) -> tuple[Any, ...]:
+def _key(tensors: Sequence[Tensor], names: Names, stages: StageGroup | None, shared: Shared) -> tuple[Any, ...]:
     """What a plan is found by. Only stages need to agree on names."""
     staged = () if stages is None else (id(stages.group), *(names or ()))
     return tuple(map(id, tensors)), staged, tuple((name, id(t)) for name, t in shared.items())
@@ -445,7 +437,7 @@ def _keep(cache: dict[tuple, Any], key: tuple, value: Any, most: int | None = _K
         del cache[next(iter(cache))]
 
 
-def _each_once(tensors: Sequence[Tensor], names: Sequence[str] | None) -> tuple[Sequence[Tensor], Sequence[str] | None]:
+def _each_once(tensors: Sequence[Tensor], names: Names) -> tuple[Sequence[Tensor], Names]:
     if len(set(map(id, tensors))) == len(tensors):
         return tensors, names
     first = sorted({id(t): i for i, t in reversed(list(enumerate(tensors)))}.values())
@@ -476,7 +468,7 @@ def _parts(tensors: Sequence[Tensor | None], missing: Sequence[Tensor] | None = 
     return parts
 
 
-def _signature(tensors: Sequence[Tensor], placements: Sequence[Placement], names: Sequence[str] | None) -> list[str]:
+def _signature(tensors: Sequence[Tensor], placements: Sequence[Placement], names: Names) -> list[str]:
     """What each tensor is, the same on all processes: flat parameters have parts of different shapes."""
     words: dict[tuple, str] = {}
     found = []

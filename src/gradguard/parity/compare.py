@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradguard.errors import RecordError
-from gradguard.parity.judge import BARS, Facts, Outcome, judge, name_of_factor
+from gradguard.parity.judge import BARS, Facts, Outcome, Outcomes, judge, name_of_factor
 from gradguard.parity.report import ParityFinding, ParityReport, Verdict, names
 from gradguard.parity.saved import SavedGradients, read
 from gradguard.parity.vectors import minus, norm
 
+Findings = Sequence[ParityFinding]
 Run = SavedGradients | str | os.PathLike[str]
 
 _SAYS = {
@@ -71,7 +72,7 @@ def facts_of(a: SavedGradients, b: SavedGradients) -> Facts:
     return facts
 
 
-def _verdict(faults: Sequence[ParityFinding], doubts: Sequence[ParityFinding]) -> Verdict:
+def _verdict(faults: Findings, doubts: Findings) -> Verdict:
     kinds = {doubt.kind for doubt in doubts}
     certain = [f for f in faults if f.kind in ("missing", "extra", "shape")]
     certain += [] if "weights" in kinds else [f for f in faults if f.kind not in ("unknown", "noisy")]
@@ -80,7 +81,7 @@ def _verdict(faults: Sequence[ParityFinding], doubts: Sequence[ParityFinding]) -
     return "FAIL" if certain else "INCONCLUSIVE" if faults or doubts else "PASS"
 
 
-def _findings(outcomes: Sequence[Outcome], facts: Facts) -> list[ParityFinding]:
+def _findings(outcomes: Outcomes, facts: Facts) -> list[ParityFinding]:
     """Return a finding for each fault; behind them what a missing sum over ranks may have changed."""
     wrong = [outcome for outcome in outcomes if outcome.kind not in ("equal", "blind")]
     is_missing = any(o.reduction for o in wrong)
@@ -93,7 +94,7 @@ def _findings(outcomes: Sequence[Outcome], facts: Facts) -> list[ParityFinding]:
     ]
 
 
-def _sorted_findings(wrong: Sequence[Outcome], total: int, facts: Facts) -> list[ParityFinding]:
+def _sorted_findings(wrong: Outcomes, total: int, facts: Facts) -> list[ParityFinding]:
     groups: dict[object, list[Outcome]] = {}
     for one in wrong:
         if one.kind != "factor":
@@ -111,12 +112,12 @@ def _key(one: Outcome) -> object:
     return one.kind, one.name if one.kind == "rows" else one.message
 
 
-def _finding(kind: str, message: str, group: Sequence[Outcome]) -> ParityFinding:
+def _finding(kind: str, message: str, group: Outcomes) -> ParityFinding:
     apart = [o.distance for o in group if o.distance is not None]
     return ParityFinding(kind, message, tuple(o.name for o in group), max(apart, default=None))
 
 
-def _with_others(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def _with_others(outcomes: Outcomes) -> list[Outcome]:
     """The same, where few numbers may be a multiple by chance: they are one, if one factor of others is theirs."""
     groups = _same_factor([o for o in outcomes if o.kind == "factor"])
     return [replace(o, kind="factor") if sum(_agree(o, group[0]) for group in groups) == 1 else o for o in outcomes]
@@ -128,7 +129,7 @@ def _agree(one: Outcome, other: Outcome) -> bool:
     return abs(one.factor - other.factor) <= (one.factor_bar or 0.0) + (other.factor_bar or 0.0)
 
 
-def _same_factor(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+def _same_factor(outcomes: Outcomes) -> list[list[Outcome]]:
     """Parameters with one factor, as far as its bars tell: the sharpest first, then all that agree with it."""
     groups: list[list[Outcome]] = []
     for one in sorted((o for o in outcomes if o.kind == "factor"), key=lambda o: o.factor_bar or 0.0):
@@ -140,7 +141,7 @@ def _same_factor(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
     return groups
 
 
-def _factor_finding(group: Sequence[Outcome], total: int, facts: Facts) -> ParityFinding:
+def _factor_finding(group: Outcomes, total: int, facts: Facts) -> ParityFinding:
     """One finding for one factor; its name is that of the parameter that knows it best."""
     factor, width = group[0].factor or 0.0, group[0].factor_bar or 0.0
     name = name_of_factor(factor, width, facts)
@@ -154,7 +155,7 @@ def _times(factor: float, width: float, name: str) -> str:
     return f"× {factor:.{digits}g} ± {width:.1g}" + (f" ({name})" if name else "")
 
 
-def _about_others(group: Sequence[Outcome]) -> str:
+def _about_others(group: Outcomes) -> str:
     """What is said of a kind in general; of parameters of few elements, what all are multiplied by if they are."""
     first = min(group, key=lambda o: o.factor_bar or 0.0)
     if first.factor is None or not all(_agree(o, first) for o in group):
@@ -178,7 +179,7 @@ def _other_weights(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
     return [ParityFinding("weights", said, tuple(wrong))]
 
 
-def _other_masks(a: SavedGradients, b: SavedGradients, outcomes: Sequence[Outcome]) -> list[ParityFinding]:
+def _other_masks(a: SavedGradients, b: SavedGradients, outcomes: Outcomes) -> list[ParityFinding]:
     if not (a.random or b.random) or not any(o.kind in _MASKS_COUNT for o in outcomes):
         return []
     said = (
@@ -188,7 +189,7 @@ def _other_masks(a: SavedGradients, b: SavedGradients, outcomes: Sequence[Outcom
     return [ParityFinding("random", said)]
 
 
-def _mostly_blind(outcomes: Sequence[Outcome]) -> list[ParityFinding]:
+def _mostly_blind(outcomes: Outcomes) -> list[ParityFinding]:
     blind = [o for o in outcomes if o.kind == "blind"]
     if 2 * len(blind) < len(outcomes):
         return []
@@ -197,7 +198,7 @@ def _mostly_blind(outcomes: Sequence[Outcome]) -> list[ParityFinding]:
     return [ParityFinding("blind", _about_blind(blind, len(outcomes)), tuple(o.name for o in blind))]
 
 
-def _about_blind(blind: Sequence[Outcome], total: int) -> str:
+def _about_blind(blind: Outcomes, total: int) -> str:
     """What nothing is known of, by the reason, and what to do about it."""
     zeros = sum(o.bar is not None and math.isinf(o.bar) for o in blind)
     reasons = [f"{zeros:,} are zero in both runs: save after some steps of training"] if zeros else []
@@ -209,9 +210,7 @@ def _about_blind(blind: Sequence[Outcome], total: int) -> str:
     return f"{known_of} ({'; '.join(reasons)})"
 
 
-def _notes(
-    a: SavedGradients, b: SavedGradients, outcomes: Sequence[Outcome], faults: Sequence[ParityFinding]
-) -> tuple[str, ...]:
+def _notes(a: SavedGradients, b: SavedGradients, outcomes: Outcomes, faults: Findings) -> tuple[str, ...]:
     notes = []
     blind = [o for o in outcomes if o.kind == "blind"]
     if blind and 2 * len(blind) < len(outcomes):

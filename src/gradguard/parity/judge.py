@@ -157,6 +157,9 @@ class Outcome:
         return None if self.bar is None else BARS * self.bar
 
 
+Outcomes = Sequence[Outcome]
+
+
 def bar_of(run: Measured) -> float | None:
     r"""Return what rounding does to the gradient; None where nobody has measured it.
 

@@ -16,8 +16,7 @@ from gradguard.parity.replay import Replay, digest, precision_of
 from gradguard.parity.saved import SavedGradients, write
 from gradguard.parity.scales import DOUBLED, is_linear, scale_of
 from gradguard.parity.shards import LocalParameter, ShardOf, gathered, local_parameters
-from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights, versions
-from gradguard.tensors.sketch import HASH_VERSION
+from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 
 Step = Callable[[], Any]
 
@@ -174,24 +173,22 @@ class _Run:
         epsilon = self._whole.epsilon({dtype} if dtype else seen)
         runs, scaled = self._once_more(step, first)
         if scaled:  # so that runs at other scales show how sums are rounded
-            parameters = tuple(replace(p, one_sided=0.0) for p in parameters)
+            parameters = [replace(p, one_sided=0.0) for p in parameters]
         for k in range(1, perturbed + 1):
             with self.replay.perturbed(epsilon, k):
                 runs.append(self._seen(step, scale_of(k) if scaled else 1.0)[0])
         mixed = [self._seen(one)[0].gradients for one in parts.values()]
         sketches = {"gradient": [run.gradients for run in runs], "weights": [weights], "contrasts": contrasts}
         losses = tuple(run.loss for run in runs)
-        return SavedGradients(
-            parameters=parameters,
-            sketches={**sketches, "parts": mixed} if mixed else sketches,
+        return self._whole.saved(
+            parameters,
+            {**sketches, "parts": mixed} if mixed else sketches,
+            {name: float(value) for name, value in facts.items()},
             rows={name: [run.rows[i] for run in runs] for i, name in enumerate(self._rows)},
             parts=tuple(parts),
-            facts={**self._whole.facts(), **{name: float(value) for name, value in facts.items()}},
             losses=losses if all(map(math.isfinite, losses)) else (),
             random=random,
             epsilon=epsilon,
-            hash_version=HASH_VERSION,
-            versions=versions(),
         )
 
     def _once_more(self, step: Step, first: "_Seen") -> tuple[list["_Seen"], bool]:

@@ -19,12 +19,11 @@ from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import GradguardError, UnsupportedGradientError
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.parity.replay import flip_weights, precision_of
-from gradguard.parity.saved import SavedGradients, SavedParameter, write
+from gradguard.parity.saved import SavedParameter, write
 from gradguard.parity.shards import LocalParameter, gathered, local_parameters
 from gradguard.parity.summation import backwards
-from gradguard.parity.whole import WholeParameters, about, local_gradients, local_weights, versions
+from gradguard.parity.whole import WholeParameters, about, local_gradients, local_weights
 from gradguard.state.generators import generator_states, have_drawn
-from gradguard.tensors.sketch import HASH_VERSION
 from gradguard.torch_private import never_compiled
 
 
@@ -241,18 +240,16 @@ class ScriptGradients:
         parameters = whole.about([*self._about.values()], self._backwards)
         if not any(p.has_gradient for p in parameters):
             raise UnsupportedGradientError("no parameter has a gradient at the first optimizer step.")
-        saved = SavedGradients(
-            parameters=parameters,
-            sketches={
+        saved = whole.saved(
+            parameters,
+            {
                 "gradient": [whole.reduced(self._gradients, 1 / self._scale)],
                 "weights": [whole.weights(self._weights)],
                 "contrasts": whole.contrasts(self._gradients),
             },
-            facts={**whole.facts(), "micro-batches": float(max(self._backwards, 1)), **self._facts},
+            {"micro-batches": float(max(self._backwards, 1)), **self._facts},
             random=any(gathered(have_drawn(self._states))),
             epsilon=whole.epsilon(set().union(*self._seen)),
-            hash_version=HASH_VERSION,
-            versions=versions(),
             clipped=any(gathered(self._clipped_before)),
         )
         write(self._file, saved)
@@ -270,19 +267,19 @@ class ScriptGradients:
 
 def _named(roots: Sequence[nn.Module]) -> list[LocalParameter]:
     """This process' parts of the roots' parameters; where there are several roots, their class is in the name."""
-    found: dict[int, tuple[nn.Module, list[LocalParameter]]] = {}
+    found: list[tuple[str, list[LocalParameter]]] = []
     held: set[int] = set()
     for root in sorted(roots, key=lambda root: -sum(1 for _ in root.parameters())):
         own = [p for p in local_parameters(root, None) if p.flat is not None or id(p.parameter) not in held]
         if own:
-            found[id(root)] = root, own
+            found.append((type(root).__name__, own))
             held |= {id(p.parameter) for p in own}
-    kinds = Counter(type(root).__name__ for root, _ in found.values())
-    if twice := [kind for kind, count in kinds.items() if count > 1]:
+    [(kind, count), *_] = Counter(kind for kind, _ in found).most_common(1) or [("", 0)]
+    if count > 1:
         raise UnsupportedGradientError(
-            f"the script trains {kinds[twice[0]]} models of the class {twice[0]}, which cannot be told apart from "
+            f"the script trains {count} models of the class {kind}, which cannot be told apart from "
             "outside: call gradguard.save_gradients(file, model, step) for each."
         )
     if len(found) == 1:
-        return next(own for _, own in found.values())
-    return [replace(p, name=f"{type(root).__name__}.{p.name}") for root, own in found.values() for p in own]
+        return found[0][1]
+    return [replace(p, name=f"{kind}.{p.name}") for kind, own in found for p in own]

@@ -15,10 +15,10 @@ from gradguard.distributed.placements import gradient_of
 from gradguard.distributed.processes import rank_and_size, sum_over
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.replay import epsilon_of
-from gradguard.parity.saved import SavedParameter
+from gradguard.parity.saved import SavedGradients, SavedParameter
 from gradguard.parity.shards import TASK, LocalParameter, Whole, agree_on, gathered
 from gradguard.parity.summation import most_of_sums, rounding_of_sums
-from gradguard.tensors.sketch import ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
+from gradguard.tensors.sketch import HASH_VERSION, ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
 
 Sketches = list[list[float]]
 """For each parameter, in the order of `WholeParameters.wholes`, its sums."""
@@ -130,8 +130,28 @@ class WholeParameters:
         gradients = {gradient.dtype for p in self._local if (gradient := gradient_of(p.parameter)) is not None}
         return max(gathered(epsilon_of(dtypes | gradients | seen or {torch.float32}, self._device)))
 
-    def facts(self) -> dict[str, float]:
-        """Return the world size and the sizes of meshes, by name."""
+    def saved(
+        self,
+        parameters: Sequence[SavedParameter],
+        sketches: Mapping[str, Sequence[Sketches]],
+        facts: Mapping[str, float],
+        **about: Any,
+    ) -> SavedGradients:
+        """Return all in one.
+
+        Args:
+            parameters: What is known of each.
+            sketches: By kind.
+            facts: Numbers that a factor may be; the world size and the sizes of meshes are known.
+            **about: Other fields.
+        """
+        facts = {**self._facts(), **facts}
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        return SavedGradients(
+            tuple(parameters), sketches, facts=facts, hash_version=HASH_VERSION, versions=versions, **about
+        )
+
+    def _facts(self) -> dict[str, float]:
         known = {"world size": float(self._world)}
         for parameter in self._local:
             mesh: Any = getattr(parameter.parameter, "device_mesh", None)
@@ -152,11 +172,6 @@ def local_gradients(local: Sequence[LocalParameter]) -> dict[str, Tensor]:
 
 def _sketch(part: LocalShard, values: Tensor) -> Tensor:
     return sketch_of(part.pieces(values), values.device)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that may matter."""
-    return {"torch": torch.__version__, "python": platform.python_version()}
 
 
 def about(parameter: LocalParameter) -> SavedParameter:
