@@ -10,7 +10,7 @@ from typing import Any
 
 from gradguard.errors import RecordError
 from gradguard.files.writing import write_whole
-from gradguard.parity.judge import BARS, Outcome
+from gradguard.parity.judge import BARS, Outcome, Outcomes
 from gradguard.parity.report import ParityReport
 from gradguard.parity.saved import SavedGradients
 from gradguard.words import listed
@@ -94,7 +94,7 @@ def render(report: ParityReport, runs: Sequence[SavedGradients], names: Sequence
     )
 
 
-def _chart(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _chart(outcomes: Outcomes) -> dict[str, Any]:
     shown = [o for o in outcomes if o.distance is not None]
     step = (_WIDTH - _LEFT - 10) / max(1, len(shown) - 1)
     points = [

@@ -16,8 +16,7 @@ from gradguard.parity.replay import Replay, digest, precision_of
 from gradguard.parity.saved import SavedGradients, write
 from gradguard.parity.scales import DOUBLED, is_linear, scale_of
 from gradguard.parity.shards import LocalParameter, ShardOf, gathered, local_parameters
-from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights, versions
-from gradguard.tensors.sketch import HASH_VERSION
+from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 
 Step = Callable[[], Any]
 
@@ -160,7 +159,11 @@ class _Run:
         with precision_of(self._model) as seen:
             first, calls = self._seen(step)
         random = any(gathered(self.replay.has_drawn()))
-        self._check_after(any(gathered(digest(self._local) != before)))
+        if any(gathered(digest(self._local) != before)):
+            raise UnsupportedGradientError(
+                "step() changes the weights, which cannot be undone: let it run forward and backward, and leave "
+                "optimizer.step() out. The weights are those after it."
+            )
         contrasts = self._whole.contrasts(local_gradients(self._local))
         parameters = self._whole.about([about(p) for p in self._local], calls)
         if not any(p.has_gradient for p in parameters):
@@ -177,17 +180,15 @@ class _Run:
         mixed = [self._seen(one)[0].gradients for one in parts.values()]
         sketches = {"gradient": [run.gradients for run in runs], "weights": [weights], "contrasts": contrasts}
         losses = tuple(run.loss for run in runs)
-        return SavedGradients(
-            parameters=tuple(parameters),
-            sketches={**sketches, "parts": mixed} if mixed else sketches,
+        return self._whole.saved(
+            parameters,
+            {**sketches, "parts": mixed} if mixed else sketches,
+            {name: float(value) for name, value in facts.items()},
             rows={name: [run.rows[i] for run in runs] for i, name in enumerate(self._rows)},
             parts=tuple(parts),
-            facts={**self._whole.facts(), **{name: float(value) for name, value in facts.items()}},
             losses=losses if all(map(math.isfinite, losses)) else (),
             random=random,
             epsilon=epsilon,
-            hash_version=HASH_VERSION,
-            versions=versions(),
         )
 
     def _once_more(self, step: Step, first: "_Seen") -> tuple[list["_Seen"], bool]:
@@ -209,16 +210,6 @@ class _Run:
 
     def _loss(self, returned: Any) -> float:
         """The mean over processes; NaN if a step returns no number."""
-        own = math.nan
-        if isinstance(returned, Tensor) and returned.numel() == 1:
-            own = float(returned.detach())
-        elif isinstance(returned, int | float):
-            own = float(returned)
-        return sum(gathered(own)) / rank_and_size()[1]
-
-    def _check_after(self, changed: bool) -> None:
-        if changed:
-            raise UnsupportedGradientError(
-                "step() changes the weights, which cannot be undone: let it run forward and backward, and leave "
-                "optimizer.step() out. The weights are those after it."
-            )
+        returned = returned.detach() if isinstance(returned, Tensor) else returned
+        is_number = returned.numel() == 1 if isinstance(returned, Tensor) else isinstance(returned, int | float)
+        return sum(gathered(float(returned) if is_number else math.nan)) / rank_and_size()[1]
