@@ -65,7 +65,7 @@ def refuse_other_clips(callback: OnlyClip, callbacks: Iterable[object]) -> None:
     if others:
         raise InvalidValueError(
             f"there is a {others[0]} beside the {type(callback).__name__}: one clip would be done after the other. "
-            "Leave one of them out."
+            "Leave one of them out; for two rules for whole gradients pass one gradguard.Chain(a, b)."
         )
 
 

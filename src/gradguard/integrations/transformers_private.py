@@ -9,7 +9,6 @@ from torch import nn
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
 from gradguard.integrations.accelerate import inner_optimizer
-from gradguard.integrations.one_clip import wrap_once
 from gradguard.integrations.private_run import PrivateBatches, PrivateRun, private_options
 from gradguard.integrations.transformers_per_sample import PerSampleCallback, SampleLosses
 from gradguard.integrations.versions import require
@@ -17,7 +16,6 @@ from gradguard.integrations.versions import require
 require("transformers", "5.23", "6", "transformers")
 
 from transformers import Trainer  # noqa: E402
-from transformers import trainer as trainer_module  # noqa: E402
 
 
 class PrivateCallback(PerSampleCallback):
@@ -100,6 +98,8 @@ class PrivateCallback(PerSampleCallback):
     """
 
     state_file = "gradguard_private.pt"
+    _run: PrivateRun
+    _running: bool
 
     def __init__(
         self,
@@ -119,23 +119,17 @@ class PrivateCallback(PerSampleCallback):
             target_delta=target_delta, noise_multiplier=noise_multiplier, target_epsilon=target_epsilon,
             max_grad_norm=max_grad_norm, norm_clipper=norm_clipper, accountant=accountant, secure=secure, seed=seed,
         )  # fmt: skip
-        super().__init__(options["norm_clipper"], loss=loss, mode=mode)
         self._options = options | {"mode": mode}
-        self._run = PrivateRun("PrivateCallback", self._options)
-        _watch_batches()
+        super().__init__(options["norm_clipper"], loss=loss, mode=mode)
 
     @property
     def private(self) -> gg.private.PrivateTraining | None:
         """The `gradguard.private.PrivateTraining` of the current or the last training; None before it begins."""
         return self._run.training
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy begins with: the options, and a training that has not begun."""
-        return {**super().__getstate__(), "_run": PrivateRun("PrivateCallback", self._options)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        _watch_batches()
+    def _not_begun(self) -> dict[str, Any]:
+        run = PrivateRun("PrivateCallback", self._options)
+        return {**super()._not_begun(), "_run": run, "_running": False}
 
     @property
     def _clips(self) -> gg.private.PrivateTraining:
@@ -145,8 +139,11 @@ class PrivateCallback(PerSampleCallback):
     def _make_clipper(self, trainer: Trainer, model: nn.Module) -> gg.PerSampleGradientClipper:
         return self._begin(trainer).clipper
 
-    def _state(self) -> dict[str, Any]:
-        return self._run.state_dict()
+    def _state(self) -> dict[str, Any] | None:
+        return self._run.state_dict() or None
+
+    def _logged(self) -> dict[str, float]:
+        return {} if self.private is None else {"epsilon": self.private.epsilon()}
 
     def _refuse(self, trainer: Trainer) -> None:
         super()._refuse(trainer)
@@ -160,8 +157,10 @@ class PrivateCallback(PerSampleCallback):
                 "forgotten. Choose per_device_train_batch_size, with gradient_accumulation_steps for the rest."
             )
 
-    def _replace(self, trainer: Trainer, loader: Any) -> PrivateBatches:
+    def _get_train_dataloader(self, original: Callable[..., Any], trainer: Trainer) -> PrivateBatches:
         """Keep the Trainer's loader, and give it Poisson batches instead."""
+        with _as_it_is(trainer):
+            loader = original(trainer)
         parts = trainer.args.gradient_accumulation_steps
         self._run.batches = PrivateBatches(loader, parts, 1, lambda: self._begin(trainer))
         return self._run.batches
@@ -177,32 +176,10 @@ class PrivateCallback(PerSampleCallback):
         assert self.private is not None
         return self.private
 
-    _running = False
-
     def _release(self) -> None:
         super()._release()
         self._run.end()
         self._running = False
-
-
-def _watch_batches() -> None:
-    """Let every Trainer that has a `PrivateCallback` draw from it; the others do as before."""
-    wrap_once(Trainer, "get_train_dataloader", _get_train_dataloader)
-    wrap_once(Trainer, "log", _log)
-    wrap_once(trainer_module, "skip_first_batches", _skip_first_batches)
-
-
-def _callback_of(trainer: Trainer) -> PrivateCallback | None:
-    return next((one for one in trainer.callback_handler.callbacks if isinstance(one, PrivateCallback)), None)
-
-
-def _get_train_dataloader(original: Callable[..., Any], trainer: Trainer) -> Any:
-    callback = _callback_of(trainer)
-    if callback is None:
-        return original(trainer)
-    with _as_it_is(trainer):
-        loader = original(trainer)
-    return callback._replace(trainer, loader)
 
 
 @contextlib.contextmanager
@@ -214,15 +191,3 @@ def _as_it_is(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         del accelerator.prepare
-
-
-def _skip_first_batches(original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """The private training itself knows where in the epoch it goes on."""
-    return loader if isinstance(loader, PrivateBatches) else original(loader, *args, **kwargs)
-
-
-def _log(original: Callable[..., Any], trainer: Trainer, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-    callback = _callback_of(trainer)
-    if callback is not None and callback.private is not None and "grad_norm" in logs:
-        logs["epsilon"] = callback.private.epsilon()
-    return original(trainer, logs, *args, **kwargs)
