@@ -283,9 +283,8 @@ class Resilience:
         changed = self._spikes.changed
         stands_out = verdict.spike if verdict.stands_out is None else verdict.stands_out
         flags = [verdict.spike, stands_out, verdict.adopted, bad, changed, verdict.in_a_row]
-        if isinstance(verdict, NumberVerdict) and are_readable(
-            *(one for one in (bad, changed) if isinstance(one, Tensor))
-        ):
+        on_host = are_readable(*(flag for flag in flags if isinstance(flag, Tensor)))
+        if isinstance(verdict, NumberVerdict) and on_host:
             return [*map(float, flags), *verdict.scores], None
         scores = verdict.tensors().scores if isinstance(verdict, NumberVerdict) else verdict.scores
         numbers = [torch.as_tensor(flag).to(scores) for flag in flags]
@@ -378,14 +377,12 @@ class Resilience:
 
     def _roll_back(self, burst: "_Burst") -> Event:
         more = {"until": burst.tried_at, "changed": burst.changed, "recovery": self.steps - burst.first}
-        return self._went_back(
-            burst.base, burst.first, "burst", burst.seen, lost=burst.tried_at - burst.base.step, **more
-        )
+        lost = burst.tried_at - burst.base.step
+        return self._went_back(burst.base, burst.first, "burst", burst.seen, lost=lost, **more)
 
     def _leave_nonfinite(self, now: _Measured) -> Event | None:
         first = now.step - self._nonfinite + 1
-        base = self._shelf.before(first)
-        self._nonfinite = 0
+        base, self._nonfinite = self._shelf.before(first), 0
         if base is None:
             return None
         base.go_back()
@@ -395,9 +392,7 @@ class Resilience:
 
     def _went_back(self, base: "_Kept", first: int, what: str, seen: _Measured | None = None, **more: Any) -> Event:
         """Tell of a roll-back, and pay for it: with a lower rate from the second on, and with an error in the end."""
-        if what == "burst":
-            self._calm_since = self.steps
-        self._burst, self._nonfinite = None, 0
+        self._burst, self._nonfinite, self._calm_since = None, 0, self.steps
         self._shelf.drop_after(base.step)
         recent = sum(e.to_step is not None and self.steps - e.step < 1000 for e in self.events)
         action = "rolled back, slowed down" if recent and self.slow < 1 else "rolled back"

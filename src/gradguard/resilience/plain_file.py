@@ -49,6 +49,21 @@ class StoredSparse(NamedTuple):
     coalesced: bool
 
 
+class StoredShard(NamedTuple):
+    """What a process holds of a DTensor; who writes the file keeps the table of them."""
+
+    number: int
+    local: StoredTensor
+    mesh: tuple[Any, ...]
+    placements: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+
+_TABLES: dict[type, str] = {StoredTensor: "tensor", StoredSparse: "sparse", StoredShard: "shard"}
+
+
 class PlainWriter:
     """Collects values and tensors, sparse ones too, and writes them as one file.
 
@@ -91,27 +106,21 @@ class PlainWriter:
         return self.sparse[-1]
 
     def _entry(self, value: Any) -> tuple[str, int] | None:
-        if isinstance(value, StoredTensor):
-            return "tensor", value.number
-        if isinstance(value, StoredSparse):
-            return "sparse", value.number
+        if type(value) in _TABLES:
+            return _TABLES[type(value)], value.number
         if type(value) is Tensor:
             return self._entry(self._of_tensor(value.detach()))
         if is_array(value):
             content = value.tobytes()
             self._arrays.append(([value.dtype.str, list(value.shape), zlib.crc32(content)], content))
             return "array", len(self._arrays) - 1
-        return self.entry(value)
+        return None
 
     def _of_tensor(self, tensor: Tensor) -> StoredTensor | StoredSparse:
         if tensor.is_nested or tensor.is_meta:
             raise PlainError("a nested tensor" if tensor.is_nested else "a tensor without numbers, on the meta device")
         add = self.add if tensor.layout is torch.strided else self.add_sparse
         return add(tensor.resolve_conj().resolve_neg().cpu(), str(tensor.device))
-
-    def entry(self, value: Any) -> tuple[str, int] | None:
-        """Return the table and the number of another object; None of what is none."""
-        del value
 
     def document(self, about: Mapping[str, Any], content: Any, **tables: Any) -> str:
         """Return what the file says of its blocks.
@@ -187,9 +196,7 @@ class PlainReader:
     def _tensor(self, number: int, told: Any) -> StoredTensor:
         shape, stride, name, device, checksum = told
         dtype = checked_dtype(name)
-        block, count = self._file.blocks[str(number)], number_of_elements(shape)
-        if type(stride) is not list or len(stride) != len(shape) or not all(map(is_count, stride)):
-            raise ValueError("a tensor has no stride that can be meant")
+        block, count = self._file.blocks[str(number)], checked_layout(shape, stride)
         if not _is_dense(shape, stride) or count * dtype.itemsize != block.nbytes:
             raise ValueError("a tensor has another size than its bytes")
         if type(device) is not str or not is_count(checksum):
@@ -326,6 +333,18 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         expected *= size
     return True
+
+
+def checked_layout(shape: Any, stride: Any) -> int:
+    """Return the number of elements of a tensor that a file describes.
+
+    Raises:
+        ValueError: It has no shape, or no stride that can be meant.
+    """
+    count = number_of_elements(shape)
+    if type(stride) is not list or len(stride) != len(shape) or not all(map(is_count, stride)):
+        raise ValueError("a tensor has no stride that can be meant")
+    return count
 
 
 def _listed(value: Any) -> list[Any]:

@@ -54,13 +54,7 @@ class StateResult:
     @property
     def score(self) -> float | None:
         """How far the suspects stand above the others here, in deviations; None where too few others are finite."""
-        scores = [
-            deviations(getattr(one, name), usual)
-            for name in ("loss", "norm")
-            if len(usual := _finite(getattr(other, name) for other in self.others)) >= FEWEST
-            for one in self.suspects
-        ]
-        return max(scores, default=None)
+        return max((score for scores in _deviations(self.suspects, self.others) for score in scores), default=None)
 
 
 @dataclass(frozen=True)
@@ -252,7 +246,7 @@ def _raised(evidence: Evidence, at: StateResult, older: StateResult | None, k: f
     recorded = _finite(one.loss for one in evidence.others if one.step < evidence.step)
     comparable = at.step == evidence.step and all(one.loss is not None for one in evidence.suspects)
     if comparable and len(recorded) >= FEWEST:  # the suspects' losses tell whether the step gives what training gave
-        told.append(_median_deviation([one.loss for one in at.others], recorded))
+        told.append(median(deviations(one.loss, recorded) for one in at.others))
     return any(one > k for one in told) if told else None
 
 
@@ -262,15 +256,17 @@ def _worse(older: StateResult, at: StateResult, k: float) -> bool:
 
 def _above(here: StateResult, there: StateResult) -> list[float]:
     """How far the other batches are above themselves on other weights, by the loss and by the norm."""
-    return [
-        _median_deviation([getattr(one, name) for one in here.others], usual)
-        for name in ("loss", "norm")
-        if len(usual := _finite(getattr(one, name) for one in there.others)) >= FEWEST and here.others
-    ]
+    return [median(scores) for scores in _deviations(here.others, there.others) if scores]
 
 
-def _median_deviation(now: Sequence[float], usual: Sequence[float]) -> float:
-    return median(sorted(deviations(one, usual) for one in now))
+def _deviations(these: Sequence[Measured], usual: Sequence[Measured]) -> list[list[float]]:
+    """How far each of ``these`` is above what is usual, by the loss and by the norm; without one that is not known."""
+    found = []
+    for name in ("loss", "norm"):
+        known = _finite(getattr(one, name) for one in usual)
+        if len(known) >= FEWEST:
+            found.append([deviations(getattr(one, name), known) for one in these])
+    return found
 
 
 def _different_loss(evidence: Evidence, at: StateResult) -> str:

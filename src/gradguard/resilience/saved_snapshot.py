@@ -9,8 +9,9 @@ import errno
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,19 @@ from gradguard.distributed.checkpoint import first_missing, wait_for
 from gradguard.distributed.placements import is_sharded, placement_from_text, sharded_as
 from gradguard.distributed.processes import numbers_of_all, raise_together, rank_and_size
 from gradguard.errors import GradguardError, InvalidValueError, UnsupportedGradientError
-from gradguard.files.blocks import is_count, number_of_elements
+from gradguard.files.blocks import number_of_elements
 from gradguard.files.opening import is_regular
 from gradguard.files.writing import begin_directory, beside_name, drop_directory, end_directory, refuse_used, sync
-from gradguard.resilience.plain_file import LAYOUTS, PlainReader, PlainWriter, StoredSparse, StoredTensor, sparse_of
+from gradguard.resilience.plain_file import (
+    LAYOUTS,
+    PlainReader,
+    PlainWriter,
+    StoredShard,
+    StoredSparse,
+    StoredTensor,
+    checked_layout,
+    sparse_of,
+)
 from gradguard.resilience.plain_values import PlainError, checked_device
 from gradguard.state.copies import PINNED, Copier, PlainCopy, Restorer, TensorCopy, WrappedCopy
 
@@ -31,28 +41,18 @@ _KIND = "snapshot"
 _TASK = "save a snapshot"
 
 
-class StoredShard(NamedTuple):
-    """What this process holds of a DTensor."""
-
-    number: int
-    local: StoredTensor
-    mesh: tuple[Any, ...]
-    placements: tuple[str, ...]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    requires_grad: bool
-
-
 class Packer(Restorer):
     """Makes plain data of copies: ``restored`` returns them with entries of tables in place of tensors.
 
     Attributes:
         writer: What writes them.
+        shards: What is said of parts of DTensors.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.writer = _Writer(_KIND)
+        self.writer = PlainWriter(_KIND)
+        self.shards: list[StoredShard] = []
         self._known: dict[int, Any] = {}
 
     def _tensor(self, kept: TensorCopy, live: Any) -> Any:
@@ -72,34 +72,20 @@ class Packer(Restorer):
                 "and DTensors. Keep the snapshot in memory, or save checkpoints with your own state_dict."
             )
         mesh, placements = sharding
-        layout = tuple(map(repr, placements)), tuple(kept.shape), tuple(kept.stride), kept.requires_grad
-        return self.writer.add_shard(self.restored(local), _key(mesh), *layout)
+        shape, stride = tuple(kept.shape), tuple(kept.stride)
+        about = self.restored(local), _key(mesh), tuple(map(repr, placements)), shape, stride, kept.requires_grad
+        self.shards.append(StoredShard(len(self.shards), *about))
+        return self.shards[-1]
 
     def _plain(self, kept: PlainCopy) -> StoredTensor | StoredSparse:
         if kept.memory.layout is not torch.strided:
             return self.writer.add_sparse(kept.memory, str(kept.device))
         return self.writer.add(kept.memory, str(kept.device))
 
-
-class _Writer(PlainWriter):
-    """Writes shards too, in a table of their own."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind)
-        self.shards: list[StoredShard] = []
-
-    def add_shard(self, local: StoredTensor, mesh: tuple[Any, ...], placements: tuple[Any, ...], *rest: Any) -> Any:
-        self.shards.append(StoredShard(len(self.shards), local, mesh, placements, *rest))
-        return self.shards[-1]
-
-    def entry(self, value: Any) -> tuple[str, int] | None:
-        """Return the table and the number of a shard."""
-        return ("shard", value.number) if isinstance(value, StoredShard) else None
-
-    def tables(self) -> dict[str, Any]:
-        """Return the table as JSON has it."""
-        shards = [[s.local.number, s.mesh, s.placements, s.shape, s.stride, s.requires_grad] for s in self.shards]
-        return {"shards": shards}
+    def document(self, about: Mapping[str, Any], content: Any) -> str:
+        """Return what the file says of its blocks, and of shards."""
+        shards = [[s.local.number, *s[2:]] for s in self.shards]
+        return self.writer.document(about, self.writer.codec.encoded(content), shards=shards)
 
 
 class Unpacker(Copier):
@@ -263,50 +249,23 @@ def file_of(rank: int) -> str:
     return f"process-{rank}.safetensors"
 
 
+@dataclass
 class SavedPart:
-    """What `save_parts` has written of this process; to be used in a ``with`` block, as its tensors are read later.
-
-    Args:
-        directory: Where it is.
-        group: The processes that load.
+    """What `save_parts` has written of this process.
 
     Attributes:
+        reader: The file, while it is open.
         number: That of the save.
-        reader: The file.
-
-    Raises:
-        InvalidValueError: If there is no such thing.
+        shards: What it says of parts of DTensors.
     """
 
-    def __init__(self, directory: Path, group: Any) -> None:
-        self._directory = directory
-        rank, processes = rank_and_size(group)
-        file = directory / file_of(rank)
-        if not is_regular(file):
-            _refuse_other_number(directory, processes)
-            raise InvalidValueError(_no_snapshot(directory, file.name))
-        self.reader = _opened(file)
-        try:
-            about = self.reader.about
-            if about.get("format") != _FORMAT:
-                told = about.get("format")
-                raise InvalidValueError(
-                    f"the snapshot in {str(directory)!r} has the format {told!a:.20}: expected {_FORMAT}."
-                )
-            if about.get("processes") != processes or about.get("rank") != rank:
-                raise InvalidValueError(_other_number(directory, about.get("processes"), processes))
-            with _understood(directory):
-                self.number = int(about["save"], 16)
-                if not 0 < self.number < 2**53:
-                    raise ValueError("the number of its save")
-                self._shards = [self._shard_of(i, *one) for i, one in enumerate(about["shards"])]
-        except BaseException:
-            self.reader.__exit__(None, None, None)
-            raise
+    reader: PlainReader
+    number: int
+    shards: list[StoredShard]
 
     def content(self) -> Any:
         """Return what the process was given, with what is stored in place of tensors."""
-        return self.reader.stored_content(shard=self._shards.__getitem__)
+        return self.reader.stored_content(shard=self.shards.__getitem__)
 
     def values(self, content: Any) -> Any:
         """Return a part of the content with new tensors in it, which nobody writes back to."""
@@ -315,26 +274,52 @@ class SavedPart:
         unpacker.fill(self)
         return Restorer().restored(kept)
 
-    def _shard_of(self, number: int, local: Any, mesh: Any, kinds: Any, shape: Any, stride: Any, grad: Any) -> Any:
-        stored, whole = self.reader.stored(local), number_of_elements(shape)
-        if type(stride) is not list or len(stride) != len(shape) or not all(map(is_count, stride)):
-            raise ValueError("a stride")
-        if len(stored.shape) != len(shape) or number_of_elements(stored.shape) > whole or type(grad) is not bool:
-            raise ValueError("a shard is larger than the whole")
-        sizes, names, ranks = mesh
-        key = tuple(sizes), None if names is None else tuple(names), tuple(ranks)
-        if any(type(kind) is not str for kind in kinds):
-            raise ValueError("a placement")
-        return StoredShard(number, stored, key, tuple(kinds), tuple(shape), tuple(stride), grad)
 
-    def __enter__(self) -> Self:
-        return self
+@contextmanager
+def saved_part(directory: Path, group: Any) -> Iterator[SavedPart]:
+    """Open what `save_parts` has written of this process, until the block ends.
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.reader.__exit__(None, None, None)
-        with _understood(self._directory):
-            if error is not None:
-                raise error
+    Args:
+        directory: Where it is.
+        group: The processes that load.
+
+    Yields:
+        The part.
+
+    Raises:
+        InvalidValueError: If there is no such thing, or what is read in the block is none.
+    """
+    rank, processes = rank_and_size(group)
+    file = directory / file_of(rank)
+    if not is_regular(file):
+        _refuse_other_number(directory, processes)
+        raise InvalidValueError(_no_snapshot(directory, file.name))
+    with _understood(directory), PlainReader(file, _KIND) as reader:
+        about = reader.about
+        told = about.get("format")
+        if told != _FORMAT:
+            raise InvalidValueError(
+                f"the snapshot in {str(directory)!r} has the format {told!a:.20}: expected {_FORMAT}."
+            )
+        if about.get("processes") != processes or about.get("rank") != rank:
+            raise InvalidValueError(_other_number(directory, about.get("processes"), processes))
+        number = int(about["save"], 16)
+        if not 0 < number < 2**53:
+            raise InvalidValueError(_damaged(directory, ValueError("the number of its save")))
+        yield SavedPart(reader, number, [_shard_of(reader, i, *one) for i, one in enumerate(about["shards"])])
+
+
+def _shard_of(
+    reader: PlainReader, number: int, local: Any, mesh: Any, kinds: Any, shape: Any, stride: Any, grad: Any
+) -> StoredShard:
+    stored, whole = reader.stored(local), checked_layout(shape, stride)
+    if len(stored.shape) != len(shape) or number_of_elements(stored.shape) > whole or type(grad) is not bool:
+        raise ValueError("a shard is larger than the whole")
+    sizes, names, ranks = mesh
+    key = tuple(sizes), None if names is None else tuple(names), tuple(ranks)
+    if any(type(kind) is not str for kind in kinds):
+        raise ValueError("a placement")
+    return StoredShard(number, stored, key, tuple(kinds), tuple(shape), tuple(stride), grad)
 
 
 @contextmanager
@@ -348,15 +333,9 @@ def _understood(directory: Path) -> Iterator[None]:
         raise InvalidValueError(_damaged(directory, error)) from error
 
 
-def _opened(file: Path) -> PlainReader:
-    with _understood(file.parent):
-        return PlainReader(file, _KIND)
-
-
 def _document(packer: Packer, pack: Callable[[Packer], Any], about: Mapping[str, Any]) -> str:
     try:
-        content = packer.writer.codec.encoded(pack(packer))
-        return packer.writer.document(about, content, **packer.writer.tables())
+        return packer.document(about, pack(packer))
     except PlainError as error:
         raise UnsupportedGradientError(
             f"the state holds something that cannot be written to a file ({error}): expected numbers, text, tensors, "
@@ -386,7 +365,7 @@ def _all_or_none(work: Callable[[], None], directory: Path, group: Any) -> None:
 def _refuse_other_number(directory: Path, processes: int) -> None:
     """Say how many processes have saved, where the file of this one is missing."""
     saved = None
-    with suppress(GradguardError), _opened(directory / file_of(0)) as reader:
+    with suppress(GradguardError), _understood(directory), PlainReader(directory / file_of(0), _KIND) as reader:
         saved = reader.about.get("processes")
     if type(saved) is int and saved != processes:
         raise InvalidValueError(_other_number(directory, saved, processes))

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.optimizer_hooks import optimizers_in
-from gradguard.resilience.saved_snapshot import Packer, SavedPart, Unpacker, check_save, compare_names, save_parts
+from gradguard.resilience.saved_snapshot import Packer, Unpacker, check_save, compare_names, save_parts, saved_part
 from gradguard.resilience.snapshot_parts import ModuleState, OptimizerState, OtherState, Part
 from gradguard.state.copies import Copier, Restorer, StreamOrder
 from gradguard.state.generators import States, check_states, generator_states, restore_generators
@@ -241,7 +241,7 @@ class Snapshot:
     @torch.no_grad()
     def _unpack(self, directory: Path, group: Any) -> int:
         self._prepare()
-        with SavedPart(directory, group) as saved:
+        with saved_part(directory, group) as saved:
             content = saved.content()
             compare_names("what it holds", content["kinds"], (part.kind for part in self._parts))
             live = (tensor for part in self._parts for tensor in part.tensors())
