@@ -316,7 +316,9 @@ def _plain(value: Any, where: str) -> Any:
     for kind in (bool, int, float, str, bytes):  # of an IntEnum or NumPy's float64 the number that it is
         if isinstance(value, kind):
             return kind(value)
-    if value is None or (type(value).__module__ == "numpy" and value.dtype.kind in [*"biufc"]):
+    if value is None or (
+        type(value).__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "") in [*"biufc"]
+    ):
         return value
     raise InvalidTypeError(
         f"{where} holds {type(value).__module__}.{type(value).__qualname__}, which is not written: expected tensors, "

@@ -16,7 +16,7 @@ from gradguard.clip.functional import get_total_norm
 from gradguard.errors import CommandError, GradguardError
 from gradguard.files.opening import open_regular, refuse_compressed
 from gradguard.json_values import jsonable
-from gradguard.resilience.culprit import deviations
+from gradguard.resilience.culprit import FAR, deviations
 from gradguard.resilience.evidence import Evidence, EvidenceBatch, read_evidence
 from gradguard.state.generators import States, generator_states, restore_generators
 
@@ -142,7 +142,7 @@ def replay_step(file: str | Path, target: str, states: Sequence[str | Path] = ()
 _Judgement = tuple[str, str | None, str]
 
 
-def judge(evidence: Evidence, results: Sequence[StateResult], k: float = 6.0) -> _Judgement:
+def judge(evidence: Evidence, results: Sequence[StateResult]) -> _Judgement:
     """Return the verdict, the cause and why.
 
     The suspects are compared with other batches on the same weights, and the others with themselves on other weights:
@@ -156,10 +156,10 @@ def judge(evidence: Evidence, results: Sequence[StateResult], k: float = 6.0) ->
             f"there are fewer than {FEWEST} other batches in the file, so it is not known what is usual: let "
             "Batches(keep=True) remember more steps."
         )  # fmt: skip
-    stands_out = (at.score or 0.0) > k
+    stands_out = (at.score or 0.0) > FAR
     if at.step is not None and at.step < evidence.step:
         return _bad_data(at.score or 0.0, at) if stands_out else _does_not_come_back(evidence, at)
-    raised = _raised(evidence, at, older, k)
+    raised = _raised(evidence, at, older)
     if raised is None:
         return "INCONCLUSIVE", None, (
             f"whether other batches are as usual on the weights {at.label} is not known: older weights are not in the "
@@ -170,19 +170,19 @@ def judge(evidence: Evidence, results: Sequence[StateResult], k: float = 6.0) ->
     if different := _different_loss(evidence, at):
         return "INCONCLUSIVE", None, different
     if raised:
-        return _bad_weights(evidence, at, older, k)
-    return _bad_batch(at, older, k)
+        return _bad_weights(evidence, at, older)
+    return _bad_batch(at, older)
 
 
-def _bad_weights(evidence: Evidence, at: StateResult, older: StateResult | None, k: float) -> _Judgement:
+def _bad_weights(evidence: Evidence, at: StateResult, older: StateResult | None) -> _Judgement:
     if at.step == evidence.step:
-        out = (at.score or 0.0) > k
+        out = (at.score or 0.0) > FAR
         too = ", and the batch stands out among them" if out else ""
         return "PASS", "both" if out else "weights", (
             f"the spike comes back: on the weights {at.label} other batches, too, are far above what they were{too}. "
             "Go back to older weights."
         )  # fmt: skip
-    if older is not None and older.score is not None and older.score > k:
+    if older is not None and older.score is not None and older.score > FAR:
         return _bad_data(older.score, older)
     return "INCONCLUSIVE", None, (
         f"on the weights {at.label} all batches are far above what they were, but these are of after the step, so that "
@@ -197,7 +197,7 @@ def _bad_data(score: float, on: StateResult) -> _Judgement:
     )  # fmt: skip
 
 
-def _bad_batch(at: StateResult, older: StateResult | None, k: float) -> _Judgement:
+def _bad_batch(at: StateResult, older: StateResult | None) -> _Judgement:
     """The batch stands out on the weights of the step, and other batches are as usual there."""
     front = f"the spike comes back: the batch stands out by {at.score:.1f} deviations, and other batches are as usual"
     if older is None or older.score is None:
@@ -205,9 +205,9 @@ def _bad_batch(at: StateResult, older: StateResult | None, k: float) -> _Judgeme
             f"{front}. It is not the weights alone; whether it is the data alone is told by weights of another time: "
             "give some, as in --state older_checkpoint.pt."
         )  # fmt: skip
-    if older.score > k:
+    if older.score > FAR:
         return _bad_data(older.score, older)
-    if _worse(older, at, k):
+    if _worse(older, at):
         return "INCONCLUSIVE", None, (
             f"{front}. On the weights {older.label} it does not, but there all batches are far worse, so that nothing "
             "would stand out: give weights from nearer to the step."
@@ -240,18 +240,18 @@ def _of_the_spike(step: int, results: Sequence[StateResult]) -> StateResult:
     return min(known, key=lambda one: (abs((one.step or 0) - step), (one.step or 0) < step))
 
 
-def _raised(evidence: Evidence, at: StateResult, older: StateResult | None, k: float) -> bool | None:
+def _raised(evidence: Evidence, at: StateResult, older: StateResult | None) -> bool | None:
     """Whether the other batches are far above what they were: on older weights, or in training, a little before."""
     told = [] if older is None else [*_above(at, older)]
     recorded = _finite(one.loss for one in evidence.others if one.step < evidence.step)
     comparable = at.step == evidence.step and all(one.loss is not None for one in evidence.suspects)
     if comparable and len(recorded) >= FEWEST:  # the suspects' losses tell whether the step gives what training gave
         told.append(median(deviations(one.loss, recorded) for one in at.others))
-    return any(one > k for one in told) if told else None
+    return any(one > FAR for one in told) if told else None
 
 
-def _worse(older: StateResult, at: StateResult, k: float) -> bool:
-    return any(one > k for one in _above(older, at))
+def _worse(older: StateResult, at: StateResult) -> bool:
+    return any(one > FAR for one in _above(older, at))
 
 
 def _above(here: StateResult, there: StateResult) -> list[float]:
