@@ -26,7 +26,7 @@ from gradguard.integrations.lightning_per_sample import PerSampleCallback  # noq
 from gradguard.integrations.lightning_private import PrivateCallback  # noqa: E402
 from gradguard.integrations.one_clip import (  # noqa: E402
     OnlyGuard,
-    OnlyResilience,
+    ResilienceClips,
     refuse_beside_a_guard,
     wrap_once,
 )
@@ -248,7 +248,7 @@ class GradGuardCallback(TrainersClip):
             pl_module.log(f"{name}/{key}", value, on_step=True, on_epoch=False)
 
 
-class ResilienceCallback(GradGuardCallback):
+class ResilienceCallback(ResilienceClips, GradGuardCallback):
     """A `GradGuardCallback` with `gradguard.Resilience`: spikes are skipped, bursts undone.
 
     It hears the loss of each backward, and acts at the end of each batch; schedulers keep their place when weights go
@@ -289,11 +289,6 @@ class ResilienceCallback(GradGuardCallback):
         super().__init__(clipper, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips, log=log)
         self._resilience_options = dict(options or {})
 
-    resilience: gg.Resilience | None
-
-    def _not_begun(self) -> dict[str, Any]:
-        return {**super()._not_begun(), "resilience": None}
-
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Take the loss of a micro-batch."""
         del pl_module
@@ -316,16 +311,12 @@ class ResilienceCallback(GradGuardCallback):
                 f"configure_optimizers returned {len(trainer.optimizers)} optimizers, and a spike would be skipped by "
                 "one and taken by another: expected one. Put all parameters into one optimizer, with groups."
             )
-        options = dict(self._resilience_options)
         found = [*(config.scheduler for config in trainer.lr_scheduler_configs), _scaler_of(trainer)]
-        more = [one for one in (*found, *options.pop("more", ())) if one is not None]
-        self.resilience = OnlyResilience(model, optimizer, clipper, more=more, guard_options=self._options, **options)
-        return self.resilience.guard
+        return self._resilient(model, optimizer, clipper, found, self._options)
 
     def _detach(self) -> None:
         super()._detach()
-        if self.resilience is not None:
-            self.resilience.detach()
+        self._end_resilience()
 
 
 def guard_fabric(

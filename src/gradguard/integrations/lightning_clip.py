@@ -11,23 +11,12 @@ require("lightning", "2.6", "2.7", "lightning")
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 
 
-class TrainersClip(Callback, OnlyClip):
+class TrainersClip(OnlyClip, Callback):
     """A callback that clips in the place of its Trainer.
 
     A subclass says what it refuses (``_refuse``), what a callback has whose training has not begun (``_not_begun``),
     and how the module and the optimizers are given back (``_detach``).
     """
-
-    def __init__(self) -> None:
-        vars(self).update(self._not_begun())
-
-    def _not_begun(self) -> dict[str, Any]:
-        """Return the attributes of a callback whose training has not begun, which copies have too."""
-        return {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy begins with: the rule and its options, and nothing that is on this module."""
-        return {**vars(self), **self._not_begun()}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before anything is trained, what cannot be right."""

@@ -5,7 +5,7 @@ from typing import Any
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.lightning_clip import TrainersClip
-from gradguard.integrations.per_sample import check_norm_clipper, refuse_other_clips, undo_division
+from gradguard.integrations.per_sample import PerSampleClips, check_norm_clipper, refuse_other_clips, undo_division
 from gradguard.integrations.versions import require
 
 require("lightning", "2.6", "2.7", "lightning")
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.optim import LBFGS  # noqa: E402
 
 
-class PerSampleCallback(TrainersClip):
+class PerSampleCallback(PerSampleClips, TrainersClip):
     r"""Clip the gradient of each sample by ``norm_clipper`` in a Lightning Trainer, before they are summed.
 
     .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i
@@ -99,18 +99,10 @@ class PerSampleCallback(TrainersClip):
         self._noise_scale = noise_scale
         self._loaded: dict[str, Any] | None = None  # from a checkpoint, until there is a clipper
 
-    clipper: gg.PerSampleGradientClipper | None
-    _summed: bool  # samples of this optimizer step were accumulated
     _strategy: Strategy | None  # some of whose methods are replaced
 
     def _not_begun(self) -> dict[str, Any]:
-        return {"clipper": None, "_summed": False, "_strategy": None}
-
-    @property
-    def _clips(self) -> gg.PerSampleGradientClipper | gg.private.PrivateTraining:
-        """Who clips after each backward, and fills in the gradients before each step."""
-        assert self.clipper is not None
-        return self.clipper
+        return {**super()._not_begun(), "_strategy": None}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the module, and refuse optimizers that cannot be served.
@@ -182,11 +174,7 @@ class PerSampleCallback(TrainersClip):
             for name in ("training_step", "process_dataloader"):
                 vars(self._strategy).pop(name, None)
             self._strategy = None
-        if self.clipper is not None:
-            if self._summed:
-                self.clipper.discard()
-            self.clipper.detach()
-        self._summed = False
+        self._give_back()
 
 
 def _refuse(callback: PerSampleCallback, trainer: Trainer, module: LightningModule) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.lightning_per_sample import PerSampleCallback, refuse_optimizers
-from gradguard.integrations.private_run import PrivateBatches, PrivateRun, private_options
+from gradguard.integrations.private_run import PrivateBatches, PrivateClips, private_options
 from gradguard.integrations.versions import require
 
 require("lightning", "2.6", "2.7", "lightning")
@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: E402
 
 
-class PrivateCallback(PerSampleCallback):
+class PrivateCallback(PrivateClips, PerSampleCallback):
     r"""Make the training of a Lightning Trainer differentially private: `gradguard.private.make_private` in one line.
 
     .. math:: \text{grad} = \frac{1}{qN} \Bigl(\sum_{i \in \text{batch}} c_i g_i + N(0, \sigma^2 S^2)\Bigr)
@@ -110,21 +110,6 @@ class PrivateCallback(PerSampleCallback):
         self._private = options | {"loss_reduction": loss_reduction, "batch_first": batch_first, "mode": mode}
         super().__init__(options["norm_clipper"], loss_reduction=loss_reduction, batch_first=batch_first, mode=mode)
 
-    _run: PrivateRun
-
-    def _not_begun(self) -> dict[str, Any]:
-        return {**super()._not_begun(), "_run": PrivateRun("PrivateCallback", self._private)}
-
-    @property
-    def _clips(self) -> gg.private.PrivateTraining:
-        assert self.private is not None
-        return self.private
-
-    @property
-    def private(self) -> gg.private.PrivateTraining | None:
-        """The `gradguard.private.PrivateTraining` of the current or the last ``fit``; None before it begins."""
-        return self._run.training
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before anything is trained, what cannot be right, and take the loader's place."""
         super().setup(trainer, pl_module, stage)
@@ -202,10 +187,6 @@ class PrivateCallback(PerSampleCallback):
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
         super()._refuse(trainer, module)
         _refuse(trainer)
-
-    def _detach(self) -> None:
-        super()._detach()
-        self._run.end()
 
 
 def _refuse(trainer: Trainer) -> None:

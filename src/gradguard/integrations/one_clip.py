@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedVersionError
@@ -14,6 +15,17 @@ from gradguard.errors import InvalidValueError, UnsupportedVersionError
 
 class OnlyClip:
     """A trainer's callback that clips in the trainer's place, so that there may be one in its list and no other."""
+
+    def __init__(self) -> None:
+        vars(self).update(self._not_begun())
+
+    def _not_begun(self) -> dict[str, Any]:
+        """Return the attributes of a callback whose training has not begun, which copies have too."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with: the rule and its options, and nothing that is on this model or optimizer."""
+        return {**vars(self), **self._not_begun()}
 
 
 class OnlyGuard(gg.Guard):
@@ -52,6 +64,31 @@ class OnlyResilience(gg.Resilience):
     """
 
     _guard_type = OnlyGuard
+
+
+class ResilienceClips(OnlyClip):
+    """What the callbacks with `gradguard.Resilience` of all trainers have.
+
+    Attributes:
+        resilience: The `gradguard.Resilience` of the current or the last training; None before the first.
+    """
+
+    resilience: gg.Resilience | None
+    _resilience_options: dict[str, Any]
+
+    def _not_begun(self) -> dict[str, Any]:
+        return {**super()._not_begun(), "resilience": None}
+
+    def _resilient(self, model: Any, optimizer: Optimizer, clipper: Any, found: Iterable[Any], guard: Any) -> gg.Guard:
+        """Begin, with what the trainer has ``found`` to go back besides, and the options of the ``guard``."""
+        options = dict(self._resilience_options)
+        more = [one for one in (*found, *options.pop("more", ())) if one is not None]
+        self.resilience = OnlyResilience(model, optimizer, clipper, more=more, guard_options=guard, **options)
+        return self.resilience.guard
+
+    def _end_resilience(self) -> None:
+        if self.resilience is not None:
+            self.resilience.detach()
 
 
 _guards: "WeakSet[OnlyGuard]" = WeakSet()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, UnsupportedGradientError
 from gradguard.integrations.accelerate import inner_optimizer
+from gradguard.integrations.one_clip import ResilienceClips
 from gradguard.integrations.per_sample import shown
 from gradguard.integrations.transformers_clip import TrainersClip
 from gradguard.integrations.transformers_per_sample import PerSampleCallback
@@ -252,7 +253,7 @@ class GradGuardCallback(TrainersClip):
             self._steps = self.guard.steps
 
 
-class ResilienceCallback(GradGuardCallback):
+class ResilienceCallback(ResilienceClips, GradGuardCallback):
     """A `GradGuardCallback` with `gradguard.Resilience`: spikes are skipped, bursts undone.
 
     The loss is what ``Trainer.training_step`` returns, for each micro-batch; the Trainer's scheduler keeps its place
@@ -290,11 +291,6 @@ class ResilienceCallback(GradGuardCallback):
         super().__init__(clipper, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips)
         self._resilience_options = dict(options or {})
 
-    resilience: gg.Resilience | None
-
-    def _not_begun(self) -> dict[str, Any]:
-        return {**super()._not_begun(), "resilience": None}
-
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Act on what was measured some steps ago.
 
@@ -312,17 +308,11 @@ class ResilienceCallback(GradGuardCallback):
         return loss
 
     def _guard(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> gg.Guard:
-        options = dict(self._resilience_options)
-        more = [one for one in (self._scheduler, *options.pop("more", ())) if one is not None]
-        self.resilience = gg.Resilience(
-            model, optimizer, self.clipper, more=more, guard_options=self._options, **options
-        )
-        return self.resilience.guard
+        return self._resilient(model, optimizer, self.clipper, [self._scheduler], self._options)
 
     def _release(self) -> None:
         super()._release()
-        if self.resilience is not None:
-            self.resilience.detach()
+        self._end_resilience()
 
 
 class _Window:

@@ -34,7 +34,7 @@ _ASKED = (
 """Methods of the Trainer for which a callback may have one of its own, called by the name with one underscore."""
 
 
-class TrainersClip(TrainerCallback, OnlyClip):
+class TrainersClip(OnlyClip, TrainerCallback):
     """A callback that clips in the place of its Trainer, whose methods ask it.
 
     A subclass says who clips (``_clip_grad_norm``, ``_get_grad_norm``), what a checkpoint holds (``_state``), what is
@@ -49,16 +49,11 @@ class TrainersClip(TrainerCallback, OnlyClip):
     _loaded: dict[str, Any] | None = None  # what that checkpoint holds
 
     def __init__(self) -> None:
-        vars(self).update(self._not_begun())
+        super().__init__()
         watch_trainers()
 
     def _not_begun(self) -> dict[str, Any]:
-        """Return the attributes of a callback whose training has not begun, which copies have too."""
         return {"_norm": None}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy begins with: the rule and its options, and nothing that is on this model or optimizer."""
-        return {**vars(self), **self._not_begun()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

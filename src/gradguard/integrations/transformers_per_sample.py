@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.integrations.per_sample import check_norm_clipper
+from gradguard.integrations.per_sample import PerSampleClips, check_norm_clipper
 from gradguard.integrations.sample_losses import sample_losses
 from gradguard.integrations.transformers_clip import TrainersClip
 from gradguard.integrations.versions import require
@@ -26,7 +26,7 @@ _AGREEMENT = {torch.float32: 1e-4, torch.float64: 1e-9}  # in half precision the
 SampleLosses = Callable[[Any, Mapping[str, Any]], Tensor]
 
 
-class PerSampleCallback(TrainersClip):
+class PerSampleCallback(PerSampleClips, TrainersClip):
     r"""Clip the gradient of each sample by ``norm_clipper`` in a `transformers.Trainer`, before they are summed.
 
     .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i, \qquad
@@ -125,27 +125,18 @@ class PerSampleCallback(TrainersClip):
         self._begun = False
 
     state_file = "gradguard_per_sample.pt"
-    clipper: gg.PerSampleGradientClipper | None
     _attached: bool
     _in_step: bool  # within the forward and backward of a batch
     _compared: bool  # with the model's own loss
-    _summed: bool  # samples of this optimizer step were accumulated
 
     def _not_begun(self) -> dict[str, Any]:
-        flags = dict.fromkeys(("_attached", "_in_step", "_compared", "_summed"), False)
-        return {**super()._not_begun(), **flags, "clipper": None}
+        return {**super()._not_begun(), **dict.fromkeys(("_attached", "_in_step", "_compared"), False)}
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Begin anew: the gradients were used."""
         self._norm = None
 
     # -- what makes the gradients of a step, and what is saved of it -------------------------------------------------
-
-    @property
-    def _clips(self) -> gg.PerSampleGradientClipper | gg.private.PrivateTraining:
-        """Who clips after each backward, and fills in the gradients before each step."""
-        assert self.clipper is not None
-        return self.clipper
 
     def _make_clipper(self, trainer: Trainer, model: nn.Module) -> gg.PerSampleGradientClipper:
         state, self._loaded = self._loaded, None
@@ -247,10 +238,9 @@ class PerSampleCallback(TrainersClip):
         self._compared, self._norm = False, None
 
     def _release(self) -> None:
-        if self.clipper is not None and self._attached:
-            self.clipper.discard()
-            self.clipper.detach()
-        self._attached, self._summed, self._norm = False, False, None
+        if self._attached:
+            self._give_back()
+        self._attached, self._norm = False, None
 
     def _clip_grad_norm(self, original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Tensor:
         """Fill in the gradients of the optimizer step, once, and return their norm."""

@@ -9,7 +9,7 @@ from torch import nn
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
 from gradguard.integrations.accelerate import inner_optimizer
-from gradguard.integrations.private_run import PrivateBatches, PrivateRun, private_options
+from gradguard.integrations.private_run import PrivateBatches, PrivateClips, private_options
 from gradguard.integrations.transformers_per_sample import PerSampleCallback, SampleLosses
 from gradguard.integrations.versions import require
 
@@ -18,7 +18,7 @@ require("transformers", "5.23", "6", "transformers")
 from transformers import Trainer  # noqa: E402
 
 
-class PrivateCallback(PerSampleCallback):
+class PrivateCallback(PrivateClips, PerSampleCallback):
     r"""Make the training of a `transformers.Trainer` differentially private: `make_private` in one line.
 
     .. math:: \text{grad} = \frac{1}{qN} \Bigl(\sum_{i \in \text{batch}} c_i g_i + N(0, \sigma^2 S^2)\Bigr)
@@ -98,7 +98,6 @@ class PrivateCallback(PerSampleCallback):
     """
 
     state_file = "gradguard_private.pt"
-    _run: PrivateRun
     _running: bool
 
     def __init__(
@@ -119,22 +118,11 @@ class PrivateCallback(PerSampleCallback):
             target_delta=target_delta, noise_multiplier=noise_multiplier, target_epsilon=target_epsilon,
             max_grad_norm=max_grad_norm, norm_clipper=norm_clipper, accountant=accountant, secure=secure, seed=seed,
         )  # fmt: skip
-        self._options = options | {"mode": mode}
+        self._private = options | {"mode": mode}
         super().__init__(options["norm_clipper"], loss=loss, mode=mode)
 
-    @property
-    def private(self) -> gg.private.PrivateTraining | None:
-        """The `gradguard.private.PrivateTraining` of the current or the last training; None before it begins."""
-        return self._run.training
-
     def _not_begun(self) -> dict[str, Any]:
-        run = PrivateRun("PrivateCallback", self._options)
-        return {**super()._not_begun(), "_run": run, "_running": False}
-
-    @property
-    def _clips(self) -> gg.private.PrivateTraining:
-        assert self.private is not None
-        return self.private
+        return {**super()._not_begun(), "_running": False}
 
     def _make_clipper(self, trainer: Trainer, model: nn.Module) -> gg.PerSampleGradientClipper:
         return self._begin(trainer).clipper
@@ -178,7 +166,7 @@ class PrivateCallback(PerSampleCallback):
 
     def _release(self) -> None:
         super()._release()
-        self._run.end()
+        self._give_back()
         self._running = False
 
 

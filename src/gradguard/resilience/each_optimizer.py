@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ class GuardEachOptimizer:
         self._applied = applied
         self._guards: WeakKeyDictionary[Optimizer, ref[Guard]] = WeakKeyDictionary()  # a guard keeps its optimizer
         self._spikes: list[_ScriptSpikes] = []
-        self._known: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._known: WeakSet[Optimizer] = WeakSet()
         self._losses, self._scales = Losses(), False
         self._clipped: list[Tensor] = []
         self._steps = self._nonfinite = 0
@@ -132,7 +132,7 @@ class GuardEachOptimizer:
 
     def _after(self, optimizer: Optimizer) -> None:
         if optimizer not in self._known:
-            self._known[optimizer] = True
+            self._known.add(optimizer)
             self._attach(optimizer)
         elif (guard := self._guard_of(optimizer)) is not None and guard.last_skip not in (None, "spike"):
             self._nonfinite += 1

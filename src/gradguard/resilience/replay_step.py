@@ -56,6 +56,11 @@ class StateResult:
         """How far the suspects stand above the others here, in deviations; None where too few others are finite."""
         return max((score for scores in _deviations(self.suspects, self.others) for score in scores), default=None)
 
+    @property
+    def stands_out(self) -> bool:
+        """Whether that is far."""
+        return (self.score or 0.0) > FAR
+
 
 @dataclass(frozen=True)
 class ReplayReport:
@@ -156,58 +161,55 @@ def judge(evidence: Evidence, results: Sequence[StateResult]) -> _Judgement:
             f"there are fewer than {FEWEST} other batches in the file, so it is not known what is usual: let "
             "Batches(keep=True) remember more steps."
         )  # fmt: skip
-    stands_out = (at.score or 0.0) > FAR
     if at.step is not None and at.step < evidence.step:
-        return _bad_data(at.score or 0.0, at) if stands_out else _does_not_come_back(evidence, at)
+        return _bad_data(at) if at.stands_out else _does_not_come_back(evidence, at)
     raised = _raised(evidence, at, older)
     if raised is None:
         return "INCONCLUSIVE", None, (
             f"whether other batches are as usual on the weights {at.label} is not known: older weights are not in the "
             "file. Give some: --state older_checkpoint.pt."
         )  # fmt: skip
-    if not stands_out and not raised:
+    if not at.stands_out and not raised:
         return _does_not_come_back(evidence, at)
     if different := _different_loss(evidence, at):
         return "INCONCLUSIVE", None, different
+    if raised and at.step == evidence.step:
+        return _bad_weights(at)
+    if older is not None and older.stands_out:
+        return _bad_data(older)
     if raised:
-        return _bad_weights(evidence, at, older)
+        return "INCONCLUSIVE", None, (
+            f"on the weights {at.label} all batches are far above what they were, but these are of after the step, so "
+            "that it may have made them so. Write the weights of the step itself: write_evidence(..., "
+            "before=culprit.step)."
+        )  # fmt: skip
     return _bad_batch(at, older)
 
 
-def _bad_weights(evidence: Evidence, at: StateResult, older: StateResult | None) -> _Judgement:
-    if at.step == evidence.step:
-        out = (at.score or 0.0) > FAR
-        too = ", and the batch stands out among them" if out else ""
-        return "PASS", "both" if out else "weights", (
-            f"the spike comes back: on the weights {at.label} other batches, too, are far above what they were{too}. "
-            "Go back to older weights."
-        )  # fmt: skip
-    if older is not None and older.score is not None and older.score > FAR:
-        return _bad_data(older.score, older)
-    return "INCONCLUSIVE", None, (
-        f"on the weights {at.label} all batches are far above what they were, but these are of after the step, so that "
-        "it may have made them so. Write the weights of the step itself: write_evidence(..., before=culprit.step)."
+def _bad_weights(at: StateResult) -> _Judgement:
+    cause, too = ("both", ", and the batch stands out among them") if at.stands_out else ("weights", "")
+    return "PASS", cause, (
+        f"the spike comes back: on the weights {at.label} other batches, too, are far above what they were{too}. "
+        "Go back to older weights."
     )  # fmt: skip
 
 
-def _bad_data(score: float, on: StateResult) -> _Judgement:
+def _bad_data(on: StateResult) -> _Judgement:
     return "PASS", "data", (
-        f"the spike comes back: on the weights {on.label}, too, the batch stands out by {score:.1f} deviations among "
-        "other batches. The data are bad: look at these samples, or leave them out."
+        f"the spike comes back: on the weights {on.label}, too, the batch stands out by {on.score:.1f} deviations "
+        "among other batches. The data are bad: look at these samples, or leave them out."
     )  # fmt: skip
 
 
 def _bad_batch(at: StateResult, older: StateResult | None) -> _Judgement:
-    """The batch stands out on the weights of the step, and other batches are as usual there."""
+    """The batch stands out on the weights of the step, and on no older ones; other batches are as usual there."""
     front = f"the spike comes back: the batch stands out by {at.score:.1f} deviations, and other batches are as usual"
     if older is None or older.score is None:
         return "INCONCLUSIVE", None, (
             f"{front}. It is not the weights alone; whether it is the data alone is told by weights of another time: "
             "give some, as in --state older_checkpoint.pt."
         )  # fmt: skip
-    if older.score > FAR:
-        return _bad_data(older.score, older)
-    if _worse(older, at):
+    if max(_above(older, at), default=0.0) > FAR:
         return "INCONCLUSIVE", None, (
             f"{front}. On the weights {older.label} it does not, but there all batches are far worse, so that nothing "
             "would stand out: give weights from nearer to the step."
@@ -236,8 +238,8 @@ def _does_not_come_back(evidence: Evidence, at: StateResult) -> _Judgement:
 
 def _of_the_spike(step: int, results: Sequence[StateResult]) -> StateResult:
     """The weights of the step, else those nearest to it."""
-    known = [one for one in results if one.step is not None]
-    return min(known, key=lambda one: (abs((one.step or 0) - step), (one.step or 0) < step))
+    known = [(abs(one.step - step), one.step < step, i) for i, one in enumerate(results) if one.step is not None]
+    return results[min(known)[-1]]
 
 
 def _raised(evidence: Evidence, at: StateResult, older: StateResult | None) -> bool | None:
@@ -247,11 +249,7 @@ def _raised(evidence: Evidence, at: StateResult, older: StateResult | None) -> b
     comparable = at.step == evidence.step and all(one.loss is not None for one in evidence.suspects)
     if comparable and len(recorded) >= FEWEST:  # the suspects' losses tell whether the step gives what training gave
         told.append(median(deviations(one.loss, recorded) for one in at.others))
-    return any(one > FAR for one in told) if told else None
-
-
-def _worse(older: StateResult, at: StateResult) -> bool:
-    return any(one > FAR for one in _above(older, at))
+    return max(told) > FAR if told else None
 
 
 def _above(here: StateResult, there: StateResult) -> list[float]:

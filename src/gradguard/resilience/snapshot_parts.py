@@ -127,9 +127,9 @@ class ModuleState(Part):
 
     def weights(self) -> dict[str, Tensor]:
         """Return new tensors with the weights and buffers that were kept."""
-        kept = self._kept.entries
+        kept = self._kept
         places = [(self._parameters, kept["parameters"]), (self._buffers(), kept["buffers"])]
-        copies = {id(one): copied.entries[name] for live, copied in places for name, one in live.items()}
+        copies = {id(one): copied[name] for live, copied in places for name, one in live.items()}
         live = {name: one for name, one in self._module.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
         if missing := [name for name, one in live.items() if copies.get(id(one)) is None]:
             raise InvalidValueError(f"{', '.join(missing[:5])} is not that of the snapshot any more: take() anew.")
@@ -138,7 +138,7 @@ class ModuleState(Part):
     def check(self) -> None:
         """Refuse parameters that have come, gone, or changed their shape."""
         then, now = self._parameters, dict(self._module.named_parameters())
-        kept = self._kept.entries["parameters"].entries
+        kept = self._kept["parameters"]
         names = [name for name in {**then, **now} if then.get(name) is not now.get(name)]
         names += [name for name, p in then.items() if p is now.get(name) and not kept[name].fits(p)]
         if names:
@@ -150,16 +150,16 @@ class ModuleState(Part):
 
     def restore(self, restorer: Restorer, rewind_schedule: bool) -> None:
         """Write weights and buffers into the tensors that are there."""
-        kept = self._kept.entries
-        _write(restorer, kept["parameters"].entries, self._parameters)
-        for place, copied in kept["buffers"].entries.items():
+        kept = self._kept
+        _write(restorer, kept["parameters"], self._parameters)
+        for place, copied in kept["buffers"].items():
             slots, name = self._slots[place]
             view = self._views.get(place)
             if copied is not None and view is not None and slots.get(name) is view and copied.fits(view):
                 restorer.write(copied, view)
             else:
                 slots[name] = restorer.restored(copied, slots.get(name))
-        for name, state in kept["extra"].entries.items():
+        for name, state in kept["extra"].items():
             self._with_extra[name].set_extra_state(restorer.restored(state))
 
 
@@ -243,7 +243,7 @@ class OptimizerState(Part):
     def check(self) -> None:
         """Refuse other parameters or groups, and to drop state that a CUDA graph may use."""
         then, now = self._parameters, self._named()
-        kept, groups = self._kept.entries["groups"].entries, self.optimizer.param_groups
+        kept, groups = self._kept["groups"], self.optimizer.param_groups
         if len(kept) != len(groups) or then.keys() != now.keys() or any(then[place] is not now[place] for place in now):
             raise InvalidValueError(
                 f"{type(self.optimizer).__name__} has other parameters or groups than when the snapshot was taken "
@@ -262,18 +262,18 @@ class OptimizerState(Part):
 
     def restore(self, restorer: Restorer, rewind_schedule: bool) -> None:
         """Write parameters, state, numbers of groups and attributes into what is there."""
-        kept, state = self._kept.entries, self.optimizer.state
-        _write(restorer, kept["parameters"].entries, self._parameters)
-        copied = zip(self._keys, kept["state"].entries, strict=True)
+        kept, state = self._kept, self.optimizer.state
+        _write(restorer, kept["parameters"], self._parameters)
+        copied = zip(self._keys, kept["state"], strict=True)
         contents = {key: restorer.restored(one, state.get(key)) for key, one in copied}
         state.clear()
         state.update(contents)
         stays = {"params"} if rewind_schedule else {"params", *_SCHEDULED}
-        for group, numbers in zip(self.optimizer.param_groups, kept["groups"].entries, strict=True):
-            for key in group.keys() - numbers.entries.keys() - stays - {"initial_lr"}:
+        for group, numbers in zip(self.optimizer.param_groups, kept["groups"], strict=True):
+            for key in group.keys() - numbers.keys() - stays - {"initial_lr"}:
                 del group[key]
-            for key in numbers.entries.keys() - stays:
-                group[key] = restorer.restored(numbers.entries[key], group.get(key))
+            for key in numbers.keys() - stays:
+                group[key] = restorer.restored(numbers[key], group.get(key))
         for name, value in restorer.restored(kept["attributes"], attributes_of(self.optimizer)).items():
             setattr(self.optimizer, name, value)
 
