@@ -326,22 +326,27 @@ class _Window:
         numbers = (result.norm, result.coefficient, result.clipped)
         self._rows.append(torch.stack([number.to(result.norm.dtype) for number in numbers]))
         if len(self._rows) == _BLOCK:
+            self._pack()
+
+    def _pack(self) -> None:
+        if self._rows:
             self._blocks.append(torch.stack(self._rows))
             self._rows = []
 
     def read(self) -> dict[str, float]:
         """Return what to log, and begin anew. The host waits."""
-        if not self._rows and not self._blocks:
+        self._pack()
+        if not self._blocks:
             return {}
-        rows = torch.cat([*self._blocks, *([torch.stack(self._rows)] if self._rows else [])]).cpu().double()
-        self._rows, self._blocks = [], []
+        rows = torch.cat(self._blocks).cpu().double()
+        self._blocks = []
         finite = rows[rows[:, 0].isfinite()]
+        norms, coefficients, clipped = finite.unbind(1)
         read: dict[str, float] = {}
-        if len(finite) > 0:
-            norms, coefficients, clipped = finite.unbind(1)
-            if len(rows) > 1:
-                names = {"grad_norm_min": norms.min(), "grad_norm_mean": norms.mean(), "grad_norm_max": norms.max()}
-                read |= {name: float(value) for name, value in names.items()}
+        if len(finite) and len(rows) > 1:
+            of_norms = {"grad_norm_min": norms.min(), "grad_norm_mean": norms.mean(), "grad_norm_max": norms.max()}
+            read |= {name: float(norm) for name, norm in of_norms.items()}
+        if len(finite):
             read |= {"clip_coefficient": float(coefficients.mean()), "clip_binding_share": float(clipped.mean())}
         return {**read, "grad_nonfinite_steps": len(rows) - len(finite)}
 

@@ -331,8 +331,9 @@ class _ExcludingSampler(Sampler[Any]):
         for other in map(_plain, chain(self._at_random(index), self.indices)):
             if not self._is_bad(other):
                 return other
+        where = "" if self.bad.file is None else f" in {self.bad.file}"
         raise InvalidValueError(
-            f"all {len(self.indices):,} samples are in the list of bad ones{_where(self.bad)}: nothing is left to "
+            f"all {len(self.indices):,} samples are in the list of bad ones{where}: nothing is left to "
             "train on. Delete some of its lines."
         )
 
@@ -367,10 +368,6 @@ class _StatefulIterator(_WithState):
 
 class _StatefulExcludingSampler(_WithState, _ExcludingSampler):
     pass
-
-
-def _where(bad: BadSamples) -> str:
-    return "" if bad.file is None else f" in {bad.file}"
 
 
 def _drawn_from(sampler: Any) -> Sequence[Any]:

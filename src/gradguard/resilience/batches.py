@@ -288,7 +288,10 @@ class SampleIds:
 
     def __iter__(self) -> Iterator[Any]:
         for yielded in self.loader:
-            ids, batch = (self.ids_of(yielded), yielded) if self.ids_of is not None else _split(yielded)
+            if self.ids_of is None:
+                ids, batch = yielded  # in a list, if a thread has pinned it
+            else:
+                ids, batch = self.ids_of(yielded), yielded
             self.batches.saw(ids, batch=batch)
             yield batch
 
@@ -364,11 +367,8 @@ def _with_indices(loader: Any) -> Any:
         )
     if loader_has_begun(loader):
         raise InvalidValueError("the loader has begun already: make SampleIds(loader, batches) before its first batch.")
-    return changed_copy(loader, dataset=_indexed(loader.dataset), collate_fn=_Collate(loader.collate_fn))
-
-
-def _indexed(dataset: Any) -> _Indexed:
-    return _StatefulIndexed(dataset) if has_state(dataset) else _Indexed(dataset)
+    kind = _StatefulIndexed if has_state(loader.dataset) else _Indexed
+    return changed_copy(loader, dataset=kind(loader.dataset), collate_fn=_Collate(loader.collate_fn))
 
 
 def changed_copy(loader: Any, **changed: Any) -> Any:
@@ -376,9 +376,3 @@ def changed_copy(loader: Any, **changed: Any) -> Any:
     copied = copy.copy(loader)
     vars(copied).update(changed)
     return copied
-
-
-def _split(yielded: Any) -> tuple[Any, Any]:
-    """Take the ids off. The thread that pins memory makes a list of the pair."""
-    ids, batch = yielded
-    return ids, batch

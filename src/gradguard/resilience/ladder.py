@@ -39,6 +39,9 @@ LossT = TypeVar("LossT", Tensor, float)
 _SLOW_STEPS = 64
 """Steps for which the learning rate stays low after a roll-back that is not the first."""
 
+_TRIALS = (6, 16, 36)
+"""Steps after an adoption at which the older weights are tried."""
+
 _GOOD = 2
 """Steps in a row that older weights must take without a spike to be kept."""
 
@@ -68,7 +71,7 @@ class Resilience:
     1. A step that is a **spike** is skipped (`SkipSpikes`).
     2. After ``detector.cap`` spikes in a row (a **burst**) the detector adopts the new level, and training goes on with
        it: the data may have changed for good. The weights from before the burst are kept, untouched, in memory.
-    3. At each of ``trials`` steps later these older weights are **tried** on the data that come then. If two steps in a
+    3. 6, 16 and 36 steps later these older weights are **tried** on the data that come then. If two steps in a
        row are no spike to them, the burst is over: they are kept, with their optimizer state, and what was learnt from
        the burst is gone (**rolled back**). The data are not rewound, nor are schedules and generators. At the first
        step that spikes it was no end yet: the newer weights come back bit by bit, and training goes on.
@@ -123,7 +126,6 @@ class Resilience:
             wait, and 0 on the CPU. Weights from just before a burst are there if it is below ``detector.cap`` - 2; else
             those of the last snapshot.
         slow: What the learning rate is multiplied by after a second roll-back; 1 leaves it.
-        trials: How many steps after an adoption the older weights are tried.
         budget: Roll-backs within 1,000 steps that are no error.
         evidence: A folder for what ``gradguard replay-step`` reads: one file, as large as the weights twice, at the
             first spike of a burst, and at most one in ``every`` steps. `batch` must then be given the batches, which
@@ -172,7 +174,6 @@ class Resilience:
         every: int = 50,
         lag: int | None = None,
         slow: float = 0.5,
-        trials: Sequence[int] = (6, 16, 36),
         budget: int = 3,
         evidence: str | os.PathLike[str] | None = None,
         process_group: Any = None,
@@ -184,7 +185,7 @@ class Resilience:
         if lag is None:
             lag = 0 if all(p.is_cpu for p in model.parameters()) else 2
         self.every, self.lag = check_whole("every", every, 1), check_whole("lag", lag, 0)
-        self.trials, self.budget = _checked_trials(trials), check_whole("budget", budget, 0)
+        self.budget = check_whole("budget", budget, 0)
         if not 0 < slow <= 1:
             raise InvalidValueError(f"slow={slow!r}: expected a number above 0 and at most 1, such as 0.5.")
         self.slow = slow
@@ -198,7 +199,7 @@ class Resilience:
         self._slow_down, self._buffers = SlowDown(optimizer), StepBuffers(model)
         everything = [self._detector, clipper, *more]
         self._shelf = _Shelf(lambda: Snapshot(model, optimizer, more=everything), self._cap + self.lag)
-        self.batches = Batches(steps=self.trials[-1] + self._cap + self.lag + 32, keep=evidence is not None)
+        self.batches = Batches(steps=_TRIALS[-1] + self._cap + self.lag + 32, keep=evidence is not None)
         self.bad, self.events = bad, list[Event]()
         self._pending: deque[tuple[int, Tensor | list[float], CopyEvent | None]] = deque()
         self._verdict: Any = None  # the last that was read
@@ -349,7 +350,7 @@ class Resilience:
         if base.taken >= changed_at > 0 and (older := self._shelf.taken_before(changed_at)) is not None:
             bases.append(older)  # from before something else changed the weights
         changed = len(bases) > 1
-        self._burst = _Burst(first, bases, [self.steps + wait for wait in self.trials], now, changed)
+        self._burst = _Burst(first, bases, [self.steps + wait for wait in _TRIALS], now, changed)
         return self._event(first, "burst", "adopted", now, changed=changed)
 
     def _go_on(self) -> None:
@@ -609,13 +610,6 @@ def _read(step: int, numbers: Tensor | list[float], event: CopyEvent | None) -> 
 
 def _ids(batches: Iterable[MicroBatch]) -> tuple[SampleId, ...]:
     return tuple(dict.fromkeys(id for one in batches for id in one.ids or ()))
-
-
-def _checked_trials(trials: Sequence[int]) -> tuple[int, ...]:
-    steps = tuple(check_whole("trials", step, 1) for step in trials)
-    if not steps or list(steps) != sorted(set(steps)):
-        raise InvalidValueError(f"trials={trials!r}: expected numbers of steps that rise, such as (6, 16, 36).")
-    return steps
 
 
 def _several(what: str) -> str:

@@ -215,7 +215,7 @@ class PlainReader:
         Raises:
             PlainError: Something in it is no value, or it is damaged.
         """
-        return self._decoded({"tensor": self.tensor, "sparse": self._sparse_tensor})
+        return self._decoded({"tensor": self.tensor, "sparse": lambda n: self._full(self._sparse[n])})
 
     def stored_content(self, **tables: Any) -> Any:
         """Return the values, with what is said of tensors in place of them.
@@ -232,8 +232,7 @@ class PlainReader:
         checked = {name: _numbered(function) for name, function in {**tables, "array": self._array}.items()}
         return Codec(lambda value: None, checked).decoded(self._content)
 
-    def _sparse_tensor(self, number: int) -> Tensor:
-        stored = self._sparse[number]
+    def _full(self, stored: StoredSparse) -> Tensor:
         return sparse_of(stored, [self.tensor(part.number) for part in stored.parts])
 
     def stored(self, number: int) -> StoredTensor:

@@ -206,36 +206,27 @@ def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> No
     """
     number = numbers_of_all(1 << 52 | secrets.randbits(52), group, _TASK)[0]  # no generator of the run draws
     rank, processes = rank_and_size(group)
-    filled, packer, document = beside_name(directory, number), Packer(), ""
+    filled, packer = beside_name(directory, number), Packer()
     own = filled / file_of(rank)
-
-    def begin() -> None:
-        nonlocal document
-        refuse_used(directory)
-        about = {"format": _FORMAT, "save": f"{number:014x}", "rank": rank, "processes": processes}
-        document = _document(packer, pack, about)
-        if rank == 0:
-            begin_directory(directory, filled)
-
-    def write() -> None:
-        wait_for(lambda: None if filled.is_dir() else file_of(0), directory)
-        with own.open("xb") as file:
-            packer.writer.write(file, document)
-            sync(file)
-
-    def check() -> None:
-        wait_for(lambda: first_missing(filled, [*zip(map(file_of, range(processes)), sizes, strict=True)]), directory)
-
-    def end() -> None:
-        if rank == 0:
-            end_directory(directory, filled)
-
+    about = {"format": _FORMAT, "save": f"{number:014x}", "rank": rank, "processes": processes}
     try:
-        _all_or_none(begin, directory, group)
-        _all_or_none(write, directory, group)
+        with _together(directory, group):
+            refuse_used(directory)
+            document = _document(packer, pack, about)
+            if rank == 0:
+                begin_directory(directory, filled)
+        with _together(directory, group):
+            wait_for(lambda: None if filled.is_dir() else file_of(0), directory)
+            with own.open("xb") as file:
+                packer.writer.write(file, document)
+                sync(file)
         sizes = numbers_of_all(own.stat().st_size, group, _TASK)
-        _all_or_none(check, directory, group)
-        _all_or_none(end, directory, group)
+        with _together(directory, group):
+            files = [*zip(map(file_of, range(processes)), sizes, strict=True)]
+            wait_for(lambda: first_missing(filled, files), directory)
+        with _together(directory, group):
+            if rank == 0:
+                end_directory(directory, filled)
     except BaseException:
         with suppress(OSError):
             own.unlink(missing_ok=True)
@@ -344,11 +335,12 @@ def _document(packer: Packer, pack: Callable[[Packer], Any], about: Mapping[str,
         ) from error
 
 
-def _all_or_none(work: Callable[[], None], directory: Path, group: Any) -> None:
+@contextmanager
+def _together(directory: Path, group: Any) -> Iterator[None]:
     """Do a part of a save, and raise on all processes what one of them meets; a collective."""
     error: Exception | None = None
     try:
-        work()
+        yield
     except FileExistsError:
         error = InvalidValueError(
             f"{str(directory)!r} is there already: expected a new or empty directory, because one that was overwritten "

@@ -111,7 +111,8 @@ class ModuleState(Part):
     def _look(self) -> None:
         modules = dict(self._module.named_modules())
         self._parameters = dict(self._module.named_parameters())
-        self._with_extra = {name: module for name, module in modules.items() if _has_extra(module)}
+        none = nn.Module.get_extra_state
+        self._with_extra = {name: m for name, m in modules.items() if type(m).get_extra_state is not none}
         self._slots = {
             f"{prefix}.{name}".lstrip("."): (slots, name)
             for prefix, module in modules.items()
@@ -317,10 +318,6 @@ def _write(restorer: Restorer, kept: dict[str, Any], live: dict[str, Tensor]) ->
         restorer.write(kept[name], tensor)
         if tensor.grad is not None:
             tensor.grad.zero_()
-
-
-def _has_extra(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _memory(tensor: Tensor) -> int:
