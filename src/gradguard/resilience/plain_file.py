@@ -78,12 +78,15 @@ class PlainWriter:
         self._arrays: list[tuple[Any, Any]] = []
         self.codec = Codec(self._entry, {})
 
-    def add(self, memory: Tensor, device: str) -> StoredTensor:
+    def add(self, memory: Tensor, device: str) -> StoredTensor | StoredSparse:
         """Return the entry of a tensor on the CPU that was on ``device``.
 
         Raises:
-            PlainError: Its dtype has no name.
+            PlainError: Its dtype or its layout has no name.
         """
+        return self._add(memory, device) if memory.layout is torch.strided else self._add_sparse(memory, device)
+
+    def _add(self, memory: Tensor, device: str) -> StoredTensor:
         dtype_name(memory.dtype)
         memory = memory if _is_dense(memory.shape, memory.stride()) else memory.contiguous()
         layout = tuple(memory.shape), memory.stride(), memory.dtype
@@ -91,16 +94,11 @@ class PlainWriter:
         self.tensors.append((stored, memory))
         return stored
 
-    def add_sparse(self, memory: Tensor, device: str) -> StoredSparse:
-        """Return the entry of a sparse tensor on the CPU that was on ``device``.
-
-        Raises:
-            PlainError: It is of a layout that has no name.
-        """
+    def _add_sparse(self, memory: Tensor, device: str) -> StoredSparse:
         layout = str(memory.layout).removeprefix("torch.")
         if layout not in LAYOUTS:
             raise PlainError(f"a tensor of the layout {memory.layout}")
-        parts = tuple(self.add(part.detach(), device) for part in _sparse_parts(memory))
+        parts = tuple(self._add(part.detach(), device) for part in _sparse_parts(memory))
         coalesced = memory.layout is torch.sparse_coo and memory.is_coalesced()
         self.sparse.append(StoredSparse(len(self.sparse), layout, tuple(memory.shape), parts, device, coalesced))
         return self.sparse[-1]
@@ -109,18 +107,17 @@ class PlainWriter:
         if type(value) in _TABLES:
             return _TABLES[type(value)], value.number
         if type(value) is Tensor:
-            return self._entry(self._of_tensor(value.detach()))
+            if value.is_nested or value.is_meta:
+                raise PlainError(
+                    "a nested tensor" if value.is_nested else "a tensor without numbers, on the meta device"
+                )
+            memory = value.detach().resolve_conj().resolve_neg().cpu()
+            return self._entry(self.add(memory, str(value.device)))
         if is_array(value):
             content = value.tobytes()
             self._arrays.append(([value.dtype.str, list(value.shape), zlib.crc32(content)], content))
             return "array", len(self._arrays) - 1
         return None
-
-    def _of_tensor(self, tensor: Tensor) -> StoredTensor | StoredSparse:
-        if tensor.is_nested or tensor.is_meta:
-            raise PlainError("a nested tensor" if tensor.is_nested else "a tensor without numbers, on the meta device")
-        add = self.add if tensor.layout is torch.strided else self.add_sparse
-        return add(tensor.resolve_conj().resolve_neg().cpu(), str(tensor.device))
 
     def document(self, about: Mapping[str, Any], content: Any, **tables: Any) -> str:
         """Return what the file says of its blocks.

@@ -63,7 +63,7 @@ class Packer(Restorer):
 
     def _stored(self, kept: TensorCopy) -> Any:
         if isinstance(kept, PlainCopy):
-            return self._plain(kept)
+            return self.writer.add(kept.memory, str(kept.device))
         assert isinstance(kept, WrappedCopy)
         (local, *more), sharding = kept.parts.values(), kept.sharding
         if sharding is None or more or not isinstance(local, PlainCopy):
@@ -76,11 +76,6 @@ class Packer(Restorer):
         about = self.restored(local), _key(mesh), tuple(map(repr, placements)), shape, stride, kept.requires_grad
         self.shards.append(StoredShard(len(self.shards), *about))
         return self.shards[-1]
-
-    def _plain(self, kept: PlainCopy) -> StoredTensor | StoredSparse:
-        if kept.memory.layout is not torch.strided:
-            return self.writer.add_sparse(kept.memory, str(kept.device))
-        return self.writer.add(kept.memory, str(kept.device))
 
     def document(self, about: Mapping[str, Any], content: Any) -> str:
         """Return what the file says of its blocks, and of shards."""

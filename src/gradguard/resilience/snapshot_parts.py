@@ -98,6 +98,7 @@ class ModuleState(Part):
             "extra": {name: module.get_extra_state() for name, module in self._with_extra.items()},
         }
         self._kept = copier.copy(content)
+        self._look_for_views()
 
     def unpack(self, packed: Any, unpacker: Unpacker) -> None:
         """Keep those of a file, if they are of such a module."""
@@ -107,6 +108,7 @@ class ModuleState(Part):
         compare_names("modules with extra state", packed["extra"], self._with_extra)
         places = {"parameters": self._parameters, "buffers": self._slots, "extra": self._with_extra}
         super().unpack({part: {name: packed[part][name] for name in live} for part, live in places.items()}, unpacker)
+        self._look_for_views()
 
     def _look(self) -> None:
         modules = dict(self._module.named_modules())
@@ -119,6 +121,8 @@ class ModuleState(Part):
             for slots in [buffer_slots(module)]
             for name in slots
         }
+
+    def _look_for_views(self) -> None:
         buffers = {name: one for name, one in self._buffers().items() if one is not None}
         memory = Counter(filter(None, map(_memory, [*self._parameters.values(), *buffers.values()])))
         self._views = {name: one for name, one in buffers.items() if memory[_memory(one)] > 1}
