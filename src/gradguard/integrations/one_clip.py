@@ -1,7 +1,8 @@
 """One clip and not two: a guard beside which the trainer's own clip is refused."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -113,6 +114,19 @@ def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
             "other. Remove the call; the norm before the clip is guard.last.norm after the step. To clip by hand "
             "instead, call guard.detach()."
         )
+
+
+@contextmanager
+def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """Let an object have ``value`` as its own attribute ``name`` until the block ends."""
+    own = vars(thing)
+    before = {name: own[name]} if name in own else {}
+    object.__setattr__(thing, name, value)  # some watch what is set
+    try:
+        yield
+    finally:
+        object.__delattr__(thing, name)
+        own.update(before)
 
 
 def wrap_once(kind: type | ModuleType, name: str, instead: Callable[..., Any]) -> None:

@@ -1,8 +1,8 @@
 """Hugging Face Transformers: a callback that clips each sample's gradient, under the Trainer's own loop."""
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.integrations.one_clip import replaced
 from gradguard.integrations.per_sample import PerSampleClips, check_norm_clipper
 from gradguard.integrations.sample_losses import sample_losses
 from gradguard.integrations.transformers_clip import TrainersClip
@@ -165,7 +166,8 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
         self, original: Callable[..., Any], trainer: Trainer, model: nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
         """Forward and backward of one batch, of the mean of its samples' losses; then clip and sum."""
-        with _without_autocast_in_forward(model), _undivided(trainer):
+        # The Trainer would divide the loss by the number of accumulated batches.
+        with _without_autocast_in_forward(model), replaced(trainer, "loss_is_scaled_for_ga", True):
             if not self._attached:
                 self._attach(trainer, model)
             assert self.clipper is not None
@@ -296,32 +298,12 @@ def _forward(trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any]) -> A
     return convert_to_fp32(outputs) if trainer.accelerator.native_amp else outputs
 
 
-@contextlib.contextmanager
-def _without_autocast_in_forward(model: nn.Module) -> Iterator[None]:
-    """Give the model its own forward back, of which Accelerate has made one with autocast and float32 outputs.
-
-    The clipper looks at what goes on inside the model, and cannot know the precision that begins in there.
-    """
-    own, wrapped = vars(model).get("_original_forward"), vars(model).get("forward")
-    if own is None or wrapped is None:
-        yield
-        return
-    model.forward = own
-    try:
-        yield
-    finally:
-        model.forward = wrapped
-
-
-@contextlib.contextmanager
-def _undivided(trainer: Trainer) -> Iterator[None]:
-    """Keep the Trainer from dividing the loss by the number of accumulated batches."""
-    before = trainer.loss_is_scaled_for_ga
-    trainer.loss_is_scaled_for_ga = True
-    try:
-        yield
-    finally:
-        trainer.loss_is_scaled_for_ga = before
+def _without_autocast_in_forward(model: nn.Module) -> AbstractContextManager[None]:
+    """Give the model its own forward back, of which Accelerate has made one with autocast and float32 outputs."""
+    own = vars(model).get("_original_forward")  # the clipper cannot know of a precision that begins inside
+    if own is None or "forward" not in vars(model):
+        return nullcontext()
+    return replaced(model, "forward", own)
 
 
 def _refuse(which: str, trainer: Trainer) -> None:

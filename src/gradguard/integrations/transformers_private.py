@@ -1,7 +1,6 @@
 """Hugging Face Transformers: a callback that makes training differentially private, under the Trainer's own loop."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import nn
@@ -9,6 +8,7 @@ from torch import nn
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
 from gradguard.integrations.accelerate import inner_optimizer
+from gradguard.integrations.one_clip import replaced
 from gradguard.integrations.private_run import PrivateBatches, PrivateClips, private_options
 from gradguard.integrations.transformers_per_sample import PerSampleCallback, SampleLosses
 from gradguard.integrations.versions import require
@@ -147,7 +147,8 @@ class PrivateCallback(PrivateClips, PerSampleCallback):
 
     def _get_train_dataloader(self, original: Callable[..., Any], trainer: Trainer) -> PrivateBatches:
         """Keep the Trainer's loader, and give it Poisson batches instead."""
-        with _as_it_is(trainer):
+        # Accelerate would wrap the loader, whose batches are not used, and take its order over.
+        with replaced(trainer.accelerator, "prepare", lambda loader: loader):
             loader = original(trainer)
         parts = trainer.args.gradient_accumulation_steps
         self._run.batches = PrivateBatches(loader, parts, 1, lambda: self._begin(trainer))
@@ -168,14 +169,3 @@ class PrivateCallback(PrivateClips, PerSampleCallback):
         super()._release()
         self._give_back()
         self._running = False
-
-
-@contextlib.contextmanager
-def _as_it_is(trainer: Trainer) -> Iterator[None]:
-    """Keep Accelerate from wrapping the loader, whose batches are not used, and whose order it would take over."""
-    accelerator: Any = trainer.accelerator
-    accelerator.prepare = lambda loader: loader
-    try:
-        yield
-    finally:
-        del accelerator.prepare

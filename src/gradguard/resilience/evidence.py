@@ -4,6 +4,7 @@ import errno
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -284,17 +285,13 @@ def _batch(batches: Batches, step: int, number: int) -> dict[str, Any]:
 
 def _others(batches: Batches, step: int, count: int) -> list[dict[str, Any]]:
     """Batches of other steps, first those before it, the latest first: what came after may be spoilt."""
-    known = [*batches.known]
-    ordered = [*(s for s in reversed(known) if s < step), *(s for s in known if s > step)]
+    ordered = sorted((s for s in batches.known if s != step), key=lambda s: (s > step, abs(s - step)))
     found: list[dict[str, Any]] = []
-    for s in ordered:
-        for one in batches.of_step(s):
-            try:
-                found.append(_batch(batches, s, one.number))
-            except GradguardError:  # changed in place, or not kept: there are others
-                continue
-            if len(found) == count:
-                return found
+    for one in (one for s in ordered for one in batches.of_step(s)):
+        if len(found) == count:
+            break
+        with suppress(GradguardError):  # changed in place, or not kept: there are others
+            found.append(_batch(batches, one.step, one.number))
     return found
 
 
