@@ -61,6 +61,11 @@ class StoredShard(NamedTuple):
     requires_grad: bool
 
 
+_SPARSE: dict[str, Any] = {
+    "sparse_coo": torch.sparse_coo_tensor,
+    "sparse_csr": torch.sparse_csr_tensor,
+    "sparse_csc": torch.sparse_csc_tensor,
+}
 _TABLES: dict[type, str] = {StoredTensor: "tensor", StoredSparse: "sparse", StoredShard: "shard"}
 
 
@@ -212,7 +217,7 @@ class PlainReader:
         Raises:
             PlainError: Something in it is no value, or it is damaged.
         """
-        return self._decoded({"tensor": self.tensor, "sparse": lambda n: self._full(self._sparse[n])})
+        return self._decoded({"tensor": self.tensor, "sparse": lambda n: self.full(self._sparse[n])})
 
     def stored_content(self, **tables: Any) -> Any:
         """Return the values, with what is said of tensors in place of them.
@@ -229,8 +234,18 @@ class PlainReader:
         checked = {name: _numbered(function) for name, function in {**tables, "array": self._array}.items()}
         return Codec(lambda value: None, checked).decoded(self._content)
 
-    def _full(self, stored: StoredSparse) -> Tensor:
-        return sparse_of(stored, [self.tensor(part.number) for part in stored.parts])
+    def full(self, stored: StoredSparse) -> Tensor:
+        """Return a sparse tensor.
+
+        Raises:
+            PlainError: It is none, or it is damaged.
+        """
+        parts = [self.tensor(part.number) for part in stored.parts]
+        try:
+            made = _SPARSE[stored.layout](*parts, stored.shape, check_invariants=True)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise PlainError("a sparse tensor is none") from error
+        return made.coalesce() if stored.coalesced else made
 
     def stored(self, number: int) -> StoredTensor:
         """Return what is said of a tensor.
@@ -242,28 +257,21 @@ class PlainReader:
             raise PlainError("a tensor is missing")
         return self.tensors[number]
 
-    def tensor(self, number: int) -> Tensor:
-        """Return a tensor, in new memory.
+    def tensor(self, number: int, *, pinned: bool = False) -> Tensor:
+        """Return a tensor, in new memory of the host.
 
         Raises:
             PlainError: There is none of this number, or it is damaged.
         """
         stored = self.stored(number)
-        memory = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
-        self.fill(stored, memory)
-        return memory
-
-    def fill(self, stored: StoredTensor, memory: Tensor) -> None:
-        """Read a tensor into ``memory``, which is laid out as it was.
-
-        Raises:
-            PlainError: It is damaged.
-        """
+        layout = stored.shape, stored.stride
+        memory = torch.empty_strided(*layout, dtype=stored.dtype, device="cpu", pin_memory=pinned)
         into = bytes_of(memory)
         if self._file.read_into(str(stored.number), into) != stored.checksum:
             raise PlainError("a tensor is not what was written")
         if stored.dtype is torch.bool and into and memory.as_strided((len(into),), (1,)).view(torch.uint8).max() > 1:
             raise PlainError("a truth value is neither true nor false")
+        return memory
 
     def _array(self, number: int) -> Any:
         import numpy
@@ -289,24 +297,6 @@ def _sparse_parts(sparse: Tensor) -> tuple[Tensor, ...]:
     if sparse.layout is torch.sparse_csr:
         return sparse.crow_indices(), sparse.col_indices(), sparse.values()
     return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
-
-
-def sparse_of(stored: StoredSparse, parts: Sequence[Tensor]) -> Tensor:
-    """Return the sparse tensor of these parts, each of whose indices is looked at.
-
-    Raises:
-        PlainError: They are none of such a tensor.
-    """
-    try:
-        if stored.layout == "sparse_coo":
-            indices, values = parts
-            found = torch.sparse_coo_tensor(indices, values, stored.shape, check_invariants=True)
-            return found.coalesce() if stored.coalesced else found
-        outer, inner, values = parts
-        make = torch.sparse_csr_tensor if stored.layout == "sparse_csr" else torch.sparse_csc_tensor
-        return make(outer, inner, values, stored.shape, check_invariants=True)
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise PlainError("a sparse tensor is none") from error
 
 
 def bytes_of(memory: Tensor) -> memoryview:

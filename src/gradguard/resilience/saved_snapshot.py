@@ -31,7 +31,6 @@ from gradguard.resilience.plain_file import (
     StoredSparse,
     StoredTensor,
     checked_layout,
-    sparse_of,
 )
 from gradguard.resilience.plain_values import PlainError, checked_device
 from gradguard.state.copies import PINNED, Copier, PlainCopy, Restorer, TensorCopy, WrappedCopy
@@ -84,20 +83,20 @@ class Packer(Restorer):
 
 
 class Unpacker(Copier):
-    """Makes copies of plain data again; their memory is filled by `fill`.
+    """Makes copies of plain data again, in memory that the file fills.
 
     Args:
+        reader: The file.
         live: Tensors of the run, in whose device meshes shards lie.
     """
 
-    def __init__(self, live: Iterable[Tensor]) -> None:
+    def __init__(self, reader: PlainReader, live: Iterable[Tensor] = ()) -> None:
         super().__init__()
+        self._reader = reader
         sharded: list[Any] = [t for t in live if is_sharded(t)]
         self._meshes = {_key(mesh): mesh for t in sharded for mesh in [t.device_mesh]}
         self._placements = {repr(kind): kind for t in sharded for kind in t.placements}
         self._known: dict[Any, TensorCopy] = {}
-        self._memory: list[tuple[StoredTensor, Tensor]] = []
-        self._sparse: list[tuple[StoredSparse, PlainCopy, list[Tensor]]] = []
 
     def copy(self, value: Any) -> Any:
         """Return ``value`` with a `TensorCopy` where a tensor was."""
@@ -111,13 +110,8 @@ class Unpacker(Copier):
         return self._known[key]
 
     def _plain(self, stored: StoredTensor) -> PlainCopy:
-        return PlainCopy(self.keep(self._empty(stored)), checked_device(stored.device))
-
-    def _empty(self, stored: StoredTensor) -> Tensor:
-        pinned = checked_device(stored.device).type in PINNED
-        memory = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu", pin_memory=pinned)
-        self._memory.append((stored, memory))
-        return memory
+        device = checked_device(stored.device)
+        return PlainCopy(self.keep(self._reader.tensor(stored.number, pinned=device.type in PINNED)), device)
 
     def _shard(self, stored: StoredShard) -> WrappedCopy:
         mesh = self._meshes.get(stored.mesh)
@@ -137,20 +131,7 @@ class Unpacker(Copier):
         return WrappedCopy(whole.requires_grad_(stored.requires_grad), {names[0]: local})
 
     def _of_sparse(self, stored: StoredSparse) -> PlainCopy:
-        kept = PlainCopy(torch.empty(0), checked_device(stored.device), LAYOUTS[stored.layout])
-        self._sparse.append((stored, kept, [self._empty(part) for part in stored.parts]))
-        return kept
-
-    def fill(self, part: "SavedPart") -> None:
-        """Read what the memory holds.
-
-        Raises:
-            PlainError: If a file is damaged.
-        """
-        for stored, memory in self._memory:
-            part.reader.fill(stored, memory)
-        for stored, kept, parts in self._sparse:
-            kept.memory = sparse_of(stored, parts)
+        return PlainCopy(self._reader.full(stored), checked_device(stored.device), LAYOUTS[stored.layout])
 
 
 def compare_layouts(what: str, stored: Mapping[str, Any], live: Mapping[str, Any]) -> None:
@@ -255,10 +236,7 @@ class SavedPart:
 
     def values(self, content: Any) -> Any:
         """Return a part of the content with new tensors in it, which nobody writes back to."""
-        unpacker = Unpacker(())
-        kept = unpacker.copy(content)
-        unpacker.fill(self)
-        return Restorer().restored(kept)
+        return Restorer().restored(Unpacker(self.reader).copy(content))
 
 
 @contextmanager

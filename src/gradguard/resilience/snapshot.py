@@ -245,10 +245,9 @@ class Snapshot:
             content = saved.content()
             compare_names("what it holds", content["kinds"], (part.kind for part in self._parts))
             live = (tensor for part in self._parts for tensor in part.tensors())
-            self._copier = unpacker = Unpacker(live)
+            self._copier = unpacker = Unpacker(saved.reader, live)
             for part, packed in zip(self._parts, content["parts"], strict=True):
                 part.unpack(packed, unpacker)
-            unpacker.fill(saved)
             states = saved.values(content["generators"])
             check_states(states)
             self._generators = states
