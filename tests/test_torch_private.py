@@ -912,7 +912,7 @@ OTHERS = {
     },  # Keras' optimizer
     "integrations/lightning_per_sample.py": {"_compiler_ctx"},  # Lightning's
     "integrations/transformers_per_sample.py": {"_original_forward"},  # Accelerate's
-    "integrations/transformers.py": {
+    "integrations/transformers_clip.py": {
         "_clip_grad_norm", "_get_grad_norm", "_load_optimizer_and_scheduler", "_save_optimizer_and_scheduler",
     },  # the Trainer's
     "optimizer_hooks.py": {"_getframe"},  # Python's

@@ -203,7 +203,7 @@ class Doubled(Classifier):
 WEIGHTED = DataLoader(TensorDataset(*records()), 6, sampler=WeightedRandomSampler(torch.ones(SIZE), SIZE))
 UNSUPPORTED, WRONG = UnsupportedGradientError, InvalidValueError
 REFUSED = {
-    "gradient_clip_val": ({"gradient_clip_val": 0.5}, WRONG, r"clips too, after the PrivateCallback"),
+    "gradient_clip_val": ({"gradient_clip_val": 0.5}, WRONG, r"clips too, beside the PrivateCallback"),
     "guard": ({"beside": [GradGuardCallback(gg.ClipByMedian())]}, WRONG, "GradGuardCallback beside the PrivateCall"),
     "per sample": ({"beside": [PerSampleCallback(gg.FlatNormClipper(1.0))]}, WRONG, "Callback beside the P"),
     "part of a step": ({"limit_train_batches": 3, "accumulation": 2}, WRONG, "3 batches, which are no whole number"),

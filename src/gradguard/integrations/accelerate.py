@@ -1,15 +1,14 @@
 """Hugging Face Accelerate: a Guard for an optimizer that an ``Accelerator`` has prepared."""
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
-from gradguard.integrations.one_clip import OnlyGuard, refuse_beside_a_guard, wrap_once
+from gradguard.integrations.one_clip import OnlyGuard
 from gradguard.integrations.versions import require
 from gradguard.policies import GuardPolicy
 
@@ -20,7 +19,12 @@ from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper  # noqa: E402
 from accelerate.utils.megatron_lm import MegatronLMOptimizerWrapper  # noqa: E402
 
-from gradguard.integrations.accelerate_per_sample import PerSampleClip, check_types, clip_per_sample  # noqa: E402
+from gradguard.integrations.accelerate_per_sample import (  # noqa: E402
+    PerSampleClip,
+    check_types,
+    clip_per_sample,
+    watch_clips,
+)
 from gradguard.integrations.accelerate_private import PrivateClip, make_private  # noqa: E402
 
 __all__ = [
@@ -56,7 +60,7 @@ class AcceleratedGuard(OnlyGuard):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _watch_clips()
+        watch_clips()
 
 
 def guard(
@@ -192,10 +196,8 @@ def resilience(
         (None, 1)
     """
     check_types(accelerator, optimizer)
-    scaler = getattr(accelerator, "scaler", None)
-    made = AcceleratedResilience(
-        model, inner_optimizer(optimizer), clipper, more=[*more, *([] if scaler is None else [scaler])], **options
-    )
+    found = [] if accelerator.scaler is None else [accelerator.scaler]
+    made = AcceleratedResilience(model, inner_optimizer(optimizer), clipper, more=[*more, *found], **options)
     accelerator.register_for_checkpointing(made)
     return made
 
@@ -230,22 +232,3 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             )
         optimizer = cast(torch.optim.Optimizer, optimizer.optimizer)
     return optimizer
-
-
-def _watch_clips() -> None:
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        wrap_once(Accelerator, name, functools.partial(_clip, name))
-
-
-def _clip(
-    name: str,
-    original: Callable[..., Any],
-    accelerator: Accelerator,
-    parameters: Iterable[Tensor] | Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Clip as Accelerate does, unless a guard does it."""
-    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    refuse_beside_a_guard(f"accelerator.{name}", listed)
-    return original(accelerator, listed, *args, **kwargs)

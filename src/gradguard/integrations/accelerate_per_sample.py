@@ -1,6 +1,7 @@
 """Hugging Face Accelerate: clip each sample's gradient in a loop that an ``Accelerator`` runs."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -33,33 +34,35 @@ class PerSampleClip:
     """
 
     def __init__(
-        self, accelerator: Accelerator, optimizer: AcceleratedOptimizer, clipper: gg.PerSampleGradientClipper
+        self,
+        accelerator: Accelerator,
+        optimizer: AcceleratedOptimizer,
+        clips: gg.PerSampleGradientClipper | gg.private.PrivateTraining,
     ) -> None:
-        self.clipper = clipper
-        self._clips: gg.PerSampleGradientClipper | gg.private.PrivateTraining = clipper
+        self.clipper = clips.clipper if isinstance(clips, gg.private.PrivateTraining) else clips
+        self._clips = clips
         self._optimizer = optimizer
         self._accelerator = ref(accelerator)  # which holds this one in its checkpoints
         _attached[accelerator] = self
         accelerator.register_for_checkpointing(self)
         wrap_once(Accelerator, "backward", _backward)
-        wrap_once(Accelerator, "clip_grad_norm_", _clip_grad_norm_)
-        wrap_once(Accelerator, "clip_grad_value_", _clip_grad_value_)
         wrap_once(AcceleratedOptimizer, "step", _step)
+        watch_clips()
 
     def detach(self) -> None:
-        """Give model and accelerator back as they were; calling it again does nothing."""
+        """Give model, optimizer and accelerator back as they were; calling it again does nothing."""
         accelerator = self._accelerator()
         if accelerator is not None and _attached.get(accelerator) is self:
             del _attached[accelerator]
-        self.clipper.detach()
+        self._clips.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the norm clipper and the noise scale have learned; ``accelerator.save_state`` calls this."""
-        return self.clipper.state_dict()
+        """Return what was learned and, of a private training, counted; ``accelerator.save_state`` calls this."""
+        return self._clips.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; ``accelerator.load_state`` calls this."""
-        self.clipper.load_state_dict(state_dict)
+        self._clips.load_state_dict(state_dict)
 
 
 def clip_per_sample(
@@ -211,15 +214,13 @@ def _step(original: Callable[..., Any], optimizer: AcceleratedOptimizer, *args: 
     return original(optimizer, *args, **kwargs)
 
 
-def _clip_grad_norm_(original: Callable[..., Any], accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
-    return _refused("clip_grad_norm_", original, accelerator, *args, **kwargs)
+def watch_clips() -> None:
+    """Let Accelerate's own clips refuse what a guard or a `PerSampleClip` clips."""
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        wrap_once(Accelerator, name, partial(_clip, name))
 
 
-def _clip_grad_value_(original: Callable[..., Any], accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
-    return _refused("clip_grad_value_", original, accelerator, *args, **kwargs)
-
-
-def _refused(
+def _clip(
     name: str,
     original: Callable[..., Any],
     accelerator: Accelerator,
@@ -227,11 +228,11 @@ def _refused(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Clip as Accelerate does, unless samples of these parameters are clipped."""
+    """Clip as Accelerate does, unless something of gradguard clips these parameters."""
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    refuse_beside_a_guard(f"accelerator.{name}", listed)
     clip = _attached.get(accelerator)
-    ours = set() if clip is None else {id(p) for p in clip.clipper.trained.values()}
-    if any(id(p) in ours for p in listed):
+    if clip is not None and not {*map(id, clip.clipper.trained.values())}.isdisjoint(map(id, listed)):
         raise InvalidValueError(
             f"accelerator.{name} was called with gradients whose samples are clipped: one clip would be done after the "
             "other. Remove the call, or call detach() on what clip_per_sample returned."

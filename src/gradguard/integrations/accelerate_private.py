@@ -33,22 +33,9 @@ class PrivateClip(PerSampleClip):
     def __init__(
         self, accelerator: Accelerator, optimizer: AcceleratedOptimizer, private: gg.private.PrivateTraining
     ) -> None:
-        super().__init__(accelerator, optimizer, private.clipper)
-        self.private = self._clips = private
+        super().__init__(accelerator, optimizer, private)
+        self.private = private
         self.loader = _Placed(private, accelerator.device)
-
-    def detach(self) -> None:
-        """Give model, optimizer and accelerator back as they were; calling it again does nothing."""
-        super().detach()
-        self.private.detach()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return `PrivateTraining.state_dict`; ``accelerator.save_state`` calls this."""
-        return self.private.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; ``accelerator.load_state`` calls this."""
-        self.private.load_state_dict(state_dict)
 
 
 class _Placed:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, MissingPackageError, NonFiniteGradientError
+from gradguard.integrations.one_clip import replaced
 from gradguard.integrations.versions import require
 from gradguard.policies import GuardPolicy
 
@@ -129,16 +130,14 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         inner = self.inner_optimizer
         _refuse_own_clip(inner)  # an attribute that may have been set since
         update, self._applied = inner._backend_apply_gradients, None
-        kept = {name: vars(inner).get(name) for name in ("_backend_apply_gradients", "_clip_gradients")}
-        object.__setattr__(inner, "_backend_apply_gradients", partial(self._update, update))
-        object.__setattr__(inner, "_clip_gradients", self._clip)
-        try:
-            inner.apply(grads, trainable_variables)
-        except _NoStep:
-            self._drop_window()
-        finally:
-            for name, value in kept.items():
-                object.__delattr__(inner, name) if value is None else object.__setattr__(inner, name, value)
+        with (
+            replaced(inner, "_backend_apply_gradients", partial(self._update, update)),
+            replaced(inner, "_clip_gradients", self._clip),
+        ):
+            try:
+                inner.apply(grads, trainable_variables)
+            except _NoStep:
+                self._drop_window()
         if self._applied is None and any(gradient is not None for gradient in grads):
             raise self._unknown_way()
 

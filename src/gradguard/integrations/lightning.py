@@ -13,7 +13,7 @@ require("lightning", "2.6", "2.7", "lightning")
 import torch  # noqa: E402
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric.wrappers import is_wrapped  # noqa: E402
-from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
@@ -21,12 +21,12 @@ from torch.optim import Optimizer  # noqa: E402
 import gradguard as gg  # noqa: E402
 from gradguard.integrations.binding_share import BindingShare  # noqa: E402
 from gradguard.integrations.clipper_for_each import Clippers, checked, one_for_each  # noqa: E402
+from gradguard.integrations.lightning_clip import TrainersClip  # noqa: E402
 from gradguard.integrations.lightning_per_sample import PerSampleCallback  # noqa: E402
 from gradguard.integrations.lightning_private import PrivateCallback  # noqa: E402
 from gradguard.integrations.one_clip import (  # noqa: E402
-    OnlyClip,
     OnlyGuard,
-    OnlyResilience,
+    ResilienceClips,
     refuse_beside_a_guard,
     wrap_once,
 )
@@ -35,7 +35,7 @@ from gradguard.policies import GuardPolicy, check_guard_options  # noqa: E402
 __all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback", "ResilienceCallback", "guard_fabric"]
 
 
-class GradGuardCallback(Callback, OnlyClip):
+class GradGuardCallback(TrainersClip):
     """Clip at each optimizer step of a Lightning Trainer, log what the clip did, and resume with the checkpoint.
 
     It attaches a `Guard` to each optimizer. That acts after ``on_before_optimizer_step`` of all callbacks and of the
@@ -117,23 +117,27 @@ class GradGuardCallback(Callback, OnlyClip):
         max_consecutive_skips: int | None = 20,
         log: str | None = "gradients",
     ) -> None:
+        super().__init__()
         self._clippers = checked(clipper)
         check_guard_options(nonfinite, max_consecutive_skips)
         self._options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}
         self._prefix = log
-        self.guards: dict[int, gg.Guard] = {}
-        self._shares: dict[int, BindingShare] = {}
-        self._optimizers: list[Optimizer] = []  # all that are guarded or left alone on purpose
-        self._logged: dict[int, int] = {}  # steps of each guard when it was last logged
         self._loaded: dict[str, Any] | None = None  # a state that came before there were optimizers
-        self._precision: Any = None  # the trainer's plugin, whose clip is refused while there are guards
+
+    guards: dict[int, gg.Guard]
+    _shares: dict[int, BindingShare]
+    _logged: dict[int, int]  # steps of each guard when it was last logged
+    _optimizers: list[Optimizer]  # all that are guarded or left alone on purpose
+    _precision: Any  # the trainer's plugin, whose clip is refused while there are guards
+
+    def _not_begun(self) -> dict[str, Any]:
+        return {"guards": {}, "_shares": {}, "_logged": {}, "_optimizers": [], "_precision": None}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy begins with: the state of the guards, without guards, which sit on these optimizers."""
-        gone = {"guards": {}, "_shares": {}, "_optimizers": [], "_logged": {}, "_precision": None}
         memory = io.BytesIO()  # bytes, since tensors that only this holds are gone before a spawned process opens them
         torch.save(self.state_dict(), memory)
-        return {**vars(self), **gone, "_loaded": memory.getvalue()}
+        return {**super().__getstate__(), "_loaded": memory.getvalue()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         loaded = torch.load(io.BytesIO(state["_loaded"]), map_location="cpu", weights_only=True)
@@ -141,49 +145,28 @@ class GradGuardCallback(Callback, OnlyClip):
 
     # -- hooks of Lightning -----------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse, before anything is trained, what cannot be right."""
-        del pl_module
-        if stage == "fit":
-            _refuse_other_clip(trainer)
-            _refuse_engine(trainer.strategy)
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the optimizers, which the strategy has made by now."""
         self._attach(trainer, pl_module)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Attach to optimizers that have come in the meantime, which other callbacks may make."""
-        del batch, batch_idx
         if list(map(id, trainer.optimizers)) != list(map(id, self._optimizers)):
             self._attach(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Count the step before, of which there may be several in a batch; the guard clips once this has returned."""
-        del pl_module, optimizer
-        _refuse_other_clip(trainer)
+        del optimizer
+        self._refuse(trainer, pl_module)  # gradient_clip_val may have been set since
         self._count()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Log what the steps of this batch did."""
-        del trainer, outputs, batch, batch_idx
         self._count()
         for position, guard in self.guards.items():
             if self._prefix is not None and guard.last is not None and guard.steps != self._logged.get(position):
                 self._logged[position] = guard.steps
                 self._log(pl_module, position, guard.last)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Detach; guards, their counts and the clippers can still be read and saved."""
-        del trainer, pl_module, stage
-        self._detach()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Detach: Lightning calls no ``teardown`` after an error."""
-        del trainer, pl_module, exception
-        self._detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all guards, for the checkpoint; Lightning calls this."""
@@ -220,7 +203,7 @@ class GradGuardCallback(Callback, OnlyClip):
         _refuse_no_optimizer(trainer, pl_module)
         state = copy.deepcopy(self.state_dict())  # of the last fit too: this one goes on from there
         self._detach()
-        self.guards, self._shares, self._logged, self._loaded = {}, {}, {}, None
+        vars(self).update(self._not_begun(), _loaded=None)
         self._optimizers = list(trainer.optimizers)
         clippers = one_for_each(self._clippers, self._optimizers)
         model = _model_to_name(pl_module, trainer.strategy.model)
@@ -236,6 +219,10 @@ class GradGuardCallback(Callback, OnlyClip):
     def _guard(self, trainer: Trainer, model: Any, optimizer: Optimizer, clipper: gg.rules.Clipper) -> gg.Guard:
         del trainer
         return OnlyGuard(optimizer, clipper, model=model, **self._options)
+
+    def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        super()._refuse(trainer, module)
+        _refuse_engine(trainer.strategy)
 
     def _detach(self) -> None:
         if self._precision is not None:
@@ -261,7 +248,7 @@ class GradGuardCallback(Callback, OnlyClip):
             pl_module.log(f"{name}/{key}", value, on_step=True, on_epoch=False)
 
 
-class ResilienceCallback(GradGuardCallback):
+class ResilienceCallback(ResilienceClips, GradGuardCallback):
     """A `GradGuardCallback` with `gradguard.Resilience`: spikes are skipped, bursts undone.
 
     It hears the loss of each backward, and acts at the end of each batch; schedulers keep their place when weights go
@@ -300,28 +287,21 @@ class ResilienceCallback(GradGuardCallback):
     ) -> None:
         clipper = gg.ClipByMedian() if clipper is None else clipper
         super().__init__(clipper, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips, log=log)
-        self.resilience: gg.Resilience | None = None
         self._resilience_options = dict(options or {})
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy begins with: no guards, and no snapshots."""
-        return {**super().__getstate__(), "resilience": None}
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Take the loss of a micro-batch."""
         del pl_module
-        if self.resilience is not None and getattr(trainer.precision_plugin, "scaler", None) is None:
+        if self.resilience is not None and _scaler_of(trainer) is None:
             self.resilience.loss(loss.detach())
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Log, and act on what was measured some steps ago.
 
         Raises:
             SpikeError: If going back does not cure the run.
         """
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, pl_module)
         if self.resilience is not None:
             self.resilience.step()
 
@@ -331,17 +311,12 @@ class ResilienceCallback(GradGuardCallback):
                 f"configure_optimizers returned {len(trainer.optimizers)} optimizers, and a spike would be skipped by "
                 "one and taken by another: expected one. Put all parameters into one optimizer, with groups."
             )
-        options = dict(self._resilience_options)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        found = [*(config.scheduler for config in trainer.lr_scheduler_configs), *([] if scaler is None else [scaler])]
-        more = [*found, *options.pop("more", ())]
-        self.resilience = OnlyResilience(model, optimizer, clipper, more=more, guard_options=self._options, **options)
-        return self.resilience.guard
+        found = [*(config.scheduler for config in trainer.lr_scheduler_configs), _scaler_of(trainer)]
+        return self._resilient(model, optimizer, clipper, found, self._options)
 
     def _detach(self) -> None:
         super()._detach()
-        if self.resilience is not None:
-            self.resilience.detach()
+        self._end_resilience()
 
 
 def guard_fabric(
@@ -438,13 +413,8 @@ def _model_to_name(module: nn.Module | None, wrapped: nn.Module | None) -> nn.Mo
     return module
 
 
-def _refuse_other_clip(trainer: Trainer) -> None:
-    if trainer.gradient_clip_val:
-        raise gg.errors.InvalidValueError(
-            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips too, and the clipper would see only what it "
-            "leaves: expected one clip. Take gradient_clip_val away; GradGuardCallback(gg.ClipByGlobalNorm("
-            f"{trainer.gradient_clip_val})) does what it did."
-        )
+def _scaler_of(trainer: Trainer) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def _refuse_engine(strategy: object) -> None:

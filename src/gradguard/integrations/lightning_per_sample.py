@@ -4,20 +4,20 @@ from typing import Any
 
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.integrations.one_clip import OnlyClip
-from gradguard.integrations.per_sample import check_norm_clipper, refuse_other_clips, undo_division
+from gradguard.integrations.lightning_clip import TrainersClip
+from gradguard.integrations.per_sample import PerSampleClips, check_norm_clipper, refuse_other_clips, undo_division
 from gradguard.integrations.versions import require
 
 require("lightning", "2.6", "2.7", "lightning")
 
-from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from torch.optim import LBFGS, Optimizer  # noqa: E402
+from torch.optim import LBFGS  # noqa: E402
 
 
-class PerSampleCallback(Callback, OnlyClip):
+class PerSampleCallback(PerSampleClips, TrainersClip):
     r"""Clip the gradient of each sample by ``norm_clipper`` in a Lightning Trainer, before they are summed.
 
     .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i
@@ -93,18 +93,16 @@ class PerSampleCallback(Callback, OnlyClip):
         noise_scale: bool | int = False,
     ) -> None:
         check_norm_clipper(norm_clipper)
+        super().__init__()
         self.norm_clipper = norm_clipper
-        self.clipper: gg.PerSampleGradientClipper | None = None
         self._options: dict[str, Any] = {"loss_reduction": loss_reduction, "batch_first": batch_first, "mode": mode}
         self._noise_scale = noise_scale
         self._loaded: dict[str, Any] | None = None  # from a checkpoint, until there is a clipper
-        self._summed = False  # samples of this optimizer step were accumulated
-        self._strategy: Strategy | None = None  # some of whose methods are replaced
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse, before anything is trained, what cannot be right."""
-        if stage == "fit":
-            _refuse(self, trainer, pl_module)
+    _strategy: Strategy | None  # some of whose methods are replaced
+
+    def _not_begun(self) -> dict[str, Any]:
+        return {**super()._not_begun(), "_strategy": None}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the module, and refuse optimizers that cannot be served.
@@ -128,29 +126,16 @@ class PerSampleCallback(Callback, OnlyClip):
         assert self.clipper is not None
         undo_division(self.clipper, loss, trainer.accumulate_grad_batches)
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_after_backward(self, *args: Any, **kwargs: Any) -> None:
         """Clip the samples of this batch, and add them up."""
-        del trainer, pl_module
-        assert self.clipper is not None
-        self.clipper.clip_and_accumulate()
+        self._clips.clip_and_accumulate()
         self._summed = True
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Fill in the gradients of the step."""
-        del trainer, pl_module, optimizer
-        if self._summed and self.clipper is not None:
-            self.clipper.pre_step()
+        if self._summed:
+            self._clips.pre_step()
             self._summed = False
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the module back; what was accumulated for a step that did not come is dropped."""
-        del trainer, pl_module, stage
-        self._detach()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the module back: Lightning calls no ``teardown`` after an error."""
-        del trainer, pl_module, exception
-        self._detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the norm clipper and the noise scale have learned; Lightning calls this for a checkpoint."""
@@ -159,10 +144,6 @@ class PerSampleCallback(Callback, OnlyClip):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; Lightning calls this."""
         self._loaded = state_dict
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy begins with: the rule, and no clipper, which is on this module."""
-        return {**vars(self), "clipper": None, "_summed": False, "_strategy": None}
 
     def _take_in(self, trainer: Trainer, module: LightningModule) -> nn.Module:
         """Return what the clipper is given: under DDP the wrapped module, so that it finds the other processes.
@@ -183,26 +164,21 @@ class PerSampleCallback(Callback, OnlyClip):
         strategy.training_step = training_step  # type: ignore[method-assign]
         return model
 
+    def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        super()._refuse(trainer, module)
+        refuse_other_clips(self, trainer.callbacks)  # type: ignore[attr-defined]
+        _refuse(self, trainer, module)
+
     def _detach(self) -> None:
         if self._strategy is not None:
             for name in ("training_step", "process_dataloader"):
                 vars(self._strategy).pop(name, None)
             self._strategy = None
-        if self.clipper is not None:
-            if self._summed:
-                self.clipper.discard()
-            self.clipper.detach()
-        self._summed = False
+        self._give_back()
 
 
 def _refuse(callback: PerSampleCallback, trainer: Trainer, module: LightningModule) -> None:
     which = type(callback).__name__
-    refuse_other_clips(callback, trainer.callbacks)  # type: ignore[attr-defined]
-    if trainer.gradient_clip_val:
-        raise InvalidValueError(
-            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips too, after the {which}: expected "
-            "one clip. Take gradient_clip_val away."
-        )
     name = type(module).__name__
     if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
         raise InvalidValueError(

@@ -5,17 +5,16 @@ from typing import Any, Literal
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.lightning_per_sample import PerSampleCallback, refuse_optimizers
-from gradguard.integrations.private_run import PrivateBatches, PrivateRun, private_options
+from gradguard.integrations.private_run import PrivateBatches, PrivateClips, private_options
 from gradguard.integrations.versions import require
 
 require("lightning", "2.6", "2.7", "lightning")
 
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: E402
-from torch.optim import Optimizer  # noqa: E402
 
 
-class PrivateCallback(PerSampleCallback):
+class PrivateCallback(PrivateClips, PerSampleCallback):
     r"""Make the training of a Lightning Trainer differentially private: `gradguard.private.make_private` in one line.
 
     .. math:: \text{grad} = \frac{1}{qN} \Bigl(\sum_{i \in \text{batch}} c_i g_i + N(0, \sigma^2 S^2)\Bigr)
@@ -108,20 +107,13 @@ class PrivateCallback(PerSampleCallback):
             target_delta=target_delta, noise_multiplier=noise_multiplier, target_epsilon=target_epsilon,
             max_grad_norm=max_grad_norm, norm_clipper=norm_clipper, accountant=accountant, secure=secure, seed=seed,
         )  # fmt: skip
+        self._private = options | {"loss_reduction": loss_reduction, "batch_first": batch_first, "mode": mode}
         super().__init__(options["norm_clipper"], loss_reduction=loss_reduction, batch_first=batch_first, mode=mode)
-        self._private_options = options
-        self._run = PrivateRun("PrivateCallback", options | self._options)
-
-    @property
-    def private(self) -> gg.private.PrivateTraining | None:
-        """The `gradguard.private.PrivateTraining` of the current or the last ``fit``; None before it begins."""
-        return self._run.training
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before anything is trained, what cannot be right, and take the loader's place."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            _refuse(trainer)
             self._replace_batches(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -154,23 +146,14 @@ class PrivateCallback(PerSampleCallback):
         model, steps = self._take_in(trainer, pl_module), trainer.estimated_stepping_batches
         self.clipper = self._run.begin(model, trainer.optimizers[0], steps, trainer.global_step).clipper
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Clip the samples of this batch, and add them up."""
-        del trainer, pl_module
-        assert self.private is not None
-        self.private.clip_and_accumulate()
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Add the noise, and fill in the gradients of the step."""
-        del trainer, pl_module, optimizer
-        assert self.private is not None
-        self.private.pre_step()
+        self._clips.pre_step()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what was spent."""
         del trainer
-        assert self.private is not None
-        pl_module.log("epsilon", self.private.epsilon())
+        pl_module.log("epsilon", self._clips.epsilon())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps that were counted and what the norm clipper has learned; Lightning calls this."""
@@ -179,11 +162,6 @@ class PrivateCallback(PerSampleCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; Lightning calls this."""
         self._run.load_state_dict(state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy begins with: the options, and a training that has not begun."""
-        run = PrivateRun("PrivateCallback", self._private_options | self._options)
-        return {**super().__getstate__(), "_run": run}
 
     def _replace_batches(self, trainer: Trainer) -> None:
         """Let the strategy, which is asked about each loader, give Poisson batches for the training loader."""
@@ -200,19 +178,15 @@ class PrivateCallback(PerSampleCallback):
                     "torch.utils.data.ConcatDataset, or StackDataset for pairs."
                 )
             parts = trainer.accumulate_grad_batches
-            self._run.batches = PrivateBatches(processed, parts, trainer.world_size, self._training)
+            self._run.batches = PrivateBatches(processed, parts, trainer.world_size, lambda: self._clips)
             return self._run.batches
 
         self._run.batches = None
         strategy.process_dataloader, self._strategy = process, strategy
 
-    def _training(self) -> gg.private.PrivateTraining:
-        assert self.private is not None
-        return self.private
-
-    def _detach(self) -> None:
-        super()._detach()
-        self._run.end()
+    def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        super()._refuse(trainer, module)
+        _refuse(trainer)
 
 
 def _refuse(trainer: Trainer) -> None:

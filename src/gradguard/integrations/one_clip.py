@@ -1,12 +1,14 @@
 """One clip and not two: a guard beside which the trainer's own clip is refused."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedVersionError
@@ -14,6 +16,17 @@ from gradguard.errors import InvalidValueError, UnsupportedVersionError
 
 class OnlyClip:
     """A trainer's callback that clips in the trainer's place, so that there may be one in its list and no other."""
+
+    def __init__(self) -> None:
+        vars(self).update(self._not_begun())
+
+    def _not_begun(self) -> dict[str, Any]:
+        """Return the attributes of a callback whose training has not begun, which copies have too."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with: the rule and its options, and nothing that is on this model or optimizer."""
+        return {**vars(self), **self._not_begun()}
 
 
 class OnlyGuard(gg.Guard):
@@ -54,6 +67,31 @@ class OnlyResilience(gg.Resilience):
     _guard_type = OnlyGuard
 
 
+class ResilienceClips(OnlyClip):
+    """What the callbacks with `gradguard.Resilience` of all trainers have.
+
+    Attributes:
+        resilience: The `gradguard.Resilience` of the current or the last training; None before the first.
+    """
+
+    resilience: gg.Resilience | None
+    _resilience_options: dict[str, Any]
+
+    def _not_begun(self) -> dict[str, Any]:
+        return {**super()._not_begun(), "resilience": None}
+
+    def _resilient(self, model: Any, optimizer: Optimizer, clipper: Any, found: Iterable[Any], guard: Any) -> gg.Guard:
+        """Begin, with what the trainer has ``found`` to go back besides, and the options of the ``guard``."""
+        options = dict(self._resilience_options)
+        more = [one for one in (*found, *options.pop("more", ())) if one is not None]
+        self.resilience = OnlyResilience(model, optimizer, clipper, more=more, guard_options=guard, **options)
+        return self.resilience.guard
+
+    def _end_resilience(self) -> None:
+        if self.resilience is not None:
+            self.resilience.detach()
+
+
 _guards: "WeakSet[OnlyGuard]" = WeakSet()
 
 
@@ -76,6 +114,19 @@ def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
             "other. Remove the call; the norm before the clip is guard.last.norm after the step. To clip by hand "
             "instead, call guard.detach()."
         )
+
+
+@contextmanager
+def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """Let an object have ``value`` as its own attribute ``name`` until the block ends."""
+    own = vars(thing)
+    before = {name: own[name]} if name in own else {}
+    object.__setattr__(thing, name, value)  # some watch what is set
+    try:
+        yield
+    finally:
+        object.__delattr__(thing, name)
+        own.update(before)
 
 
 def wrap_once(kind: type | ModuleType, name: str, instead: Callable[..., Any]) -> None:

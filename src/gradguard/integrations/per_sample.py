@@ -1,12 +1,42 @@
 """What trainers' per-sample clips have in common: the rules they take, what else must not clip, what they undo."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.one_clip import OnlyClip
+
+
+class PerSampleClips(OnlyClip):
+    """What the callbacks for samples of all trainers have.
+
+    Attributes:
+        norm_clipper: The rule.
+        clipper: What clips in the current or the last training; None before it begins.
+    """
+
+    norm_clipper: gg.rules.NormClipper
+    clipper: gg.PerSampleGradientClipper | None
+    _summed: bool  # samples of this optimizer step were accumulated
+
+    def _not_begun(self) -> dict[str, Any]:
+        return {**super()._not_begun(), "clipper": None, "_summed": False}
+
+    @property
+    def _clips(self) -> gg.PerSampleGradientClipper | gg.private.PrivateTraining:
+        """Who clips after each backward, and fills in the gradients before each step."""
+        assert self.clipper is not None
+        return self.clipper
+
+    def _give_back(self) -> None:
+        """Give the model back; what was accumulated for a step that did not come is dropped."""
+        if self.clipper is not None:
+            self.clipper.discard()
+            self.clipper.detach()
+        self._summed = False
 
 
 def check_norm_clipper(norm_clipper: object, processes: int = 1) -> None:
@@ -65,7 +95,7 @@ def refuse_other_clips(callback: OnlyClip, callbacks: Iterable[object]) -> None:
     if others:
         raise InvalidValueError(
             f"there is a {others[0]} beside the {type(callback).__name__}: one clip would be done after the other. "
-            "Leave one of them out."
+            "Leave one of them out; for two rules for whole gradients pass one gradguard.Chain(a, b)."
         )
 
 

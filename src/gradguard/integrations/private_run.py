@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.integrations.per_sample import PerSampleClips
 
 
 class PrivateBatches:
@@ -139,11 +140,34 @@ class PrivateRun:
         self._state = state_dict or None
 
     def end(self) -> None:
-        """Give model and optimizer back; what was summed for a step that did not come is dropped."""
+        """Give the optimizer back."""
         self.batches = None
         if self.training is not None:
-            self.training.clipper.discard()
             self.training.detach()
+
+
+class PrivateClips(PerSampleClips):
+    """What the private callbacks of all trainers have."""
+
+    _run: PrivateRun
+    _private: dict[str, Any]  # options of `gradguard.private.make_private`
+
+    def _not_begun(self) -> dict[str, Any]:
+        return {**super()._not_begun(), "_run": PrivateRun(type(self).__name__, self._private)}
+
+    @property
+    def private(self) -> gg.private.PrivateTraining | None:
+        """The `gradguard.private.PrivateTraining` of the current or the last training; None before it begins."""
+        return self._run.training
+
+    @property
+    def _clips(self) -> gg.private.PrivateTraining:
+        assert self.private is not None
+        return self.private
+
+    def _give_back(self) -> None:
+        super()._give_back()
+        self._run.end()
 
 
 def private_options(

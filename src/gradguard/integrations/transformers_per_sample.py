@@ -1,9 +1,8 @@
 """Hugging Face Transformers: a callback that clips each sample's gradient, under the Trainer's own loop."""
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,25 +10,24 @@ from torch import Tensor, nn
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.integrations.one_clip import OnlyClip, wrap_once
-from gradguard.integrations.per_sample import check_norm_clipper, refuse_other_clips
+from gradguard.integrations.one_clip import replaced
+from gradguard.integrations.per_sample import PerSampleClips, check_norm_clipper
 from gradguard.integrations.sample_losses import sample_losses
+from gradguard.integrations.transformers_clip import TrainersClip
 from gradguard.integrations.versions import require
 
 require("transformers", "5.23", "6", "transformers")
 
 from accelerate.utils import DistributedType, convert_to_fp32  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
+from transformers import Trainer  # noqa: E402
 from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
-from transformers.trainer_callback import CallbackHandler  # noqa: E402
 
-_MAX_GRAD_NORMS = (0, TrainingArguments.max_grad_norm)  # none, and the default, which nobody may have asked for
 _AGREEMENT = {torch.float32: 1e-4, torch.float64: 1e-9}  # in half precision the two losses round differently
 
 SampleLosses = Callable[[Any, Mapping[str, Any]], Tensor]
 
 
-class PerSampleCallback(TrainerCallback, OnlyClip):
+class PerSampleCallback(PerSampleClips, TrainersClip):
     r"""Clip the gradient of each sample by ``norm_clipper`` in a `transformers.Trainer`, before they are summed.
 
     .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i, \qquad
@@ -121,59 +119,25 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
         check_norm_clipper(norm_clipper)
         if loss is not None and not callable(loss):
             raise InvalidTypeError(f"loss: expected a function of outputs and inputs, or None, got {loss!r}.")
+        super().__init__()
         self.norm_clipper, self.loss = norm_clipper, loss
-        self.clipper: gg.PerSampleGradientClipper | None = None
         self._mode, self._noise_scale = mode, noise_scale
         self._at_first = copy.deepcopy(norm_clipper.state_dict())
-        self._loaded: dict[str, Any] | None = None  # from a checkpoint, until there is a clipper
-        self._attached = self._in_step = self._compared = False
-        self._summed = False  # samples of this optimizer step were accumulated
-        self._norm: Tensor | None = None  # of the gradients that pre_step has filled in
         self._begun = False
-        _watch_trainers()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy begins with: the rule, and no clipper, which is on this model."""
-        gone = {"clipper": None, "_attached": False, "_in_step": False, "_summed": False, "_norm": None}
-        return {**vars(self), **gone}
+    state_file = "gradguard_per_sample.pt"
+    _attached: bool
+    _in_step: bool  # within the forward and backward of a batch
+    _compared: bool  # with the model's own loss
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        _watch_trainers()  # it may be another process
+    def _not_begun(self) -> dict[str, Any]:
+        return {**super()._not_begun(), **dict.fromkeys(("_attached", "_in_step", "_compared"), False)}
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Make sure that the gradients are clipped ones.
-
-        Raises:
-            UnsupportedGradientError: If the Trainer has not let the callback fill them in.
-        """
-        del args, state, control, kwargs
-        if self._norm is None:
-            raise UnsupportedGradientError(
-                "the Trainer has not asked gradguard for the clipped gradients of this step: its class seems to have "
-                "methods _clip_grad_norm and _get_grad_norm of its own. Let them return what super() returns, or "
-                f"remove the {type(self).__name__}."
-            )
-
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Begin anew: the gradients were used."""
-        del args, state, control, kwargs
         self._norm = None
 
     # -- what makes the gradients of a step, and what is saved of it -------------------------------------------------
-
-    state_file = "gradguard_per_sample.pt"
-    """Where a checkpoint holds the state."""
-
-    @property
-    def _clips(self) -> gg.PerSampleGradientClipper | gg.private.PrivateTraining:
-        """Who clips after each backward, and fills in the gradients before each step."""
-        assert self.clipper is not None
-        return self.clipper
 
     def _make_clipper(self, trainer: Trainer, model: nn.Module) -> gg.PerSampleGradientClipper:
         state, self._loaded = self._loaded, None
@@ -186,12 +150,15 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
             clipper.load_state_dict(state)
         return clipper
 
-    def _state(self) -> dict[str, Any]:
-        assert self.clipper is not None
-        return self.clipper.state_dict()
+    def _state(self) -> dict[str, Any] | None:
+        return None if self.clipper is None else self.clipper.state_dict()
 
     def _refuse(self, trainer: Trainer) -> None:
-        _refuse(self, trainer)
+        super()._refuse(trainer)
+        _refuse(type(self).__name__, trainer)
+
+    def _is_within_a_step(self) -> bool:
+        return self._summed or self._in_step or super()._is_within_a_step()
 
     # -- what the Trainer does instead of its own -------------------------------------------------------------------
 
@@ -199,7 +166,8 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
         self, original: Callable[..., Any], trainer: Trainer, model: nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
         """Forward and backward of one batch, of the mean of its samples' losses; then clip and sum."""
-        with _without_autocast_in_forward(model), _undivided(trainer):
+        # The Trainer would divide the loss by the number of accumulated batches.
+        with _without_autocast_in_forward(model), replaced(trainer, "loss_is_scaled_for_ga", True):
             if not self._attached:
                 self._attach(trainer, model)
             assert self.clipper is not None
@@ -212,7 +180,17 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
             self._summed = True
         return loss / trainer.current_gradient_accumulation_steps  # which the Trainer adds up to log
 
-    def _compute_loss(self, trainer: Trainer, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+    def _compute_loss(
+        self,
+        original: Callable[..., Any],
+        trainer: Trainer,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if not self._in_step:
+            return original(trainer, model, inputs, return_outputs=return_outputs, **kwargs)
         if self.loss is None and not self._compared:
             self._compare_with_the_models_own(trainer, model, inputs)
             self._compared = True
@@ -262,12 +240,11 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
         self._compared, self._norm = False, None
 
     def _release(self) -> None:
-        if self.clipper is not None and self._attached:
-            self.clipper.discard()
-            self.clipper.detach()
-        self._attached, self._summed, self._norm = False, False, None
+        if self._attached:
+            self._give_back()
+        self._attached, self._norm = False, None
 
-    def _norm_of_step(self, trainer: Trainer) -> Tensor:
+    def _clip_grad_norm(self, original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Tensor:
         """Fill in the gradients of the optimizer step, once, and return their norm."""
         if self._norm is None:
             if self.clipper is None or not self._summed:
@@ -282,6 +259,8 @@ class PerSampleCallback(TrainerCallback, OnlyClip):
             gradients = [p.grad for p in self.clipper.trained.values() if p.grad is not None]
             self._norm = gg.get_total_norm(gradients) / scale
         return self._norm
+
+    _get_grad_norm = _clip_grad_norm
 
 
 def _losses_of(trainer: Trainer, outputs: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -319,43 +298,16 @@ def _forward(trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any]) -> A
     return convert_to_fp32(outputs) if trainer.accelerator.native_amp else outputs
 
 
-@contextlib.contextmanager
-def _without_autocast_in_forward(model: nn.Module) -> Iterator[None]:
-    """Give the model its own forward back, of which Accelerate has made one with autocast and float32 outputs.
-
-    The clipper looks at what goes on inside the model, and cannot know the precision that begins in there.
-    """
-    own, wrapped = vars(model).get("_original_forward"), vars(model).get("forward")
-    if own is None or wrapped is None:
-        yield
-        return
-    model.forward = own
-    try:
-        yield
-    finally:
-        model.forward = wrapped
+def _without_autocast_in_forward(model: nn.Module) -> AbstractContextManager[None]:
+    """Give the model its own forward back, of which Accelerate has made one with autocast and float32 outputs."""
+    own = vars(model).get("_original_forward")  # the clipper cannot know of a precision that begins inside
+    if own is None or "forward" not in vars(model):
+        return nullcontext()
+    return replaced(model, "forward", own)
 
 
-@contextlib.contextmanager
-def _undivided(trainer: Trainer) -> Iterator[None]:
-    """Keep the Trainer from dividing the loss by the number of accumulated batches."""
-    before = trainer.loss_is_scaled_for_ga
-    trainer.loss_is_scaled_for_ga = True
-    try:
-        yield
-    finally:
-        trainer.loss_is_scaled_for_ga = before
-
-
-def _refuse(callback: PerSampleCallback, trainer: Trainer) -> None:
+def _refuse(which: str, trainer: Trainer) -> None:
     args, accelerator = trainer.args, trainer.accelerator
-    which = type(callback).__name__
-    refuse_other_clips(callback, trainer.callback_handler.callbacks)
-    if args.max_grad_norm not in _MAX_GRAD_NORMS:
-        raise InvalidValueError(
-            f"TrainingArguments has max_grad_norm={args.max_grad_norm!r}, and there is a {which}: one clip "
-            "would be done after the other. Pass max_grad_norm=0, or leave the callback out."
-        )
     for name, where in (("compute_loss", "loss"), ("training_step", "step")):
         if getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name):
             raise UnsupportedGradientError(
@@ -379,104 +331,7 @@ def _refuse(callback: PerSampleCallback, trainer: Trainer) -> None:
         raise UnsupportedGradientError(
             "torch_compile is on: the layers inside a compiled model cannot be followed. Leave it out."
         )
-    optim = str(getattr(args.optim, "value", args.optim))
-    if "lomo" in optim or "layerwise" in optim:
-        raise UnsupportedGradientError(
-            f'optim="{optim}" steps inside backward, where no sample has been clipped yet. Choose an optimizer that '
-            'steps after backward, such as "adamw_torch_fused".'
-        )
     if args.fp16 and accelerator.scaler is None and accelerator.native_amp and args.device.type != "cpu":
         raise UnsupportedGradientError(
             "fp16 without a GradScaler of Accelerate's: the scale of the loss cannot be told. Use bf16."
         )
-
-
-def _watch_trainers() -> None:
-    """Let every Trainer that has a `PerSampleCallback` ask it; the others do as before."""
-    wrap_once(Trainer, "train", _train)
-    wrap_once(Trainer, "training_step", _training_step)
-    wrap_once(Trainer, "compute_loss", _compute_loss)
-    wrap_once(Trainer, "_clip_grad_norm", _clip_grad_norm)
-    wrap_once(Trainer, "_get_grad_norm", _get_grad_norm)
-    wrap_once(Trainer, "_save_optimizer_and_scheduler", _save_optimizer_and_scheduler)
-    wrap_once(Trainer, "_load_optimizer_and_scheduler", _load_optimizer_and_scheduler)
-    wrap_once(CallbackHandler, "remove_callback", _take_out)
-    wrap_once(CallbackHandler, "pop_callback", _take_out)
-
-
-def _callback_of(trainer: Trainer) -> PerSampleCallback | None:
-    return next((one for one in trainer.callback_handler.callbacks if isinstance(one, PerSampleCallback)), None)
-
-
-def _train(original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-    callback = _callback_of(trainer)
-    if callback is not None:
-        callback._refuse(trainer)
-        callback._loaded = None  # left by a training that failed before its first batch
-    try:
-        return original(trainer, *args, **kwargs)
-    finally:
-        for one in trainer.callback_handler.callbacks:
-            if isinstance(one, PerSampleCallback):
-                one._release()
-
-
-def _training_step(original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-    callback = _callback_of(trainer)
-    if callback is None:
-        return original(trainer, *args, **kwargs)
-    return callback._training_step(original, trainer, *args, **kwargs)
-
-
-def _compute_loss(
-    original: Callable[..., Any],
-    trainer: Trainer,
-    model: nn.Module,
-    inputs: dict[str, Any],
-    return_outputs: bool = False,
-    **kwargs: Any,
-) -> Any:
-    callback = _callback_of(trainer)
-    if callback is None or not callback._in_step:
-        return original(trainer, model, inputs, return_outputs=return_outputs, **kwargs)
-    return callback._compute_loss(trainer, model, inputs, return_outputs)
-
-
-def _clip_grad_norm(original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-    callback = _callback_of(trainer)
-    return original(trainer, *args, **kwargs) if callback is None else callback._norm_of_step(trainer)
-
-
-def _get_grad_norm(original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-    callback = _callback_of(trainer)
-    return original(trainer, *args, **kwargs) if callback is None else callback._norm_of_step(trainer)
-
-
-def _save_optimizer_and_scheduler(original: Callable[..., Any], trainer: Trainer, output_dir: str) -> Any:
-    done, callback = original(trainer, output_dir), _callback_of(trainer)
-    if callback is not None and callback.clipper is not None and trainer.args.should_save:
-        torch.save(callback._state(), Path(output_dir) / callback.state_file)
-    return done
-
-
-def _load_optimizer_and_scheduler(original: Callable[..., Any], trainer: Trainer, checkpoint: str | None) -> Any:
-    done, callback = original(trainer, checkpoint), _callback_of(trainer)
-    if callback is not None and checkpoint is not None:
-        path = Path(checkpoint) / callback.state_file
-        callback._loaded = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else None
-    return done
-
-
-def _take_out(original: Callable[..., Any], handler: CallbackHandler, *args: Any, **kwargs: Any) -> Any:
-    before = list(handler.callbacks)
-    done = original(handler, *args, **kwargs)
-    for callback in before:
-        if isinstance(callback, PerSampleCallback) and callback not in handler.callbacks:
-            if callback._summed or callback._in_step or callback._norm is not None:
-                handler.callbacks[:] = before
-                raise InvalidValueError(
-                    f"a {type(callback).__name__} was removed within an optimizer step, some of whose samples it has "
-                    "clipped already: the step would have lost them. Remove it between steps, as in on_step_end."
-                )
-            callback._release()
-    return done

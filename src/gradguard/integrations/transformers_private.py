@@ -1,7 +1,6 @@
 """Hugging Face Transformers: a callback that makes training differentially private, under the Trainer's own loop."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import nn
@@ -9,18 +8,17 @@ from torch import nn
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
 from gradguard.integrations.accelerate import inner_optimizer
-from gradguard.integrations.one_clip import wrap_once
-from gradguard.integrations.private_run import PrivateBatches, PrivateRun, private_options
+from gradguard.integrations.one_clip import replaced
+from gradguard.integrations.private_run import PrivateBatches, PrivateClips, private_options
 from gradguard.integrations.transformers_per_sample import PerSampleCallback, SampleLosses
 from gradguard.integrations.versions import require
 
 require("transformers", "5.23", "6", "transformers")
 
 from transformers import Trainer  # noqa: E402
-from transformers import trainer as trainer_module  # noqa: E402
 
 
-class PrivateCallback(PerSampleCallback):
+class PrivateCallback(PrivateClips, PerSampleCallback):
     r"""Make the training of a `transformers.Trainer` differentially private: `make_private` in one line.
 
     .. math:: \text{grad} = \frac{1}{qN} \Bigl(\sum_{i \in \text{batch}} c_i g_i + N(0, \sigma^2 S^2)\Bigr)
@@ -100,6 +98,7 @@ class PrivateCallback(PerSampleCallback):
     """
 
     state_file = "gradguard_private.pt"
+    _running: bool
 
     def __init__(
         self,
@@ -119,34 +118,20 @@ class PrivateCallback(PerSampleCallback):
             target_delta=target_delta, noise_multiplier=noise_multiplier, target_epsilon=target_epsilon,
             max_grad_norm=max_grad_norm, norm_clipper=norm_clipper, accountant=accountant, secure=secure, seed=seed,
         )  # fmt: skip
+        self._private = options | {"mode": mode}
         super().__init__(options["norm_clipper"], loss=loss, mode=mode)
-        self._options = options | {"mode": mode}
-        self._run = PrivateRun("PrivateCallback", self._options)
-        _watch_batches()
 
-    @property
-    def private(self) -> gg.private.PrivateTraining | None:
-        """The `gradguard.private.PrivateTraining` of the current or the last training; None before it begins."""
-        return self._run.training
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy begins with: the options, and a training that has not begun."""
-        return {**super().__getstate__(), "_run": PrivateRun("PrivateCallback", self._options)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        _watch_batches()
-
-    @property
-    def _clips(self) -> gg.private.PrivateTraining:
-        assert self.private is not None
-        return self.private
+    def _not_begun(self) -> dict[str, Any]:
+        return {**super()._not_begun(), "_running": False}
 
     def _make_clipper(self, trainer: Trainer, model: nn.Module) -> gg.PerSampleGradientClipper:
         return self._begin(trainer).clipper
 
-    def _state(self) -> dict[str, Any]:
-        return self._run.state_dict()
+    def _state(self) -> dict[str, Any] | None:
+        return self._run.state_dict() or None
+
+    def _logged(self) -> dict[str, float]:
+        return {} if self.private is None else {"epsilon": self.private.epsilon()}
 
     def _refuse(self, trainer: Trainer) -> None:
         super()._refuse(trainer)
@@ -160,8 +145,11 @@ class PrivateCallback(PerSampleCallback):
                 "forgotten. Choose per_device_train_batch_size, with gradient_accumulation_steps for the rest."
             )
 
-    def _replace(self, trainer: Trainer, loader: Any) -> PrivateBatches:
+    def _get_train_dataloader(self, original: Callable[..., Any], trainer: Trainer) -> PrivateBatches:
         """Keep the Trainer's loader, and give it Poisson batches instead."""
+        # Accelerate would wrap the loader, whose batches are not used, and take its order over.
+        with replaced(trainer.accelerator, "prepare", lambda loader: loader):
+            loader = original(trainer)
         parts = trainer.args.gradient_accumulation_steps
         self._run.batches = PrivateBatches(loader, parts, 1, lambda: self._begin(trainer))
         return self._run.batches
@@ -177,52 +165,7 @@ class PrivateCallback(PerSampleCallback):
         assert self.private is not None
         return self.private
 
-    _running = False
-
     def _release(self) -> None:
         super()._release()
-        self._run.end()
+        self._give_back()
         self._running = False
-
-
-def _watch_batches() -> None:
-    """Let every Trainer that has a `PrivateCallback` draw from it; the others do as before."""
-    wrap_once(Trainer, "get_train_dataloader", _get_train_dataloader)
-    wrap_once(Trainer, "log", _log)
-    wrap_once(trainer_module, "skip_first_batches", _skip_first_batches)
-
-
-def _callback_of(trainer: Trainer) -> PrivateCallback | None:
-    return next((one for one in trainer.callback_handler.callbacks if isinstance(one, PrivateCallback)), None)
-
-
-def _get_train_dataloader(original: Callable[..., Any], trainer: Trainer) -> Any:
-    callback = _callback_of(trainer)
-    if callback is None:
-        return original(trainer)
-    with _as_it_is(trainer):
-        loader = original(trainer)
-    return callback._replace(trainer, loader)
-
-
-@contextlib.contextmanager
-def _as_it_is(trainer: Trainer) -> Iterator[None]:
-    """Keep Accelerate from wrapping the loader, whose batches are not used, and whose order it would take over."""
-    accelerator: Any = trainer.accelerator
-    accelerator.prepare = lambda loader: loader
-    try:
-        yield
-    finally:
-        del accelerator.prepare
-
-
-def _skip_first_batches(original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """The private training itself knows where in the epoch it goes on."""
-    return loader if isinstance(loader, PrivateBatches) else original(loader, *args, **kwargs)
-
-
-def _log(original: Callable[..., Any], trainer: Trainer, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-    callback = _callback_of(trainer)
-    if callback is not None and callback.private is not None and "grad_norm" in logs:
-        logs["epsilon"] = callback.private.epsilon()
-    return original(trainer, logs, *args, **kwargs)

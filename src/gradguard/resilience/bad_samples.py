@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from gradguard.distributed import processes
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
 from gradguard.files.json_text import decode_json
 from gradguard.files.opening import read_whole
-from gradguard.resilience.batches import SampleId, changed_copy, checked_ids
+from gradguard.resilience.batches import SampleId, changed_copy, checked_ids, has_state
 from gradguard.torch_private import loader_has_begun
 
 
@@ -280,7 +281,7 @@ def _excluding(sampler: Any, bad: BadSamples, replacements: Any, id_of: Any) -> 
     indices = _drawn_from(sampler) if replacements is None else replacements
     if not len(indices):
         raise InvalidValueError("there is no sample to draw in the place of a bad one: replacements is empty.")
-    kind = _StatefulExcludingSampler if _has_state(sampler) else _ExcludingSampler
+    kind = _StatefulExcludingSampler if has_state(sampler) else _ExcludingSampler
     return kind(sampler, bad, indices, id_of)
 
 
@@ -290,7 +291,7 @@ class _ExcludingSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         inner = iter(self.inner)
-        return (_StatefulIterator if _has_state(inner) else _Iterator)(inner, self.replaced)
+        return _StatefulIterator(inner, self.replaced) if has_state(inner) else map(self.replaced, inner)
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -321,30 +322,20 @@ class _ExcludingSampler(Sampler[Any]):
     def _is_bad(self, index: Any) -> bool:
         return (index if self.id_of is None else self.id_of(index)) in self.bad
 
-    def _another(self, index: Any) -> Any:
+    def _at_random(self, index: Any) -> Iterator[Any]:
         for attempt in range(64):
             hashed = hashlib.sha256(f"{index}:{attempt}".encode()).digest()
-            other = _plain(self.indices[int.from_bytes(hashed[:8], "little") % len(self.indices)])
+            yield self.indices[int.from_bytes(hashed[:8], "little") % len(self.indices)]
+
+    def _another(self, index: Any) -> Any:
+        for other in map(_plain, chain(self._at_random(index), self.indices)):
             if not self._is_bad(other):
                 return other
-        for other in map(_plain, self.indices):
-            if not self._is_bad(other):
-                return other
+        where = "" if self.bad.file is None else f" in {self.bad.file}"
         raise InvalidValueError(
-            f"all {len(self.indices):,} samples are in the list of bad ones{_where(self.bad)}: nothing is left to "
+            f"all {len(self.indices):,} samples are in the list of bad ones{where}: nothing is left to "
             "train on. Delete some of its lines."
         )
-
-
-class _Iterator:
-    def __init__(self, inner: Iterator[Any], replaced: Callable[[Any], Any]) -> None:
-        self.inner, self.replaced = inner, replaced
-
-    def __iter__(self) -> "_Iterator":
-        return self
-
-    def __next__(self) -> Any:
-        return self.replaced(next(self.inner))
 
 
 # StatefulDataLoader looks in the class whether there is a state.
@@ -360,22 +351,23 @@ class _WithState:
         self.inner.load_state_dict(state_dict)
 
 
-class _StatefulExcludingSampler(_WithState, _ExcludingSampler):
-    pass
+class _StatefulIterator(_WithState):
+    def __init__(self, inner: Iterator[Any], replaced: Callable[[Any], Any]) -> None:
+        self.inner, self.replaced = inner, replaced
 
+    def __iter__(self) -> "_StatefulIterator":
+        return self
 
-class _StatefulIterator(_WithState, _Iterator):
+    def __next__(self) -> Any:
+        return self.replaced(next(self.inner))
+
     def update_state_dict(self) -> None:
         if hasattr(self.inner, "update_state_dict"):
             self.inner.update_state_dict()
 
 
-def _has_state(one: Any) -> bool:
-    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
-
-
-def _where(bad: BadSamples) -> str:
-    return "" if bad.file is None else f" in {bad.file}"
+class _StatefulExcludingSampler(_WithState, _ExcludingSampler):
+    pass
 
 
 def _drawn_from(sampler: Any) -> Sequence[Any]:

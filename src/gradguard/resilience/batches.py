@@ -93,10 +93,8 @@ class Batches:
     def __init__(self, steps: int = 64, *, keep: bool = False) -> None:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
             raise InvalidValueError(f"steps={steps!r}: expected at least 2, the step under way and the one before.")
-        self.keep, self.step = keep, 0
-        self._steps: deque[tuple[int, list[_Kept]]] = deque(maxlen=steps)
-        self._now: list[_Kept] = []
-        self._steps.append((0, self._now))
+        self.keep, self._ring = keep, deque[list[_Kept]]([[]], maxlen=steps)
+        self.step = 0
 
     def saw(self, ids: Any = None, loss: Tensor | float | None = None, *, batch: Any = None) -> None:
         """Begin a micro-batch.
@@ -113,7 +111,7 @@ class Batches:
         if self.keep:
             one.generators = generator_states()
             one.content, one.versions = batch, versions_of(tensors_in(batch))
-        self._now.append(one)
+        self._ring[-1].append(one)
 
     def loss(self, loss: Tensor | float) -> None:
         """Say the loss of the micro-batch under way; where there is none, or it has one, of another one without ids.
@@ -121,21 +119,21 @@ class Batches:
         Raises:
             InvalidTypeError: If it is no single number.
         """
-        if not self._now or self._now[-1].loss is not None:
+        now = self._ring[-1]
+        if not now or now[-1].loss is not None:
             self.saw()
-        self._now[-1].loss = _checked_loss(loss)
+        now[-1].loss = _checked_loss(loss)
 
     def end_step(self) -> int:
         """End the step, whether or not its update was skipped, and return its number."""
         self.step += 1
-        self._now = []
-        self._steps.append((self.step, self._now))
+        self._ring.append([])
         return self.step - 1
 
     @property
     def known(self) -> range:
         """The numbers of the steps that are remembered, the one under way last."""
-        return range(self._steps[0][0], self._steps[-1][0] + 1)
+        return range(self.step - len(self._ring) + 1, self.step + 1)
 
     def of_step(self, step: int) -> tuple[MicroBatch, ...]:
         """Return this process' micro-batches of a step. The host waits for their losses.
@@ -176,18 +174,21 @@ class Batches:
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Count on from there, with an empty ring."""
         self.step = int(state_dict["step"])
-        self._steps.clear()
-        self._now = []
-        self._steps.append((self.step, self._now))
+        self._ring.clear()
+        self._ring.append([])
 
     def _of(self, step: int) -> list[_Kept]:
-        for number, kept in self._steps:
-            if number == step:
-                return kept
+        if step in self.known:
+            return self._ring[self.known.index(step)]
         raise InvalidValueError(
             f"step {step} is not remembered: the ring holds {self.known[0]} to {self.known[-1]}. Make it longer: "
             "Batches(steps=...)."
         )
+
+
+def has_state(one: Any) -> bool:
+    """Tell whether ``one`` has a state that can be saved and loaded."""
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -287,7 +288,10 @@ class SampleIds:
 
     def __iter__(self) -> Iterator[Any]:
         for yielded in self.loader:
-            ids, batch = (self.ids_of(yielded), yielded) if self.ids_of is not None else _split(yielded)
+            if self.ids_of is None:
+                ids, batch = yielded  # in a list, if a thread has pinned it
+            else:
+                ids, batch = self.ids_of(yielded), yielded
             self.batches.saw(ids, batch=batch)
             yield batch
 
@@ -363,12 +367,8 @@ def _with_indices(loader: Any) -> Any:
         )
     if loader_has_begun(loader):
         raise InvalidValueError("the loader has begun already: make SampleIds(loader, batches) before its first batch.")
-    return changed_copy(loader, dataset=_indexed(loader.dataset), collate_fn=_Collate(loader.collate_fn))
-
-
-def _indexed(dataset: Any) -> _Indexed:
-    stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-    return _StatefulIndexed(dataset) if stateful else _Indexed(dataset)
+    kind = _StatefulIndexed if has_state(loader.dataset) else _Indexed
+    return changed_copy(loader, dataset=kind(loader.dataset), collate_fn=_Collate(loader.collate_fn))
 
 
 def changed_copy(loader: Any, **changed: Any) -> Any:
@@ -376,9 +376,3 @@ def changed_copy(loader: Any, **changed: Any) -> Any:
     copied = copy.copy(loader)
     vars(copied).update(changed)
     return copied
-
-
-def _split(yielded: Any) -> tuple[Any, Any]:
-    """Take the ids off. The thread that pins memory makes a list of the pair."""
-    ids, batch = yielded
-    return ids, batch

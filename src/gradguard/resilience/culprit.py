@@ -15,6 +15,9 @@ from gradguard.results import ClipResult
 ENOUGH = 8
 """So many losses tell what is usual."""
 
+FAR = 6.0
+"""So many deviations above what is usual stand out."""
+
 _TASK = "look for the culprit of a spike"
 
 
@@ -49,7 +52,7 @@ class Culprit:
 
 
 def find_culprit(
-    batches: Batches, step: int, result: ClipResult | None = None, *, k: float = 6.0, group: Any = None
+    batches: Batches, step: int, result: ClipResult | None = None, *, k: float = FAR, group: Any = None
 ) -> Culprit:
     r"""Say which micro-batches made a step a spike, by their loss. All processes call it for the same step.
 
@@ -105,7 +108,7 @@ def find_culprit(
     return _culprit(step, [one for (one,), _ in told], _usual(told), result, k)
 
 
-def find_culprits(batches: Batches, steps: Sequence[int], *, k: float = 6.0, group: Any = None) -> tuple[Culprit, ...]:
+def find_culprits(batches: Batches, steps: Sequence[int], *, group: Any = None) -> tuple[Culprit, ...]:
     """Return what `find_culprit` says of steps of a burst, with one gather: none of them is usual for the others.
 
     Steps that some process does not remember are left out. All processes call it for the same steps.
@@ -113,7 +116,6 @@ def find_culprits(batches: Batches, steps: Sequence[int], *, k: float = 6.0, gro
     Args:
         batches: What has watched the batches.
         steps: Numbers of steps that rise, at least one.
-        k: How many deviations.
         group: The processes that take part; None for all.
 
     Returns:
@@ -122,27 +124,31 @@ def find_culprits(batches: Batches, steps: Sequence[int], *, k: float = 6.0, gro
     told = gather(_own(batches, steps), group, _TASK)
     usual, of_steps = _usual(told), zip(*(of_rank for of_rank, _ in told), strict=True)
     return tuple(
-        _culprit(step, here, usual, None, k)
+        _culprit(step, here, usual, None, FAR)
         for step, here in zip(steps, of_steps, strict=True)
         if not any(isinstance(one, str) for one in here)
     )
 
 
-def to_leave_out(culprits: Sequence[Culprit], k: float = 6.0) -> tuple[tuple[MicroBatch, ...], tuple[MicroBatch, ...]]:
+def to_leave_out(culprits: Sequence[Culprit]) -> tuple[tuple[MicroBatch, ...], tuple[MicroBatch, ...]]:
     """Return the micro-batches that are blamed for a burst, and those of steps where all may have made it.
 
     A step of which nothing stands out is no part of the burst, unless that holds for all of them.
 
     Args:
         culprits: What `find_culprits` said.
-        k: How many deviations.
     """
     blamed = tuple(one for culprit in culprits for one in culprit.blamed)
     unclear = [one for one in culprits if not one.blamed]
-    whole = [c for c in unclear if all(s is None for s in c.scores) or any(s is not None and s > k for s in c.scores)]
+    whole = [one for one in unclear if _may_be_all_of_it(one.scores)]
     if not blamed and not whole:
         whole = unclear
     return blamed, tuple(one for culprit in whole for one in culprit.micro_batches)
+
+
+def _may_be_all_of_it(scores: Sequence[float | None]) -> bool:
+    known = [score for score in scores if score is not None]
+    return not known or max(known) > FAR
 
 
 def _usual(told: Sequence[Any]) -> list[float]:
@@ -184,9 +190,10 @@ def largest_parameters(result: ClipResult | None, count: int = 5) -> tuple[tuple
     if result is None or result.norms is None:
         return ()
     norms = dict(zip(result.names, result.norms.tolist(), strict=True))
+    wrong = [(name, math.nan) for name, norm in norms.items() if not math.isfinite(norm)]
     top = max(norms.values(), default=0.0)
-    if not (math.isfinite(top) and top > 0):
-        return tuple((name, math.nan) for name, norm in norms.items() if not math.isfinite(norm))[:count]
+    if wrong or not top:
+        return tuple(wrong[:count])
     total = math.fsum((norm / top) ** 2 for norm in norms.values())
     ordered = sorted(norms.items(), key=lambda one: -one[1])[:count]
     return tuple((name, (norm / top) ** 2 / total) for name, norm in ordered)

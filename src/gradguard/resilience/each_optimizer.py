@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from gradguard.monitoring.observe.intercept import ClipCall, patched
 from gradguard.monitoring.observe.observer import Losses
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.spikes.skip import SkipSpikes
+from gradguard.tensors.host_copy import is_captured
 
 NO_ROLL_BACK = (
     "--resilient skips spikes and steps that are not finite. It does not go back to older weights: where the schedule, "
@@ -46,7 +47,7 @@ class GuardEachOptimizer:
         self._applied = applied
         self._guards: WeakKeyDictionary[Optimizer, ref[Guard]] = WeakKeyDictionary()  # a guard keeps its optimizer
         self._spikes: list[_ScriptSpikes] = []
-        self._known: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._known: WeakSet[Optimizer] = WeakSet()
         self._losses, self._scales = Losses(), False
         self._clipped: list[Tensor] = []
         self._steps = self._nonfinite = 0
@@ -84,7 +85,7 @@ class GuardEachOptimizer:
 
     def on_backward(self, loss: Tensor) -> None:
         """Keep the loss for the step that comes."""
-        if not _is_recorded_in_a_graph(loss):
+        if not is_captured(loss.device):
             with suppress(Exception):  # one that cannot be read is no reason to stop
                 self._losses.add(loss)
 
@@ -99,10 +100,8 @@ class GuardEachOptimizer:
             return
         clipped = _trained(parameters)
         for optimizer in list(self._guards):
-            guard = self._guard_of(optimizer)
-            if guard is not None and clipped == _trained(
-                p for group in optimizer.param_groups for p in group["params"]
-            ):
+            own = _trained(p for group in optimizer.param_groups for p in group["params"])
+            if clipped == own and (guard := self._guard_of(optimizer)) is not None:
                 _spikes_of(guard).hear(None if self._scales else norm.detach().reshape(()))
 
     def on_scale(self, loss: Any, scaled: Any) -> None:
@@ -132,7 +131,7 @@ class GuardEachOptimizer:
 
     def _after(self, optimizer: Optimizer) -> None:
         if optimizer not in self._known:
-            self._known[optimizer] = True
+            self._known.add(optimizer)
             self._attach(optimizer)
         elif (guard := self._guard_of(optimizer)) is not None and guard.last_skip not in (None, "spike"):
             self._nonfinite += 1
@@ -189,7 +188,3 @@ def _spikes_of(guard: Guard) -> _ScriptSpikes:
 
 def _trained(parameters: Any) -> set[int]:
     return {id(p) for p in parameters if p.requires_grad}
-
-
-def _is_recorded_in_a_graph(loss: Tensor) -> bool:
-    return loss.is_cuda and torch.cuda.is_current_stream_capturing()

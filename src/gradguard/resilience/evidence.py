@@ -1,10 +1,10 @@
 """The file from which a step can be computed again: its batch, random generators, weights, and batches to compare."""
 
 import errno
-import math
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -190,19 +190,24 @@ def _evidence(found: dict[str, Any]) -> Evidence:
     Raises:
         ValueError: A field is something else.
     """
-    batches = {name: tuple(_read_batch(one) for one in found.pop(name)) for name in ("suspects", "others")}
+    batches = {name: tuple(map(_read_batch, found[name])) for name in ("suspects", "others")}
     evidence = Evidence(**{**found, **batches, "eval_modules": tuple(found["eval_modules"])})
-    states = {number: [*one.items()] for number, one in evidence.states.items()}
-    right = [
-        *(type(number) is int for number in (evidence.step, evidence.rank, *states)),
-        *(type(text) is str for text in (evidence.reason, *evidence.eval_modules, *evidence.versions.values())),
-        *(type(n) is str and is_strided(one) for weights in states.values() for n, one in weights),
-        type(evidence.training) is bool,
-        len(evidence.suspects) > 0,
-    ]
-    if not all(right):
-        raise ValueError("a field is not what it must be")
+    _check(int, evidence.step, evidence.rank, *evidence.states)
+    _check(str, evidence.reason, *evidence.eval_modules, *evidence.versions.values())
+    _check(bool, evidence.training)
+    for weights in evidence.states.values():
+        _check(str, *weights.keys())
+        if not all(map(is_strided, weights.values())):
+            raise ValueError("a weight is no ordinary tensor")
+    if not evidence.suspects:
+        raise ValueError("there is no batch of the spike")
     return replace(evidence, reason=printable(evidence.reason))
+
+
+def _check(kind: type, *values: Any) -> None:
+    wrong = [value for value in values if type(value) is not kind]
+    if wrong:
+        raise ValueError(f"{wrong[0]!a:.40} is where a {kind.__name__} must be")
 
 
 class EvidenceFolder:
@@ -221,9 +226,8 @@ class EvidenceFolder:
         self, batches: Batches, culprit: Culprit, model: nn.Module, older: Mapping[int, Snapshot], before: int | None
     ) -> None:
         """Write ``spike-STEP.pt`` if it is due; all processes call it. Arguments as for `write_evidence`."""
-        since = math.inf if self._last is None else culprit.step - self._last
-        self._last = culprit.step
-        if since < self._every:  # of the same burst, or near it
+        before_it, self._last = self._last, culprit.step
+        if before_it is not None and culprit.step - before_it < self._every:  # of the same burst, or near it
             return
         try:
             weights = {number: gathered_weights(model, snapshot.weights()) for number, snapshot in older.items()}
@@ -281,17 +285,13 @@ def _batch(batches: Batches, step: int, number: int) -> dict[str, Any]:
 
 def _others(batches: Batches, step: int, count: int) -> list[dict[str, Any]]:
     """Batches of other steps, first those before it, the latest first: what came after may be spoilt."""
-    known = [*batches.known]
-    ordered = [*(s for s in reversed(known) if s < step), *(s for s in known if s > step)]
+    ordered = sorted((s for s in batches.known if s != step), key=lambda s: (s > step, abs(s - step)))
     found: list[dict[str, Any]] = []
-    for s in ordered:
-        for one in batches.of_step(s):
-            try:
-                found.append(_batch(batches, s, one.number))
-            except GradguardError:  # changed in place, or not kept: there are others
-                continue
-            if len(found) == count:
-                return found
+    for one in (one for s in ordered for one in batches.of_step(s)):
+        if len(found) == count:
+            break
+        with suppress(GradguardError):  # changed in place, or not kept: there are others
+            found.append(_batch(batches, one.step, one.number))
     return found
 
 
@@ -304,27 +304,24 @@ def _eval_modules(model: nn.Module) -> list[str]:
 
 def _plain(value: Any, where: str) -> Any:
     """Return a value of tensors, numbers, strings, arrays and containers of these, which a file holds without code."""
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value if type(value) in (type(None), bool, int, float, str, bytes) else _base(value)
-    if type(value) in (Tensor, nn.Parameter) and _has_form(value):
-        return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "items")):
         return {_plain(key, where): _plain(one, where) for key, one in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_plain(one, where) for one in value)
-    if type(value).__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "") in [*"biufc"]:
-        return value.copy()
+    if type(value) in (Tensor, nn.Parameter) and _has_form(value):
+        return value.detach().to("cpu", copy=True)
+    for kind in (bool, int, float, str, bytes):  # of an IntEnum or NumPy's float64 the number that it is
+        if isinstance(value, kind):
+            return kind(value)
+    if value is None or (
+        type(value).__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "") in [*"biufc"]
+    ):
+        return value
     raise InvalidTypeError(
         f"{where} holds {type(value).__module__}.{type(value).__qualname__}, which is not written: expected tensors, "
         "numbers and strings in dicts, lists and tuples. Say what the step needs of it: batches.saw(ids, "
         "batch={'x': batch.x, 'y': batch.y})."
     )
-
-
-def _base(value: Any) -> bool | int | float | str | bytes:
-    """A subclass of a number or a string, such as an IntEnum's or NumPy's float64, as what it is at bottom."""
-    kinds: tuple[Any, ...] = (bool, int, float, str, bytes)
-    return next(kind(value) for kind in kinds if isinstance(value, kind))
 
 
 def _has_form(tensor: Tensor) -> bool:
@@ -339,10 +336,13 @@ def is_strided(value: Any) -> bool:
 
 
 def _read_batch(written: dict[str, Any]) -> EvidenceBatch:
-    one = EvidenceBatch(**{**written, "ids": None if written["ids"] is None else tuple(written["ids"])})
-    right = [type(one.step) is int, type(one.number) is int, one.loss is None or type(one.loss) is float]
-    if not all([*right, *(type(i) in (int, str) for i in one.ids or ())]):
-        raise ValueError("a batch is not what it must be")
+    ids = written["ids"]
+    one = EvidenceBatch(**{**written, "ids": None if ids is None else tuple(ids)})
+    _check(int, one.step, one.number)
+    if one.loss is not None:
+        _check(float, one.loss)
+    if not {*map(type, one.ids or ())} <= {int, str}:
+        raise ValueError("the ids of a batch are no numbers and no text")
     check_states(one.generators)
     return one
 

@@ -39,6 +39,9 @@ LossT = TypeVar("LossT", Tensor, float)
 _SLOW_STEPS = 64
 """Steps for which the learning rate stays low after a roll-back that is not the first."""
 
+_TRIALS = (6, 16, 36)
+"""Steps after an adoption at which the older weights are tried."""
+
 _GOOD = 2
 """Steps in a row that older weights must take without a spike to be kept."""
 
@@ -68,7 +71,7 @@ class Resilience:
     1. A step that is a **spike** is skipped (`SkipSpikes`).
     2. After ``detector.cap`` spikes in a row (a **burst**) the detector adopts the new level, and training goes on with
        it: the data may have changed for good. The weights from before the burst are kept, untouched, in memory.
-    3. At each of ``trials`` steps later these older weights are **tried** on the data that come then. If two steps in a
+    3. 6, 16 and 36 steps later these older weights are **tried** on the data that come then. If two steps in a
        row are no spike to them, the burst is over: they are kept, with their optimizer state, and what was learnt from
        the burst is gone (**rolled back**). The data are not rewound, nor are schedules and generators. At the first
        step that spikes it was no end yet: the newer weights come back bit by bit, and training goes on.
@@ -123,7 +126,6 @@ class Resilience:
             wait, and 0 on the CPU. Weights from just before a burst are there if it is below ``detector.cap`` - 2; else
             those of the last snapshot.
         slow: What the learning rate is multiplied by after a second roll-back; 1 leaves it.
-        trials: How many steps after an adoption the older weights are tried.
         budget: Roll-backs within 1,000 steps that are no error.
         evidence: A folder for what ``gradguard replay-step`` reads: one file, as large as the weights twice, at the
             first spike of a burst, and at most one in ``every`` steps. `batch` must then be given the batches, which
@@ -172,7 +174,6 @@ class Resilience:
         every: int = 50,
         lag: int | None = None,
         slow: float = 0.5,
-        trials: Sequence[int] = (6, 16, 36),
         budget: int = 3,
         evidence: str | os.PathLike[str] | None = None,
         process_group: Any = None,
@@ -181,42 +182,43 @@ class Resilience:
         _check_more(more := list(more))
         if isinstance(optimizer, list | tuple):
             raise InvalidTypeError(_several(f"optimizer is a {type(optimizer).__name__}"))
-        lag = (0 if _is_on_cpu(model) else 2) if lag is None else lag
+        if lag is None:
+            lag = 0 if all(p.is_cpu for p in model.parameters()) else 2
         self.every, self.lag = check_whole("every", every, 1), check_whole("lag", lag, 0)
-        self.trials, self.budget = _checked_trials(trials), check_whole("budget", budget, 0)
+        self.budget = check_whole("budget", budget, 0)
         if not 0 < slow <= 1:
             raise InvalidValueError(f"slow={slow!r}: expected a number above 0 and at most 1, such as 0.5.")
         self.slow = slow
         clipper = ClipByMedian() if clipper is None else clipper
         self._detector = SpikeDetector(cap=5) if detector is None else detector
+        self._cap = getattr(self._detector, "cap", 0)
         self._group, self._optimizer, self._model = process_group, optimizer, model
         self._evidence = None if evidence is None else EvidenceFolder(evidence, self.every)
         self._spikes = _HostSpikes(self._detector, WeightWatch(optimizer), process_group)
         self.guard = self._guard_type(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
         self._slow_down, self._buffers = SlowDown(optimizer), StepBuffers(model)
         everything = [self._detector, clipper, *more]
-        self._shelf = _Shelf(lambda: Snapshot(model, optimizer, more=everything), self._delay)
-        self._held_at = 0  # the step at which weights from before a row of spikes were taken, while it may be none
-        self.batches = Batches(steps=self.trials[-1] + self._cap + self.lag + 32, keep=evidence is not None)
-        self.batches.load_state_dict({"step": 1})  # as steps are counted here
-        self.bad, self.events, self.steps = bad, list[Event](), 0
-        self._guarded, self._slow_until = self.guard.steps, 0
-        self._missed = 0  # steps of the optimizer between the last two calls of `step`, less one
-        self._pending: deque[tuple[int, Tensor | list[float] | None, CopyEvent | None]] = deque()
-        self._verdict: Any = None
-        self._calm_since, self._nonfinite = 0, 0
-        self._changed_at = 0  # the last step that began with weights that something else had changed
-        self._burst: _Burst | None = None
-        self._optimizers = optimizers_in(optimizer)
+        self._shelf = _Shelf(lambda: Snapshot(model, optimizer, more=everything), self._cap + self.lag)
+        self.batches = Batches(steps=_TRIALS[-1] + self._cap + self.lag + 32, keep=evidence is not None)
+        self.bad, self.events = bad, list[Event]()
+        self._pending: deque[tuple[int, Tensor | list[float], CopyEvent | None]] = deque()
+        self._verdict: Any = None  # the last that was read
+        self._begin_at(0, 0)
         self._groups = self._group_sizes()
 
-    @property
-    def _cap(self) -> int:
-        return getattr(self._detector, "cap", 0)
-
-    @property
-    def _delay(self) -> int:
-        return self._cap + self.lag
+    def _begin_at(self, steps: int, slow_until: int) -> None:
+        """Begin or go on after ``steps`` steps, of which no snapshot and no measurement is there."""
+        self.steps = self._calm_since = steps
+        self._slow_until, self._guarded = slow_until, self.guard.steps
+        self._spikes.followed = self.guard.steps
+        self._missed = 0  # steps of the optimizer between the last two calls of `step`, less one
+        self._nonfinite = 0  # in a row
+        self._changed_at = 0  # the last step that began with weights that something else had changed
+        self._held_at = 0  # the step at which weights from before a row of spikes were taken, while it may be none
+        self._burst: _Burst | None = None
+        self.batches.load_state_dict({"step": steps + 1})  # as steps are counted here
+        self._pending.clear()
+        self._shelf.clear()
 
     # -- what the loop tells --------------------------------------------------------------------------------------
 
@@ -247,10 +249,9 @@ class Resilience:
         """
         if self.guard.steps == self._guarded:  # a micro-batch that was only accumulated
             return None
-        missed, before = self.guard.steps - self._guarded - 1, self._missed
-        self._missed = missed
-        if missed > 1 or (missed and before):  # one alone may be a step that raised an error
-            raise InvalidValueError(_forgotten(missed + 1))
+        before, self._missed = self._missed, self.guard.steps - self._guarded - 1
+        if self._missed > 1 or (self._missed and before):  # one alone may be a step that raised an error
+            raise InvalidValueError(_forgotten(self._missed + 1))
         self._guarded = self._spikes.followed = self.guard.steps
         self._buffers.put_back(self.guard.skipped)
         self.steps += 1
@@ -258,9 +259,8 @@ class Resilience:
         self.batches.end_step()
         self._pending.append((self.steps, *self._measured()))
         event = None
-        if len(self._pending) > self.lag:
-            measured = _read(*self._pending.popleft())
-            event = None if measured is None else self._process(measured)
+        if len(self._pending) > self.lag and (measured := _read(*self._pending.popleft())) is not None:
+            event = self._process(measured)
         self._go_on()
         self._buffers.keep()
         self._spikes.weights.keep()
@@ -274,22 +274,22 @@ class Resilience:
             slowed = f"; the learning rate is {self.slow:g} times as high for {_SLOW_STEPS} steps"
             tell_recovery(recovery_of(event, self._optimizer, slowed))
 
-    def _measured(self) -> tuple[Tensor | list[float] | None, CopyEvent | None]:
+    def _measured(self) -> tuple[Tensor | list[float], CopyEvent | None]:
+        """Return what is known of the step, on the host or on its way there; nothing of one that was not taken."""
         verdict, result = verdict_of(self._detector), self.guard.last
         if verdict is None or verdict is self._verdict or result is None:  # a GradScaler has not let it step
-            return None, None
+            return [], None
         self._verdict = verdict
         bad = result.nonfinite if self._spikes.nonfinite is None else self._spikes.nonfinite
         changed = self._spikes.changed
-        if isinstance(verdict, NumberVerdict) and are_readable(bad) and isinstance(changed, bool):
-            flags = [verdict.spike, verdict.stands_out, verdict.adopted, bool(bad), changed, verdict.in_a_row]
-            return [*flags, *verdict.scores], None
-        verdict = verdict.tensors() if isinstance(verdict, NumberVerdict) else verdict
         stands_out = verdict.spike if verdict.stands_out is None else verdict.stands_out
-        device, kind = verdict.scores.device, verdict.scores.dtype
         flags = [verdict.spike, stands_out, verdict.adopted, bad, changed, verdict.in_a_row]
-        numbers = [torch.as_tensor(flag).to(device, kind) for flag in flags]
-        return copy_to_host(torch.cat([torch.stack(numbers), verdict.scores]))
+        on_host = are_readable(*(flag for flag in flags if isinstance(flag, Tensor)))
+        if isinstance(verdict, NumberVerdict) and on_host:
+            return [*map(float, flags), *verdict.scores], None
+        scores = verdict.tensors().scores if isinstance(verdict, NumberVerdict) else verdict.scores
+        numbers = [torch.as_tensor(flag).to(scores) for flag in flags]
+        return copy_to_host(torch.cat([torch.stack(numbers), scores]))
 
     # -- what is done ---------------------------------------------------------------------------------------------
 
@@ -299,22 +299,23 @@ class Resilience:
             self._calm_since = self.steps
         if now.changed:
             self._changed_at = now.step
-        if self._burst is not None and self._burst.is_tried:
-            return self._judge_trial(self._burst, now)
+        burst = self._burst
+        if burst is not None and burst.is_tried:
+            return self._judge_trial(burst, now)
         if self._nonfinite >= _NONFINITE:
             return self._leave_nonfinite(now)
         if not now.spike:
             self._drop_if_trained_since(now)
             return None
-        if self._burst is None and now.in_a_row == 2 and self.steps - now.step + 2 < self._cap:  # not adopted yet
+        if burst is None and now.in_a_row == 2 and self.steps - now.step + 2 < self._cap:  # not adopted yet
             self._held_at = self.steps
             self._shelf.take(now.step - 2, self.steps)  # whose weights these are, if all steps since then were spikes
-        if now.adopted and self._burst is None:
+        if now.adopted and burst is None:
             return self._suspect(now)
         return self._event(now.step, "spike", "skipped", now, lost=1)
 
     def _group_sizes(self) -> list[int]:
-        return [len(group["params"]) for one in self._optimizers for group in one.param_groups]
+        return [len(group["params"]) for one in optimizers_in(self._optimizer) for group in one.param_groups]
 
     def _follow_groups(self) -> Event | None:
         """Let go of the snapshots if parameters have come since: none of them could be restored."""
@@ -327,32 +328,30 @@ class Resilience:
         self._spikes.weights = WeightWatch(self._optimizer)
         self._held_at, burst = 0, self._burst
         self._burst = None
-        if burst is None or burst.is_tried:  # then the newer weights cannot come back
-            return None if burst is None else self._roll_back(burst)
+        if burst is None:
+            return None
+        if burst.is_tried:  # then the newer weights cannot come back
+            return self._roll_back(burst)
         return self._event(burst.first, "burst", "went on", burst.seen, lost=burst.lost)
 
     def _drop_if_trained_since(self, now: _Measured) -> None:
-        if not now.nonfinite and now.step <= self._held_at:
+        if now.nonfinite:
+            return
+        if now.step <= self._held_at:
             self._shelf.drop_newest()
-        if not now.nonfinite:
-            self._held_at = 0
+        self._held_at = 0
 
     def _suspect(self, now: _Measured) -> Event:
         first = now.step - now.in_a_row + 1
-        bases, self._held_at = self._bases(first), 0
-        if not bases:
-            return self._event(first, "burst", "went on", now, lost=now.in_a_row)
-        changed = len(bases) > 1
-        self._burst = _Burst(first, bases, [self.steps + wait for wait in self.trials], now, changed)
-        return self._event(first, "burst", "adopted", now, changed=changed)
-
-    def _bases(self, first: int) -> list[tuple[int, Snapshot]]:
-        """The weights to try: the newest from before the burst, and those from before something else changed them."""
-        base, changed = self._shelf.before(first), self._changed_at
+        base, changed_at, self._held_at = self._shelf.before(first), self._changed_at, 0
         if base is None:
-            return []
-        older = self._shelf.taken_before(changed) if self._shelf.taken_at(base) >= changed > 0 else None
-        return [base] if older is None else [base, older]
+            return self._event(first, "burst", "went on", now, lost=now.in_a_row)
+        bases = [base]
+        if base.taken >= changed_at > 0 and (older := self._shelf.taken_before(changed_at)) is not None:
+            bases.append(older)  # from before something else changed the weights
+        changed = len(bases) > 1
+        self._burst = _Burst(first, bases, [self.steps + wait for wait in _TRIALS], now, changed)
+        return self._event(first, "burst", "adopted", now, changed=changed)
 
     def _go_on(self) -> None:
         """What is due at the end of a step: a trial, the end of a slow time, or a snapshot."""
@@ -361,8 +360,7 @@ class Resilience:
             burst.begin_trial(self._shelf, self.steps)
             self._pending.clear()  # of weights that are gone
         self._slow_down.factor = self.slow if self.steps < self._slow_until else 1.0
-        quiet = self.steps - self._calm_since > self._delay or not self._shelf.steps
-        if burst is None and quiet and self._shelf.is_due(self.steps, self.every):
+        if burst is None and self._shelf.is_due(self.steps, self.every, self._calm_since):
             self._shelf.take(self.steps, self.steps)
 
     def _judge_trial(self, burst: "_Burst", now: _Measured) -> Event | None:
@@ -375,56 +373,35 @@ class Resilience:
             return None
         self._burst = None
         self._calm_since = self.steps
-        passed = self.steps - burst.first
-        more = {"recovery": passed, "lost": burst.lost, "changed": burst.changed}
-        return self._event(burst.first, "shift", "went on", burst.seen, **more)
+        more = {"lost": burst.lost, "changed": burst.changed}
+        return self._event(burst.first, "shift", "went on", burst.seen, recovery=self.steps - burst.first, **more)
 
     def _roll_back(self, burst: "_Burst") -> Event:
-        self._burst, self._nonfinite = None, 0
-        self._calm_since = self.steps
-        self._shelf.drop_after(burst.base[0])
-        event = self._event(
-            burst.first,
-            "burst",
-            self._going_back(),
-            burst.seen,
-            to_step=burst.base[0],
-            recovery=self.steps - burst.first,
-            lost=burst.tried_at - burst.base[0],
-            until=burst.tried_at,
-            changed=burst.changed,
-        )
-        self._spend(event)
-        return event
+        more = {"until": burst.tried_at, "changed": burst.changed, "recovery": self.steps - burst.first}
+        lost = burst.tried_at - burst.base.step
+        return self._went_back(burst.base, burst.first, "burst", burst.seen, lost=lost, **more)
 
     def _leave_nonfinite(self, now: _Measured) -> Event | None:
         first = now.step - self._nonfinite + 1
-        self._nonfinite = 0
-        base = self._shelf.before(first)
+        base, self._nonfinite = self._shelf.before(first), 0
         if base is None:
             return None
-        base[1].restore(rewind_generators=False, rewind_schedule=False)
-        self._shelf.drop_after(base[0])
+        base.go_back()
         self._pending.clear()
-        self._burst = None
-        passed, lost = self.steps - first + 1, self.steps - base[0]
-        event = self._event(first, "nonfinite", self._going_back(), to_step=base[0], recovery=passed, lost=lost)
-        self._spend(event)
-        return event
+        passed, lost = self.steps - first + 1, self.steps - base.step
+        return self._went_back(base, first, "nonfinite", recovery=passed, lost=lost)
 
-    def _recent(self) -> int:
-        """Roll-backs in the last 1,000 steps."""
-        return sum(e.to_step is not None and self.steps - e.step < 1000 for e in self.events)
-
-    def _going_back(self) -> str:
-        return "rolled back" if self.slow == 1 or not self._recent() else "rolled back, slowed down"
-
-    def _spend(self, event: Event) -> None:
-        recent = self._recent()
+    def _went_back(self, base: "_Kept", first: int, what: str, seen: _Measured | None = None, **more: Any) -> Event:
+        """Tell of a roll-back, and pay for it: with a lower rate from the second on, and with an error in the end."""
+        self._burst, self._nonfinite, self._calm_since = None, 0, self.steps
+        self._shelf.drop_after(base.step)
+        recent = sum(e.to_step is not None and self.steps - e.step < 1000 for e in self.events)
+        action = "rolled back, slowed down" if recent and self.slow < 1 else "rolled back"
+        event = self._event(first, what, action, seen, to_step=base.step, **more)
         if recent:
             self._slow_until = self.steps + _SLOW_STEPS
         if recent < self.budget:
-            return
+            return event
         self._note(event)
         told = "\n  ".join(str(e) for e in self.events[-40:])
         raise SpikeError(
@@ -437,10 +414,11 @@ class Resilience:
         self, step: int, what: str, action: str, seen: _Measured | None = None, *, until: int | None = None, **more: Any
     ) -> Event:
         signal, score = ("", math.nan) if seen is None else self._worst(seen)
-        steps = range(step, (step if until is None else until) + 1)
+        steps = range(step, (until or step) + 1)
+        own = [one for n in steps if n in self.batches.known for one in self.batches.of_step(n)]
         if action == "adopted" or what == "shift":  # the samples may be good
-            return Event(step, what, action, signal, score, _ids(self._own(steps)), **more)
-        culprits = find_culprits(self.batches, [*map(self._number_of, steps)], group=self._group)
+            return Event(step, what, action, signal, score, _ids(own), **more)
+        culprits = find_culprits(self.batches, steps, group=self._group)
         blamed, unclear = to_leave_out(culprits)
         reason = f"{what}: {signal} {score:.1f} deviations above the median"
         if (bad := self.bad) is not None:  # on all processes, on the same step
@@ -448,14 +426,15 @@ class Resilience:
                 bad.add(one.ids or (), reason=reason, step=one.step, rank=one.rank, group=self._group)
         if self._evidence is not None and what == "spike" and culprits:
             self._write_evidence(self._evidence, step, culprits[0])
-        own = [one for one in self._own(steps) if one.step in {other.step for other in unclear}]
+        of_steps = {other.step for other in unclear}
         ranks = {one.rank for one in blamed}
         rank = ranks.pop() if len(ranks) == 1 else None
-        return Event(step, what, action, signal, score, _ids([*blamed, *own]), rank=rank, **more)
+        ids = _ids([*blamed, *(one for one in own if one.step in of_steps)])
+        return Event(step, what, action, signal, score, ids, rank=rank, **more)
 
     def _write_evidence(self, evidence: EvidenceFolder, step: int, culprit: Culprit) -> None:
         base = self._shelf.before(step)
-        older = {} if base is None else {self._number_of(base[0] + 1): base[1]}
+        older = {} if base is None else {base.step + 1: base.snapshot}
         before = culprit.step if self.lag == 0 else None  # else later steps may have changed the weights
         evidence.write(self.batches, culprit, self._model, older, before)
 
@@ -465,14 +444,6 @@ class Resilience:
         groups = getattr(self.guard.last, "group_norms", None)
         names = self._spikes.signal_names([*groups] if groups else ["norm"])
         return (names[i] if i < len(names) else f"signal {i}"), score
-
-    def _own(self, steps: range) -> list[MicroBatch]:
-        known = self.batches.known
-        return [one for n in map(self._number_of, steps) if n in known for one in self.batches.of_step(n)]
-
-    def _number_of(self, step: int) -> int:
-        """What `batches` calls a step: the same, unless somebody has set its count."""
-        return self.batches.step - 1 - (self.steps - step)
 
     # -- between runs ---------------------------------------------------------------------------------------------
 
@@ -493,14 +464,8 @@ class Resilience:
                 f"{sorted(state_dict)}. Pass what state_dict() returned."
             )
         self.guard.load_state_dict(state_dict["guard"])
-        self.steps, self._slow_until = int(state_dict["steps"]), int(state_dict["slow_until"])
         self.events = [Event(**{**event, "ids": tuple(event["ids"])}) for event in state_dict["events"]]
-        self.batches.load_state_dict({"step": self.steps + 1})
-        self._guarded, self._calm_since, self._nonfinite = self.guard.steps, self.steps, 0
-        self._spikes.followed, self._changed_at = self.guard.steps, 0
-        self._pending.clear()
-        self._shelf.clear()
-        self._burst = None
+        self._begin_at(int(state_dict["steps"]), int(state_dict["slow_until"]))
 
     def detach(self) -> None:
         """Stop acting: the optimizer steps as it did before, and the snapshots are let go."""
@@ -552,30 +517,41 @@ def _forgotten(steps: int) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A snapshot of the weights after ``step``, which was taken at the step ``taken``."""
+
+    step: int
+    taken: int
+    snapshot: Snapshot
+
+    def go_back(self) -> None:
+        self.snapshot.restore(rewind_generators=False, rewind_schedule=False)
+
+
 class _Burst:
     """Spikes in a row that were adopted, the weights from before them, and the steps at which to try these."""
 
     def __init__(
-        self, first: int, bases: Sequence[tuple[int, Snapshot]], trials: list[int], seen: _Measured, changed: bool
+        self, first: int, bases: Sequence[_Kept], trials: Sequence[int], seen: _Measured, changed: bool
     ) -> None:
         self.first, self.seen, self.changed = first, seen, changed
         self.base = bases[0]  # what is tried, or was tried last
         self.trials = [(step, base) for step in trials for base in bases]
         self.good, self.is_tried, self.tried_at = 0, False, 0
         self.lost = seen.in_a_row  # and the steps of trials that failed
-        self._newer: Snapshot | None = None
+        self._newer: _Kept | None = None
 
     def begin_trial(self, shelf: "_Shelf", step: int) -> None:
-        self._newer = shelf.spare()
-        self._newer.take()
+        self._newer = shelf.spare(step)
         _, self.base = self.trials.pop(0)
-        self.base[1].restore(rewind_generators=False, rewind_schedule=False)
+        self.base.go_back()
         self.is_tried, self.good, self.tried_at = True, 0, step
 
     def end_trial(self, step: int) -> None:
         assert self._newer is not None
         self.lost += step - self.tried_at
-        self._newer.restore(rewind_generators=False, rewind_schedule=False)
+        self._newer.go_back()
         self.is_tried = False
 
 
@@ -584,79 +560,56 @@ class _Shelf:
 
     def __init__(self, make: Callable[[], Snapshot], delay: int) -> None:
         self._make, self._delay = make, delay
-        self._kept: list[tuple[int, Snapshot]] = []
-        self._taken: dict[int, int] = {}  # the step at which each was taken, by the step whose weights it holds
+        self.clear()
+
+    def clear(self) -> None:
+        self._kept: list[_Kept] = []
         self._spare: Snapshot | None = None
 
-    @property
-    def steps(self) -> list[int]:
-        return [step for step, _ in self._kept]
-
-    def is_due(self, step: int, every: int) -> bool:
-        return not self._kept or step - self._kept[-1][0] >= max(every, self._delay)
+    def is_due(self, step: int, every: int, calm_since: int) -> bool:
+        if not self._kept:
+            return True
+        return step - calm_since > self._delay and step - self._kept[-1].step >= max(every, self._delay)
 
     def take(self, step: int, now: int) -> None:
         """Keep the state as it is at step ``now``, which is that after ``step``."""
-        snapshot = self._make() if len(self._kept) < 2 else self._kept.pop(self._least_needed(step))[1]
+        if len(self._kept) < 2:
+            snapshot = self._make()
+        else:  # the older one goes, unless the newer is too young to be alone: it may hold what is not detected yet
+            snapshot = self._kept.pop(0 if step - self._kept[1].step >= self._delay else 1).snapshot
         snapshot.take()
-        self._kept = sorted([*self._kept, (step, snapshot)], key=lambda kept: kept[0])
-        self._taken = {kept: self._taken.get(kept, now) for kept in self.steps} | {step: now}
+        self._kept = sorted([*self._kept, _Kept(step, now, snapshot)], key=lambda kept: kept.step)
 
-    def taken_at(self, kept: tuple[int, Snapshot]) -> int:
-        """Return the step at which one was taken."""
-        return self._taken[kept[0]]
-
-    def taken_before(self, step: int) -> tuple[int, Snapshot] | None:
-        """Return the newest that was taken before ``step`` began."""
-        fit = [kept for kept in self._kept if self.taken_at(kept) < step]
-        return fit[-1] if fit else None
-
-    def _least_needed(self, step: int) -> int:
-        """The older one, unless the newer is too young to be alone: it may hold what is not detected yet."""
-        return 0 if step - self._kept[1][0] >= self._delay else 1
-
-    def before(self, step: int) -> tuple[int, Snapshot] | None:
+    def before(self, step: int) -> _Kept | None:
         """Return the newest from before ``step``."""
-        fit = [kept for kept in self._kept if kept[0] < step]
-        return fit[-1] if fit else None
+        return next((kept for kept in reversed(self._kept) if kept.step < step), None)
+
+    def taken_before(self, step: int) -> _Kept | None:
+        """Return the newest that was taken before ``step`` began."""
+        return next((kept for kept in reversed(self._kept) if kept.taken < step), None)
 
     def drop_newest(self) -> None:
         self._kept = self._kept[:-1]
 
     def drop_after(self, step: int) -> None:
-        self._kept = [kept for kept in self._kept if kept[0] <= step]
+        self._kept = [kept for kept in self._kept if kept.step <= step]
 
-    def spare(self) -> Snapshot:
-        spare = self._spare = self._spare or self._make()
-        return spare
+    def spare(self, step: int) -> _Kept:
+        """Return a snapshot of the state as it is now."""
+        self._spare = self._spare or self._make()
+        self._spare.take()
+        return _Kept(step, step, self._spare)
 
-    def clear(self) -> None:
-        self._kept, self._spare = [], None
 
-
-def _read(step: int, numbers: Tensor | list[float] | None, event: CopyEvent | None) -> _Measured | None:
-    if numbers is None:
-        return None
+def _read(step: int, numbers: Tensor | list[float], event: CopyEvent | None) -> _Measured | None:
     if event is not None:
         event.synchronize()
     found = numbers.tolist() if isinstance(numbers, Tensor) else numbers
-    spike, stands_out, adopted, nonfinite, changed = map(bool, found[:5])
-    return _Measured(step, spike, stands_out, adopted, nonfinite, changed, int(found[5]), found[6:])
+    return _Measured(step, *map(bool, found[:5]), int(found[5]), found[6:]) if found else None
 
 
 def _ids(batches: Iterable[MicroBatch]) -> tuple[SampleId, ...]:
     return tuple(dict.fromkeys(id for one in batches for id in one.ids or ()))
-
-
-def _is_on_cpu(model: nn.Module) -> bool:
-    return all(p.device.type == "cpu" for p in model.parameters())
-
-
-def _checked_trials(trials: Sequence[int]) -> tuple[int, ...]:
-    steps = tuple(check_whole("trials", step, 1) for step in trials)
-    if not steps or list(steps) != sorted(set(steps)):
-        raise InvalidValueError(f"trials={trials!r}: expected numbers of steps that rise, such as (6, 16, 36).")
-    return steps
 
 
 def _several(what: str) -> str:

@@ -49,6 +49,26 @@ class StoredSparse(NamedTuple):
     coalesced: bool
 
 
+class StoredShard(NamedTuple):
+    """What a process holds of a DTensor; who writes the file keeps the table of them."""
+
+    number: int
+    local: StoredTensor
+    mesh: tuple[Any, ...]
+    placements: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+
+_SPARSE: dict[str, Any] = {
+    "sparse_coo": torch.sparse_coo_tensor,
+    "sparse_csr": torch.sparse_csr_tensor,
+    "sparse_csc": torch.sparse_csc_tensor,
+}
+_TABLES: dict[type, str] = {StoredTensor: "tensor", StoredSparse: "sparse", StoredShard: "shard"}
+
+
 class PlainWriter:
     """Collects values and tensors, sparse ones too, and writes them as one file.
 
@@ -63,12 +83,15 @@ class PlainWriter:
         self._arrays: list[tuple[Any, Any]] = []
         self.codec = Codec(self._entry, {})
 
-    def add(self, memory: Tensor, device: str) -> StoredTensor:
+    def add(self, memory: Tensor, device: str) -> StoredTensor | StoredSparse:
         """Return the entry of a tensor on the CPU that was on ``device``.
 
         Raises:
-            PlainError: Its dtype has no name.
+            PlainError: Its dtype or its layout has no name.
         """
+        return self._add(memory, device) if memory.layout is torch.strided else self._add_sparse(memory, device)
+
+    def _add(self, memory: Tensor, device: str) -> StoredTensor:
         dtype_name(memory.dtype)
         memory = memory if _is_dense(memory.shape, memory.stride()) else memory.contiguous()
         layout = tuple(memory.shape), memory.stride(), memory.dtype
@@ -76,42 +99,30 @@ class PlainWriter:
         self.tensors.append((stored, memory))
         return stored
 
-    def add_sparse(self, memory: Tensor, device: str) -> StoredSparse:
-        """Return the entry of a sparse tensor on the CPU that was on ``device``.
-
-        Raises:
-            PlainError: It is of a layout that has no name.
-        """
+    def _add_sparse(self, memory: Tensor, device: str) -> StoredSparse:
         layout = str(memory.layout).removeprefix("torch.")
         if layout not in LAYOUTS:
             raise PlainError(f"a tensor of the layout {memory.layout}")
-        parts = tuple(self.add(part.detach(), device) for part in _sparse_parts(memory))
+        parts = tuple(self._add(part.detach(), device) for part in _sparse_parts(memory))
         coalesced = memory.layout is torch.sparse_coo and memory.is_coalesced()
         self.sparse.append(StoredSparse(len(self.sparse), layout, tuple(memory.shape), parts, device, coalesced))
         return self.sparse[-1]
 
     def _entry(self, value: Any) -> tuple[str, int] | None:
-        if isinstance(value, StoredTensor):
-            return "tensor", value.number
-        if isinstance(value, StoredSparse):
-            return "sparse", value.number
+        if type(value) in _TABLES:
+            return _TABLES[type(value)], value.number
         if type(value) is Tensor:
-            return self._entry(self._of_tensor(value.detach()))
+            if value.is_nested or value.is_meta:
+                raise PlainError(
+                    "a nested tensor" if value.is_nested else "a tensor without numbers, on the meta device"
+                )
+            memory = value.detach().resolve_conj().resolve_neg().cpu()
+            return self._entry(self.add(memory, str(value.device)))
         if is_array(value):
             content = value.tobytes()
             self._arrays.append(([value.dtype.str, list(value.shape), zlib.crc32(content)], content))
             return "array", len(self._arrays) - 1
-        return self.entry(value)
-
-    def _of_tensor(self, tensor: Tensor) -> StoredTensor | StoredSparse:
-        if tensor.is_nested or tensor.is_meta:
-            raise PlainError("a nested tensor" if tensor.is_nested else "a tensor without numbers, on the meta device")
-        add = self.add if tensor.layout is torch.strided else self.add_sparse
-        return add(tensor.resolve_conj().resolve_neg().cpu(), str(tensor.device))
-
-    def entry(self, value: Any) -> tuple[str, int] | None:
-        """Return the table and the number of another object; None of what is none."""
-        del value
+        return None
 
     def document(self, about: Mapping[str, Any], content: Any, **tables: Any) -> str:
         """Return what the file says of its blocks.
@@ -187,9 +198,7 @@ class PlainReader:
     def _tensor(self, number: int, told: Any) -> StoredTensor:
         shape, stride, name, device, checksum = told
         dtype = checked_dtype(name)
-        block, count = self._file.blocks[str(number)], number_of_elements(shape)
-        if type(stride) is not list or len(stride) != len(shape) or not all(map(is_count, stride)):
-            raise ValueError("a tensor has no stride that can be meant")
+        block, count = self._file.blocks[str(number)], checked_layout(shape, stride)
         if not _is_dense(shape, stride) or count * dtype.itemsize != block.nbytes:
             raise ValueError("a tensor has another size than its bytes")
         if type(device) is not str or not is_count(checksum):
@@ -208,7 +217,7 @@ class PlainReader:
         Raises:
             PlainError: Something in it is no value, or it is damaged.
         """
-        return self._decoded({"tensor": self.tensor, "sparse": self._sparse_tensor})
+        return self._decoded({"tensor": self.tensor, "sparse": lambda n: self.full(self._sparse[n])})
 
     def stored_content(self, **tables: Any) -> Any:
         """Return the values, with what is said of tensors in place of them.
@@ -225,9 +234,18 @@ class PlainReader:
         checked = {name: _numbered(function) for name, function in {**tables, "array": self._array}.items()}
         return Codec(lambda value: None, checked).decoded(self._content)
 
-    def _sparse_tensor(self, number: int) -> Tensor:
-        stored = self._sparse[number]
-        return sparse_of(stored, [self.tensor(part.number) for part in stored.parts])
+    def full(self, stored: StoredSparse) -> Tensor:
+        """Return a sparse tensor.
+
+        Raises:
+            PlainError: It is none, or it is damaged.
+        """
+        parts = [self.tensor(part.number) for part in stored.parts]
+        try:
+            made = _SPARSE[stored.layout](*parts, stored.shape, check_invariants=True)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise PlainError("a sparse tensor is none") from error
+        return made.coalesce() if stored.coalesced else made
 
     def stored(self, number: int) -> StoredTensor:
         """Return what is said of a tensor.
@@ -239,28 +257,21 @@ class PlainReader:
             raise PlainError("a tensor is missing")
         return self.tensors[number]
 
-    def tensor(self, number: int) -> Tensor:
-        """Return a tensor, in new memory.
+    def tensor(self, number: int, *, pinned: bool = False) -> Tensor:
+        """Return a tensor, in new memory of the host.
 
         Raises:
             PlainError: There is none of this number, or it is damaged.
         """
         stored = self.stored(number)
-        memory = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
-        self.fill(stored, memory)
-        return memory
-
-    def fill(self, stored: StoredTensor, memory: Tensor) -> None:
-        """Read a tensor into ``memory``, which is laid out as it was.
-
-        Raises:
-            PlainError: It is damaged.
-        """
+        layout = stored.shape, stored.stride
+        memory = torch.empty_strided(*layout, dtype=stored.dtype, device="cpu", pin_memory=pinned)
         into = bytes_of(memory)
         if self._file.read_into(str(stored.number), into) != stored.checksum:
             raise PlainError("a tensor is not what was written")
         if stored.dtype is torch.bool and into and memory.as_strided((len(into),), (1,)).view(torch.uint8).max() > 1:
             raise PlainError("a truth value is neither true nor false")
+        return memory
 
     def _array(self, number: int) -> Any:
         import numpy
@@ -288,24 +299,6 @@ def _sparse_parts(sparse: Tensor) -> tuple[Tensor, ...]:
     return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
 
 
-def sparse_of(stored: StoredSparse, parts: Sequence[Tensor]) -> Tensor:
-    """Return the sparse tensor of these parts, each of whose indices is looked at.
-
-    Raises:
-        PlainError: They are none of such a tensor.
-    """
-    try:
-        if stored.layout == "sparse_coo":
-            indices, values = parts
-            found = torch.sparse_coo_tensor(indices, values, stored.shape, check_invariants=True)
-            return found.coalesce() if stored.coalesced else found
-        outer, inner, values = parts
-        make = torch.sparse_csr_tensor if stored.layout == "sparse_csr" else torch.sparse_csc_tensor
-        return make(outer, inner, values, stored.shape, check_invariants=True)
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise PlainError("a sparse tensor is none") from error
-
-
 def bytes_of(memory: Tensor) -> memoryview:
     """Return the bytes of a dense tensor on the CPU, in the order of its memory; they are its own, and no copy."""
     size = memory.numel() * memory.element_size()
@@ -326,6 +319,18 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         expected *= size
     return True
+
+
+def checked_layout(shape: Any, stride: Any) -> int:
+    """Return the number of elements of a tensor that a file describes.
+
+    Raises:
+        ValueError: It has no shape, or no stride that can be meant.
+    """
+    count = number_of_elements(shape)
+    if type(stride) is not list or len(stride) != len(shape) or not all(map(is_count, stride)):
+        raise ValueError("a tensor has no stride that can be meant")
+    return count
 
 
 def _listed(value: Any) -> list[Any]:

@@ -10,7 +10,8 @@ import re
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +24,8 @@ _LAYOUTS = {str(one): one for one in (torch.strided, torch.sparse_coo, torch.spa
 _FORMATS = {str(f): f for f in (torch.contiguous_format, torch.preserve_format, torch.channels_last)}
 _FORMATS |= {str(torch.channels_last_3d): torch.channels_last_3d}
 _FACTORIES: dict[str, Any] = {"None": None, "list": list, "dict": dict, "set": set, "int": int, "float": float}
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
-    "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size,
-}  # fmt: skip
-_KINDS: dict[type, str] = {kind: name for name, kind in _SEQUENCES.items() if isinstance(kind, type)}
-_MAPPINGS: dict[str, Callable[[dict[Any, Any]], Any]] = {"dict": dict, "ordered dict": OrderedDict, "counter": Counter}
-_MAPPING_KINDS: dict[type, str] = {dict: "dict", OrderedDict: "ordered dict", Counter: "counter"}
+_SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}
+_MAPPINGS: dict[str, Any] = {"dict": dict, "ordered dict": OrderedDict, "counter": Counter}
 _KEYS = (type(None), bool, int, float, str, bytes)
 _ARRAY = re.compile(r"[<>|=]?[biufcSU]\d{1,6}")
 _DEVICE = re.compile(r"[a-z]{1,20}(?::\d{1,4})?")
@@ -48,8 +45,8 @@ class Codec:
     """Turns values into what JSON has, and back; tensors and arrays are left to who keeps them.
 
     Args:
-        stored: Returns the number of an object that stands in a table of its own, or None of any other.
-        found: Returns the object of a number.
+        stored: Returns the table and the number of an object that stands in a table of its own, or None of any other.
+        found: Returns the object of a number, by the name of its table.
     """
 
     def __init__(
@@ -57,46 +54,24 @@ class Codec:
     ) -> None:
         self._stored, self._found = stored, found
 
-    def encoded(self, value: Any, depth: int = 0) -> Any:
+    def encoded(self, value: Any, depth: int = 10) -> Any:
         """Return ``value`` as JSON has it.
+
+        Args:
+            value: The value.
+            depth: How many brackets are round it in the file, at most.
 
         Raises:
             PlainError: It has no such form; it says what has none.
         """
-        if depth > DEEPEST // 5:
+        if depth > DEEPEST:
             raise PlainError("containers are nested too deeply")
-        if value is None or type(value) in (bool, str):
+        if type(value) is list:
+            return [self.encoded(item, depth + 1) for item in value]
+        if _is_itself(value):
             return value
-        if type(value) is int:
-            return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
-        if type(value) is float:
-            return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
-        if (entry := self._stored(value)) is not None:
-            return {entry[0]: entry[1]}
-        each = lambda items: [self.encoded(item, depth + 1) for item in items]  # noqa: E731
-        if (simple := _simple(value)) is not None:
-            return simple
-        if type(value) in (list, *_KINDS):
-            return each(value) if type(value) is list else {_KINDS[type(value)]: each(value)}
-        if type(value) is deque:
-            return {"deque": [value.maxlen, each(value)]}
-        if type(value) in _MAPPING_KINDS:
-            told = [_MAPPING_KINDS[type(value)], self._pairs(value, depth)]
-            return {"mapping": [*told, self._pairs(vars(value), depth)] if getattr(value, "__dict__", None) else told}
-        if type(value) is defaultdict:
-            factory = next((name for name, one in _FACTORIES.items() if one is value.default_factory), None)
-            if factory is None:
-                raise PlainError(f"a defaultdict of {value.default_factory}")
-            return {"defaultdict": [factory, self._pairs(value, depth)]}
-        if isinstance(value, tuple) and (name := _name_of_class(type(value))):
-            return {"named tuple": [*name, list(vars(type(value))["_fields"]), each(value)]}
-        name = getattr(value, "__qualname__", None)
-        raise PlainError(f"a {type(value).__name__}" if name is None else f"{name}, a {type(value).__name__}")
-
-    def _pairs(self, value: Mapping[Any, Any], depth: int) -> list[list[Any]]:
-        for key in value:
-            _check_key(key)
-        return [[self.encoded(key, depth + 1), self.encoded(one, depth + 1)] for key, one in value.items()]
+        kind, content = self._stored(value) or _told(value)
+        return {kind: self.encoded(content, depth + 1)}
 
     def decoded(self, told: Any) -> Any:
         """Return the value that `encoded` has made ``told`` of.
@@ -123,38 +98,10 @@ class Codec:
         if type(told) is not dict:
             return told
         ((kind, content),) = told.items()
-        if kind in self._found:
-            return self._found[kind](content)
-        if kind in _READ:
-            return _READ[kind](content)
-        if kind in _SEQUENCES:
-            return _SEQUENCES[kind](list(map(self._decoded, _is(list, content))))
-        if kind == "deque":
-            longest, items = content
-            return deque(map(self._decoded, _is(list, items)), longest)
-        if kind == "mapping":
-            name, pairs, *attributes = content
-            made = _MAPPINGS[name](self._mapping(pairs))
-            for own in attributes:
-                vars(made).update({_is(str, key): one for key, one in self._mapping(own).items()})
-            return made
-        if kind == "defaultdict":
-            name, pairs = content
-            return defaultdict(_FACTORIES[name], self._mapping(pairs))
-        if kind == "named tuple":
-            module, name, fields, items = content
-            return _named_tuple(module, name, fields, list(map(self._decoded, _is(list, items))))
-        raise PlainError(f"{kind!a:.40} is no kind of value")
-
-    def _mapping(self, pairs: Any) -> dict[Any, Any]:
-        found = {}
-        for key, value in _is(list, pairs):
-            key = self._decoded(key)
-            _check_key(key)
-            found[key] = self._decoded(value)
-        if len(found) != len(pairs):
-            raise PlainError("a mapping has a key twice")
-        return found
+        made = self._found.get(kind) or _READ.get(kind)
+        if made is None:
+            raise PlainError(f"{kind!a:.40} is no kind of value")
+        return made(self._decoded(content))
 
 
 def reference_to(value: Any) -> Reference | None:
@@ -177,24 +124,6 @@ def with_references(value: Any, live: Any, where: str) -> Any:
         known = live if isinstance(live, Mapping) else {}
         return {key: with_references(one, known.get(key), f"{where}.{key}") for key, one in value.items()}
     return value
-
-
-def _simple(value: Any) -> Any:
-    if type(value) is complex:
-        return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
-    if type(value) is bytes:
-        return {"bytes": base64.b64encode(value).decode()}
-    if type(value) in (torch.dtype, torch.layout, torch.memory_format, torch.device):
-        kind = str(type(value)).split(".")[-1].removesuffix("'>")
-        known: dict[str, Mapping[str, Any]] = {"dtype": _DTYPES, "layout": _LAYOUTS, "memory_format": _FORMATS}
-        text = str(value).removeprefix("torch.") if kind == "dtype" else str(value)
-        return {kind: text} if kind == "device" or text in known[kind] else None
-    if isinstance(value, Reference):
-        return {"reference": value.name}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic) and _ARRAY.fullmatch(value.dtype.str):
-        return {"scalar": [value.dtype.str, value.tobytes().hex()]}
-    return None
 
 
 def is_array(value: Any) -> bool:
@@ -263,6 +192,15 @@ def _is(kind: type, value: Any) -> Any:
     return value
 
 
+def _is_itself(value: Any) -> bool:
+    """Whether JSON has a value as it is."""
+    if type(value) is int:
+        return -(2**63) <= value < 2**63
+    if type(value) is float:
+        return math.isfinite(value)
+    return value is None or type(value) in (bool, str)
+
+
 def _check_key(key: Any) -> None:
     if type(key) is tuple:
         for part in key:
@@ -271,19 +209,45 @@ def _check_key(key: Any) -> None:
         raise PlainError(f"a key that is a {type(key).__name__}")
 
 
-def _whole(text: str) -> int:
-    return int(_is(str, text), 16)
+# Each kind of value is told by simpler ones, and made of these again.
 
 
-def _float(text: str) -> float:
-    return struct.unpack(">d", bytes.fromhex(text))[0]
+def _pairs(value: Mapping[Any, Any]) -> list[Any]:
+    for key in value:
+        _check_key(key)
+    return [[key, one] for key, one in value.items()]
 
 
-def _complex(text: str) -> complex:
-    return complex(*struct.unpack(">dd", bytes.fromhex(text)))
+def _of_pairs(pairs: Any) -> dict[Any, Any]:
+    for key, _ in _is(list, pairs):
+        _check_key(key)
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise PlainError("a mapping has a key twice")
+    return found
 
 
-def _scalar(told: list[str]) -> Any:
+def _told_mapping(name: str, value: Any) -> list[Any]:
+    own = getattr(value, "__dict__", None)
+    return [name, _pairs(value), _pairs(own)] if own else [name, _pairs(value)]
+
+
+def _mapping(told: Any) -> Any:
+    name, pairs, *own = told
+    made = _MAPPINGS[name](_of_pairs(pairs))
+    for attributes in own:
+        vars(made).update({_is(str, key): one for key, one in _of_pairs(attributes).items()})
+    return made
+
+
+def _told_defaultdict(value: Any) -> list[Any]:
+    names = [name for name, factory in _FACTORIES.items() if factory is value.default_factory]
+    if not names:
+        raise PlainError(f"a defaultdict of {value.default_factory}")
+    return [names[0], _pairs(value)]
+
+
+def _scalar(told: Any) -> Any:
     import numpy
 
     name, content = told
@@ -291,10 +255,43 @@ def _scalar(told: list[str]) -> Any:
     return one
 
 
+def _named_tuple(told: Any) -> Any:
+    """Make a named tuple of a class that this program has loaded already; nothing of the class is called."""
+    module, name, fields, items = told
+    loaded = sys.modules.get(_is(str, module))
+    kind = None if loaded is None else vars(loaded).get(_is(str, name))
+    if not (isinstance(kind, type) and issubclass(kind, tuple) and type(kind) is type):
+        raise PlainError(f"a named tuple {name!a:.40} of {module!a:.40}, which this program has not loaded")
+    if list(vars(kind).get("_fields", ())) != fields or len(items) != len(fields) or kind.__base__ is not tuple:
+        raise PlainError(f"a named tuple {name!a:.40} of {module!a:.40} has other fields here")
+    return tuple.__new__(kind, _is(list, items))
+
+
+def _name_in(known: Mapping[str, Any], value: Any) -> str:
+    if str(value) not in known:
+        raise PlainError(f"a {type(value).__name__}")
+    return str(value)
+
+
+_TOLD: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    int: ("int", hex),
+    float: ("float", lambda value: struct.pack(">d", value).hex()),
+    complex: ("complex", lambda value: struct.pack(">dd", value.real, value.imag).hex()),
+    bytes: ("bytes", lambda value: base64.b64encode(value).decode()),
+    torch.dtype: ("dtype", dtype_name),
+    torch.layout: ("layout", lambda value: _name_in(_LAYOUTS, value)),
+    torch.memory_format: ("memory_format", str),
+    torch.device: ("device", str),
+    Reference: ("reference", lambda value: value.name),
+    deque: ("deque", lambda value: [value.maxlen, list(value)]),
+    defaultdict: ("defaultdict", _told_defaultdict),
+    **{kind: (name, list) for name, kind in _SEQUENCES.items()},
+    **{kind: ("mapping", partial(_told_mapping, name)) for name, kind in _MAPPINGS.items()},
+}
 _READ: dict[str, Callable[[Any], Any]] = {
-    "int": _whole,
-    "float": _float,
-    "complex": _complex,
+    "int": lambda text: int(_is(str, text), 16),
+    "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
+    "complex": lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
     "bytes": lambda text: base64.b64decode(_is(str, text), validate=True),
     "scalar": _scalar,
     "dtype": _DTYPES.__getitem__,
@@ -302,7 +299,31 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "memory_format": _FORMATS.__getitem__,
     "device": checked_device,
     "reference": lambda name: Reference(_is(str, name)),
+    "list": partial(_is, list),
+    "deque": lambda told: deque(_is(list, told[1]), told[0]),
+    "defaultdict": lambda told: defaultdict(_FACTORIES[told[0]], _of_pairs(told[1])),
+    "mapping": _mapping,
+    "named tuple": _named_tuple,
+    **{name: lambda items, kind=kind: kind(_is(list, items)) for name, kind in _SEQUENCES.items()},
 }
+
+
+def _told(value: Any) -> tuple[str, Any]:
+    """Return the kind of a value, and the simpler ones that tell it.
+
+    Raises:
+        PlainError: It is of no kind.
+    """
+    kind, numpy = type(value), sys.modules.get("numpy")
+    if kind in _TOLD:
+        name, content = _TOLD[kind]
+        return name, content(value)
+    if numpy is not None and isinstance(value, numpy.generic) and _ARRAY.fullmatch(value.dtype.str):
+        return "scalar", [value.dtype.str, value.tobytes().hex()]
+    if issubclass(kind, tuple) and "_fields" in vars(kind) and _name_of(kind) and "." not in kind.__qualname__:
+        return "named tuple", [kind.__module__, kind.__qualname__, list(vars(kind)["_fields"]), list(value)]
+    name = getattr(value, "__qualname__", None)
+    raise PlainError(f"a {kind.__name__}" if name is None else f"{name}, a {kind.__name__}")
 
 
 def _name_of(value: Any) -> str | None:
@@ -314,20 +335,3 @@ def _name_of(value: Any) -> str | None:
     for part in name.split("."):
         found = getattr(found, part, None)
     return f"{module}.{name}" if found is value and found is not None else None
-
-
-def _name_of_class(kind: type) -> tuple[str, str] | None:
-    named = "_fields" in vars(kind) and _name_of(kind) is not None and "." not in kind.__qualname__
-    return (kind.__module__, kind.__qualname__) if named else None
-
-
-def _named_tuple(module: Any, name: Any, fields: Any, items: Iterable[Any]) -> Any:
-    """A named tuple of a class that this program has loaded already; nothing of the class is called."""
-    loaded = sys.modules.get(_is(str, module))
-    kind = None if loaded is None else vars(loaded).get(_is(str, name))
-    items = tuple(items)
-    if not (isinstance(kind, type) and issubclass(kind, tuple) and type(kind) is type):
-        raise PlainError(f"a named tuple {name!a:.40} of {module!a:.40}, which this program has not loaded")
-    if list(vars(kind).get("_fields", ())) != fields or len(items) != len(fields) or kind.__base__ is not tuple:
-        raise PlainError(f"a named tuple {name!a:.40} of {module!a:.40} has other fields here")
-    return tuple.__new__(kind, items)

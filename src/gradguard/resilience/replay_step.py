@@ -16,7 +16,7 @@ from gradguard.clip.functional import get_total_norm
 from gradguard.errors import CommandError, GradguardError
 from gradguard.files.opening import open_regular, refuse_compressed
 from gradguard.json_values import jsonable
-from gradguard.resilience.culprit import deviations
+from gradguard.resilience.culprit import FAR, deviations
 from gradguard.resilience.evidence import Evidence, EvidenceBatch, read_evidence
 from gradguard.state.generators import States, generator_states, restore_generators
 
@@ -54,13 +54,12 @@ class StateResult:
     @property
     def score(self) -> float | None:
         """How far the suspects stand above the others here, in deviations; None where too few others are finite."""
-        scores = [
-            deviations(getattr(one, name), usual)
-            for name in ("loss", "norm")
-            if len(usual := _finite(getattr(other, name) for other in self.others)) >= FEWEST
-            for one in self.suspects
-        ]
-        return max(scores, default=None)
+        return max((score for scores in _deviations(self.suspects, self.others) for score in scores), default=None)
+
+    @property
+    def stands_out(self) -> bool:
+        """Whether that is far."""
+        return (self.score or 0.0) > FAR
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ def replay_step(file: str | Path, target: str, states: Sequence[str | Path] = ()
 _Judgement = tuple[str, str | None, str]
 
 
-def judge(evidence: Evidence, results: Sequence[StateResult], k: float = 6.0) -> _Judgement:
+def judge(evidence: Evidence, results: Sequence[StateResult]) -> _Judgement:
     """Return the verdict, the cause and why.
 
     The suspects are compared with other batches on the same weights, and the others with themselves on other weights:
@@ -162,58 +161,55 @@ def judge(evidence: Evidence, results: Sequence[StateResult], k: float = 6.0) ->
             f"there are fewer than {FEWEST} other batches in the file, so it is not known what is usual: let "
             "Batches(keep=True) remember more steps."
         )  # fmt: skip
-    stands_out = (at.score or 0.0) > k
     if at.step is not None and at.step < evidence.step:
-        return _bad_data(at.score or 0.0, at) if stands_out else _does_not_come_back(evidence, at)
-    raised = _raised(evidence, at, older, k)
+        return _bad_data(at) if at.stands_out else _does_not_come_back(evidence, at)
+    raised = _raised(evidence, at, older)
     if raised is None:
         return "INCONCLUSIVE", None, (
             f"whether other batches are as usual on the weights {at.label} is not known: older weights are not in the "
             "file. Give some: --state older_checkpoint.pt."
         )  # fmt: skip
-    if not stands_out and not raised:
+    if not at.stands_out and not raised:
         return _does_not_come_back(evidence, at)
     if different := _different_loss(evidence, at):
         return "INCONCLUSIVE", None, different
+    if raised and at.step == evidence.step:
+        return _bad_weights(at)
+    if older is not None and older.stands_out:
+        return _bad_data(older)
     if raised:
-        return _bad_weights(evidence, at, older, k)
-    return _bad_batch(at, older, k)
-
-
-def _bad_weights(evidence: Evidence, at: StateResult, older: StateResult | None, k: float) -> _Judgement:
-    if at.step == evidence.step:
-        out = (at.score or 0.0) > k
-        too = ", and the batch stands out among them" if out else ""
-        return "PASS", "both" if out else "weights", (
-            f"the spike comes back: on the weights {at.label} other batches, too, are far above what they were{too}. "
-            "Go back to older weights."
+        return "INCONCLUSIVE", None, (
+            f"on the weights {at.label} all batches are far above what they were, but these are of after the step, so "
+            "that it may have made them so. Write the weights of the step itself: write_evidence(..., "
+            "before=culprit.step)."
         )  # fmt: skip
-    if older is not None and older.score is not None and older.score > k:
-        return _bad_data(older.score, older)
-    return "INCONCLUSIVE", None, (
-        f"on the weights {at.label} all batches are far above what they were, but these are of after the step, so that "
-        "it may have made them so. Write the weights of the step itself: write_evidence(..., before=culprit.step)."
+    return _bad_batch(at, older)
+
+
+def _bad_weights(at: StateResult) -> _Judgement:
+    cause, too = ("both", ", and the batch stands out among them") if at.stands_out else ("weights", "")
+    return "PASS", cause, (
+        f"the spike comes back: on the weights {at.label} other batches, too, are far above what they were{too}. "
+        "Go back to older weights."
     )  # fmt: skip
 
 
-def _bad_data(score: float, on: StateResult) -> _Judgement:
+def _bad_data(on: StateResult) -> _Judgement:
     return "PASS", "data", (
-        f"the spike comes back: on the weights {on.label}, too, the batch stands out by {score:.1f} deviations among "
-        "other batches. The data are bad: look at these samples, or leave them out."
+        f"the spike comes back: on the weights {on.label}, too, the batch stands out by {on.score:.1f} deviations "
+        "among other batches. The data are bad: look at these samples, or leave them out."
     )  # fmt: skip
 
 
-def _bad_batch(at: StateResult, older: StateResult | None, k: float) -> _Judgement:
-    """The batch stands out on the weights of the step, and other batches are as usual there."""
+def _bad_batch(at: StateResult, older: StateResult | None) -> _Judgement:
+    """The batch stands out on the weights of the step, and on no older ones; other batches are as usual there."""
     front = f"the spike comes back: the batch stands out by {at.score:.1f} deviations, and other batches are as usual"
     if older is None or older.score is None:
         return "INCONCLUSIVE", None, (
             f"{front}. It is not the weights alone; whether it is the data alone is told by weights of another time: "
             "give some, as in --state older_checkpoint.pt."
         )  # fmt: skip
-    if older.score > k:
-        return _bad_data(older.score, older)
-    if _worse(older, at, k):
+    if max(_above(older, at), default=0.0) > FAR:
         return "INCONCLUSIVE", None, (
             f"{front}. On the weights {older.label} it does not, but there all batches are far worse, so that nothing "
             "would stand out: give weights from nearer to the step."
@@ -242,35 +238,33 @@ def _does_not_come_back(evidence: Evidence, at: StateResult) -> _Judgement:
 
 def _of_the_spike(step: int, results: Sequence[StateResult]) -> StateResult:
     """The weights of the step, else those nearest to it."""
-    known = [one for one in results if one.step is not None]
-    return min(known, key=lambda one: (abs((one.step or 0) - step), (one.step or 0) < step))
+    known = [(abs(one.step - step), one.step < step, i) for i, one in enumerate(results) if one.step is not None]
+    return results[min(known)[-1]]
 
 
-def _raised(evidence: Evidence, at: StateResult, older: StateResult | None, k: float) -> bool | None:
+def _raised(evidence: Evidence, at: StateResult, older: StateResult | None) -> bool | None:
     """Whether the other batches are far above what they were: on older weights, or in training, a little before."""
     told = [] if older is None else [*_above(at, older)]
     recorded = _finite(one.loss for one in evidence.others if one.step < evidence.step)
     comparable = at.step == evidence.step and all(one.loss is not None for one in evidence.suspects)
     if comparable and len(recorded) >= FEWEST:  # the suspects' losses tell whether the step gives what training gave
-        told.append(_median_deviation([one.loss for one in at.others], recorded))
-    return any(one > k for one in told) if told else None
-
-
-def _worse(older: StateResult, at: StateResult, k: float) -> bool:
-    return any(one > k for one in _above(older, at))
+        told.append(median(deviations(one.loss, recorded) for one in at.others))
+    return max(told) > FAR if told else None
 
 
 def _above(here: StateResult, there: StateResult) -> list[float]:
     """How far the other batches are above themselves on other weights, by the loss and by the norm."""
-    return [
-        _median_deviation([getattr(one, name) for one in here.others], usual)
-        for name in ("loss", "norm")
-        if len(usual := _finite(getattr(one, name) for one in there.others)) >= FEWEST and here.others
-    ]
+    return [median(scores) for scores in _deviations(here.others, there.others) if scores]
 
 
-def _median_deviation(now: Sequence[float], usual: Sequence[float]) -> float:
-    return median(sorted(deviations(one, usual) for one in now))
+def _deviations(these: Sequence[Measured], usual: Sequence[Measured]) -> list[list[float]]:
+    """How far each of ``these`` is above what is usual, by the loss and by the norm; without one that is not known."""
+    found = []
+    for name in ("loss", "norm"):
+        known = _finite(getattr(one, name) for one in usual)
+        if len(known) >= FEWEST:
+            found.append([deviations(getattr(one, name), known) for one in these])
+    return found
 
 
 def _different_loss(evidence: Evidence, at: StateResult) -> str:

@@ -9,8 +9,9 @@ import errno
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,18 @@ from gradguard.distributed.checkpoint import first_missing, wait_for
 from gradguard.distributed.placements import is_sharded, placement_from_text, sharded_as
 from gradguard.distributed.processes import numbers_of_all, raise_together, rank_and_size
 from gradguard.errors import GradguardError, InvalidValueError, UnsupportedGradientError
-from gradguard.files.blocks import is_count, number_of_elements
+from gradguard.files.blocks import number_of_elements
 from gradguard.files.opening import is_regular
 from gradguard.files.writing import begin_directory, beside_name, drop_directory, end_directory, refuse_used, sync
-from gradguard.resilience.plain_file import LAYOUTS, PlainReader, PlainWriter, StoredSparse, StoredTensor, sparse_of
+from gradguard.resilience.plain_file import (
+    LAYOUTS,
+    PlainReader,
+    PlainWriter,
+    StoredShard,
+    StoredSparse,
+    StoredTensor,
+    checked_layout,
+)
 from gradguard.resilience.plain_values import PlainError, checked_device
 from gradguard.state.copies import PINNED, Copier, PlainCopy, Restorer, TensorCopy, WrappedCopy
 
@@ -31,28 +40,18 @@ _KIND = "snapshot"
 _TASK = "save a snapshot"
 
 
-class StoredShard(NamedTuple):
-    """What this process holds of a DTensor."""
-
-    number: int
-    local: StoredTensor
-    mesh: tuple[Any, ...]
-    placements: tuple[str, ...]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    requires_grad: bool
-
-
 class Packer(Restorer):
     """Makes plain data of copies: ``restored`` returns them with entries of tables in place of tensors.
 
     Attributes:
         writer: What writes them.
+        shards: What is said of parts of DTensors.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.writer = _Writer(_KIND)
+        self.writer = PlainWriter(_KIND)
+        self.shards: list[StoredShard] = []
         self._known: dict[int, Any] = {}
 
     def _tensor(self, kept: TensorCopy, live: Any) -> Any:
@@ -63,7 +62,7 @@ class Packer(Restorer):
 
     def _stored(self, kept: TensorCopy) -> Any:
         if isinstance(kept, PlainCopy):
-            return self._plain(kept)
+            return self.writer.add(kept.memory, str(kept.device))
         assert isinstance(kept, WrappedCopy)
         (local, *more), sharding = kept.parts.values(), kept.sharding
         if sharding is None or more or not isinstance(local, PlainCopy):
@@ -72,51 +71,32 @@ class Packer(Restorer):
                 "and DTensors. Keep the snapshot in memory, or save checkpoints with your own state_dict."
             )
         mesh, placements = sharding
-        layout = tuple(map(repr, placements)), tuple(kept.shape), tuple(kept.stride), kept.requires_grad
-        return self.writer.add_shard(self.restored(local), _key(mesh), *layout)
-
-    def _plain(self, kept: PlainCopy) -> StoredTensor | StoredSparse:
-        if kept.memory.layout is not torch.strided:
-            return self.writer.add_sparse(kept.memory, str(kept.device))
-        return self.writer.add(kept.memory, str(kept.device))
-
-
-class _Writer(PlainWriter):
-    """Writes shards too, in a table of their own."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind)
-        self.shards: list[StoredShard] = []
-
-    def add_shard(self, local: StoredTensor, mesh: tuple[Any, ...], placements: tuple[Any, ...], *rest: Any) -> Any:
-        self.shards.append(StoredShard(len(self.shards), local, mesh, placements, *rest))
+        shape, stride = tuple(kept.shape), tuple(kept.stride)
+        about = self.restored(local), _key(mesh), tuple(map(repr, placements)), shape, stride, kept.requires_grad
+        self.shards.append(StoredShard(len(self.shards), *about))
         return self.shards[-1]
 
-    def entry(self, value: Any) -> tuple[str, int] | None:
-        """Return the table and the number of a shard."""
-        return ("shard", value.number) if isinstance(value, StoredShard) else None
-
-    def tables(self) -> dict[str, Any]:
-        """Return the table as JSON has it."""
-        shards = [[s.local.number, s.mesh, s.placements, s.shape, s.stride, s.requires_grad] for s in self.shards]
-        return {"shards": shards}
+    def document(self, about: Mapping[str, Any], content: Any) -> str:
+        """Return what the file says of its blocks, and of shards."""
+        shards = [[s.local.number, *s[2:]] for s in self.shards]
+        return self.writer.document(about, self.writer.codec.encoded(content), shards=shards)
 
 
 class Unpacker(Copier):
-    """Makes copies of plain data again; their memory is filled by `fill`.
+    """Makes copies of plain data again, in memory that the file fills.
 
     Args:
+        reader: The file.
         live: Tensors of the run, in whose device meshes shards lie.
     """
 
-    def __init__(self, live: Iterable[Tensor]) -> None:
+    def __init__(self, reader: PlainReader, live: Iterable[Tensor] = ()) -> None:
         super().__init__()
+        self._reader = reader
         sharded: list[Any] = [t for t in live if is_sharded(t)]
         self._meshes = {_key(mesh): mesh for t in sharded for mesh in [t.device_mesh]}
         self._placements = {repr(kind): kind for t in sharded for kind in t.placements}
         self._known: dict[Any, TensorCopy] = {}
-        self._memory: list[tuple[StoredTensor, Tensor]] = []
-        self._sparse: list[tuple[StoredSparse, PlainCopy, list[Tensor]]] = []
 
     def copy(self, value: Any) -> Any:
         """Return ``value`` with a `TensorCopy` where a tensor was."""
@@ -130,13 +110,8 @@ class Unpacker(Copier):
         return self._known[key]
 
     def _plain(self, stored: StoredTensor) -> PlainCopy:
-        return PlainCopy(self.keep(self._empty(stored)), checked_device(stored.device))
-
-    def _empty(self, stored: StoredTensor) -> Tensor:
-        pinned = checked_device(stored.device).type in PINNED
-        memory = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu", pin_memory=pinned)
-        self._memory.append((stored, memory))
-        return memory
+        device = checked_device(stored.device)
+        return PlainCopy(self.keep(self._reader.tensor(stored.number, pinned=device.type in PINNED)), device)
 
     def _shard(self, stored: StoredShard) -> WrappedCopy:
         mesh = self._meshes.get(stored.mesh)
@@ -156,20 +131,7 @@ class Unpacker(Copier):
         return WrappedCopy(whole.requires_grad_(stored.requires_grad), {names[0]: local})
 
     def _of_sparse(self, stored: StoredSparse) -> PlainCopy:
-        kept = PlainCopy(torch.empty(0), checked_device(stored.device), LAYOUTS[stored.layout])
-        self._sparse.append((stored, kept, [self._empty(part) for part in stored.parts]))
-        return kept
-
-    def fill(self, part: "SavedPart") -> None:
-        """Read what the memory holds.
-
-        Raises:
-            PlainError: If a file is damaged.
-        """
-        for stored, memory in self._memory:
-            part.reader.fill(stored, memory)
-        for stored, kept, parts in self._sparse:
-            kept.memory = sparse_of(stored, parts)
+        return PlainCopy(self._reader.full(stored), checked_device(stored.device), LAYOUTS[stored.layout])
 
 
 def compare_layouts(what: str, stored: Mapping[str, Any], live: Mapping[str, Any]) -> None:
@@ -220,36 +182,27 @@ def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> No
     """
     number = numbers_of_all(1 << 52 | secrets.randbits(52), group, _TASK)[0]  # no generator of the run draws
     rank, processes = rank_and_size(group)
-    filled, packer, document = beside_name(directory, number), Packer(), ""
+    filled, packer = beside_name(directory, number), Packer()
     own = filled / file_of(rank)
-
-    def begin() -> None:
-        nonlocal document
-        refuse_used(directory)
-        about = {"format": _FORMAT, "save": f"{number:014x}", "rank": rank, "processes": processes}
-        document = _document(packer, pack, about)
-        if rank == 0:
-            begin_directory(directory, filled)
-
-    def write() -> None:
-        wait_for(lambda: None if filled.is_dir() else file_of(0), directory)
-        with own.open("xb") as file:
-            packer.writer.write(file, document)
-            sync(file)
-
-    def check() -> None:
-        wait_for(lambda: first_missing(filled, [*zip(map(file_of, range(processes)), sizes, strict=True)]), directory)
-
-    def end() -> None:
-        if rank == 0:
-            end_directory(directory, filled)
-
+    about = {"format": _FORMAT, "save": f"{number:014x}", "rank": rank, "processes": processes}
     try:
-        _all_or_none(begin, directory, group)
-        _all_or_none(write, directory, group)
+        with _together(directory, group):
+            refuse_used(directory)
+            document = _document(packer, pack, about)
+            if rank == 0:
+                begin_directory(directory, filled)
+        with _together(directory, group):
+            wait_for(lambda: None if filled.is_dir() else file_of(0), directory)
+            with own.open("xb") as file:
+                packer.writer.write(file, document)
+                sync(file)
         sizes = numbers_of_all(own.stat().st_size, group, _TASK)
-        _all_or_none(check, directory, group)
-        _all_or_none(end, directory, group)
+        with _together(directory, group):
+            files = [*zip(map(file_of, range(processes)), sizes, strict=True)]
+            wait_for(lambda: first_missing(filled, files), directory)
+        with _together(directory, group):
+            if rank == 0:
+                end_directory(directory, filled)
     except BaseException:
         with suppress(OSError):
             own.unlink(missing_ok=True)
@@ -263,78 +216,74 @@ def file_of(rank: int) -> str:
     return f"process-{rank}.safetensors"
 
 
+@dataclass
 class SavedPart:
-    """What `save_parts` has written of this process; to be used in a ``with`` block, as its tensors are read later.
+    """What `save_parts` has written of this process.
+
+    Attributes:
+        reader: The file, while it is open.
+        number: That of the save.
+        shards: What it says of parts of DTensors.
+    """
+
+    reader: PlainReader
+    number: int
+    shards: list[StoredShard]
+
+    def content(self) -> Any:
+        """Return what the process was given, with what is stored in place of tensors."""
+        return self.reader.stored_content(shard=self.shards.__getitem__)
+
+    def values(self, content: Any) -> Any:
+        """Return a part of the content with new tensors in it, which nobody writes back to."""
+        return Restorer().restored(Unpacker(self.reader).copy(content))
+
+
+@contextmanager
+def saved_part(directory: Path, group: Any) -> Iterator[SavedPart]:
+    """Open what `save_parts` has written of this process, until the block ends.
 
     Args:
         directory: Where it is.
         group: The processes that load.
 
-    Attributes:
-        number: That of the save.
-        reader: The file.
+    Yields:
+        The part.
 
     Raises:
-        InvalidValueError: If there is no such thing.
+        InvalidValueError: If there is no such thing, or what is read in the block is none.
     """
+    rank, processes = rank_and_size(group)
+    file = directory / file_of(rank)
+    if not is_regular(file):
+        _refuse_other_number(directory, processes)
+        raise InvalidValueError(_no_snapshot(directory, file.name))
+    with _understood(directory), PlainReader(file, _KIND) as reader:
+        about = reader.about
+        told = about.get("format")
+        if told != _FORMAT:
+            raise InvalidValueError(
+                f"the snapshot in {str(directory)!r} has the format {told!a:.20}: expected {_FORMAT}."
+            )
+        if about.get("processes") != processes or about.get("rank") != rank:
+            raise InvalidValueError(_other_number(directory, about.get("processes"), processes))
+        number = int(about["save"], 16)
+        if not 0 < number < 2**53:
+            raise InvalidValueError(_damaged(directory, ValueError("the number of its save")))
+        yield SavedPart(reader, number, [_shard_of(reader, i, *one) for i, one in enumerate(about["shards"])])
 
-    def __init__(self, directory: Path, group: Any) -> None:
-        self._directory = directory
-        rank, processes = rank_and_size(group)
-        file = directory / file_of(rank)
-        if not is_regular(file):
-            _refuse_other_number(directory, processes)
-            raise InvalidValueError(_no_snapshot(directory, file.name))
-        self.reader = _opened(file)
-        try:
-            about = self.reader.about
-            if about.get("format") != _FORMAT:
-                told = about.get("format")
-                raise InvalidValueError(
-                    f"the snapshot in {str(directory)!r} has the format {told!a:.20}: expected {_FORMAT}."
-                )
-            if about.get("processes") != processes or about.get("rank") != rank:
-                raise InvalidValueError(_other_number(directory, about.get("processes"), processes))
-            with _understood(directory):
-                self.number = int(about["save"], 16)
-                if not 0 < self.number < 2**53:
-                    raise ValueError("the number of its save")
-                self._shards = [self._shard_of(i, *one) for i, one in enumerate(about["shards"])]
-        except BaseException:
-            self.reader.__exit__(None, None, None)
-            raise
 
-    def content(self) -> Any:
-        """Return what the process was given, with what is stored in place of tensors."""
-        return self.reader.stored_content(shard=self._shards.__getitem__)
-
-    def values(self, content: Any) -> Any:
-        """Return a part of the content with new tensors in it, which nobody writes back to."""
-        unpacker = Unpacker(())
-        kept = unpacker.copy(content)
-        unpacker.fill(self)
-        return Restorer().restored(kept)
-
-    def _shard_of(self, number: int, local: Any, mesh: Any, kinds: Any, shape: Any, stride: Any, grad: Any) -> Any:
-        stored, whole = self.reader.stored(local), number_of_elements(shape)
-        if type(stride) is not list or len(stride) != len(shape) or not all(map(is_count, stride)):
-            raise ValueError("a stride")
-        if len(stored.shape) != len(shape) or number_of_elements(stored.shape) > whole or type(grad) is not bool:
-            raise ValueError("a shard is larger than the whole")
-        sizes, names, ranks = mesh
-        key = tuple(sizes), None if names is None else tuple(names), tuple(ranks)
-        if any(type(kind) is not str for kind in kinds):
-            raise ValueError("a placement")
-        return StoredShard(number, stored, key, tuple(kinds), tuple(shape), tuple(stride), grad)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.reader.__exit__(None, None, None)
-        with _understood(self._directory):
-            if error is not None:
-                raise error
+def _shard_of(
+    reader: PlainReader, number: int, local: Any, mesh: Any, kinds: Any, shape: Any, stride: Any, grad: Any
+) -> StoredShard:
+    stored, whole = reader.stored(local), checked_layout(shape, stride)
+    if len(stored.shape) != len(shape) or number_of_elements(stored.shape) > whole or type(grad) is not bool:
+        raise ValueError("a shard is larger than the whole")
+    sizes, names, ranks = mesh
+    key = tuple(sizes), None if names is None else tuple(names), tuple(ranks)
+    if any(type(kind) is not str for kind in kinds):
+        raise ValueError("a placement")
+    return StoredShard(number, stored, key, tuple(kinds), tuple(shape), tuple(stride), grad)
 
 
 @contextmanager
@@ -348,15 +297,9 @@ def _understood(directory: Path) -> Iterator[None]:
         raise InvalidValueError(_damaged(directory, error)) from error
 
 
-def _opened(file: Path) -> PlainReader:
-    with _understood(file.parent):
-        return PlainReader(file, _KIND)
-
-
 def _document(packer: Packer, pack: Callable[[Packer], Any], about: Mapping[str, Any]) -> str:
     try:
-        content = packer.writer.codec.encoded(pack(packer))
-        return packer.writer.document(about, content, **packer.writer.tables())
+        return packer.document(about, pack(packer))
     except PlainError as error:
         raise UnsupportedGradientError(
             f"the state holds something that cannot be written to a file ({error}): expected numbers, text, tensors, "
@@ -365,11 +308,12 @@ def _document(packer: Packer, pack: Callable[[Packer], Any], about: Mapping[str,
         ) from error
 
 
-def _all_or_none(work: Callable[[], None], directory: Path, group: Any) -> None:
+@contextmanager
+def _together(directory: Path, group: Any) -> Iterator[None]:
     """Do a part of a save, and raise on all processes what one of them meets; a collective."""
     error: Exception | None = None
     try:
-        work()
+        yield
     except FileExistsError:
         error = InvalidValueError(
             f"{str(directory)!r} is there already: expected a new or empty directory, because one that was overwritten "
@@ -386,7 +330,7 @@ def _all_or_none(work: Callable[[], None], directory: Path, group: Any) -> None:
 def _refuse_other_number(directory: Path, processes: int) -> None:
     """Say how many processes have saved, where the file of this one is missing."""
     saved = None
-    with suppress(GradguardError), _opened(directory / file_of(0)) as reader:
+    with suppress(GradguardError), _understood(directory), PlainReader(directory / file_of(0), _KIND) as reader:
         saved = reader.about.get("processes")
     if type(saved) is int and saved != processes:
         raise InvalidValueError(_other_number(directory, saved, processes))

@@ -31,8 +31,7 @@ class StepBuffers:
     def keep(self) -> None:
         """Keep the buffers as they are now: the step is over."""
         simple, others = self._written()
-        for places in grouped([one.kept for one in simple]).values():
-            foreach_copy_([simple[i].kept for i in places], [simple[i].now for i in places])
+        _copy([one.kept for one in simple], [one.now for one in simple])
         for one in simple:
             one.count()
         for one in others:
@@ -41,24 +40,24 @@ class StepBuffers:
     @torch.no_grad()
     def put_back(self, skipped: Tensor | bool) -> None:
         """Give back what `keep` has kept if the step was ``skipped``, 0-dim bool on any device."""
-        if not isinstance(skipped, Tensor) or are_readable(skipped):
-            for one in [one for one in self._kept if skipped and one.is_written()]:
-                one.put_back()
+        on_device = isinstance(skipped, Tensor) and not are_readable(skipped)
+        if not on_device and not skipped:
             return
         simple, others = self._written()
-        skipped = skipped.bool()
-        for places in grouped([one.kept for one in simple]).values():
-            _put_back([simple[i] for i in places], skipped)
-        for one in [one for one in others if bool(skipped)]:
-            one.put_back()
+        if on_device:
+            chosen = [torch.where(move(skipped.bool(), one.now.device), one.kept, one.now) for one in simple]
+            _copy([one.now for one in simple], chosen)
+        else:
+            others += simple
+        for one in others:
+            if bool(skipped):
+                one.put_back()
 
     def _written(self) -> tuple[list["_Kept"], list["_Kept"]]:
         """Those that were written: such as an operation for many takes, and others."""
-        simple, others = list["_Kept"](), list["_Kept"]()
-        for one in self._kept:
-            if one.is_written():
-                (simple if one.is_simple() else others).append(one)
-        return simple, others
+        written = [one for one in self._kept if one.is_written()]
+        simple = [one for one in written if one.is_simple()]
+        return simple, [one for one in written if not one.is_simple()]
 
     def remove(self) -> None:
         """Let go of all copies."""
@@ -114,10 +113,6 @@ class _Kept:
         return self._can_be_written and now is self._live and now.shape == self.kept.shape
 
 
-def _put_back(buffers: Sequence[_Kept], skipped: Tensor) -> None:
-    """The same for many of one device and dtype, and by a few operations."""
-    now, kept = [one.now for one in buffers], [one.kept for one in buffers]
-    flat_now, flat_kept = (torch.cat([t.reshape(-1) for t in tensors]) for tensors in (now, kept))
-    chosen = torch.where(move(skipped, flat_now.device), flat_kept, flat_now)
-    pieces = chosen.split([t.numel() for t in now])
-    foreach_copy_(now, [piece.view(t.shape) for t, piece in zip(now, pieces, strict=True)])
+def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for places in grouped(into).values():
+        foreach_copy_([into[i] for i in places], [values[i] for i in places])

@@ -7,7 +7,8 @@ second one finds.
 
 import copy
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from types import ModuleType
 from typing import Any
 
@@ -65,7 +66,7 @@ class Copier:
         if isinstance(value, dict):
             return _Mapping(_empty(value), {key: self.copy(entry) for key, entry in value.items()})
         if isinstance(value, list | tuple | deque):
-            return _Sequence(type(value), [self.copy(entry) for entry in value], value)
+            return _Sequence(value, [self.copy(entry) for entry in value])
         return _owned(value)
 
     def tensor(self, tensor: Tensor) -> "TensorCopy":
@@ -193,25 +194,24 @@ class WrappedCopy(TensorCopy):
         return self.kind.__tensor_unflatten__({**self._others, **parts}, self._context, self.shape, self.stride)
 
 
-class _Mapping:
-    """A dict; ``empty`` is one of its type."""
+class _Mapping(dict[Any, Any]):
+    """The entries of a dict; ``empty`` is one of its type."""
 
     def __init__(self, empty: dict[Any, Any], entries: dict[Any, Any]) -> None:
-        self.empty, self.entries = empty, entries
+        super().__init__(entries)
+        self.empty = empty
 
 
-class _Sequence:
-    """A list, tuple or deque, whose type (named tuples too) must come back."""
+class _Sequence(list[Any]):
+    """The entries of a list, tuple or deque, whose type (named tuples too) must come back."""
 
-    def __init__(self, kind: type, entries: list[Any], like: Any) -> None:
-        self.kind, self.entries = kind, entries
-        self._limit = like.maxlen if isinstance(like, deque) else None
+    def __init__(self, like: Any, entries: list[Any]) -> None:
+        super().__init__(entries)
+        self._make = getattr(like, "_make", type(like))
+        self._more = {"maxlen": like.maxlen} if isinstance(like, deque) else {}
 
     def made(self, entries: list[Any]) -> Any:
-        if issubclass(self.kind, deque):
-            return deque(entries, self._limit)
-        make = getattr(self.kind, "_make", self.kind)
-        return make(entries)
+        return self._make(entries, **self._more)
 
 
 class StreamOrder:
@@ -284,19 +284,18 @@ class Restorer:
 
     def _mapping(self, kept: _Mapping, live: Any) -> Any:
         into = live if isinstance(live, dict) else copy.copy(kept.empty)
-        contents = {key: self.restored(entry, into.get(key)) for key, entry in kept.entries.items()}
+        contents = {key: self.restored(entry, into.get(key)) for key, entry in kept.items()}
         into.clear()
         into.update(contents)
         return into
 
     def _sequence(self, kept: _Sequence, live: Any) -> Any:
-        old = list(live) if isinstance(live, list | tuple | deque) else []
-        old += [None] * (len(kept.entries) - len(old))
-        entries = [self.restored(entry, before) for entry, before in zip(kept.entries, old, strict=False)]
-        if isinstance(live, list) and kept.kind is list:
-            live[:] = entries
+        old = [*live] if isinstance(live, list | tuple | deque) else []
+        made = kept.made([self.restored(entry, before) for entry, before in zip_longest(kept, old[: len(kept)])])
+        if isinstance(live, list) and type(made) is list:
+            live[:] = made
             return live
-        return kept.made(entries)
+        return made
 
 
 def is_plain(value: Any) -> bool:
@@ -317,8 +316,7 @@ def _empty(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _owned(value: Any) -> Any:
-    referred: Callable[[Any], bool] = lambda v: callable(v) or isinstance(v, _BY_REFERENCE)  # noqa: E731
-    return value if referred(value) else copy.deepcopy(value)
+    return value if callable(value) or isinstance(value, _BY_REFERENCE) else copy.deepcopy(value)
 
 
 def _place(tensor: Tensor) -> int:

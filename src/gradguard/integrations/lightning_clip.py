@@ -1,0 +1,44 @@
+"""Lightning: the beginning and the end of a callback that clips in the place of its Trainer."""
+
+from typing import Any
+
+from gradguard.errors import InvalidValueError
+from gradguard.integrations.one_clip import OnlyClip
+from gradguard.integrations.versions import require
+
+require("lightning", "2.6", "2.7", "lightning")
+
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+
+
+class TrainersClip(OnlyClip, Callback):
+    """A callback that clips in the place of its Trainer.
+
+    A subclass says what it refuses (``_refuse``), what a callback has whose training has not begun (``_not_begun``),
+    and how the module and the optimizers are given back (``_detach``).
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse, before anything is trained, what cannot be right."""
+        if stage == "fit":
+            self._refuse(trainer, pl_module)
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        """Give module and optimizers back; what was learned and counted can still be read and saved."""
+        self._detach()
+
+    def on_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Give module and optimizers back: Lightning calls no ``teardown`` after an error."""
+        self._detach()
+
+    def _detach(self) -> None:
+        raise NotImplementedError
+
+    def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        del module
+        if trainer.gradient_clip_val:
+            raise InvalidValueError(
+                f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips too, beside the {type(self).__name__}: "
+                "expected one clip. Take gradient_clip_val away; GradGuardCallback(gg.ClipByGlobalNorm("
+                f"{trainer.gradient_clip_val})) does what it did."
+            )

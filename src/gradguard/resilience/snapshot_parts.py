@@ -1,0 +1,350 @@
+"""The parts of a training state: a module, an optimizer, and whatever else has a state.
+
+Each part keeps one value of plain containers, which `Copier.copy` has made of it, and which a file holds as it is.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from gradguard.distributed.fully_sharded import is_fully_sharded
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.resilience.plain_values import PlainError, reference_to, with_references
+from gradguard.resilience.saved_snapshot import Packer, Unpacker, compare_layouts, compare_names
+from gradguard.state.copies import Copier, Restorer, inner_tensors
+from gradguard.state.optimizer_attributes import NOT_ATTRIBUTES, attributes_of
+from gradguard.torch_private import buffer_slots, is_fsdp1
+
+_SCHEDULED = ("lr", "momentum", "betas", "weight_decay", "initial_lr", "max_lr", "min_lr")
+_SCHEDULED += ("base_momentum", "max_momentum")
+"""Numbers of a group that schedulers write; what else it holds is the optimizer's own."""
+
+
+class Part:
+    """A part of the state that is kept together.
+
+    Attributes:
+        kind: What it is, in words: two parts of one shape may differ in meaning, as the states of Adam and AdamW.
+    """
+
+    kind: str
+    _kept: Any = None
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the tensors on whose devices the copies are ordered."""
+        return ()
+
+    def prepare(self) -> None:
+        """Refuse what cannot be copied, before anything is."""
+
+    def take(self, copier: Copier) -> None:
+        """Keep the state."""
+        raise NotImplementedError
+
+    def packed(self, packer: Packer) -> Any:
+        """Return what was kept, for a file."""
+        return packer.restored(self._kept)
+
+    def unpack(self, packed: Any, unpacker: Unpacker) -> None:
+        """Keep what `packed` has returned."""
+        self._kept = unpacker.copy(packed)
+
+    def check(self) -> None:
+        """Refuse to restore where the run is not what it was; nothing has been written yet."""
+
+    def restore(self, restorer: Restorer, rewind_schedule: bool) -> None:
+        """Write back what was kept."""
+        raise NotImplementedError
+
+
+class ModuleState(Part):
+    """Weights, buffers and extra state of one module."""
+
+    kind = "a module"
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._parameters: dict[str, Tensor] = {}
+        self._slots: dict[str, tuple[dict[str, Tensor | None], str]] = {}  # of each buffer: its module's, and its name
+        self._views: dict[str, Tensor] = {}  # buffers that share memory with a weight, or with one another
+        self._with_extra: dict[str, nn.Module] = {}
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield weights and buffers."""
+        yield from self._module.parameters()
+        yield from self._module.buffers()
+
+    def prepare(self) -> None:
+        """Refuse FSDP1, and let FSDP2 show its shards."""
+        for module in self._module.modules():
+            if is_fsdp1(module):
+                raise UnsupportedGradientError(
+                    "FullyShardedDataParallel (FSDP1) moves its weights between flat buffers, and a copy may miss "
+                    "them: use torch.distributed.fsdp.fully_shard(model), or save checkpoints with its own state_dict."
+                )
+            if is_fully_sharded(module):
+                module.reshard()  # type: ignore[operator]  # a layer that is gathered shows other parameters
+
+    def take(self, copier: Copier) -> None:
+        """Keep weights, buffers and extra state by their names."""
+        self._look()
+        content = {
+            "parameters": self._parameters,
+            "buffers": self._buffers(),
+            "extra": {name: module.get_extra_state() for name, module in self._with_extra.items()},
+        }
+        self._kept = copier.copy(content)
+        self._look_for_views()
+
+    def unpack(self, packed: Any, unpacker: Unpacker) -> None:
+        """Keep those of a file, if they are of such a module."""
+        self._look()
+        compare_layouts("parameters", packed["parameters"], self._parameters)
+        compare_names("buffers", sorted(packed["buffers"]), sorted(self._slots))
+        compare_names("modules with extra state", packed["extra"], self._with_extra)
+        places = {"parameters": self._parameters, "buffers": self._slots, "extra": self._with_extra}
+        super().unpack({part: {name: packed[part][name] for name in live} for part, live in places.items()}, unpacker)
+        self._look_for_views()
+
+    def _look(self) -> None:
+        modules = dict(self._module.named_modules())
+        self._parameters = dict(self._module.named_parameters())
+        none = nn.Module.get_extra_state
+        self._with_extra = {name: m for name, m in modules.items() if type(m).get_extra_state is not none}
+        self._slots = {
+            f"{prefix}.{name}".lstrip("."): (slots, name)
+            for prefix, module in modules.items()
+            for slots in [buffer_slots(module)]
+            for name in slots
+        }
+
+    def _look_for_views(self) -> None:
+        buffers = {name: one for name, one in self._buffers().items() if one is not None}
+        memory = Counter(filter(None, map(_memory, [*self._parameters.values(), *buffers.values()])))
+        self._views = {name: one for name, one in buffers.items() if memory[_memory(one)] > 1}
+
+    def _buffers(self) -> dict[str, Tensor | None]:
+        return {place: slots.get(name) for place, (slots, name) in self._slots.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return new tensors with the weights and buffers that were kept."""
+        kept = self._kept
+        places = [(self._parameters, kept["parameters"]), (self._buffers(), kept["buffers"])]
+        copies = {id(one): copied[name] for live, copied in places for name, one in live.items()}
+        live = {name: one for name, one in self._module.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
+        if missing := [name for name, one in live.items() if copies.get(id(one)) is None]:
+            raise InvalidValueError(f"{', '.join(missing[:5])} is not that of the snapshot any more: take() anew.")
+        return {name: copies[id(one)].fresh() for name, one in live.items()}
+
+    def check(self) -> None:
+        """Refuse parameters that have come, gone, or changed their shape."""
+        then, now = self._parameters, dict(self._module.named_parameters())
+        kept = self._kept["parameters"]
+        names = [name for name in {**then, **now} if then.get(name) is not now.get(name)]
+        names += [name for name, p in then.items() if p is now.get(name) and not kept[name].fits(p)]
+        if names:
+            raise InvalidValueError(
+                f"these parameters are not those of the snapshot any more (added, removed, replaced or resized): "
+                f"{', '.join(names[:5])}{' and more' if len(names) > 5 else ''}. Nothing was restored; call take() "
+                "after such a change."
+            )
+
+    def restore(self, restorer: Restorer, rewind_schedule: bool) -> None:
+        """Write weights and buffers into the tensors that are there."""
+        kept = self._kept
+        _write(restorer, kept["parameters"], self._parameters)
+        for place, copied in kept["buffers"].items():
+            slots, name = self._slots[place]
+            view = self._views.get(place)
+            if copied is not None and view is not None and slots.get(name) is view and copied.fits(view):
+                restorer.write(copied, view)
+            else:
+                slots[name] = restorer.restored(copied, slots.get(name))
+        for name, state in kept["extra"].items():
+            self._with_extra[name].set_extra_state(restorer.restored(state))
+
+
+class OptimizerState(Part):
+    """The state of one optimizer, the numbers of its groups, and plain attributes that it counts with.
+
+    Args:
+        optimizer: The optimizer.
+        modules: Those that name its parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        self.kind, self.optimizer, self._modules = type(optimizer).__qualname__, optimizer, modules
+        self._parameters: dict[str, Tensor] = {}  # by group and place in it
+        self._keys: list[Any] = []  # of the state
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the parameters."""
+        return self._named().values()
+
+    def take(self, copier: Copier) -> None:
+        """Keep the parameters, the numbers of the groups, the state and the attributes."""
+        self._parameters, self._keys = self._named(), list(self.optimizer.state)
+        content = {
+            "parameters": self._parameters,
+            "groups": self._groups(),
+            "state": list(self.optimizer.state.values()),
+            "attributes": attributes_of(self.optimizer),
+        }
+        self._kept = copier.copy(content)
+
+    def packed(self, packer: Packer) -> Any:
+        """Return what was kept, with names in the place of functions and parameters, which a file does not hold."""
+        content, places = super().packed(packer), {id(p): place for place, p in self._parameters.items()}
+        state = [(_key(key, places), one) for key, one in zip(self._keys, content["state"], strict=True)]
+        groups = [_without_references(numbers) for numbers in content["groups"]]
+        return {"names": self._names(), **content, "groups": groups, "state": state}
+
+    def unpack(self, packed: Any, unpacker: Unpacker) -> None:
+        """Keep what a file holds, if it is of such an optimizer."""
+        live = self._parameters = self._named()
+        compare_layouts(f"the parameters of {type(self.optimizer).__name__}", packed["parameters"], live)
+        self._refuse_another_order(packed["names"])
+        self._keys = [live.get(key, key) for key, _ in packed["state"]]
+        content = {
+            "parameters": packed["parameters"],
+            "groups": [
+                with_references({**numbers}, group, f"what param_groups[{i}] holds")
+                for i, (group, numbers) in enumerate(zip(self._groups(), packed["groups"], strict=True))
+            ],
+            "state": [value for _, value in packed["state"]],
+            "attributes": _checked_attributes(packed["attributes"], self.optimizer),
+        }
+        super().unpack(content, unpacker)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups = self.optimizer.param_groups
+        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+    def _named(self) -> dict[str, Tensor]:
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        return {f"group {i}, parameter {k}": p for i, group in enumerate(groups) for k, p in enumerate(group)}
+
+    def _names(self) -> dict[str, str]:
+        """Return the name in a module of the parameter at each place; empty where none has it."""
+        names = {id(p): name for module in reversed(self._modules) for name, p in module.named_parameters()}
+        return {place: names.get(id(p), "") for place, p in self._named().items()}
+
+    def _refuse_another_order(self, names: dict[str, str]) -> None:
+        """State belongs to places, as in ``load_state_dict``: of parameters of one shape only names tell them apart."""
+        moved = [(place, then, now) for place, now in self._names().items() if (then := names[place]) != now]
+        if moved:
+            place, then, now = moved[0]
+            raise InvalidValueError(
+                f"the snapshot is of another run: {type(self.optimizer).__name__} has its parameters in another order "
+                f"({place} was {then or 'of no module'}, here {now or 'of no module'}; {len(moved)} of {len(names)} "
+                "in all). Nothing was changed. List them in the same order in each run, as model.named_parameters() "
+                "does and a set does not."
+            )
+
+    def check(self) -> None:
+        """Refuse other parameters or groups, and to drop state that a CUDA graph may use."""
+        then, now = self._parameters, self._named()
+        kept, groups = self._kept["groups"], self.optimizer.param_groups
+        if len(kept) != len(groups) or then.keys() != now.keys() or any(then[place] is not now[place] for place in now):
+            raise InvalidValueError(
+                f"{type(self.optimizer).__name__} has other parameters or groups than when the snapshot was taken "
+                f"({len(now)} in {len(groups)} groups, and {len(then)} in {len(kept)} then). Nothing was restored; "
+                "call take() after add_param_group."
+            )
+        known = set(map(id, self._keys))
+        for group in groups:
+            lost = [p for p in group["params"] if self.optimizer.state.get(p) and id(p) not in known]
+            if group.get("capturable") and any(not p.is_cpu for p in lost):
+                raise UnsupportedGradientError(
+                    f"the snapshot was taken before {type(self.optimizer).__name__} had any state, and a CUDA graph "
+                    "may use the state that it has now (capturable=True). Nothing was restored; take the snapshot "
+                    "after the first step."
+                )
+
+    def restore(self, restorer: Restorer, rewind_schedule: bool) -> None:
+        """Write parameters, state, numbers of groups and attributes into what is there."""
+        kept, state = self._kept, self.optimizer.state
+        _write(restorer, kept["parameters"], self._parameters)
+        copied = zip(self._keys, kept["state"], strict=True)
+        contents = {key: restorer.restored(one, state.get(key)) for key, one in copied}
+        state.clear()
+        state.update(contents)
+        stays = {"params"} if rewind_schedule else {"params", *_SCHEDULED}
+        for group, numbers in zip(self.optimizer.param_groups, kept["groups"], strict=True):
+            for key in group.keys() - numbers.keys() - stays - {"initial_lr"}:
+                del group[key]
+            for key in numbers.keys() - stays:
+                group[key] = restorer.restored(numbers[key], group.get(key))
+        for name, value in restorer.restored(kept["attributes"], attributes_of(self.optimizer)).items():
+            setattr(self.optimizer, name, value)
+
+
+class OtherState(Part):
+    """An object with ``state_dict`` and ``load_state_dict``, or a generator.
+
+    Attributes:
+        driven: The optimizer that it drives, if it is a scheduler.
+    """
+
+    def __init__(self, thing: Any) -> None:
+        self.kind, self.driven = type(thing).__qualname__, optimizer_of(thing)
+        self._save, self._load = (
+            (thing.get_state, thing.set_state)
+            if isinstance(thing, torch.Generator)
+            else (thing.state_dict, thing.load_state_dict)
+        )
+
+    def take(self, copier: Copier) -> None:
+        """Keep its state."""
+        self._kept = copier.copy(self._save())
+
+    def restore(self, restorer: Restorer, rewind_schedule: bool) -> None:
+        """Hand the state back, as a copy that the object may keep."""
+        if rewind_schedule or self.driven is None:
+            self._load(Restorer().restored(self._kept))
+
+
+def optimizer_of(thing: Any) -> Optimizer | None:
+    """Return which optimizer a scheduler drives; None of anything else."""
+    inner = getattr(thing, "scheduler", thing)  # of a trainer's wrapper
+    optimizer = getattr(inner, "optimizer", None)
+    is_scheduler = hasattr(inner, "get_last_lr") or isinstance(inner, torch.optim.lr_scheduler.LRScheduler)
+    return optimizer if is_scheduler and isinstance(optimizer, Optimizer) else None
+
+
+def _write(restorer: Restorer, kept: dict[str, Any], live: dict[str, Tensor]) -> None:
+    """Write copies into these very tensors; their gradients, which were of other weights, become 0."""
+    for name, tensor in live.items():
+        restorer.write(kept[name], tensor)
+        if tensor.grad is not None:
+            tensor.grad.zero_()
+
+
+def _memory(tensor: Tensor) -> int:
+    """The address of the memory of a plain tensor; 0 of others, and of those without memory."""
+    plain = tensor.layout is torch.strided and not inner_tensors(tensor)
+    return tensor.untyped_storage().data_ptr() if plain else 0
+
+
+def _key(key: Any, places: dict[int, str]) -> Any:
+    if isinstance(key, Tensor) and id(key) not in places:
+        raise UnsupportedGradientError("the optimizer has state of a tensor that is in none of its groups any more.")
+    return places.get(id(key), key)
+
+
+def _checked_attributes(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Return attributes that may be set: numbers of this optimizer, and none of its methods or tables."""
+    known = attributes_of(optimizer)
+    for name in saved.keys() - known.keys():
+        if name in NOT_ATTRIBUTES or hasattr(optimizer, name) or not name.isidentifier():
+            raise PlainError(f"{type(optimizer).__name__}.{name!a:.40} is no number of an optimizer")
+    return saved
+
+
+def _without_references(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a group with the name of each function in its place: a file holds no function."""
+    return {key: (callable(value) and reference_to(value)) or value for key, value in group.items()}
