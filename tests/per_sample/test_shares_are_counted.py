@@ -103,6 +103,7 @@ LENGTHS = [
 """The lengths of the samples, step by step."""
 
 
+@pytest.mark.sampled(56)
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("choice", CHOSEN)
@@ -167,6 +168,7 @@ TOKENS = {
 """Means over the tokens of a batch."""
 
 
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("first", [[5, 5, 5, 5], [3, 3, 3, 3]], ids=["all there", "as many of each"])
 @pytest.mark.parametrize("later", [[5, 2, 3, 1], [3, 3, 3, 2], [4, 4, 0, 4]], ids=str)
 @pytest.mark.parametrize("name", TOKENS)
