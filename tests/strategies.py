@@ -14,7 +14,7 @@ LAYOUTS = {
     "transposed": lambda g: g.t().contiguous().t() if g.dim() == 2 else g,
     "channels last": lambda g: g.to(memory_format=torch.channels_last) if g.dim() == 4 else g,
     "every other element": lambda g: torch.stack([g, g], -1)[..., 0],
-    "sparse": lambda g: g.to_sparse() if g.dim() and g.numel() and g.dtype in (torch.float32, torch.float64) else g,
+    "sparse": lambda g: g.to_sparse(1) if g.dim() and g.numel() and g.dtype in (torch.float32, torch.float64) else g,
 }
 SIZES = {"zero": 0.0, "tiny": 1e-25, "small": 1e-4, "one": 1.0, "large": 3e3, "huge": 1e25}
 """Of the elements; each is held within what the dtype can hold."""
@@ -44,7 +44,7 @@ gradients = st.builds(
     st.sampled_from([*SIZES]),
     st.integers(0, 9),
 )
-"""One gradient, dense or sparse."""
+"""One gradient, dense or with whole rows left out."""
 
 lists_of_gradients = st.lists(gradients, min_size=1, max_size=5)
 """Of mixed shapes, dtypes and layouts, as a model has them."""
