@@ -41,16 +41,17 @@ def pytest_collection_modifyitems(config, items):
 
 def _leave_rows_to_exhaustive(items):
     """Mark what `make test` leaves out of the tables with the marker ``sampled``."""
-    tables = defaultdict(list)
+    files = defaultdict(lambda: defaultdict(list))
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if "sampled" in marks and "exhaustive" not in marks and hasattr(item, "callspec"):
-            tables[item.parent.nodeid, item.originalname].append(item)
-    for rows in tables.values():
-        (count,) = rows[0].get_closest_marker("sampled").args
-        drawn = sample([row.callspec.params for row in rows], count)
-        for i in set(range(len(rows))).difference(drawn):
-            rows[i].add_marker(pytest.mark.exhaustive)
+            files[item.path][item.originalname].append(item)
+    for tables in files.values():
+        for number, rows in enumerate(tables.values()):
+            (count,) = rows[0].get_closest_marker("sampled").args
+            drawn = sample([row.callspec.params for row in rows], count, shift=number)
+            for i in set(range(len(rows))).difference(drawn):
+                rows[i].add_marker(pytest.mark.exhaustive)
 
 
 def put_aside():

@@ -4,11 +4,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-GOLDEN = 0.6180339887498949
-"""Multiples of it modulo 1 are spread evenly, however many one takes: no step in a table coincides with them."""
+GOLDEN, SILVER = 0.6180339887498949, 0.4142135623730951
+"""Multiples of them modulo 1 are spread evenly, however many one takes: no step in a table coincides with them."""
 
 
-def sample(rows: Sequence[Mapping[str, Any]], count: int) -> list[int]:
+def sample(rows: Sequence[Mapping[str, Any]], count: int, shift: int = 0) -> list[int]:
     """Draw ``count`` rows of a table by what they hold and where they stand, never by their names.
 
     The next row is the one with the most values that no drawn row has; then the one with the most pairs of values.
@@ -18,13 +18,14 @@ def sample(rows: Sequence[Mapping[str, Any]], count: int) -> list[int]:
     Args:
         rows: The parameters of each row by name.
         count: How many rows to draw at most.
+        shift: Another number draws other rows: tests that share a table cover more of it together.
 
     Returns:
         The drawn positions in the order of the table.
     """
     values = [[(name, _comparable(value)) for name, value in sorted(row.items())] for row in rows]
     pairs = [list(combinations(row, 2)) for row in values]
-    left = sorted(range(len(rows)), key=lambda i: i * GOLDEN % 1)
+    left = sorted(range(len(rows)), key=lambda i: (i * GOLDEN + shift * SILVER) % 1)
     seen: set[Hashable] = set()
     drawn: list[int] = []
     while left and len(drawn) < count:

@@ -37,6 +37,13 @@ def test_a_table_of_one_column_is_drawn_from_all_its_length(length, count):
     assert max(gaps) < 2.7 * length / count
 
 
+def test_tests_that_share_a_table_cover_more_of_it_together():
+    rows = [{"case": i} for i in range(180)]
+    drawn = [sample(rows, 20, shift) for shift in range(5)]
+    assert all(len(one) == 20 for one in drawn)
+    assert len({i for one in drawn for i in one}) > 80
+
+
 def test_names_do_not_matter():
     renamed = [{**row, "kind": f"other {row['kind']}"} for row in PRODUCT]
     assert sample(PRODUCT, 20) == sample(renamed, 20)

@@ -125,6 +125,7 @@ def test_a_mean_over_chosen_rows_is_exact_or_refused(name, choice, lengths):
         clipper.discard()
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("name", [name for name in FUSED if name != "bce"])
 def test_a_sum_over_chosen_rows_is_exact(name, lengths):
@@ -181,6 +182,7 @@ def test_tokens_that_are_missing_in_a_later_step_only_are_noticed(name, first, l
         step(clipper, TOKENS[name], Batch(later, 2))
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("lengths", [[5, 2, 3, 1], [3, 0, 3, 2], [4], [1, 5]], ids=str)
 @pytest.mark.parametrize("name", TOKENS)
 def test_a_mean_over_tokens_can_be_said_to_be_one(name, lengths):
@@ -705,6 +707,7 @@ ACCEPTED = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_a_sample_moves_no_other(name):
     """The sum of clipped gradients has sensitivity C: what the others add stays as it is, whatever one sample is."""
