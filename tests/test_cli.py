@@ -96,6 +96,7 @@ CLIPS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", CLIPS)
 def test_observing_leaves_the_weights_bit_identical(run, clip):
@@ -483,6 +484,7 @@ def test_secrets_of_the_command_line_are_recorded_only_where_that_is_asked_for(r
     assert record.meta["argv"] == ["train.py", *arguments]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "code", "ended"),

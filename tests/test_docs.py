@@ -72,6 +72,7 @@ def test_the_other_pages_run_and_print_what_they_say(page, capsys, tmp_path, mon
     assert not shown or printed == "".join(shown)  # or the page leaves it to the reader
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_script_that_is_tuned_ends_as_the_page_says(tmp_path, monkeypatch, capsys):
     """One seed of it: without a clip it diverges, and either clip cures it."""

@@ -43,6 +43,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize(

@@ -238,6 +238,7 @@ def test_error_clip():
         torch.testing.assert_close(p.grad.cpu(), q.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # what Inductor imports
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # in torch 2.11

@@ -23,6 +23,7 @@ def test_wrong_labels_have_large_gradients(example):
     assert norms[data.wrong].quantile(0.05) > norms[~data.wrong].quantile(0.9)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_per_sample_clipping_does_not_learn_wrong_labels_by_heart(example):
     data = example["digits"](0.3, seed=0)

@@ -21,6 +21,8 @@ from torch._dynamo.utils import counters
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
+pytestmark = pytest.mark.sampled(1)  # rows of each table
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
@@ -30,6 +32,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_eager_attach_is_the_block_around_the_backward(name, rule):
@@ -89,6 +92,7 @@ MODELS_AND_RULES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "kind"), MODELS_AND_RULES)
 def test_compiled_is_eager_bit_for_bit(name, kind):
     (model, loss), rule = made(name), RULES[kind]

@@ -12,6 +12,8 @@ from torch._dynamo.utils import counters
 
 import gradguard as gg
 
+pytestmark = pytest.mark.sampled(1)  # rows of each table
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
@@ -225,6 +227,7 @@ def test_raising_at_what_is_not_finite_cannot_be_compiled():
 # --- scales
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["value", "norm", "non-finite", "custom, threshold", "custom, none"])
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("number", [float, int, torch.tensor])

@@ -47,6 +47,7 @@ def table(stats):
     return counted
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_eager_attach_counts_as_the_block_does(name):
     model, stats, x, step = made(name)
@@ -67,10 +68,12 @@ COMPILED = [
     *((name, "aot_eager") for name in MODELS if name not in {"dropout", "softmax"}),
     ("mlp", "eager"),
     ("attention", "eager"),
-    *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in ("mlp", "lstm", "attention")),
+    *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in ("mlp", "attention")),
+    pytest.param("lstm", "inductor", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
 ]
 
 
+@pytest.mark.sampled(3)
 @ONE_GRAPH
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # what Inductor imports
 @pytest.mark.parametrize(("name", "backend"), COMPILED)
@@ -91,6 +94,7 @@ def test_compiled_counts_are_those_of_eager_code(name, backend):
         assert_equal(found, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @pytest.mark.slow
 def test_compiled_counts_of_every_rule(rule):
@@ -101,6 +105,7 @@ def test_compiled_counts_of_every_rule(rule):
     assert table(stats) == table(eager)
 
 
+@pytest.mark.exhaustive
 def test_compiled_for_several_sizes():
     model, eager, _, step = made("mlp")
     again, stats, _, same = made("mlp")
@@ -119,6 +124,7 @@ def _infinite(model, stats):
     )
 
 
+@pytest.mark.sampled(1)
 @ONE_GRAPH
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_names_the_first_non_finite_gradient(dynamic):

@@ -46,6 +46,7 @@ def _with_stats(options):
     return {"stats": gg.ErrorClipStats()} if "stats" in options else options
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"stats": None}, {"leaves": True}, {"prune": False}], ids=str)
 @pytest.mark.parametrize("of_a_module", [False, True])
 def test_nothing_of_the_graph_outlives_the_block(of_a_module, options):
@@ -69,6 +70,7 @@ class _Steps(nn.Module):
         return checkpoint(body, x * 1, use_reentrant=True) if self.checkpointed else body(x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("options", [{}, {"stats": None}, {"leaves": True}], ids=str)
@@ -127,6 +129,7 @@ class _Job:
                 self.layer(self.x).square().sum().backward()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_threads_do_not_disturb_one_another(eager_switching):
     alone, together = ([_Job(number) for number in range(8)] for _ in range(2))
@@ -204,11 +207,13 @@ def _rank(rank, world, way, store):
         dist.destroy_process_group()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("DDP")])
 def test_ddp_in_one_process_sees_clipped_gradients(way, tmp_path):
     _rank(0, 1, way, tmp_path / "store")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["DDP", "FSDP1", "FSDP1, original parameters", "FSDP2"])
 def test_two_processes_train_as_one_does(way, tmp_path):

@@ -200,6 +200,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("combine", [torch.add, torch.sub, lambda a, b: a.tanh() * b, lambda a, b: b.sigmoid() * a])
 def test_a_plan_made_at_one_batch_size_is_not_taken_where_an_operand_is_broadcast(combine, batches):
@@ -224,6 +225,7 @@ SAME_STRUCTURE = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("change", "values"), SAME_STRUCTURE.values(), ids=SAME_STRUCTURE)
 @pytest.mark.parametrize("rule", [SYMMETRIC_RULE, gg.ErrorClipByValue(2.0, min=-1.0)], ids=str)
 def test_a_plan_is_not_taken_where_constants_or_dtypes_differ(change, values, rule):
@@ -243,6 +245,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("use", LAYOUTS.values(), ids=LAYOUTS)
 def test_sums_over_a_broadcast_operand_add_up_in_the_same_order(use):
     """A clamp makes an expanded or strided gradient dense, and the order of a later sum depends on that."""
@@ -291,6 +294,7 @@ def test_a_custom_function_named_like_a_view_does_not_make_a_value_a_parameter()
     assert x.grad.tolist() == [1.5, 1.5, 1.5]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(20))
 def test_complex_values_are_pruned_to_the_bit_or_not_at_all(seed):
     results = []
@@ -380,6 +384,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("when", ["before the block", "in the block"])
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_on_a_node_that_enlarges_a_gradient_leaves_no_clamp_out(name, when):

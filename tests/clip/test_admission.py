@@ -66,6 +66,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(66)
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", UNFIT)

@@ -82,6 +82,7 @@ def twin_step(optimizer, rule, bound):
         p.data.copy_(torch.where(left == u, p.detach().double(), b - left * r))
 
 
+@pytest.mark.sampled(57)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -7,8 +7,10 @@ import pickle
 import weakref
 from dataclasses import FrozenInstanceError
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 from torch import nn
 
 import gradguard as gg
@@ -22,6 +24,7 @@ from gradguard.clip.rules import ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipBy
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 from reference import clip_norm as slow_clip
 from reference import total_norm as slow_norm
+from strategies import parameter_lists
 
 
 def fresh(case: str) -> list[nn.Parameter]:
@@ -78,6 +81,7 @@ BEYOND_A_SQUARE = ("huge float64", "tiny float64")  # only the CPU looks whether
 EVERYWHERE = [(c, p) for c in GRADIENTS for p in ("host", "device") if p == "host" or c not in BEYOND_A_SQUARE]
 
 
+@pytest.mark.sampled(240)
 @pytest.mark.parametrize("threshold", [0.0, 0.05, 1.0, math.inf])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("case", "path"), EVERYWHERE, indirect=["path"])
@@ -96,6 +100,24 @@ def test_equal_to_the_functions(case, rule, threshold, path):
     assert result.culprits() == {}
 
 
+@given(parameter_lists(), st.sampled_from([*RULES]), st.sampled_from([0.0, 0.05, 1.0, 1e30]))
+def test_equal_to_the_functions_on_any_list(drawn, name, threshold):
+    """Gradients that are missing, that come twice, and of mixed shapes, dtypes, layouts and magnitudes."""
+    make, function = RULES[name]
+    ours, theirs = drawn.made(), [*dict.fromkeys(drawn.made())]
+    present = [p for p in dict.fromkeys(ours) if p.grad is not None]
+    order = {"global, p = 1": 1.0, "global, p = inf": math.inf}.get(name, 2.0)
+    expected = slow_norm([p.grad for p in present], order)
+    result = make(threshold)(ours)
+    function([p for p in theirs if p.grad is not None], threshold)
+    torch.testing.assert_close(dense(present), dense([p for p in theirs if p.grad is not None]), rtol=1e-5, atol=0)
+    assert len(result.names) == len(result.tensor_norms) == len(present)
+    if expected < torch.finfo(result.norm.dtype).max:
+        assert float(result.norm.double()) == pytest.approx(expected, rel=1e-5, abs=1e-44)
+        assert not bool(result.nonfinite)
+
+
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", ["one", "several shapes", "mixed dtypes", "sparse", "longer than a row"])
 def test_the_coefficient_is_the_norm_after_over_the_norm_before(case, rule, path):
@@ -134,6 +156,7 @@ def test_deciding_writes_nothing(rule, path):
     assert (decision.coefficient is not None) == rule.startswith("global")
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 @pytest.mark.parametrize("rule", RULES)
 def test_thresholds_are_for_gradients_without_their_loss_scale(rule, kind, path):
@@ -148,6 +171,7 @@ def test_thresholds_are_for_gradients_without_their_loss_scale(rule, kind, path)
         torch.testing.assert_close(getattr(results[1], field), getattr(results[0], field), rtol=1e-6, atol=0)
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("p", ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_global_norm_agrees_with_the_slow_twin(dtype, p, path):
@@ -518,6 +542,7 @@ def test_a_value_just_above_the_bound_is_clamped(excess, path):
     assert p.grad.tolist() == [-1.0, 0.25]
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step_that_is_not_finite_does_not_enter_the_state_of_a_rule(rule, bad, path):

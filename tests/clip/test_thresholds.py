@@ -21,6 +21,8 @@ from gradguard.clip.thresholds.median import ClipByMedian
 from gradguard.clip.thresholds.zclip import ZClip
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 
+pytestmark = pytest.mark.sampled(4)  # rows of each table
+
 RULES = {
     "median": ClipByMedian,
     "median, other norm": lambda: ClipByMedian(window=40, norm_type=1.0),
@@ -124,6 +126,7 @@ def test_no_gradients_change_nothing(rule):
     assert clipper.steps == 40
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rule", [*RULES, *(f"strict {name}" for name in STRICT)])
 def test_a_resumed_run_goes_on_bit_by_bit(rule):
     make = STRICT[rule.removeprefix("strict ")] if rule.startswith("strict") else RULES[rule]
@@ -344,6 +347,7 @@ ARGUMENTS = [
 ]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("make", "message"), ARGUMENTS)
 def test_arguments_that_cannot_be_meant(make, message):
     with pytest.raises(InvalidValueError, match=message):

@@ -22,6 +22,8 @@ from reference import clip_adaptive as slow_agc
 from reference import total_norm
 from sharded import LAYOUTS, Entry, gathered, held, laid_out, local, mesh
 
+pytestmark = pytest.mark.sampled(1)  # rows of each table
+
 THRESHOLD = 0.05
 
 
@@ -151,6 +153,7 @@ def check(seen, of, eps=1e-3):
     assert norms[0] == pytest.approx(total_norm(there), rel=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_unit_on_every_layout(pool, world):
     layouts = [*PLACED, MIXED]

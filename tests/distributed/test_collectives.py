@@ -12,6 +12,8 @@ import gradguard as gg
 from gradguard.distributed import plan
 from sharded import LISTS, laid_out, mesh, parameter
 
+pytestmark = pytest.mark.sampled(2)  # rows of each table
+
 ONE = ["allreduce_"]
 LIST = "experts"  # three meshes, and plain tensors
 
@@ -83,11 +85,13 @@ def assert_all(by_rank, expected):
     assert by_rank == [expected] * len(by_rank)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CALLS)
 def test_one_all_reduce_for_each_call(pool, name):
     assert_all(pool(4).run(ran_by_call, name), ONE)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CLIPPERS)
 def test_one_all_reduce_for_each_clipper(pool, name):
     assert_all(pool(4).run(ran_by_clipper, name), ONE)
@@ -222,6 +226,7 @@ class Module(torch.nn.Module):
             self.add_module(name.partition(".")[0], layer)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("clipper", ["global norm", "groups of every layer", "value"])
 @pytest.mark.parametrize("optimizer", ["plain", "foreach", "fused"])

@@ -17,6 +17,8 @@ from gradguard.distributed import agreement
 from gradguard.errors import DistributedError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from sharded import LISTS, Entry, laid_out, mesh, parameter
 
+pytestmark = pytest.mark.sampled(2)  # rows of each table
+
 TIMEOUT = 3.0
 """Of the process groups whose members wait in vain, from a moment at which all have come."""
 
@@ -88,6 +90,7 @@ def clip_another_list(change, call):
     return said, after
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("call", ["function", "clipper", "guard"])
 def test_another_list_on_one_rank_is_named(pool, change, call):
@@ -309,6 +312,7 @@ def clip_wrongly(name):
     gg.clip_grad_norm_(one(), 1.0, **WRONG[name][0]())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WRONG)
 def test_arguments_that_cannot_be_meant(pool, name):
     for error in pool(2).outcomes(clip_wrongly, name):

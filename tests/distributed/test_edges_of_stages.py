@@ -21,6 +21,8 @@ from gradguard.distributed import agreement, plan, wrappers
 from reference import total_norm
 from sharded import Entry, mesh, parameter
 
+pytestmark = pytest.mark.sampled(1)  # rows of each table
+
 
 def stage():
     """Two layers, of which both stages have the first one."""
@@ -52,6 +54,7 @@ def select(how, chosen, guarded):
     return refusal(optimizer.step)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("chosen", ["parameter", "module", "name"])
 @pytest.mark.parametrize(
     ("how", "guarded"),

@@ -66,6 +66,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "fault", "call"), ROWS)
 def test_a_rank_that_is_gone_is_named(pool, world, fault, call):
@@ -129,6 +130,7 @@ def restored(guard, state):
     return guard
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("later", [1, 2])
 def test_a_run_goes_on_with_another_number_of_processes(pool, later):
     """What a guard remembers belongs to no rank: 4 processes, a checkpoint, then fewer."""

@@ -76,6 +76,7 @@ def norms_of_lists(way, micro_batches, bad):
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("way", "micro_batches"), [("FSDP2", 2), ("HSDP", 1), ("FSDP2 x TP", 1), ("FSDP2, mixed precision", 2)]
 )
@@ -106,6 +107,7 @@ PIECES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PIECES)
 def test_pieces_are_all_of_a_buffer_if_they_follow_one_another(name, monkeypatch):
     pieces, right = PIECES[name]

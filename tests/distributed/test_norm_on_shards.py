@@ -12,6 +12,8 @@ from gradguard.errors import NonFiniteGradientError
 from reference import EPSILON, flatten, total_norm
 from sharded import LAYOUTS, LISTS, gathered, held, laid_out, local, parameter, present, same_layout
 
+pytestmark = pytest.mark.sampled(1)  # rows of each table
+
 ORDERS = [0.5, 1.0, 2.0, 3.0, 10.0, math.inf]
 MAX_NORM = 0.1
 ROUNDING = {torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -68,6 +70,7 @@ def assert_norm(norm, expected):
 WORLDS = [(name, world) for world, step in ((4, 1), (2, 2), (1, 4)) for name in list(LISTS)[::step]]
 
 
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize(("name", "world"), WORLDS)
 def test_agrees_with_the_slow_twin(pool, name, world):
     by_rank = pool(world).run(clip_in_turn, name, ORDERS)

@@ -100,6 +100,7 @@ def clip(case):
     return said, float(gg.clip_grad_norm_(named, math.inf))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_clips_in_another_way_is_named(pool, case):
     expected = torch.cat([e.gradient.flatten() for e in LISTS["rows, uneven"]]).norm().item()
@@ -117,6 +118,7 @@ def clip_alike(case):
     return float(gg.clip_grad_norm_([parameter(LISTS["rows, uneven"][0])], mine(*ALIKE[case])))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ALIKE)
 def test_the_same_number_in_another_type_is_the_same(pool, case):
     assert len(set(pool(4).run(clip_alike, case))) == 1

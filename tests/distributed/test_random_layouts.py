@@ -11,6 +11,7 @@ def threads():
         yield threads
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("start", range(0, 6 * BATCH, BATCH))
 def test_random_layouts_have_the_right_norm_or_are_refused(threads, start):

@@ -134,6 +134,7 @@ def differences_of_steps(names, other, spoiled=None):
     return {key: what for key, what in found.items() if what}, [name for name, any_ in bound.items() if not any_]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_one_clip_is_that_of_whole_gradients(pool, name):
     for found, empty, rank in pool(2).run(differences_of_rows, [name], None):
@@ -141,6 +142,7 @@ def test_one_clip_is_that_of_whole_gradients(pool, name):
         assert empty == rank  # the second process holds nothing of a layer with one output
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("spoiled", [None, 1], ids=["finite", "NaN in a step"])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_steps_and_a_resumed_state_are_those_of_whole_gradients(pool, name, spoiled):

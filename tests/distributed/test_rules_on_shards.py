@@ -92,6 +92,7 @@ def plain(state):
     return [plain(value) for value in state] if isinstance(state, list | tuple) else state
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", RULES)
 def test_thirty_steps_are_those_of_whole_tensors(pool, rule):
     by_rank = pool(4).run(run_both, rule)
@@ -141,6 +142,7 @@ def run_with_gaps(rule):
     return sharded.clipper.state_dict(), whole.clipper.state_dict()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rule", ["global norm", "norm", "value", "median", "AdaGC", "groups"])
 def test_what_nobody_has_leaves_no_trace(pool, rule):
     states = [(plain(sharded), plain(whole)) for sharded, whole in pool(4).run(run_with_gaps, rule)]
@@ -160,6 +162,7 @@ def clamp(name):
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize(
     "name", ["rows, fewer than ranks", "fsdp x tp", "experts", "partial", "None on some ranks", "inf", "mixed dtypes"]

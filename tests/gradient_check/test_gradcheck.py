@@ -144,6 +144,7 @@ GUESSES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("guess", GUESSES)
 def test_what_the_wrong_elements_have_in_common(guess):
     fn, x = GUESSES[guess]
@@ -182,6 +183,7 @@ NAMED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in NAMED if name != "input"])
 def test_a_wrong_input_is_named_as_in_the_signature(name):
     fn, inputs, options = NAMED[name]
@@ -190,6 +192,7 @@ def test_a_wrong_input_is_named_as_in_the_signature(name):
     assert f"{name}[" in str(report)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("chosen", ["name", ["name"], ("name",)], ids=["str", "list", "tuple"])
 @pytest.mark.parametrize("name", NAMED)
 def test_only_the_inputs_that_are_asked_for_are_checked(name, chosen):
@@ -226,6 +229,7 @@ STRUCTURES = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_structures_of_inputs_and_outputs(name, monkeypatch):
     fn, inputs = STRUCTURES[name]

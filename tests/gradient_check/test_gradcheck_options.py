@@ -46,6 +46,7 @@ def test_a_function_of_float32_alone(shape):
     assert 1e-6 < report.power < 1e-2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", [(3,), (32,), (8, 16)])
 @pytest.mark.parametrize("factor", [0.5, -1.0, 1.01, 0.0])
 def test_a_wrong_function_of_float32_alone(factor, shape):
@@ -245,6 +246,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_input_is_refused_in_words(name):
     fn, inputs, options, error, message = REFUSED[name]

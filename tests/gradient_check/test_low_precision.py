@@ -131,6 +131,7 @@ def point(name: str, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in KERNELS[name][1]]
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("error", WRONG)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KERNELS)
@@ -155,6 +156,7 @@ def check_right(name: str, dtype: torch.dtype, seeds: range) -> None:
             assert report.verdict == "PASS", (way, seed, str(report))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_right_kernel_passes(name, dtype):
@@ -190,6 +192,7 @@ FALSE_ALARMS: dict[str, tuple[Kernel, list[Tensor]]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FALSE_ALARMS)
 def test_what_is_hard_for_the_dtype_is_no_error(name, dtype):

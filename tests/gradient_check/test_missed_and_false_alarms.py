@@ -73,7 +73,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name == "one of a thousand kinks")) for name in WRONG]
+)
 def test_found(name):
     fn, x, options = WRONG[name]
     assert gg.gradcheck(fn, x, **options).verdict == "FAIL"
@@ -96,6 +99,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_not_flagged(name):
     fn, x = RIGHT[name]()
@@ -132,6 +136,7 @@ HELD = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", HELD)
 def test_buffers_stay_as_they_were_wherever_the_module_is_held(name):
     norm = nn.BatchNorm1d(5).double()

@@ -51,6 +51,7 @@ def checked(sample: database.Sample) -> gg.results.GradientReport:
         return gg.gradcheck(sample.fn, *sample.inputs)
 
 
+@pytest.mark.exhaustive
 def test_no_operator_is_flagged_without_a_reason(samples):
     assert len({sample.operator for sample in samples}) > 500 // STRIDE
     reports = {sample.name: (sample.operator, checked(sample)) for sample in samples}
@@ -65,6 +66,7 @@ def test_a_defect_of_pytorch_is_found():
     assert "FAIL" in flagged
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plant", ["one element +10 %", "all × (1 + 1e-4)"])
 def test_planted_errors_are_caught(samples, plant):
     missed, planted = {}, 0

@@ -40,6 +40,7 @@ def checked(case: Case, seed: int) -> gg.results.GradientReport:
     return gg.gradcheck(problem.fn, *problem.inputs, **problem.options)
 
 
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize(("case", "seed"), at_seeds(WRONG))
 def test_a_wrong_backward_is_caught(case, seed):
     report = checked(case, seed)
@@ -48,6 +49,7 @@ def test_a_wrong_backward_is_caught(case, seed):
     assert not report
 
 
+@pytest.mark.sampled(47)
 @pytest.mark.parametrize(("case", "seed"), at_seeds(CORRECT))
 def test_a_correct_function_is_not_flagged(case, seed):
     report = checked(case, seed)
@@ -75,6 +77,7 @@ def test_every_seed_looks_at_other_cases():
     assert sum(map(len, sampled)) == len(set.union(*sampled))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", [*WRONG[::9], *CORRECT[::9]], ids=lambda case: case.name)
 def test_a_problem_is_the_same_at_every_call(case):
     with warnings.catch_warnings():

@@ -80,6 +80,7 @@ def train(world, folder, *arguments):
     return [json.loads([line for line in lines if line.startswith("{")][-1]) for lines in said]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "stage", "kind", "threshold"),
@@ -106,6 +107,7 @@ def engine(norm, threshold):
     return SimpleNamespace(get_global_grad_norm=lambda: norm, gradient_clipping=lambda: threshold)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("norm", "threshold", "expected"),
     [
@@ -133,6 +135,7 @@ def test_no_norm_is_none():
     assert last_clip(engine(None, 1.0)) is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("other", [torch.optim.SGD([torch.ones(1)]), None, SimpleNamespace(gradient_clipping=1.0)])
 def test_anything_else_is_refused(other):
     with pytest.raises(InvalidTypeError, match=r"expected the engine"):

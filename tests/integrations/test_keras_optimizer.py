@@ -22,7 +22,10 @@ import gradguard.integrations.keras as integration  # noqa: E402 - needs the bac
 from gradguard.integrations.keras import GuardedOptimizer, guard, loading  # noqa: E402
 
 # Keras 3.15 converts its variables in a way that NumPy 2 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+pytestmark = [
+    pytest.mark.sampled(1),
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
+]
 
 
 def data(batches=4, seed=0):
@@ -75,6 +78,7 @@ ALL = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "arguments"), ALL)
 def test_it_is_keras_own_clip_where_keras_has_the_rule(name, arguments):
     make = getattr(keras.optimizers, name)
@@ -297,6 +301,7 @@ def test_a_model_with_a_guard_says_how_to_load_it(tmp_path):
     keras.saving.load_model(tmp_path / "model.keras", compile=False)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [

@@ -115,6 +115,7 @@ def fit(model, callbacks, accumulation=1, data=None, **options):
     return one
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -135,6 +136,7 @@ def test_the_last_smaller_batch_and_the_last_shorter_accumulation():
     torch.testing.assert_close(weights(model), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_bf16_is_that_of_single_samples_within_its_rounding(accumulation):
     model = Tagger()
@@ -182,6 +184,7 @@ class Fails(Tagger):
         raise KeyError("here")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Tagger, Fails])
 def test_the_module_is_given_back(kind):
     model = kind()
@@ -220,6 +223,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_right_is_refused_before_training(case):
     kind, options, error, words = REFUSED[case]

@@ -74,6 +74,7 @@ def fit(callback, model=None, batch_size=6, accumulation=1, callbacks=(), val=No
     return one, model
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(6, 1), (3, 2), (1, 3)])
 @pytest.mark.parametrize("noise_multiplier", [0.0, 1.0])
@@ -96,6 +97,7 @@ def test_batches_without_samples_are_steps():
     assert callback.private.steps == trainer.global_step == 2 * SIZE
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_validation_in_between_changes_nothing(accumulation):
     expected, _ = by_samples(OPTIMIZERS["SGD"], 3 * accumulation, 2, 1.0)
@@ -129,6 +131,7 @@ def test_a_loop_without_a_seed_is_another_each_time():
     assert not torch.equal(weights(models[0]), weights(models[1]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("done", [2, 4, 5])  # 4 steps in an epoch
 def test_a_resumed_run_goes_on_counting_within_the_epoch(done, tmp_path):
@@ -156,6 +159,7 @@ def test_the_module_and_the_strategy_are_given_back():
     assert "process_dataloader" not in vars(trainer.strategy)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_copy_begins_anew(duplicate):
     callback = private()
@@ -234,6 +238,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_not_be_private_is_refused(case):
@@ -279,6 +284,7 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_arguments_that_contradict_are_refused_at_once(case):
     options, error, words = ARGUMENTS[case]

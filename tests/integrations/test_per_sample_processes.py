@@ -120,6 +120,7 @@ def of_accelerate(kind, accumulation):
 TRAINERS = {"lightning": of_lightning, "accelerate": of_accelerate}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("kind", ["per sample", "private"])

@@ -30,6 +30,7 @@ PATIENCE = (
 """Seconds after which Ray gives its own processes up; on a busy machine they take minutes to start."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "began_at"),

@@ -30,6 +30,8 @@ from transformers import (
 from gradguard.integrations.sample_losses import sample_losses
 from gradguard.integrations.transformers import GradGuardCallback, PerSampleCallback
 
+pytestmark = pytest.mark.sampled(2)  # rows of each table
+
 VOCABULARY, LENGTH, STEPS, BATCH = 17, 7, 3, 3
 RATES = {"sgd": 0.5, "adamw_torch": 0.01}
 EPSILON = 1e-3  # of AdamW: with less it makes whole steps of the rounding in GPT-2's key bias, whose gradient is zero
@@ -141,6 +143,7 @@ def distance(found, expected, start):
     return (apart / moved) ** 0.5
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
 @pytest.mark.parametrize("build", [gpt2, llama])

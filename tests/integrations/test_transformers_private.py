@@ -75,6 +75,7 @@ def train(folder, callback, *args, resume=None, **options):
     return one
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(6, 1), (3, 2), (1, 3)])
 @pytest.mark.parametrize("noise_multiplier", [0.0, 1.0])
@@ -119,6 +120,7 @@ def test_bf16_is_that_of_single_samples_within_its_rounding(tmp_path):
     assert 1e-5 < float((weights(done.model) - expected).norm() / (expected - start).norm()) < 0.03
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", [{"max_steps": 10}, {"num_train_epochs": 2.5}])
 def test_the_noise_is_that_of_the_whole_plan(tmp_path, plan):
     callback = private(target_epsilon=2.0)
@@ -127,6 +129,7 @@ def test_the_noise_is_that_of_the_whole_plan(tmp_path, plan):
     assert 1.99 < callback.private.epsilon() <= 2.0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("done", [2, 4, 5])  # 4 steps in an epoch
 def test_a_resumed_run_goes_on_counting_within_the_epoch(tmp_path, done):
     """Without noise it ends where a run without a stop does: with the seed the batches are the same."""
@@ -151,6 +154,7 @@ def test_model_and_trainer_are_given_back(tmp_path):
     assert "prepare" not in vars(done.accelerator)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_copy_begins_anew(tmp_path, duplicate):
     callback = private()
@@ -204,6 +208,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_not_be_private_is_refused(tmp_path, case):
     options, error, words = REFUSED[case]

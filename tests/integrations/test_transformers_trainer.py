@@ -33,7 +33,10 @@ from transformers import TrainerCallback
 
 from gradguard.integrations.transformers import GradGuardCallback
 
+pytestmark = pytest.mark.sampled(2)  # rows of each table
 
+
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch_fused"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("precision", [None, "bf16"])

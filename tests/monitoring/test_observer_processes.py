@@ -16,7 +16,7 @@ from gradguard.monitoring.observe import start_up, termination
 from gradguard.monitoring.observe import watch as process
 from gradguard.monitoring.record.file import read_record
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.sampled(1), pytest.mark.slow]
 
 TRAIN = """
 import os, sys
@@ -78,6 +78,7 @@ def records(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in tmp_path.glob("*.jsonl"))
 
 
+@pytest.mark.exhaustive
 def test_the_wheel_holds_all_that_the_package_imports(tmp_path):
     root = Path(__file__).parents[2]
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
@@ -132,6 +133,7 @@ def test_whichever_is_imported_first(python, tmp_path, first):
     assert read_record(tmp_path / "run.jsonl").end["steps"] == 1
 
 
+@pytest.mark.exhaustive
 def test_spawned_children_write_files_of_their_own(python, tmp_path):
     main = """import multiprocessing
     train(2)
@@ -192,6 +194,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.exhaustive
 def test_accelerate_s_own_clip_is_learnt(command, tmp_path):
     pytest.importorskip("accelerate")
     tmp_path.joinpath("train.py").write_text(ACCELERATED)
@@ -218,6 +221,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.exhaustive
 def test_fsdp1_gives_the_norm_that_its_own_clip_tells(python, tmp_path):
     tmp_path.joinpath("train.py").write_text(FSDP1)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -260,6 +264,7 @@ def test_a_script_that_ends_without_a_word_leaves_what_was_flushed(command, tmp_
     assert not record.torn
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_an_end_in_a_record_that_the_variable_asked_for(python, tmp_path, number):
     tmp_path.joinpath("train.py").write_text(KILLED.format(end=f"os.kill(os.getpid(), {number:d}); time.sleep(60)"))
@@ -268,6 +273,7 @@ def test_a_signal_leaves_an_end_in_a_record_that_the_variable_asked_for(python, 
     assert (len(record.steps), record.end["exit"], record.end["interrupted"]) == (120, 128 + number, True)
 
 
+@pytest.mark.exhaustive
 def test_a_second_run_at_the_same_path_keeps_the_first(python, tmp_path):
     write(tmp_path, "train(4)")
     python("train.py", GRADGUARD="run.jsonl")
@@ -343,6 +349,7 @@ def test_two_runs_into_one_folder_tell_whose_records_are_there(tmp_path):
     assert len(told) == 2
 
 
+@pytest.mark.exhaustive
 def test_workers_of_a_data_loader_and_a_compiled_model(command, tmp_path):
     main = """from torch.utils.data import DataLoader
     model = torch.compile(nn.Linear(3, 1), backend="eager", fullgraph=True)
@@ -451,6 +458,7 @@ time.sleep(0.01)
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("guest", GUESTS)
 @pytest.mark.parametrize(
     ("handler", "code", "ended"),
@@ -509,6 +517,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 def test_executors_that_a_script_leaves_open_do_not_keep_it(command, tmp_path):
     tmp_path.joinpath("train.py").write_text(POOL)
     done = command("run", "--out", "out", "train.py", check=False)
@@ -517,6 +526,7 @@ def test_executors_that_a_script_leaves_open_do_not_keep_it(command, tmp_path):
     assert "there is no record" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_threads_that_train_at_once_have_each_their_own_clips(python, tmp_path):
     main = "\n    ".join([
         "import threading",

@@ -22,6 +22,8 @@ from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.observe.watch import watch
 from gradguard.monitoring.record.file import RecordWriter, read_record
 
+pytestmark = pytest.mark.sampled(1)  # rows of each table
+
 
 @pytest.fixture(autouse=True)
 def _alone(others_unseen):
@@ -396,6 +398,7 @@ def test_a_scaler_that_searches_its_scale_for_long_leaves_the_first_line_the_fir
     assert sum(event["kind"] == "amp_skip" for event in record.events) == len(skipped)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("scales", [(16.0, 1024.0), (16.0, None), (None, 1024.0)])

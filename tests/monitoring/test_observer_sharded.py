@@ -143,6 +143,7 @@ def test_true_norms_one_record_and_the_same_weights(pair, tmp_path):
         assert line.keys() == {"t", "i", "norm"}  # what is dear would be of one part
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("trouble", "recorded", "words"),
     [
@@ -174,6 +175,7 @@ def monitored(breaks: bool) -> tuple[list[Any], list[Any]]:
     return weights_of(model), lines
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_monitor_on_each_process(pair, tmp_path, breaks):
     (weights, lines), (_, none) = pair(monitored, breaks)
@@ -220,6 +222,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.exhaustive
 def test_torchrun_with_and_without_gradguard_run(tmp_path):
     home = Path(__file__).parent
     tmp_path.joinpath("train.py").write_text(
@@ -238,6 +241,7 @@ def test_torchrun_with_and_without_gradguard_run(tmp_path):
     assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["run.jsonl"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rule", [gg.ClipByMedian, gg.AutoClip, gg.AdaGC])
 def test_a_clip_of_ours_follows_the_norms_of_the_whole(pair, tmp_path, rule):
     first, second = pair(clipped_on_each, str(tmp_path / "shards.jsonl"), rule)

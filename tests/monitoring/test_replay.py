@@ -34,6 +34,7 @@ RULES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rule", RULES)
 def test_coefficients_and_lock_in_are_those_of_the_clipper(rule):
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -47,6 +48,7 @@ def test_coefficients_and_lock_in_are_those_of_the_clipper(rule):
         assert alarm.follow(coefficient < 1, threshold) == bool(result.locked_in), i
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rule", RULES)
 def test_steps_that_are_skipped_or_not_finite_leave_no_trace(rule):
     norms = log_normal(150, spread=0.5)
@@ -70,6 +72,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", VARIANTS)
 def test_the_number_after_a_rule_is_the_clipper_s(rule):
     parameter, twin, clipper = (
@@ -138,6 +141,7 @@ def test_twice_the_median_by_hand():
     assert rule.step(24.0)[0] == 0.5
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_median_of_distances_is_found_in_logarithmic_time(seed):
     generator = random.Random(seed)
@@ -193,6 +197,7 @@ def test_the_default_rules_hold_the_recommended_one(monkeypatch):
     assert all(replayed_rule(name) for name in names)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("rule", "words"),
     [

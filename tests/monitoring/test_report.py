@@ -84,6 +84,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("parts", CASES.values(), ids=CASES.keys())
 def test_every_shape_of_record_gives_a_page_without_network(tmp_path, parts):
     more = {"meta": params("weight", EVIL), "events": [EVENT] * 60} | parts
@@ -241,6 +242,7 @@ def test_terminal_summary_is_short_and_ends_in_the_command(tmp_path):
     assert lines[-1].startswith("observing cost: ")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("rule", "step", "optimizer", "words"),
     [
@@ -289,6 +291,7 @@ def test_terminal_summary_of_nothing_and_without_a_console(capsys):
     assert "record the run again with gradguard run" in " ".join(printed.split())
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("parts", CASES.values(), ids=CASES.keys())
 def test_text_summary_is_parseable(parts):
     record = make_record(**({"meta": params("weight", EVIL)} | parts))
@@ -479,6 +482,7 @@ def test_a_part_is_judged_as_it_is_beside_the_others(optimizer):
     assert recommend(part).kind == recommend(record).parts[optimizer][1].kind != "fix"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("losses", "words"),
     [
@@ -557,6 +561,7 @@ def test_contents_name_every_part(tmp_path):
     assert listed == re.findall(r'<h2 class="part" id="(.*?)">', page)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "width", "label"),
     [

@@ -142,6 +142,7 @@ def cells(page):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "width"), WIDTHS)
 def test_all_charts_are_drawn_in_silence_and_offline(open_page, name, width):
     page = open_page(name, width=width)
@@ -165,6 +166,7 @@ def test_every_chart_says_what_it_shows_and_has_its_numbers(open_page):
     assert page.evaluate(f"{unnamed}.length") == 0
 
 
+@pytest.mark.exhaustive
 def test_the_heat_map_toggles_by_click(open_page):
     page = open_page("a sick run")
     seen = [cells(page)]
@@ -179,6 +181,7 @@ def test_the_heat_map_toggles_by_click(open_page):
     assert page.said == []
 
 
+@pytest.mark.exhaustive
 def test_the_heat_map_toggles_by_key(open_page):
     page = open_page("a sick run")
     before = cells(page)
@@ -190,11 +193,13 @@ def test_the_heat_map_toggles_by_key(open_page):
     assert cells(page) == before
 
 
+@pytest.mark.exhaustive
 def test_what_was_not_recorded_cannot_be_chosen(open_page):
     page = open_page("a long run")
     assert page.get_by_label("update / weight (not recorded)").is_disabled()
 
 
+@pytest.mark.exhaustive
 def test_zero_and_non_finite_cells_are_marked(open_page):
     page = open_page("a sick run")
     names = page.evaluate("document.querySelector('.plot:has(.hm)').data.map(t => t.name).filter(Boolean)")
@@ -208,6 +213,7 @@ def test_zero_and_non_finite_cells_are_marked(open_page):
     assert labels[7] == "head.bias (all zero)"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_follows_the_system_and_the_switch(open_page, scheme):
     page, other = open_page("a sick run", scheme=scheme), {"light": "dark", "dark": "light"}[scheme]
@@ -226,6 +232,7 @@ def test_the_page_follows_the_system_and_the_switch(open_page, scheme):
     assert page.said == []
 
 
+@pytest.mark.exhaustive
 def test_a_focused_chart_zooms_by_key_and_the_others_follow(open_page):
     page = open_page("a long run")
     home = ranges(page)
@@ -242,6 +249,7 @@ def test_a_focused_chart_zooms_by_key_and_the_others_follow(open_page):
     assert page.said == []
 
 
+@pytest.mark.exhaustive
 def test_a_page_prints_in_light_without_its_controls(open_page):
     page = open_page("a sick run", scheme="dark")
     page.emulate_media(media="print")
@@ -262,6 +270,7 @@ def saved(page, name, kind, folder):
     return path
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("page_name", "chart", "head", "row"),
     [
@@ -292,6 +301,7 @@ def test_no_name_is_a_formula_in_a_table(open_page, tmp_path):
     assert head[:3] == ["step", "'=1+1", EVIL]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_chart_is_saved_as_a_picture_on_its_ground(open_page, tmp_path, scheme):
     page = open_page("a sick run", scheme=scheme)
@@ -335,6 +345,7 @@ def test_a_word_is_explained_on_hover_and_on_focus(open_page):
     assert page.said == []
 
 
+@pytest.mark.exhaustive
 def test_a_link_to_a_part_goes_there(open_page):
     page = open_page("a sick run")
     page.click(".contents a[href='#dominance']")
@@ -344,6 +355,7 @@ def test_a_link_to_a_part_goes_there(open_page):
     assert page.url.endswith("#layers")
 
 
+@pytest.mark.exhaustive
 def test_the_sizes_of_elements_are_drawn_step_by_step(open_page):
     page = open_page("histograms")
     z, steps = page.evaluate("(({z, x}) => [z, x])(document.querySelector('#elements-plot').data[0])")
@@ -351,6 +363,7 @@ def test_the_sizes_of_elements_are_drawn_step_by_step(open_page):
     assert [[row[place] for place in (0, -1)] for row in z] == [[None, -0.3], [-0.3, None], [-0.3, -0.3]]
 
 
+@pytest.mark.exhaustive
 def test_names_are_told_apart_on_a_telephone(open_page):
     page = open_page("histograms", width=390)
     for name in ("layers", "dominance"):

@@ -275,6 +275,7 @@ def wandb_rows(folder):
     ]
 
 
+@pytest.mark.exhaustive
 def test_wandb_by_name(wandb_offline, tmp_path, monkeypatch):
     monkeypatch.setattr(record_buffer, "FLUSH_ROWS", 3)
     train("wandb", steps=8)

@@ -13,7 +13,7 @@ from runs import drawn, rounded, saved
 from torch import nn
 
 import gradguard as gg
-from forked_python import run_python
+from forked_python import run_python, run_ranks
 from gradguard.cli import main
 from gradguard.cli.program import cut
 from gradguard.errors import RecordError
@@ -497,15 +497,16 @@ for a, b in DataLoader(TensorDataset(x, y), batch_size=len(x)):
 """
 
 
-def gradguard(folder, *arguments, launch=()):
-    return run_python(*launch, "-m", "gradguard", *arguments, cwd=folder, check=False, timeout=900)
+def gradguard(folder, *arguments):
+    return run_python("-m", "gradguard", *arguments, cwd=folder, check=False, timeout=900)
 
 
 @pytest.mark.slow
 def test_the_command_saves_and_compares(tmp_path):
     tmp_path.joinpath("train.py").write_text(SCRIPT, encoding="utf-8")
-    for name, launch in (("alone", []), ("wrong", ["--launch", shlex.join([sys.executable, "-B"])])):
-        done = gradguard(tmp_path, "run", "--save-gradients", name, "--perturbed", "1", *launch, "train.py", name)
+    launcher = ["--launch", shlex.join([sys.executable, "-B"])]
+    for name, perturbed, launch in (("alone", "1", []), ("wrong", "0", launcher)):
+        done = gradguard(tmp_path, "run", "--save-gradients", name, "--perturbed", perturbed, *launch, "train.py", name)
         assert done.returncode == 0, done.stderr
         assert f"the gradients of the first step are in {name}" in done.stderr
         assert "a step was made" not in done.stdout
@@ -558,9 +559,7 @@ def test_torchrun_has_the_gradients_of_one_process(tmp_path):
     tmp_path.joinpath("train.py").write_text(SCRIPT, encoding="utf-8")
     save = ["run", "--perturbed", "0", "--save-gradients"]
     assert gradguard(tmp_path, *save, "alone", "train.py", "alone").returncode == 0
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = gradguard(tmp_path, *save, "ddp", "train.py", "ddp", launch=launch)
-    assert done.returncode == 0, done.stderr
+    run_ranks(2, "-m", "gradguard", *save, "ddp", "train.py", "ddp", cwd=tmp_path)
     report = compare(tmp_path / "alone", tmp_path / "ddp")
     assert report.verdict == "PASS", str(report)
     assert {p.copies for p in read(tmp_path / "ddp").parameters} == {2}

@@ -48,6 +48,7 @@ from per_sample.replayed_calls import (
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_attention_is_exact_for_every_layer_and_mask(layer, mask):
@@ -56,6 +57,7 @@ def test_attention_is_exact_for_every_layer_and_mask(layer, mask):
         check(attention_call(LAYERS[layer], kind, mask, weights, first))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("padding", [None, blocked(B, T)])
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
@@ -86,6 +88,7 @@ def test_self_attention_is_one_outer_product():
     assert found["in_proj_weight"].positions == T
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize(("kind", "first"), list(product(INPUTS, (True, False))))
 def test_the_dropout_of_attention_is_drawn_again(kind, first, weights):
@@ -139,6 +142,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_layers_are_exact(name, state):
@@ -146,6 +150,7 @@ def test_recurrent_layers_are_exact(name, state):
         check(recurrent_call(name, state, options=options))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("unused", [(0,), (1,), (0, 2), (1, 2), (0, 1), (0, 1, 2)])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_gradients_of_some_outputs(name, unused):
@@ -166,6 +171,7 @@ def test_a_gradient_that_reaches_only_the_lower_layer(name):
     assert all(not contribution.rows(0, B).any() for contribution in rule(above).values())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("name", RECURRENT)
@@ -188,6 +194,7 @@ def test_an_initial_state_that_no_sample_owns_and_keyword_arguments():
     assert_rows(rule(replace(call, axes=[None, FIRST])), looped(call))
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("unused", [(), (0,), (1,)])
 @pytest.mark.parametrize(("cell", "bias", "state"), list(product(CELLS, (True, False), (True, False))))
 def test_cells_are_exact(cell, bias, state, unused):

@@ -14,6 +14,8 @@ from per_sample.models import build
 from per_sample.steps import error, filled, make, oracle, total
 from reference import clip_samples, per_sample_gradients, sample_norms, weigh_samples
 
+pytestmark = pytest.mark.sampled(3)  # rows of each table
+
 MODES = ["fast", "exact"]
 HALF = [torch.bfloat16, torch.float16]
 
@@ -51,7 +53,10 @@ def heavy_tails(*shape: int) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize(("positions", "steps"), [(1, 300), (3, 100)])
+@pytest.mark.parametrize(
+    ("positions", "steps"),
+    [(3, 20), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in [(1, 300), (3, 100)])],
+)
 def test_no_share_of_a_hundred_thousand_samples_exceeds_the_bound(dtype, positions, steps):
     samples, width = 256, 4
     model = Shares(samples, width).to(dtype)
@@ -91,6 +96,7 @@ def test_one_sample_keeps_the_bound_for_every_threshold(dtype, mode):
             assert share > 0.97 * min(max_norm, before)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["linear 2-D", "linear 3-D", "lenet", "encoder layer", "layer norm", "lstm", "vit"])
@@ -168,6 +174,7 @@ def test_what_is_new_with_too_few_finite_samples_runs_one_by_one(mixes, finite, 
     assert error(found, total(clip_samples(gradients, 0.1), "mean")) < 1e-12
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scale", [1e30, 1e15, 1e-15, 1e-30])
 @pytest.mark.parametrize("shape", [(B, 4), (B, 5, 4)])
@@ -202,6 +209,7 @@ def test_positions_that_cancel():
     assert bool((clipper.statistics.factors[0] * exact.flatten(1).norm(dim=1) <= 1e-6 * 1.02).all())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "name", ["linear 2-D", "linear 3-D", "lenet", "encoder layer", "used twice", "vit", "nano gpt"]

@@ -242,6 +242,7 @@ def test_tied_uses_that_cancel_are_done_again(rest):
 MIXES = [mix for length in (1, 2, 3, 4) for mix in itertools.combinations_with_replacement(FORMS, length)]
 
 
+@pytest.mark.sampled(35)
 @pytest.mark.parametrize("mix", MIXES, ids="+".join)
 def test_together(mix):
     made = [FORMS[form]() for form in mix]

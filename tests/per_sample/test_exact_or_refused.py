@@ -152,6 +152,7 @@ def plain(model: nn.Module, x: Tensor, seed: int = 2) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize("kind", SIDEWAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("verified", [False, True], ids=["first step", "later step"])
@@ -169,6 +170,7 @@ def test_a_value_that_reaches_the_loss_sideways_is_refused(kind, dtype, verified
     clipper.detach()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", SIDEWAYS)
 def test_what_is_kept_aside_and_not_used_does_no_harm(kind):
     model, x = made(kind), data()
@@ -321,6 +323,7 @@ EXACT = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(28)
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:'torch.nn.utils.weight_norm' is deprecated:FutureWarning")
 @pytest.mark.parametrize("mode", ["fast", "exact"])
@@ -401,6 +404,7 @@ class NoisyByNumPy(Capacity):
         return self.b(self.a(x) * torch.from_numpy(numpy.random.random((len(x), 1))).to(x))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", [Capacity, Threshold, Overflow, NoisyCapacity, Centred, NoisyByPython, NoisyByNumPy])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_samples_that_depend_on_the_batch_are_refused_at_its_real_size(kind, dtype):

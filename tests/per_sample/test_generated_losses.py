@@ -1,21 +1,19 @@
 """Losses drawn by seed: each sample has the gradient of its own loss, whoever else is there, or the loss is refused.
 
-A few hundred run with the other tests, 12,000 with the marker ``exhaustive``. `KNOWN` are seeds that fail today, each
+Some run with the other tests, all 12,000 in `make exhaustive`. `KNOWN` are seeds that fail today, each
 with its reason; one that has been mended must be taken from it.
 """
 
 import pytest
 from generated_losses import NORMALISED, OVER_ALL_ROWS, PLAIN, draw, draw_widely, glance, moved, trial
 
-CASES, SAMPLED, AT_ONCE = 12_000, 240, 20
+CASES, AT_ONCE = 12_000, 20
 KNOWN: dict[int, str] = {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "first",
-    [pytest.param(n, marks=[pytest.mark.exhaustive] if n >= SAMPLED else []) for n in range(0, CASES, AT_ONCE)],
-)
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
 def test_a_loss_is_exact_or_refused(first):
     cases = [draw(seed) for seed in range(first, first + AT_ONCE)]
     outcomes = [(case, trial(case)) for case in cases]
@@ -24,10 +22,8 @@ def test_a_loss_is_exact_or_refused(first):
     assert not [seed for seed in KNOWN if first <= seed < first + AT_ONCE and seed not in failed]
 
 
-@pytest.mark.parametrize(
-    "first",
-    [pytest.param(n, marks=[pytest.mark.exhaustive] if n >= 100 else []) for n in range(0, CASES, AT_ONCE)],
-)
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
 @pytest.mark.parametrize("reductions", [("mean", "sum"), ("token_mean",)], ids=str)
 def test_the_check_by_itself(reductions, first):
     cases = [draw(10**6 + seed, reductions, wide=True) for seed in range(first, first + AT_ONCE)]
@@ -35,10 +31,8 @@ def test_the_check_by_itself(reductions, first):
     assert not [f"{case}\n{o.kind}: {o.words}" for case, o in outcomes if o.kind in ("wrong", "crash")]
 
 
-@pytest.mark.parametrize(
-    "first",
-    [pytest.param(n, marks=[pytest.mark.exhaustive] if n >= 100 else []) for n in range(0, CASES, AT_ONCE)],
-)
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
 @pytest.mark.parametrize("reductions", [("mean", "sum"), ("token_mean",)], ids=str)
 def test_in_private_training_a_sample_moves_no_other(reductions, first):
     cases = [draw(2 * 10**6 + seed, reductions, wide=True) for seed in range(first, first + AT_ONCE)]
@@ -86,10 +80,8 @@ def test_what_wide_draws_found_wrong(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "first",
-    [pytest.param(n, marks=[pytest.mark.exhaustive] if n >= 40 else []) for n in range(0, CASES, AT_ONCE)],
-)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
 def test_a_loss_of_any_kind_is_exact_or_refused(first):
     cases = [draw_widely(3 * 10**6 + seed) for seed in range(first, first + AT_ONCE)]
     outcomes = [(case, trial(case)) for case in cases]
@@ -98,15 +90,15 @@ def test_a_loss_of_any_kind_is_exact_or_refused(first):
 
 @pytest.mark.slow
 def test_right_losses_are_mostly_accepted():
-    kinds = [trial(draw(seed)).kind for seed in range(CASES, CASES + 80)]
-    assert kinds.count("exact") > 15
+    kinds = [trial(draw(seed)).kind for seed in range(CASES, CASES + 40)]
+    assert kinds.count("exact") > 7
     assert kinds.count("exact") > kinds.count("false refusal")
 
 
 @pytest.mark.slow
 def test_the_oracle_tells_what_an_unchecked_clip_gets_wrong():
-    kinds = [trial(draw(seed), check=False).kind for seed in range(CASES, CASES + 60)]
-    assert kinds.count("wrong") > 5
+    kinds = [trial(draw(seed), check=False).kind for seed in range(CASES, CASES + 30)]
+    assert kinds.count("wrong") > 2
 
 
 def test_a_mean_over_samples_is_exact_and_one_over_all_rows_is_not():

@@ -17,7 +17,10 @@ from per_sample.layer_calls import assert_matches, assert_rule_exact, layer_call
 from per_sample.layer_rule_cases import RULE_CASES, B, Rule, T, V
 
 # PyTorch says so once, of the layer's own forward.
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+pytestmark = [
+    pytest.mark.sampled(33),
+    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
+]
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -28,6 +31,7 @@ def made(name: str, dtype: torch.dtype, size: int) -> tuple[Rule, LayerCall]:
     return rule, layer_call(randomised(build(), dtype), inputs(dtype, size))
 
 
+@pytest.mark.sampled(66)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", RULE_CASES)
 def test_rule_equals_single_samples(name, dtype):
@@ -55,6 +59,7 @@ def test_rule_of_an_empty_batch(name):
         assert torch.equal(contribution.weighted_sum(torch.zeros(0)), torch.zeros(shape, dtype=torch.float64))
 
 
+@pytest.mark.sampled(66)
 @pytest.mark.parametrize("name", RULE_CASES)
 @pytest.mark.parametrize("wanted", ["weight", "bias"])
 def test_only_what_is_wanted(name, wanted):
@@ -93,6 +98,7 @@ def pairs(call: LayerCall) -> dict[str, Contribution]:
     return found
 
 
+@pytest.mark.sampled(47)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", [name for name, (rule, *_) in RULE_CASES.items() if rule is convolution])
 def test_norms_from_pairs_of_positions(name, dtype):
@@ -119,6 +125,7 @@ FRAMES = {
 }
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("last", [False, True], ids=["samples slow", "samples fast"])
 @pytest.mark.parametrize("name", FRAMES)
 @pytest.mark.parametrize("size", [1, B])
@@ -151,6 +158,7 @@ def test_samples_in_the_second_dimension(rule, module, inputs):
     assert_rule_exact(rule, layer_call(module.double(), (values,), axis=BatchAxis(1)), 1e-12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", [convolution, pairs])
 @pytest.mark.parametrize("size", [(8, 8), (9, 8), (9, 9)])
 def test_transposed_convolution_asked_for_a_size(size, rule):
@@ -296,6 +304,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_words(name):
     rule, module, args, dim, words = REFUSED[name]

@@ -21,6 +21,8 @@ from gradguard.per_sample.loss.graph import BackwardRoots
 from gradguard.per_sample.loss.separation import Outputs
 from gradguard.per_sample.loss.terms import LossParts, explain, loss_parts
 
+pytestmark = pytest.mark.sampled(4)  # rows of each table
+
 B, T, V = 4, 5, 7
 
 
@@ -280,6 +282,7 @@ RIGHT = {
 """Losses that are the mean over samples of what each is by itself."""
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_mean_over_samples_is_right(name):
     torch.testing.assert_close(torch.tensor(factors_of_loop(RIGHT[name], "mean")) * divisor(name), torch.ones(B))
@@ -442,6 +445,7 @@ COUPLED = {
 """Losses with a term that is no sum of the samples' own."""
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("name", WRONG)
 def test_another_loss_is_refused_with_its_factors(name):
     loss, factors, words = WRONG[name]
@@ -453,6 +457,7 @@ def test_another_loss_is_refused_with_its_factors(name):
         raise AssertionError(explain(parts, "mean"))
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("name", COUPLED)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_loss_that_couples_samples_is_refused(name, reduction):
@@ -486,6 +491,7 @@ SUMS = {
 """Losses that are the sum over samples."""
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SUMS)
 def test_a_sum_over_samples_is_right(name):
     torch.testing.assert_close(torch.tensor(factors_of_loop(SUMS[name], "sum")), torch.ones(B))
@@ -494,6 +500,7 @@ def test_a_sum_over_samples_is_right(name):
     torch.testing.assert_close(parts.factors, torch.ones(B, dtype=torch.float64))
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_mean_is_refused_as_a_sum(name):
     parts = examine(RIGHT[name], "sum")
@@ -562,6 +569,7 @@ MIXED = {
 }
 
 
+@pytest.mark.sampled(26)
 @pytest.mark.parametrize("square", [False, True], ids=["", "as many classes"])
 @pytest.mark.parametrize("name", MIXED)
 def test_a_loss_in_which_samples_meet_is_refused(name, square):
@@ -584,6 +592,7 @@ APART = {
 }
 
 
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", APART)
 def test_a_loss_in_which_samples_stay_apart_is_right(name, dtype):
@@ -910,6 +919,7 @@ def composed(rng: random.Random):
     return lambda d: change(reduce(rows(d), mask(d)))
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("seed", range(60))
 def test_random_losses_against_the_loop(seed):
     loss = composed(random.Random(seed))
@@ -919,6 +929,7 @@ def test_random_losses_against_the_loop(seed):
     torch.testing.assert_close(parts.factors, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(20))
 def test_random_losses_of_two_terms_are_right_if_both_are(seed):
     rng = random.Random(seed)
@@ -962,6 +973,7 @@ def very_many_calls(model, x):
     (coupled(outs[0]) + sum(out.square().mean() for out in outs[1:])).backward()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "run",
     [
@@ -1121,6 +1133,7 @@ def trained(clipper, model, loss, x):
     clipper.pre_step()
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("first", LOSSES)
 @pytest.mark.parametrize(
     "second",
@@ -1228,6 +1241,7 @@ LOOK_ALIKE = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", LOOK_ALIKE)
 def test_a_later_loss_that_looks_alike_is_read(name):
     torch.manual_seed(0)

@@ -86,6 +86,7 @@ def measuring_worker(rank, path, expected):
         dist.destroy_process_group()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_processes_measure_the_noise_scale_that_one_measures(tmp_path):
     whole = [slice(0, 8)]

@@ -21,6 +21,7 @@ TRIPLES = [  # noise multiplier, sampling rate, steps, RDP (improved conversion)
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("triple", TRIPLES, ids=str)
 def test_rdp_gives_the_published_epsilons(triple):
     assert round(epsilon(*triple[:3], delta=1e-5, accountant="rdp"), 4) == triple[3]
@@ -112,6 +113,7 @@ CURVES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("start", [0.1, 1.0, 30.0])
 def test_the_search_stays_on_the_safe_side_of_any_falling_curve(curve, start):
@@ -168,6 +170,7 @@ def test_a_saved_accountant_goes_on():
     assert accountant.history == other.history == [(1.0, 0.01, 6)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [

@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples/private_digits.py"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_it_learns_within_its_budget_and_prints_both():
     options = ["--epochs", "6", "--epsilon", "8", "--batch-size", "128"]

@@ -141,6 +141,7 @@ def check_the_flags():
     assert model.require_backward_grad_sync
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives(tmp_path):
     expected = {max_physical: alone(max_physical) for max_physical in (None, 1)}

@@ -23,6 +23,7 @@ from gradguard.private.noise import GaussianNoise
 from private.runs import COMMON, SIZE, WIDTH, clipped_sum, data_set, network, one_step, private_run, train, weights
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("max_physical", [None, 1, 5])
 def test_without_noise_a_step_is_the_clipped_sum_over_the_expected_batch_size(reduction, max_physical):
@@ -62,6 +63,7 @@ def test_any_cut_into_micro_batches_gives_the_same_with_one_draw_of_noise_each_s
         torch.testing.assert_close(found[size], found[None], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("rule", "sensitivity"),
     [(None, 1.0), (FlatNormClipper(0.3), 0.3), (AutoNormClipper(0.2), 0.2), (PerLayerNormClipper(0.5), 0.5)],
@@ -108,6 +110,7 @@ def test_secure_noise_trains_and_refuses_a_seed():
 # Empty batches
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("max_physical", [None, 1])
 def test_empty_batches_are_steps_of_noise_that_the_loop_never_sees(workers, max_physical):
@@ -231,6 +234,7 @@ def no_clipping(private):
     private.clipper.sensitivity = lambda relation: 1.0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_audit_finds_the_promised_noise_and_catches_sabotage():
     assert abs(effective_noise_multiplier() - 1) < 0.25

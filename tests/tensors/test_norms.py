@@ -12,11 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cases import DTYPES, GRADIENTS, ORDERS, random
 from gradguard.tensors.norms import tensor_norms, total_norm
 from reference import total_norm as slow_norm
+from strategies import lists_of_gradients
 
 # float64 sums have nothing wider on an accelerator; the docs of `norms` say so.
 HOST_ONLY = {"huge float64", "tiny float64"}
 
 
+@pytest.mark.sampled(140)
 @pytest.mark.parametrize("p", ORDERS)
 @pytest.mark.parametrize("case", GRADIENTS)
 def test_total_norm_is_right_for_every_awkward_gradient(case, p, path):
@@ -33,6 +35,7 @@ def test_total_norm_is_right_for_every_awkward_gradient(case, p, path):
         assert float(norm) == pytest.approx(expected, rel=2e-6, abs=0)
 
 
+@pytest.mark.sampled(140)
 @pytest.mark.parametrize("p", ORDERS)
 @pytest.mark.parametrize("case", GRADIENTS)
 def test_tensor_norms_are_right_and_make_the_total(case, p, path):
@@ -44,6 +47,7 @@ def test_tensor_norms_are_right_and_make_the_total(case, p, path):
     assert norms.tolist() == pytest.approx([slow_norm([g], p) for g in gradients], rel=2e-6, abs=0)
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("p", ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,6 +99,15 @@ def test_any_lists_agree_with_the_slow_twin(rows, p):
     expected = slow_norm(tensors, p)
     assert float(total_norm(tensors, p)) == pytest.approx(expected, rel=2e-6, abs=0)
     assert float(torch.linalg.vector_norm(tensor_norms(tensors, p), p)) == pytest.approx(expected, rel=2e-6, abs=0)
+
+
+@given(lists_of_gradients, st.sampled_from(ORDERS))
+def test_lists_of_any_shapes_dtypes_and_layouts_agree_with_the_slow_twin(recipes, p):
+    tensors = [recipe.made() for recipe in recipes]
+    expected = slow_norm(tensors, p)
+    if expected < 1.7e308:
+        assert float(total_norm(tensors, p)) == pytest.approx(expected, rel=2e-6, abs=0)
+    assert tensor_norms(tensors, p).tolist() == pytest.approx([slow_norm([t], p) for t in tensors], rel=2e-6, abs=0)
 
 
 @given(st.integers(0, 12_000), st.integers(0, 3))

@@ -1,0 +1,45 @@
+"""The rows of a long table that `make test` runs, where its test has the marker ``@pytest.mark.sampled(20)``."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+GOLDEN, SILVER = 0.6180339887498949, 0.4142135623730951
+"""Multiples of them modulo 1 are spread evenly, however many one takes: no step in a table coincides with them."""
+
+
+def sample(rows: Sequence[Mapping[str, Any]], count: int, shift: int = 0) -> list[int]:
+    """Draw ``count`` rows of a table by what they hold and where they stand, never by their names.
+
+    The next row is the one with the most values that no drawn row has; then the one with the most pairs of values.
+    So each value of each parameter is drawn before one is drawn twice for nothing, and pairs of values soon after.
+    Among equal rows the order is spread evenly over the table.
+
+    Args:
+        rows: The parameters of each row by name.
+        count: How many rows to draw at most.
+        shift: Another number draws other rows: tests that share a table cover more of it together.
+
+    Returns:
+        The drawn positions in the order of the table.
+    """
+    values = [[(name, _comparable(value)) for name, value in sorted(row.items())] for row in rows]
+    pairs = [list(combinations(row, 2)) for row in values]
+    left = sorted(range(len(rows)), key=lambda i: (i * GOLDEN + shift * SILVER) % 1)
+    seen: set[Hashable] = set()
+    drawn: list[int] = []
+    while left and len(drawn) < count:
+        best = max(left, key=lambda i: (len(set(values[i]) - seen), len(set(pairs[i]) - seen)))
+        left.remove(best)
+        drawn.append(best)
+        seen.update(values[best], pairs[best])
+    return sorted(drawn)
+
+
+def _comparable(value: Any) -> Hashable:
+    """Tell equal values of one type from others; what cannot be hashed is itself alone."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value
