@@ -82,7 +82,7 @@ def _of_entries(module: nn.EmbeddingBag, arguments: _BagArguments, grad: Tensor)
         own = own.masked_fill(ids == module.padding_idx, padding)
     used = torch.cat([ids.flatten(), ids.new_zeros(1)])
     with torch.enable_grad():
-        table = wide(module.weight.detach())[used].requires_grad_()
+        table = wide(module.weight.detach()[used]).requires_grad_()
         bags = F.embedding_bag(
             own,
             table,
