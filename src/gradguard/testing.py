@@ -34,7 +34,7 @@ def assert_grad(
         The report of the check.
 
     Raises:
-        GradientCheckError: If the gradient is wrong, or nobody can tell.
+        GradientCheckError: If the gradient is wrong, or the check is inconclusive.
 
     Example:
         >>> import torch
