@@ -71,6 +71,7 @@ def test_no_tensors_give_zero(p, path):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fill", ["random", "constant"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_forty_million_elements_are_right_to_2e_6(fill, dtype):
