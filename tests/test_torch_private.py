@@ -85,7 +85,6 @@ OF_TORCH = {
 }
 OF_OBJECTS = {
     "version_of": lambda bare: torch_private.version_of(bare),
-    "base_of": lambda bare: torch_private.base_of(bare),
     "sparse_values": lambda bare: torch_private.sparse_values(bare),
     "sparse_indices": lambda bare: torch_private.sparse_indices(bare),
     "sequence_number_of": lambda bare: torch_private.sequence_number_of(bare),
@@ -295,12 +294,6 @@ def test_versions_of():
     tensors = [torch.zeros(2), torch.zeros(())]
     tensors[1].add_(1)
     assert torch_private.versions_of(tensors) == [0, 1]
-
-
-def test_base_of():
-    tensor = torch.zeros(4)
-    assert torch_private.base_of(tensor[1:]) is tensor
-    assert torch_private.base_of(tensor) is None
 
 
 def test_loader_has_begun():

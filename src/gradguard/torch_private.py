@@ -64,7 +64,6 @@ NEEDS = {
     "largest_in_bags": Need("torch", "_embedding_bag", 'nn.EmbeddingBag(mode="max")', 'Use mode="sum" or "mean". '),
 
     "version_of": Need("torch.Tensor", "_version", "noticing that a tensor was changed in place"),
-    "base_of": Need("torch.Tensor", "_base", "finding gradients that lie in one buffer"),
     "sparse_values": Need("torch.Tensor", "_values", "clipping sparse gradients"),
     "sparse_indices": Need("torch.Tensor", "_indices", "clipping sparse gradients"),
     "are_operations_watched": Need("torch._C", "_len_torch_dispatch_stack", "noticing who sees each operation"),
@@ -233,8 +232,6 @@ versions_of: Callable[[Iterable[Tensor]], list[int]] = _needs(
     lambda tensors: list(map(attrgetter("_version"), tensors)), "version_of"
 )
 """Return that of each of many tensors."""
-base_of: Callable[[Tensor], Tensor | None] = _read("base_of")
-"""Return what a tensor is a view of: those in one buffer have one norm."""
 sparse_values: Callable[[Tensor], Tensor] = _needs(lambda tensor: tensor._values(), "sparse_values")
 """Return the values of a sparse COO tensor, coalesced or not, in its memory."""
 sparse_indices: Callable[[Tensor], Tensor] = _needs(lambda tensor: tensor._indices(), "sparse_indices")

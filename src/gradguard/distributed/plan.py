@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradguard.distributed.agreement import gather_objects
-from gradguard.distributed.classes import Classes, padded_numel
+from gradguard.distributed.classes import Classes
 from gradguard.distributed.megatron import (
     megatron_placements,
     refuse_megatron_gradients,
@@ -126,14 +126,13 @@ class Plan:
         # Those of other stages stand for parameters, which are told apart by their identities.
         self._fillers = [torch.empty_like(widest) for _ in range(count)]
         weights, whole = [1 / n for n in holders], [w and n > 1 for w, n in zip(whole, holders, strict=True)]
-        padded, shares = [0] * count, [0.0] * count
-        for place, tensor, part, placement in zip(self.places, tensors, _parts(tensors), placements, strict=True):
+        shares = [0.0] * count
+        for place, part in zip(self.places, _parts(tensors), strict=True):
             self._fillers[place] = part.new_empty(0)
-            padded[place] = padded_numel(tensor, part, placement)
             shares[place] = weights[place] if whole[place] else -weights[place]  # see `NormReduction`
         self.weights = torch.tensor(weights, dtype=torch.float64, device=device)
         self._shares = torch.tensor(shares, dtype=torch.float64, device=device)
-        self._classes = Classes(weights, whole, padded, device)
+        self._classes = Classes(weights, whole, device)
         copied = [i for i, is_copied in enumerate(whole) if is_copied]
         self._copies = Copies(torch.tensor(copied, dtype=torch.int64), [called(self.names, i) for i in copied])
         if self.reducer.moves:
