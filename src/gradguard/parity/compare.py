@@ -74,16 +74,17 @@ def facts_of(a: SavedGradients, b: SavedGradients) -> Facts:
 
 def _verdict(faults: Findings, doubts: Findings) -> Verdict:
     kinds = {doubt.kind for doubt in doubts}
-    certain = [f for f in faults if f.kind in ("missing", "extra", "shape")]
-    certain += [] if "weights" in kinds else [f for f in faults if f.kind not in ("unknown", "noisy")]
+    certain = {f.kind for f in faults} - {"unknown", "noisy"}
+    if "weights" in kinds:
+        certain &= {"missing", "extra", "shape"}
     if "random" in kinds:
-        certain = [f for f in certain if f.kind not in _MASKS_COUNT]
+        certain -= {*_MASKS_COUNT}
     return "FAIL" if certain else "INCONCLUSIVE" if faults or doubts else "PASS"
 
 
 def _findings(outcomes: Outcomes, facts: Facts) -> list[ParityFinding]:
     """Return a finding for each fault; behind them what a missing sum over ranks may have changed."""
-    wrong = [outcome for outcome in outcomes if outcome.kind not in ("equal", "blind")]
+    wrong = [outcome for outcome in outcomes if outcome.is_wrong]
     is_missing = any(o.reduction for o in wrong)
     followers = [o for o in wrong if is_missing and o.kind in _FOLLOWING and not o.reduction]
     causes = [o for o in wrong if o not in followers]
@@ -222,7 +223,6 @@ def _notes(a: SavedGradients, b: SavedGradients, outcomes: Outcomes, faults: Fin
         same = apart <= BARS * max(bar, least * abs(a.losses[0]))
         says = "agree" if same else "differ by more than rounding: another batch, or another forward?"
         notes.append(f"the losses, {a.losses[0]:.6g} and {b.losses[0]:.6g}, {says}")
-    if any(o.kind == "different" and o.name not in a.rows for o in outcomes):
-        wanted = names([o.name for o in outcomes if o.kind == "different" and o.name not in a.rows])
-        notes.append(f"to see which rows are wrong, save both again with rows=[...] of: {wanted}")
+    if wanted := [o.name for o in outcomes if o.kind == "different" and o.name not in a.rows]:
+        notes.append(f"to see which rows are wrong, save both again with rows=[...] of: {names(wanted)}")
     return tuple(notes)

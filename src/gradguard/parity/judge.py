@@ -152,6 +152,11 @@ class Outcome:
     message: str = ""
 
     @property
+    def is_wrong(self) -> bool:
+        """Whether the two are known to differ."""
+        return self.kind not in ("equal", "blind")
+
+    @property
     def shows(self) -> float | None:
         """The size from which on an error would have shown, as a part of the gradient; None if not measured."""
         return None if self.bar is None else BARS * self.bar

@@ -112,9 +112,8 @@ def local_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalPa
     for module in model.modules():
         if is_fully_sharded(module):
             module.reshard()  # type: ignore[operator]
-    found = _flat_ones(model)
-    known = {id(tensor) for tensor in found}
-    parameters = [one for group in found.values() for one in group]
+    parameters = _flat_ones(model)
+    known = {id(one.parameter) for one in parameters}
     named = [(name, p) for name, p in named_parameters(model) if p.requires_grad and id(p) not in known]
     for (name, p), is_flat in zip(named, flattened_by_fsdp1([p for _, p in named]), strict=True):
         if is_flat:
@@ -125,16 +124,15 @@ def local_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalPa
     return parameters
 
 
-def _flat_ones(model: nn.Module) -> dict[Tensor, list[LocalParameter]]:
-    found: dict[Tensor, list[LocalParameter]] = {}
+def _flat_ones(model: nn.Module) -> list[LocalParameter]:
+    found = []
     for path, module in model.named_modules():
         if is_fsdp1(module):
             front = ".".join(word for word in path.split(".") if word and word not in wrapper_slots())
             for shard in flat_shards_of(module):
                 name = f"{front}.{shard.name}" if front else shard.name
                 part = LocalShard(shard.shape, (shard.numel,), start=shard.start)
-                its = LocalParameter(name, shard.tensor, FLAT, lambda tensor, part=part: part, shard)
-                found.setdefault(shard.tensor, []).append(its)
+                found.append(LocalParameter(name, shard.tensor, FLAT, lambda tensor, part=part: part, shard))
     return found
 
 
