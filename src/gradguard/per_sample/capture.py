@@ -465,8 +465,7 @@ class LayerCapture:
             What it returns in place of that; None for the same.
         """
         returned = Skeleton(output)
-        if loop.draws is not None:
-            loop.precision = max(loop.precision, loop.draws.precision)
+        loop.precision = max(loop.precision, loop.draws.precision)
         loop.outputs = [(tensor.detach(), changes_of(tensor)) for tensor in returned.tensors]
         places = [i for i, t in enumerate(returned.tensors) if t.requires_grad]
         if not places:
