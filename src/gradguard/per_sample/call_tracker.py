@@ -155,7 +155,7 @@ class CallTracker:
 
     @property
     def collector(self) -> GradientCollector:
-        """What backward brings."""
+        """The gradients that backward brings."""
         return self._capture.collector
 
     def parameter(self, name: str) -> nn.Parameter:

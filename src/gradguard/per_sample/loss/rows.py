@@ -319,7 +319,7 @@ class Rows:
         return [name for step in self.path.steps if (name := operation(step.node)) in MEANS | _ADDING]
 
     def _weighed(self) -> tuple[Tensor, Tensor | float]:
-        """What each row weighs in the loss, and how much it counts by itself."""
+        """Return each row's weight in the loss, and how much it counts by itself."""
         counting = _counting(self.path, self.name)
         return (self.path.coefficient * counting).broadcast_to(self.shape).abs(), counting
 
