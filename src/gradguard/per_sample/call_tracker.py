@@ -83,6 +83,8 @@ class CallTracker:
         loss_check: Looks at the loss of such a call.
 
     Attributes:
+        planner: The plans, and whether they have been verified.
+        trained: Names of the parameters that were trained when the module was last called.
         last_calls: The last call of each outermost module.
         witness: Runs a sample of some mini-batches alone again; None for nobody.
     """
@@ -117,11 +119,11 @@ class CallTracker:
         self._capture = LayerCapture(names, self.aliases, self.quietly)
         self._quiet = False
         self.last_calls: dict[nn.Module, LastCall] = {}
-        self._planner = LayerPlanner(self.batch_first, names, self._observed_by)
+        self.planner = LayerPlanner(self.batch_first, names, self._observed_by)
         self._sound: int | None = None
         self._holds_trained: dict[nn.Module, bool] = {}
         self._stack: list[RunningCall] = []
-        self._trained: frozenset[str] = frozenset()
+        self.trained: frozenset[str] = frozenset()
         self._observer: Observer | None = None
         self._handles: list[RemovableHandle] = []
         self._hooks: dict[nn.Module, tuple[int, int]] = {}
@@ -152,18 +154,8 @@ class CallTracker:
             self.witness.forget()
 
     @property
-    def planner(self) -> LayerPlanner:
-        """The plans, and whether they have been verified."""
-        return self._planner
-
-    @property
-    def trained(self) -> frozenset[str]:
-        """Names of the parameters that were trained when the module was last called."""
-        return self._trained
-
-    @property
     def collector(self) -> GradientCollector:
-        """What backward brings."""
+        """The gradients that backward brings."""
         return self._capture.collector
 
     def parameter(self, name: str) -> nn.Parameter:
@@ -183,7 +175,7 @@ class CallTracker:
 
     def verified(self, conclusive: bool) -> None:
         """The gradients of the last calls have been found to be right; the next are looked at too if not conclusive."""
-        if not self._planner.sharded:  # otherwise a layer has others while it is gathered
+        if not self.planner.sharded:  # otherwise a layer has others while it is gathered
             refuse_stand_ins(self._seen, {name: self.parameter(name) for name in self._seen})
         while self._unverified:
             call = self._unverified.pop()
@@ -200,7 +192,7 @@ class CallTracker:
         """Gather into another `GradientCollector` in a block that calls the module in one way for another purpose."""
         capture = self._capture
         before = capture.collector, dict(self.last_calls), capture.batch_size, list(self._unverified)
-        capture.collector = GradientCollector(before[0].shared | self._planner.shared)
+        capture.collector = GradientCollector(before[0].shared | self.planner.shared)
         self._rehearsed = pattern
         try:
             yield capture.collector
@@ -287,7 +279,7 @@ class CallTracker:
                 changed = changed if tapped is None else tapped
             return self._refuse_unowned(module, changed, output)
         except UnsupportedGradientError:
-            self._planner.forget()  # so that the next step looks at the model again
+            self.planner.forget()  # so that the next step looks at the model again
             raise
         finally:
             self._end_call(running, output if changed is None else changed)
@@ -368,7 +360,7 @@ class CallTracker:
         """An outermost call starts."""
         state = self._look_at_state()
         self._look_at_trained()
-        self._planner.restart()
+        self.planner.restart()
         if current_graph_task() != -1:  # a checkpoint runs a part of the forward again
             return
         size = self._capture.batch_size = count_samples(arguments, self.batch_first, type(module).__name__)
@@ -376,27 +368,27 @@ class CallTracker:
             return
         rehearsal = self._rehearsed is not None
         autocast = autocast_of(Skeleton(arguments))
-        rehearse = None if self._planner.sharded or not self._uses_trained(module) else self._rehearse
-        kind = self._planner.key_of(module, arguments, autocast)
-        fresh = not rehearsal and not self._planner.knows(kind, state)
-        pattern = self._rehearsed or self._planner.pattern_for(module, arguments, size, kind, state)
+        rehearse = None if self.planner.sharded or not self._uses_trained(module) else self._rehearse
+        kind = self.planner.key_of(module, arguments, autocast)
+        fresh = not rehearsal and not self.planner.knows(kind, state)
+        pattern = self._rehearsed or self.planner.pattern_for(module, arguments, size, kind, state)
         call = LastCall(pattern, arguments, size, autocast)
         self._capture.verifying = not rehearsal and rehearse is not None and size not in pattern.sizes
         if self._capture.verifying and rehearse is not None:
             rehearse(self, call)
-            self._planner.restart()
+            self.planner.restart()
             self._unverified.append(call)
             self._capture.batch_size, self._capture.verifying = size, True
         if fresh:
-            self._planner.keep(pattern, kind, self._state.passed())
+            self.planner.keep(pattern, kind, self._state.passed())
             if self.witness is not None:
                 self.witness.tried_out()
-        looks = self._planner.uses_trained(module) and not rehearsal and self.collector.mini_batch is None
+        looks = self.planner.uses_trained(module) and not rehearsal and self.collector.mini_batch is None
         if looks and self._loss_check is not None:
-            pulls = not self._planner.sharded
+            pulls = not self.planner.sharded
             self._loss_check.start(size, pattern.output_axes, self._capture.verifying, pulls)
-        self._planner.resume(pattern)
-        self.collector.shared = self._planner.shared
+        self.planner.resume(pattern)
+        self.collector.shared = self.planner.shared
         self.last_calls[module] = call
         if pattern.looped:
             self._loop = self.looped_call(call)
@@ -413,7 +405,7 @@ class CallTracker:
 
     def _look_at_state(self) -> int:
         """Look whether the model may compute something else than in the last call; return the number of its state."""
-        if self._planner.sharded:  # each process has attributes of its own, and must do as the others do
+        if self.planner.sharded:  # each process has attributes of its own, and must do as the others do
             refuse_batch_norm(self._module)
             self._holds_trained.clear()
             return 0
@@ -433,7 +425,7 @@ class CallTracker:
     def _uses_trained(self, module: nn.Module) -> bool:
         """Tell whether a trained parameter is in ``module``."""
         if module not in self._holds_trained:
-            self._holds_trained[module] = self._planner.uses_trained(module)
+            self._holds_trained[module] = self.planner.uses_trained(module)
         return self._holds_trained[module]
 
     def _record(self, call: LastCall) -> LoopedCall:
@@ -478,7 +470,7 @@ class CallTracker:
     def looped_call(self, call: LastCall) -> LoopedCall:
         """Return ``call`` as one that is repeated sample by sample."""
         pattern = call.pattern
-        trained = {name: self.aliases[name] for name in sorted(self._trained)}
+        trained = {name: self.aliases[name] for name in sorted(self.trained)}
         inside = set(pattern.module.modules())
         places = {name: slots for name, slots in trained.items() if any(module in inside for module, _ in slots)}
         return LoopedCall(
@@ -539,11 +531,11 @@ class CallTracker:
             )
         trained = frozenset(name for name, parameter in parameters.items() if parameter.requires_grad)
         self._without_gradient = {name for name, parameter in parameters.items() if parameter.grad is None}
-        if trained != self._trained:
+        if trained != self.trained:
             self._guard(trained)
             self._capture.train(trained)
-            self._planner.train(trained)
-            self._trained = trained
+            self.planner.train(trained)
+            self.trained = trained
             self._holds_trained.clear()
 
     def _guard(self, names: frozenset[str]) -> None:
@@ -563,12 +555,12 @@ class CallTracker:
         """The plan of this call of ``module``."""
         if self._capture.batch_size == 0:
             return _NOTHING
-        plan = self._planner.next(module)
+        plan = self.planner.next(module)
         if plan is not None:
             return plan
-        if not self._planner.uses_trained(module):
+        if not self.planner.uses_trained(module):
             return _NOTHING
-        self._planner.unexpected()
+        self.planner.unexpected()
         raise UnsupportedGradientError(
             f"{type(module).__name__} did not run when the model was looked at, so how it treats samples is not known. "
             "Repeat this step: the model is looked at again. (Nothing was clipped yet.)"
@@ -595,7 +587,7 @@ class CallTracker:
             if self.collector.take_from_checkpoint(name, gradient, current_graph_task()):
                 return
         self.collector.discard()
-        self._planner.forget()
+        self.planner.forget()
         raise UnsupportedGradientError(
             f"parameter {name} was used outside of the module's forward (in the loss, say, or by code that the module "
             "does not call through a layer), so what each sample contributes there is not known. Use it inside "

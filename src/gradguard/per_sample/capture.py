@@ -1,4 +1,4 @@
-"""What is done at the start and at the end of one call of a layer.
+"""The work at the start and at the end of one call of a layer.
 
 While a layer runs, its parameters do not require grad, so autograd never computes their gradients; what it returns
 passes through a `tap`, which in backward hands over the layer's input and the gradient of its output.
@@ -465,8 +465,7 @@ class LayerCapture:
             What it returns in place of that; None for the same.
         """
         returned = Skeleton(output)
-        if loop.draws is not None:
-            loop.precision = max(loop.precision, loop.draws.precision)
+        loop.precision = max(loop.precision, loop.draws.precision)
         loop.outputs = [(tensor.detach(), changes_of(tensor)) for tensor in returned.tensors]
         places = [i for i, t in enumerate(returned.tensors) if t.requires_grad]
         if not places:
@@ -491,7 +490,7 @@ class LayerCapture:
         saved: Sequence[Tensor],
         receive: Callable[..., None],
     ) -> Any:
-        """What was returned, with tapped ``values`` in some places."""
+        """Return the outputs with tapped ``values`` in some places."""
         tensors: list[Tensor | None] = list(returned.tensors)
         results = tap(partial(_receive_all, receive, len(tensors), places), saved, self._anchor(values[0]), values)
         for place, value in zip(places, results, strict=True):

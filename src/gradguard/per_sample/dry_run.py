@@ -118,7 +118,7 @@ class Observer(TorchFunctionMode):
         return result
 
     def _known(self, module: nn.Module, func: Any, args: Any, kwargs: Any, result: Any) -> ObservedOperation | None:
-        """What a function did with parameters of ``module``; None if it may have been anything."""
+        """Name what a function did with parameters of ``module``; None if it may have been anything."""
         found = operation_of(func, args, kwargs, lambda value: id(value) in self._slots)
         slots = [self._slots[id(parameter)] for parameter in found.parameters.values()] if found else []
         if found is None or any(holder is not module for holder, _ in slots):
@@ -171,7 +171,7 @@ def _drops(args: Any, kwargs: Any) -> bool:
 
 
 def _leaves(args: Any, kwargs: Any) -> Iterator[Any]:
-    """What a function is called with; few functions get lists of tensors."""
+    """Yield the arguments of a function; few functions get lists of tensors."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, list | tuple | dict):
             yield from tree_leaves(value)

@@ -176,7 +176,6 @@ class _Together:
         self._tracker, self._call, self._reset, self.indices = tracker, call, reset, indices
         pattern = call.pattern
         args, kwargs = call.samples(tracker.batch_first, indices)
-        torch.manual_seed(0)
         reset()
         within = tracker.collect_separately(pattern) if hooks else tracker.quietly()
         with within, torch.enable_grad() if hooks else without_graph(pattern.module), Draws() as self.draws:
@@ -189,7 +188,6 @@ class _Together:
         module = self._call.pattern.module
         for last in (False, True):
             try:
-                torch.manual_seed(0)
                 self._reset()
                 with (
                     self._tracker.quietly(),
@@ -280,7 +278,7 @@ def compare(
     def compared(one: LastCall, autocast: bool) -> Comparison | None:
         with torch.enable_grad(), _as_called(one, autocast) as reset, exact_products():
             pair = _Pair(tracker, one if autocast else replace(one, autocast=None), list(samples), reduction, reset)
-            found = pair.compare(scaled, len(samples) if alone is None else alone, opened)
+            found = pair.compare(scaled, len(samples) if alone is None else alone, opened and len(samples) > 1)
             unowned = pair.unowned() if note or found is None else {}
             if note:
                 one.pattern.precision = pair.precision
@@ -436,7 +434,6 @@ class _Pair:
         loop.shares = torch.ones(len(order))  # of tokens: they are found by the comparison
         self._reset()
         loop.before = Snapshot(module)
-        torch.manual_seed(0)
         with tracker.collect_separately(self._pattern) as collector:
             with Draws() as loop.draws:
                 outputs = Skeleton(module(*args, **kwargs)).tensors

@@ -144,7 +144,7 @@ _BASES: Any = OrderedDict, dict, list, set, deque
 
 
 class _Content:
-    """What a container holds: the objects themselves.
+    """The objects that a container holds.
 
     Args:
         container: Of one of `_BASES`, or a subclass.
@@ -225,7 +225,7 @@ def _home(module: nn.Module, slot: str) -> dict[str, Any]:
 
 
 _RRELU = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_functional")
-"""What it draws is in its second argument."""
+"""Its second argument holds the random numbers."""
 
 
 class UntoldDrawsError(UnsupportedGradientError):

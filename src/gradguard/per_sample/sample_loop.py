@@ -7,7 +7,7 @@ in the batch, and must give what it gave there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ class LoopedCall:
         autocast: Device type and dtype of the autocast that it ran under, or None.
         precision: Machine epsilon of the coarsest dtype that is computed in.
         reason: Why samples are run one by one.
-        draws: The random numbers that it drew, or None.
+        draws: The random numbers that it drew.
         before: The module as it was before.
         outputs: What it returned, and the version of each tensor.
         grads: The gradient of each tensor that it returned.
@@ -69,7 +69,7 @@ class LoopedCall:
     autocast: tuple[str, torch.dtype] | None
     precision: float
     reason: str = ""
-    draws: Draws | None = None
+    draws: Draws = field(default_factory=Draws)
     before: Snapshot | None = None
     outputs: list[tuple[Tensor, int]] = field(default_factory=list)
     grads: Sequence[Tensor | None] = ()
@@ -145,7 +145,7 @@ class SampleLoop:
     @property
     def drew(self) -> bool:
         """Whether the batch drew random numbers."""
-        return self.call.draws is not None and bool(self.call.draws.drawn)
+        return bool(self.call.draws.drawn)
 
     def run(self, samples: Sequence[int]) -> Iterator[dict[str, Tensor]]:
         """Give the gradients of one sample after the other, at least float32; complex ones as pairs of real values.
@@ -182,9 +182,7 @@ class SampleLoop:
             values = {name: _value(places).requires_grad_() for name, places in call.places.items()}
             stack.enter_context(substituted({p: values[n] for n, places in call.places.items() for p in places}))
             args, kwargs = call.sample(sample)
-            with ExitStack() as drawing:
-                if call.draws is not None:
-                    drawing.enter_context(call.draws.of_samples([sample], call.batch_size, last))
+            with call.draws.of_samples([sample], call.batch_size, last):
                 outputs = self._outputs(args, kwargs)
             if len(outputs) != len(call.outputs):
                 raise UnsupportedGradientError(_differs(call, "it returns other tensors"))
@@ -205,7 +203,7 @@ class SampleLoop:
                     roots.append(output)
                     grads.append(grad if scale == 1.0 else grad * scale)
             if roots:
-                with call.draws.again() if call.draws is not None else nullcontext():
+                with call.draws.again():
                     torch.autograd.backward(roots, grads)
         found = {name: _zeros(v) if v.grad is None else _dense(v) for name, v in values.items()}
         return found if scale == 1.0 else {name: gradient / scale for name, gradient in found.items()}

@@ -28,7 +28,7 @@ _MOST_CALLS = 16
 
 
 _MOST_KNOWN_CALLS = 4
-"""The same once a loss has been verified, so that calls without a backward hold little."""
+"""Calls that are kept once a loss has been verified, so that calls without a backward hold little."""
 
 _MOST_STRUCTURES = 10_000
 """Makes of losses that are remembered."""
@@ -56,6 +56,23 @@ class _Known:
     complete: bool
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A loss that was looked at.
+
+    Attributes:
+        make: How it is computed.
+        parts: What was found.
+        complete: Whether no label was missing.
+        conclusive: Whether gradients could show that samples meet.
+    """
+
+    make: Make
+    parts: LossParts
+    complete: bool = True
+    conclusive: bool = True
+
+
 class LossCheck:
     """Whether each sample's part in the loss is its own loss.
 
@@ -78,17 +95,14 @@ class LossCheck:
         self._calls: list[Outputs] = []
         self._too_many = False
         self._verifying = False
-        self._make = Make()  # of the loss that was looked at
         self._known: dict[bytes, _Known] = {}  # losses that were found to be right, by their structure
         self._ledger = Ledger()
         self._declared: set[float] = set()
         self._constant_sizes: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self.factors: Tensor | None = None
         self.labels_agree: Tensor | None = None
-        self._complete = True
         self._unread: tuple[Tensor, Event | None] | None = None
-        self._parts: LossParts | None = None
-        self._conclusive = True
+        self._seen: _Seen | None = None
         self._divided_by = 1.0
 
     def start(
@@ -115,7 +129,7 @@ class LossCheck:
             *self._calls[1 - most :],
             Outputs(batch_size, axes.pop() if len(axes) == 1 else self._batch_first, pulls),
         ]
-        self._parts = None
+        self._seen = None
         self._roots.start()
 
     def add_outputs(self, tensors: Sequence[Tensor], axes: Sequence[BatchAxis | None]) -> None:
@@ -150,22 +164,20 @@ class LossCheck:
         Raises:
             UnsupportedGradientError: If it is not what it is said to be.
         """
-        waits = bool(self._calls)
+        seen, self._seen = self._seen, None
+        if seen is None and self._calls:
+            seen = _Seen(Make(), LossParts("unverified", _NOT_SEEN))
         self._declared.clear()
         self.stop()
-        parts, self._parts = self._parts, None
-        make, self._make = self._make, Make()
-        conclusive, self._conclusive = self._conclusive, True
-        if parts is None and waits:
-            parts = LossParts("unverified", _NOT_SEEN)
-        if parts is None:
+        if seen is None:
             return True
+        parts, make = seen.parts, seen.make
         self._divided_by = 1.0 if parts.divided_by == parts.terms else parts.divided_by
         if parts.verdict != "right" and parts.reason != NO_PART:
             words = explain(parts, self._reduction)
-            if not self._only_warn or self._reduction == "token_mean":
+            if self._reduction == "token_mean":
                 raise UnsupportedGradientError(words)
-            warnings.warn(words, stacklevel=5)
+            self._refuse(UnsupportedGradientError(words), 6)
         self.factors = parts.factors
         if self.labels_agree is not None:
             self._unread = copy_to_host(self.labels_agree)
@@ -173,13 +185,19 @@ class LossCheck:
             self._ledger.add(parts.page)
             self._constant_sizes[make.kind] |= parts.repeated
         known = self._known.get(make.structure) if make.structure is not None else None
-        if conclusive and make.structure is not None and (known is None or known.parts is not parts):
+        if seen.conclusive and make.structure is not None and (known is None or known.parts is not parts):
             if len(self._known) == _MOST_STRUCTURES:  # one that changes at each step is read at each step
                 self._known.clear()
             owners = [parts.label_owners.get(node) for node in make.labelled]
             parts = replace(parts, label_owners={}, page=None)  # nodes would keep the graph alive
-            self._known[make.structure] = _Known(make.numbers, parts, owners, self._complete)
-        return conclusive
+            self._known[make.structure] = _Known(make.numbers, parts, owners, seen.complete)
+        return seen.conclusive
+
+    def _refuse(self, error: Exception, stacklevel: int) -> None:
+        """Raise an error, or warn with its words."""
+        if not self._only_warn:
+            raise error
+        warnings.warn(str(error), stacklevel=stacklevel)
 
     def refuse_divided(self, mini_batches: int, known: float) -> None:
         """Check that the losses of a step are not divided by the number of its mini-batches.
@@ -198,21 +216,24 @@ class LossCheck:
                 "all samples by itself. Call backward on the loss as it is, without the division; discard() begins the "
                 "step again. (check='warn' accepts it.)"
             )
-            if not self._only_warn:
-                raise InvalidValueError(words)
-            warnings.warn(words, stacklevel=4)
+            self._refuse(InvalidValueError(words), 5)
 
     def _look(self, roots: list[Root]) -> None:
         calls = [call for call in self._calls if call.are_behind(roots)]
         if not calls:  # another model's loss, or a trial of this one
             return
-        make = self._make = make_of(roots, set().union(*[call.values for call in calls]))
+        make = make_of(roots, set().union(*[call.values for call in calls]))
         known = None if self._verifying or make.structure is None else self._known.get(make.structure)
-        if known is not None and not known.parts.weighted and known.numbers == make.numbers and self._labels(known):
-            self._parts = known.parts
+        if (
+            known is not None
+            and not known.parts.weighted
+            and known.numbers == make.numbers
+            and self._labels(make, known)
+        ):
+            self._seen = _Seen(make, known.parts)
             self.stop()
             return
-        self._complete = all(bool(has_label(node).all()) for node in make.labelled)
+        complete = all(bool(has_label(node).all()) for node in make.labelled)
         outputs = of_several(calls)
         if self._too_many:
             most = _MOST_CALLS if self._verifying else _MOST_KNOWN_CALLS
@@ -234,15 +255,14 @@ class LossCheck:
                 )
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
                 found = LossParts("unverified", f"reading its graph failed ({str(error).split('.')[0]})")
-        self._parts = found
-        self._conclusive = outputs is None or outputs.conclusive
+        self._seen = _Seen(make, found, complete, outputs is None or outputs.conclusive)
         if found.reason != NO_PART:
             self.stop()
 
-    def _labels(self, known: _Known) -> bool:
+    def _labels(self, make: Make, known: _Known) -> bool:
         """Whether each sample has as many labels as before, or it will be read later from `labels_agree`."""
         agreeing: list[Tensor] = []
-        for node, owner in zip(self._make.labelled, known.label_owners, strict=True):
+        for node, owner in zip(make.labelled, known.label_owners, strict=True):
             there = has_label(node)
             if owner is not None and not is_read_at_once(there) and self._reduction != "token_mean":
                 counts = by_sample(owner, there.double(), self._calls[0].batch_size)
@@ -270,6 +290,4 @@ class LossCheck:
                 "of them, so that each sample's part depended on the others: nothing of it was added. Average within "
                 "each sample first, and then over samples, or say loss_reduction='token_mean'"
             )
-            if not self._only_warn:
-                raise UnsupportedGradientError(words)
-            warnings.warn(words, stacklevel=5)
+            self._refuse(UnsupportedGradientError(words), 6)

@@ -1,4 +1,4 @@
-"""What a backward starts from, and how the autograd graph between there and the module's outputs is read.
+"""The roots of a backward, and how the autograd graph between there and the module's outputs is read.
 
 The user computes the loss where nobody looks, and it cannot be computed again. But while its graph is alive each node
 says what operation it is, and, called with a gradient, what it passes on.
@@ -180,7 +180,7 @@ def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
     pending: list[Node] = []
 
     def told_of(node: Node | None, number: int) -> Any:
-        """What tells a value from others: its number among the nodes, or its shape where samples begin."""
+        """Return a value's number among the nodes, or its shape where samples begin."""
         if node is None:
             return None
         if (node, number) in ends or (node.name() in TAPS and shape_of(node, number)):
@@ -568,7 +568,7 @@ def _is_tensor(number: Any) -> bool:
 
 
 def _multiplier(name: str, node: Node, which: int) -> tuple[Constant | None, float]:
-    """What a node multiplies or divides by, if that is one value.
+    """Return the one value that a node multiplies or divides by.
 
     Returns:
         The scalar, or None; what the only value of another tensor multiplies by, or 1.

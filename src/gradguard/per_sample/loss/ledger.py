@@ -33,7 +33,7 @@ _CLOSE = 1e-6
 
 @dataclass(frozen=True)
 class RowWeights:
-    """What the rows where one path ends weigh in the loss.
+    """The weights of the rows where one path ends.
 
     Attributes:
         kind: The operations that the rows come from, and those that add them up.
@@ -58,7 +58,7 @@ class RowWeights:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What has stayed the same; None for what has not."""
+    """The values that have stayed the same; None for those that have not."""
 
     row: Values | None
     total: Values | None
@@ -90,7 +90,7 @@ _NOTHING = _Kept(None, None, None, None)
 
 @dataclass(frozen=True)
 class Entry:
-    """What batches have left of one kind of rows.
+    """One kind of rows, as far as no batch has contradicted another.
 
     Attributes:
         kept: What has stayed the same.

@@ -20,8 +20,8 @@ from gradguard.per_sample.loss.graph import Constant
 from gradguard.per_sample.loss.rows import Term
 
 What = Literal["own", "count", "samples", "rows in the mean", "times", "divided once more"]
-"""What a number is: the user's own; the number of rows, or of samples, by which a sum is divided; 1 over the part of a
-mean's rows that count; a count that multiplies a mean, or that divides it once more."""
+"""The meaning of a number: the user's own; the number of rows, or of samples, by which a sum is divided; 1 over the
+part of a mean's rows that count; a count that multiplies a mean, or that divides it once more."""
 
 
 @dataclass(frozen=True)

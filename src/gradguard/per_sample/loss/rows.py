@@ -181,7 +181,7 @@ class Rows:
             Silent: If rows have no derivative that would tell.
             Unreadable: If that cannot be told.
         """
-        for samples in candidates:
+        for samples in [*candidates, *(self._flattened() if candidates else [])]:
             found = self._apart(samples)
             if all(one is None for one in found):  # within the module, which was looked at by itself
                 return Owner(self.name, samples, len(candidates) == 1 and self._in_order())
@@ -207,6 +207,14 @@ class Rows:
             "several samples each: what a sample adds to the gradient depends on the others. Leave that term out, or "
             "compute it for each sample and average"
         )
+
+    def _flattened(self) -> list[Tensor]:
+        """The samples of rows that were flattened in one order or in the other."""
+        size, rows = self._outputs.batch_size, self.shape[:1].numel()
+        if rows <= size or rows % size:
+            return []
+        places = torch.arange(rows, device=_metadata(self.path.node).device).view(-1, *[1] * (len(self.shape) - 1))
+        return [places % size, places // (rows // size)]
 
     def _refuse_others(self, samples: Tensor) -> None:
         """Check that each row which was chosen shows by its derivative whose it is, where the graph does not say so.
@@ -311,7 +319,7 @@ class Rows:
         return [name for step in self.path.steps if (name := operation(step.node)) in MEANS | _ADDING]
 
     def _weighed(self) -> tuple[Tensor, Tensor | float]:
-        """What each row weighs in the loss, and how much it counts by itself."""
+        """Return each row's weight in the loss, and how much it counts by itself."""
         counting = _counting(self.path, self.name)
         return (self.path.coefficient * counting).broadcast_to(self.shape).abs(), counting
 

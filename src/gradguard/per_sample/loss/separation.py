@@ -21,7 +21,8 @@ from gradguard.per_sample.layers.call import BatchAxis, samples_first
 from gradguard.per_sample.loss.graph import Root, Unreadable, parents
 from gradguard.torch_private import input_metadata_of
 
-_BASE = 8
+_BITS = 3
+_BASE = 1 << _BITS
 
 
 class Silent(Unreadable):
@@ -29,7 +30,7 @@ class Silent(Unreadable):
 
 
 class Outputs:
-    """What a module returned to the code that computes the loss.
+    """The values that a module returned to the code that computes the loss.
 
     Args:
         batch_size: Number of samples B.
@@ -167,7 +168,7 @@ class Outputs:
     @property
     def _digits(self) -> int:
         """How many digits tell the samples apart."""
-        return max(1, len(_in_base(self.batch_size - 1)))
+        return max(1, math.ceil((self.batch_size - 1).bit_length() / _BITS))
 
     def _powers(self, digit: int, like: Tensor) -> Tensor:
         """The power of two of each sample, to be broadcast to a tensor with the samples first."""
@@ -186,7 +187,7 @@ class Outputs:
         return int(found) if len(found) == 1 else None
 
     def _pull(self, node: Node, number: int, cotangent: Tensor, create_graph: bool = False) -> Sequence[Tensor | None]:
-        """What the outputs get in a backward from the value; None for those that it does not reach before others."""
+        """Return the gradients of the outputs for a cotangent of the value; None where others lie in front."""
         reached = _reached(node, number, self._edges)
         if not reached:
             return [None] * len(self._edges)
@@ -275,14 +276,6 @@ def _along(values: Tensor, like: Tensor) -> Tensor:
 
 def _finite(values: Tensor) -> Tensor:
     return values.nan_to_num(0.0, 0.0, 0.0)
-
-
-def _in_base(number: int) -> list[int]:
-    digits = []
-    while number:
-        number, digit = divmod(number, _BASE)
-        digits.append(digit)
-    return digits
 
 
 def _sentence(error: Exception) -> str:

@@ -88,7 +88,7 @@ class _Loss:
 
 @dataclass(frozen=True)
 class LossParts:
-    """What was found.
+    """The verdict on a loss.
 
     Attributes:
         verdict: ``"right"`` if each sample's part is its own loss, ``"wrong"`` if not, ``"unknown"`` if a constant may
@@ -433,7 +433,7 @@ def _averaged_together(terms: Sequence[Term]) -> list[Term]:
 
 
 def _nodes(path: Path) -> list[Node]:
-    """What a path passes that other paths may pass as well."""
+    """Return the operations on a path, which other paths may pass as well."""
     return [step.node for step in path.steps] + [constant.node for constant in path.constants]
 
 
@@ -668,7 +668,7 @@ def _distance(factors: Tensor | None) -> float:
 
 
 def _common_divisor(divisors: Sequence[Mapping[Node, float]], terms: Sequence[Term]) -> float:
-    """What all terms are divided by; 1 where a factor undoes that, as a trainer's adapter does."""
+    """Return the number that all terms are divided by; 1 where a factor undoes that, as a trainer's adapter does."""
     common = set.intersection(*[set(of_term.items()) for of_term in divisors])
     divisor = math.prod(divisor for _, divisor in common)
     factors = [abs(constant.value) for term in terms for constant in term.constants if not constant.divides]
