@@ -73,7 +73,6 @@ class Function:
         self.forwards = self.backwards = 0
         self.state = State(fn, args, kwargs)
         self.clones_inputs = self.keeps_inputs = False
-        self.on_call: Callable[[], None] = lambda: None
         self.module = module = fn if isinstance(fn, nn.Module) else None
         flat, self._structure = tree_flatten_with_path((args, dict(kwargs)))
         given = [value for _, value in flat]
@@ -220,7 +219,6 @@ class Function:
     def call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the callable with these tensors for its inputs; return its floating and complex outputs."""
         self.forwards += 1
-        self.on_call()
         self.state.begin_call()
         if self.clones_inputs:
             tensors = [tensor.clone() for tensor in tensors]
