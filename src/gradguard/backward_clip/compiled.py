@@ -13,9 +13,9 @@ from torch import Tensor
 
 from gradguard.backward_clip.block import checked_rule, checked_stats
 from gradguard.backward_clip.calibration import Calibration
-from gradguard.backward_clip.compiled_counts import counts_of
 from gradguard.backward_clip.graph import COMPILED, operation, root_of, walk
 from gradguard.backward_clip.hooks import Clipping, Gradients, Observer, Roots
+from gradguard.backward_clip.rule_encoding import found_by
 from gradguard.backward_clip.rules import BaseErrorClip, Kind, decode_rule, encode_rule
 from gradguard.backward_clip.scopes import LossScale, loss_scale
 from gradguard.backward_clip.statistics import ErrorClipStats
@@ -166,7 +166,7 @@ def _counting(
 
 @constant_when_traced
 def _make_table(text: str, device: str) -> bool:
-    counts_of(text).make_table(device)
+    found_by(text).make_table(device)
     return True
 
 
@@ -186,7 +186,7 @@ def _attach(
     if not roots or {id(value) for value in values} <= {id(stand_in) for _, stand_in in traced_inputs()}:
         raise InvalidValueError(_NOTHING_BEHIND)
     if isinstance(counting, str) and table is not None:
-        clipping.observer = counts_of(counting).observer(table)
+        clipping.observer = found_by(counting).observer(table)
     elif counting is not None and not isinstance(counting, str):
         clipping.observer, begin = counting, _BeginBackward(counting)
         for node in dict.fromkeys(node for node, _ in roots):

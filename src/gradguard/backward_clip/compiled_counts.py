@@ -5,17 +5,16 @@ Python is written once, however often the code then runs. So Python keeps what t
 table, an input of the compiled code that is changed in place, the numbers.
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradguard.backward_clip.hooks import Observer
+from gradguard.backward_clip.rule_encoding import text_for
 from gradguard.errors import InvalidValueError
 from gradguard.torch_private import call_after_backward
 
@@ -73,17 +72,14 @@ class CompiledCounts:
     those known plus 1, its count, its backward.
     """
 
-    _serials = itertools.count()
-
     def __init__(self, place: Callable[[Node], str]) -> None:
         self.place = place
-        self.text = f"counts {next(self._serials)}"
+        self.text = text_for(self)
         """What compiled code can be handed to find this object again."""
         self.tables: dict[str, Tensor] = {}
         self._labels: list[_Label] = []
         self._begins: dict[tuple[_Label, ...], int] = {}
         self._known: dict[_Gradient, int] = {}
-        _by_text[self.text] = self
 
     def make_table(self, device: str) -> None:
         """Make the table for ``device`` if there is none: before it is traced as an input."""
@@ -144,14 +140,6 @@ class CompiledCounts:
     def number_of(self, gradient: _Gradient) -> int:
         """Return the number under which a table names ``gradient``."""
         return self._known.setdefault(gradient, len(self._known))
-
-
-_by_text: WeakValueDictionary[str, CompiledCounts] = WeakValueDictionary()
-
-
-def counts_of(text: str) -> CompiledCounts:
-    """Return what has this ``text``."""
-    return _by_text[text]
 
 
 class _TracedGradient(NamedTuple):

@@ -130,7 +130,7 @@ class Clipping:
             self.pruned_steps.append((graph, plan.pruned, self.handles[-1].id))
         hooks, kept = [], {}
         makers = makers_with_lines(graph) if isinstance(self.unscaled_rule, ErrorClipNonfinite) else {}
-        for position, numbers, pruned, name, made_by, _ in plan.hooks if tally is None else plan.steps:
+        for position, numbers, pruned, name, made_by, _ in plan.steps:
             node, sources = graph.nodes[position], makers.get(position, made_by)
             if tally is not None and pruned:
                 tally.add(node, name, pruned)

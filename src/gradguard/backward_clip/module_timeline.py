@@ -1,17 +1,16 @@
 """Which module recorded an operation: autograd numbers nodes as they are made, and a module's forward is a range."""
 
-import itertools
 import threading
 from bisect import bisect_right
 from collections import defaultdict
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from gradguard.backward_clip.rule_encoding import found_by, text_for
 from gradguard.module_hooks import ForwardHook
 from gradguard.torch_private import (
     constant_when_traced,
@@ -30,8 +29,7 @@ class ModuleTimeline:
     """Notes at which node number each submodule's forward begins and ends, thread by thread."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._text = f"timeline {next(_serials)}"
-        _by_text[self._text] = self
+        self._text = text_for(self)
         self._starts: dict[int, list[int]] = defaultdict(list)
         self._names: dict[int, list[str]] = defaultdict(list)
         self._within: dict[int, list[str]] = defaultdict(list)
@@ -97,10 +95,6 @@ class ModuleTimeline:
             del starts[: _LONGEST // 2], names[: _LONGEST // 2]
 
 
-_serials = itertools.count()
-_by_text: WeakValueDictionary[str, ModuleTimeline] = WeakValueDictionary()
-
-
 def _marked(values: Any, text: str, name: str | None) -> Any:
     """Return ``values``, one of them through a call that the compiler leaves in its place: where a forward begins."""
     leaves, structure = tree_flatten(values)
@@ -114,7 +108,7 @@ def _marked(values: Any, text: str, name: str | None) -> Any:
 
 def _mark(text: str, name: str | None, value: Tensor) -> Tensor:
     """Note that a forward begins, or ends: called by the tracers of the compiler, as often as they trace."""
-    timeline = _by_text[text]
+    timeline: ModuleTimeline = found_by(text)
     if name is None:
         timeline.leave()
     else:

@@ -20,8 +20,6 @@ class Plan:
 
     steps: tuple["Step", ...]
     """The nodes with something to clip, in the order of the backward."""
-    hooks: tuple["Step", ...]
-    """Those of `steps` where a hook is needed."""
     pruned: tuple["Step", ...]
     """Those of `steps` with a slot that needs none."""
     leaves: tuple[int, ...]
@@ -120,7 +118,6 @@ def make_plan(graph: Graph, choice: Choice) -> Plan:
             steps.append(Step(position, tuple(clipped), tuple(pruned), name, sources, tuple(around) if pruned else ()))
     return Plan(
         steps=tuple(steps),
-        hooks=tuple(step for step in steps if step.numbers),
         pruned=tuple(step for step in steps if step.pruned),
         leaves=tuple(i for i, node in enumerate(graph.nodes) if is_leaf(node)),
         checkpoints=tuple(i for i, node in enumerate(graph.nodes) if hides_a_graph(node)),

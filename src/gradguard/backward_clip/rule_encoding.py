@@ -20,17 +20,30 @@ _OBJECT = "object "
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
+_serials = itertools.count()
+_by_text: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+
+def text_for(value: Any) -> str:
+    """Return a text by which compiled code finds ``value``, for as long as that lives; each call gives a new one."""
+    text = f"{_OBJECT}{next(_serials)}"
+    _by_text[text] = value
+    return text
+
+
+def found_by(text: str) -> Any:
+    """Return what `text_for` has given this text."""
+    return _by_text[text]
+
+
 class _Reference:
     """An object that no text spells out, under a number that no other object will ever have."""
 
-    serials = itertools.count()
-
     def __init__(self, value: Any) -> None:
-        self.value, self.text = value, f"{_OBJECT}{next(_Reference.serials)}"
+        self.value, self.text = value, text_for(self)
 
 
 _by_identity: WeakValueDictionary[int, _Reference] = WeakValueDictionary()
-_by_text: WeakValueDictionary[str, _Reference] = WeakValueDictionary()
 
 
 def encode_attributes(state: dict[str, Any]) -> tuple[tuple[tuple[str, str], ...], tuple[_Reference, ...]]:
@@ -55,7 +68,7 @@ def is_encoded_tensor(text: str) -> bool:
 def decode_attribute(text: str) -> Any:
     """Return the attribute that ``text`` stands for."""
     if text.startswith(_OBJECT):
-        return _by_text[text].value
+        return found_by(text).value
     return float(text) if text in {"inf", "-inf", "nan"} else ast.literal_eval(text)
 
 
@@ -63,7 +76,6 @@ def _reference_to(value: Any) -> _Reference:
     held = _by_identity.get(id(value))
     if held is None:
         held = _by_identity[id(value)] = _Reference(value)
-        _by_text[held.text] = held
     return held
 
 

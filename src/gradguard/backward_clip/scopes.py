@@ -415,7 +415,7 @@ def _contents_of(value: Any) -> list[Any] | None:
 
 def _attributes_of(value: Any) -> list[Any] | None:
     """Return the values of an object's attributes; None where it has none."""
-    state = None if isinstance(value, FunctionType) else object.__getstate__(value)
+    state: Any = None if isinstance(value, FunctionType) else object.__getstate__(value)
     if state is None and (isinstance(value, FunctionType) or not hasattr(value, "__dict__")):
         return None
     parts = state if isinstance(state, tuple) else (state,)

@@ -7,11 +7,12 @@ other run owes, and several properties can be probed by one run: only a run that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,17 +50,6 @@ _OF_RUNS = ("layout", "linearity", "outputs", "state", "needs_input_grad")
 _AT_ONCE = 2**16
 _LARGE = 1e250
 """From here on a product with a cotangent may overflow."""
-
-
-class _Run(NamedTuple):
-    """One backward run on a recorded graph, with what it is to give: ``times`` the usual gradient."""
-
-    kind: str
-    words: str
-    cotangents: Callable[[], list[Tensor]]
-    times: float = 1.0
-    parts: tuple[_Run, ...] = ()
-    """Runs with one property each, where this one has several."""
 
 
 class _Shared(NamedTuple):
@@ -119,8 +109,7 @@ class Contract:
         leaves, outputs = self._record()
         if not self._is_undisturbed(calls, before, leaves, outputs):
             return
-        for run in self._runs():
-            self._try(run, leaves, outputs)
+        self._scaled(leaves, outputs)
         self._stride_0(leaves, outputs)
         self._single_outputs(leaves, outputs)
         if self.findings and calls:
@@ -207,14 +196,14 @@ class Contract:
 
     def _other_calls(self) -> list[str]:
         """Call the function elsewhere, and with each length shorter by one; say which calls were possible."""
-        values, own = [one.value for one in self.function.inputs], self.function.are_arguments
+        given = self.function.inputs
         done = [words for words in ["another forward in between"] if self._call(self._flipped())]
-        arguments = [v for v, is_own in zip(values, own, strict=True) if is_own]
+        arguments = [one.value for one in given if one.is_argument]
         lengths = dict.fromkeys(n for v in arguments for n in v.shape if n > 1)
-        tried = {tuple(v.shape for v in values)}
+        tried = {tuple(one.value.shape for one in given)}
         for length in [*lengths][:_MOST_LENGTHS]:
             for dim in (None, *range(max(v.dim() for v in arguments))):
-                inputs = [_shorter(v, length, dim) if is_own else v for v, is_own in zip(values, own, strict=True)]
+                inputs = [_shorter(one.value, length, dim) if one.is_argument else one.value for one in given]
                 shapes = tuple(v.shape for v in inputs)
                 if shapes not in tried and self._call(inputs):
                     done.append(f"a call with {length - 1} in place of {length}")
@@ -268,34 +257,30 @@ class Contract:
             return ""
         return "stale saved tensor: that of the last forward" if is_last else ""
 
-    def _runs(self) -> Iterator[_Run]:
-        """Yield grad_outputs in all layouts, with other signs and sizes."""
-        shaped = self.shaped
-        times = ({} if self.is_odd else {"-1": -1.0}) | {f"2^{power}": 2.0**power for power in _POWERS[self.dtype]}
-        for layout, name in zip_longest(layouts_of(shaped), times):
-            alone = () if layout is None else (_laid_out(layout, shaped),)
-            if name is not None:
-                t = times[name]
-                scale = _Run("linearity", f"grad_output times {name}", lambda t=t: [v * t for v in shaped], t)
-                alone = (scale, *alone)
-            if len(alone) == 1:
-                yield alone[0]
-                continue
-            words = f"{alone[1].words}, and times {name}"
-            yield _Run("layout", words, lambda t=t, at=layout: [at.place(v * t) for v in shaped], t, alone)
-        yield _Run("linearity", "a grad_output of zeros", lambda: [torch.zeros_like(v) for v in shaped], 0.0)
+    def _scaled(self, leaves: list[Tensor], outputs: list[Tensor]) -> None:
+        """Give grad_outputs in all layouts, with other signs and sizes, and zeros."""
+        names = ([] if self.is_odd else [-1.0]) + [2.0**power for power in _POWERS[self.dtype]]
+        for layout, times in zip_longest(layouts_of(self.shaped), names):
+            self._try(layout, times, leaves, outputs)
+        zeros = self._backward(outputs, leaves, [torch.zeros_like(v) for v in self.shaped])
+        self._compare("linearity", "a grad_output of zeros", zeros, self.first * 0.0, 0.0)
 
-    def _try(self, run: _Run, leaves: list[Tensor], outputs: list[Tensor]) -> bool:
-        """Note what is wrong with a run, or with the first of its parts that is."""
+    def _try(self, layout: Layout | None, times: float | None, leaves: list[Tensor], outputs: list[Tensor]) -> bool:
+        """Note what is wrong with a grad_output laid out otherwise and multiplied, or with one of these alone."""
+        factor, alone = times or 1.0, _alone(layout, times)
+        words = [] if layout is None else [layout.words.format("grad_output")]
+        if times is not None:
+            words.append(f"{'' if words else 'grad_output '}times {_power(factor)}")
         try:
-            gradient = self._backward(outputs, leaves, run.cotangents())
+            placed = [v * factor if layout is None else layout.place(v * factor) for v in self.shaped]
+            gradient = self._backward(outputs, leaves, placed)
         except Exception:
-            if not run.parts:
+            if not alone:
                 raise
-            return all([self._try(part, leaves, outputs) for part in run.parts])  # it refuses what they have not alone
-        guess = _STRIDED if run.kind == "layout" else ""
-        found = self._difference(run.kind, run.words, gradient, self.first * run.times, run.times, guess)
-        if found is not None and all([self._try(part, leaves, outputs) for part in run.parts]):
+            return all([self._try(*one, leaves, outputs) for one in alone])  # it refuses what they have not alone
+        kind, guess = ("linearity", "") if layout is None else ("layout", _STRIDED)
+        found = self._difference(kind, ", and ".join(words), gradient, self.first * factor, factor, guess)
+        if found is not None and all([self._try(*one, leaves, outputs) for one in alone]):
             self.findings.append(found)
         return found is None
 
@@ -332,7 +317,9 @@ class Contract:
         singles = {i: gradient([i], zeros=True) for i in used}
         largest = max(map(_largest, singles.values())) / max(self.usual, self.least)
         total = sum(singles.values(), torch.zeros(()))
-        runs = [(f"only output {i} used", partial(gradient, [i]), singles[i]) for i in used]
+        runs: list[tuple[str, Callable[[], Tensor], Tensor]] = [
+            (f"only output {i} used", partial(gradient, [i]), singles[i]) for i in used
+        ]
         runs.append(("the gradients for one output each, zeros for the others, added up", lambda: total, self.first))
         for i in used if 2 < len(used) <= _FEW_OUTPUTS else ():
             others, rest = [j for j in used if j != i], self.first - singles[i]
@@ -345,7 +332,7 @@ class Contract:
     def _other_inputs(self) -> None:
         """Give the same numbers in other places in memory, and let only some inputs need a gradient."""
         function = self.function
-        arguments = [one.value for one, own in zip(function.inputs, function.are_arguments, strict=True) if own]
+        arguments = [one.value for one in function.inputs if one.is_argument]
         for layout, some in zip_longest(layouts_of(arguments) if arguments else [], self._needed()):
             for needed in (None,) if some is None else (some, set(range(len(function.inputs))) - some):
                 if not self._try_inputs(layout, needed):
@@ -369,10 +356,7 @@ class Contract:
         found, is_refused = self._of_inputs(layout, some)
         if found is None and not is_refused:
             return True
-        alone: list[tuple[Layout | None, set[int] | None]] = []
-        if layout is not None:
-            alone = [(part, None) for part in layout.parts] if some is None else [(None, some), (layout, None)]
-        are_right = all(self._try_inputs(*one) for one in alone)
+        are_right = all(self._try_inputs(*one) for one in _alone(layout, some))
         if found is not None and are_right:
             self._note_or_find(found, is_rare=layout is FLAGGED)
         return are_right and found is None
@@ -380,12 +364,15 @@ class Contract:
     def _of_inputs(self, layout: Layout | None, some: set[int] | None) -> tuple[Finding | None, bool]:
         """Return what is wrong with the gradient for ``some`` inputs, all if None, and whether that was refused."""
         function, leaves = self.function, self.function.leaves()
-        positions = sorted(some) if some is not None else list(range(len(leaves)))
-        message, kind = self._words_for(layout, some), "layout" if some is None else "needs_input_grad"
+        kind, words = "layout" if some is None else "needs_input_grad", partial(self._words_for, layout, some)
         if layout is not None:
-            places = zip(leaves, function.are_arguments, strict=True)
-            leaves = [layout.place(leaf.detach()).requires_grad_() if own else leaf for leaf, own in places]
-        leaves = [leaf if i in positions else leaf.detach() for i, leaf in enumerate(leaves)]
+            pairs = zip(leaves, function.inputs, strict=True)
+            leaves = [layout.place(v.detach()).requires_grad_() if one.is_argument else v for v, one in pairs]
+        expected = self.first
+        if some is not None:
+            leaves = [leaf if i in some else leaf.detach() for i, leaf in enumerate(leaves)]
+            needs = [torch.full((n,), i in some) for i, n in enumerate(function.sizes)]
+            expected = torch.where(torch.cat(needs), expected, 0.0)
         try:
             outputs = function.record(leaves)
         except Exception:  # it refuses them, or takes a derivative inside
@@ -396,15 +383,13 @@ class Contract:
         except Exception as error:
             if layout is not None and layout.parts:
                 return None, True
-            return Finding(kind, f"{message}: the backward raises {type(error).__name__}: {error}"), False
+            return Finding(kind, f"{words()}: the backward raises {type(error).__name__}: {error}"), False
         del outputs
-        expected = self.first
-        if some is not None:
-            needs = [torch.full((n,), i in some) for i, n in enumerate(function.sizes)]
-            expected = torch.where(torch.cat(needs), expected, 0.0)
-        found = self._values_differ(kind, values, self.usual_values, message)
-        guess = f"only for {message}" if some is None else ""
-        found = found or self._difference(kind, message, gradient, expected, guess=guess)
+        if torch.equal(values, self.usual_values) and torch.equal(gradient, expected):
+            return None, False
+        found = self._values_differ(kind, values, self.usual_values, words())
+        guess = f"only for {words()}" if some is None else ""
+        found = found or self._difference(kind, words(), gradient, expected, guess=guess)
         if found is None or layout is None or values.shape != self.usual_values.shape:
             return found, False
         return None if self._is_rounding(values - self.usual_values, gradient - expected) else found, False
@@ -419,20 +404,31 @@ class Contract:
 
     def _shared_memory(self) -> None:
         """Give one tensor for several inputs, and inputs of stride 0: as if they were copies of it."""
-        values = [one.value for one in self.function.inputs]
-        own = [is_own and v.numel() > 0 for v, is_own in zip(values, self.function.are_arguments, strict=True)]
+        given = self.function.inputs
+        values = [one.value for one in given]
         if self.findings or self.dtype not in _NEARBY:  # half precision may round copies otherwise
             return
         same, alike = list(range(len(values))), {}
+        own = [one.is_argument and one.size > 0 for one in given]
         sources = [alike.setdefault((v.shape, v.dtype), i) if own[i] else i for i, v in enumerate(values)]
         tried = [_Shared("one tensor for several inputs", values, sources)] if sources != same else []
-        for dim in range(max((v.dim() for v, is_own in zip(values, own, strict=True) if is_own), default=0)):
+        for dim in range(max((v.dim() for v in values), default=0)):
             slices = [v.narrow(dim, 0, 1) if own[i] and dim < v.dim() else v for i, v in enumerate(values)]
             if any(one.shape != v.shape for one, v in zip(slices, values, strict=True)):
                 tried.append(_Shared(f"inputs of stride 0 along dimension {dim}", slices, same))
+        if len(tried) > 1 and sources != same and self._is_alike(_Shared("", tried[1].slices, sources)):
+            del tried[:2]
         for one in tried:
             if not self._try_shared(one):
                 return
+
+    def _is_alike(self, shared: _Shared) -> bool:
+        """Tell whether copies give the same, and finite numbers, which says as much of each property by itself."""
+        try:
+            found, expected = (self._of_shared(shared, is_copied=is_copied) for is_copied in (False, True))
+        except Exception:
+            return False
+        return all(torch.equal(*pair) and bool(pair[1].isfinite().all()) for pair in zip(found, expected, strict=True))
 
     def _try_shared(self, shared: _Shared) -> bool:
         try:
@@ -520,7 +516,6 @@ class Contract:
             return
         telling = 0
         for part in self.first.split(_AT_ONCE):
-            part = part[part.isfinite()]
             if not torch.equal(part.float().double(), part):
                 return
             telling += int((part.bfloat16().double() != part).sum())  # of few bits is a constant, or rounding
@@ -604,10 +599,18 @@ def _are_the_same(first: Tensor, second: Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def _laid_out(layout: Layout, shaped: list[Tensor]) -> _Run:
-    """Return the run with a grad_output in a layout."""
-    parts = tuple(_laid_out(part, shaped) for part in layout.parts)
-    return _Run("layout", layout.words.format("grad_output"), lambda: [layout.place(v) for v in shaped], 1.0, parts)
+_T = TypeVar("_T")
+
+
+def _alone(layout: Layout | None, other: _T | None) -> list[tuple[Layout | None, _T | None]]:
+    """Return each property of a run by itself; none if it has one only."""
+    if layout is None:
+        return []
+    return [(part, None) for part in layout.parts] if other is None else [(None, other), (layout, None)]
+
+
+def _power(factor: float) -> str:
+    return f"2^{round(math.log2(factor))}" if factor > 0 else f"{factor:g}"
 
 
 def _has_own_code(outputs: Sequence[Tensor]) -> bool:

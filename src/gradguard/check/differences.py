@@ -27,6 +27,9 @@ _AT_ONCE = 3
 _FEW = 10_000
 """Of numbers at a point, and at most so many, several points are computed with at a time."""
 
+_AMPLIFIED = 1.5
+"""So many times the rounding at a step is in what is extrapolated from it and from twice that step."""
+
 _UNDERFLOWS = 1e-140
 """At a 2-norm below this, squares of elements have lost digits."""
 
@@ -158,7 +161,7 @@ class Differences:
             if with_noise and not self.has_noise:
                 self.measure_noise(direction, moved)
             noise = self.rounding_of(moved)
-            limits = extrapolated([(h, d, noise / h) for h, d in zip(taken, central, strict=True)], 2)
+            limits = extrapolated([(h, d, noise / h) for h, d in zip(taken, central, strict=True)], 2, _AMPLIFIED)
             if _are_settled(limits, enough):
                 break
         largest = max(map(abs, central[:2]), default=0.0)
@@ -204,15 +207,16 @@ class Differences:
         return change if self.is_finite else torch.where(self.usable, change, 0.0)
 
 
-def extrapolated(derivatives: Sequence[tuple[float, float, float]], order: int) -> list[Limit]:
+def extrapolated(derivatives: Sequence[tuple[float, float, float]], order: int, amplified: float = 2.0) -> list[Limit]:
     """Return what (step, derivative, rounding), largest steps first, tend to: extrapolated once.
 
-    ``order`` is that of the truncation error: 2 for central differences, 1 for one-sided ones.
+    ``order`` is that of the truncation error: 2 for central differences, 1 for one-sided ones. Rounding counts
+    ``amplified`` times that of the smaller step.
     """
     raw = []
     for (big, first, _), (small, second, rounding) in pairwise(derivatives):
         ratio = math.prod([big / small] * order)  # infinite beside subnormal numbers, where ** raises
-        raw.append((second + (second - first) / (ratio - 1), small, 2 * rounding))
+        raw.append((second + (second - first) / (ratio - 1), small, amplified * rounding))
     changes = [abs(one - other) for (one, *_), (other, *_) in pairwise(raw)]
     around = pairwise([*changes[:1], *changes, *changes[-1:]])
     return [Limit(v, max(pair) + noise, step, noise) for pair, (v, step, noise) in zip(around, raw, strict=False)]

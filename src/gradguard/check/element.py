@@ -157,7 +157,7 @@ def typical_size(differences: Differences) -> float:
 
 def _steps(differences: Differences, direction: Tensor, sizes: Sequence[float]) -> list[_Step]:
     function, base, point, own = differences.function, differences.base, differences.point, direction != 0
-    found: list[tuple[float, ...]] = []
+    found: list[list[float]] = []
     moved, quanta = torch.zeros_like(base, dtype=torch.bool), (_Quantum(base), _Quantum(base))
     chosen = _chosen_sizes(differences, float(point[own].abs().max()), sizes)
     together = max(1, len(chosen)) if differences.are_few else 1
@@ -182,7 +182,10 @@ def _steps(differences: Differences, direction: Tensor, sizes: Sequence[float]) 
     floor = float(shares @ differences.rounding.nan_to_num(0.0, 0.0, 0.0))
     each = torch.maximum(differences.noise, torch.maximum(*(quantum.size() for quantum in quanta)))
     noise = float(shares @ each.nan_to_num(0.0, 0.0, 0.0))
-    return [_Step(*values, noise / length, floor / length) for *values, length in found]
+    return [
+        _Step(size, above, below, low, high, noise / length, floor / length)
+        for size, above, below, low, high, length in found
+    ]
 
 
 def _chosen_sizes(differences: Differences, here: float, sizes: Sequence[float]) -> list[float]:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradguard.check.batched import Values, batch_size, best_values
 from gradguard.check.differences import STEPS, Differences, directions, norm
 from gradguard.check.function import Function
 from gradguard.check.report import Finding
@@ -56,20 +55,19 @@ def check_every_element(search: Search) -> None:
 
 
 def _suspects(search: Search) -> Iterator[int]:
-    differences = search.differences
-    typical = norm(differences.gradient) / max(1, len(differences.point)) ** 0.5
-    values, count = best_values(differences.function), batch_size(differences.function)
-    groups = _all_groups(differences)
-    while batch := list(itertools.islice(groups, count)):
-        for group, result in zip(batch, _compare(differences, batch, values), strict=True):
-            if result is not None:
-                yield from _wrong(search, result, typical, group.elements)
-                continue
-            for element in group.elements.tolist():  # an output moved that nobody owns: the colours are wrong here
-                alone = Group(torch.tensor([element]), None)
-                (own,) = _compare(differences, [alone], values)
-                assert own is not None
-                yield from _wrong(search, own, typical, alone.elements)
+    typical = norm(search.differences.gradient) / max(1, len(search.differences.point)) ** 0.5
+    for group in _all_groups(search.differences):
+        alone = (Group(group.elements[i : i + 1], None) for i in range(len(group.elements)))
+        found = _compare(search.differences, group)
+        # where an output moved that nobody owns, the colours are wrong
+        for one in [group] if found is not None else alone:
+            result = found or _compare(search.differences, one)
+            assert result is not None
+            error, bar = result
+            gradient = search.differences.gradient[one.elements].abs()
+            allowed = 4 * bar + search.differences.relative * gradient.clamp(min=1e-6 * typical)
+            bad = (error.abs() > allowed) | (bar > 1e-3 * gradient.clamp(min=typical))
+            yield from one.elements[bad & search.open[one.elements]].tolist()
 
 
 def _all_groups(differences: Differences) -> Iterator[Group]:
@@ -81,43 +79,23 @@ def _all_groups(differences: Differences) -> Iterator[Group]:
         start += size
 
 
-def _wrong(search: Search, result: tuple[Tensor, Tensor], typical: float, elements: Tensor) -> list[int]:
-    error, bar = result
-    gradient = search.differences.gradient[elements].abs()
-    allowed = 4 * bar + search.differences.relative * gradient.clamp(min=1e-6 * typical)
-    bad = (error.abs() > allowed) | (bar > 1e-3 * gradient.clamp(min=typical))
-    return elements[bad & search.open[elements]].tolist()
-
-
-def _compare(differences: Differences, groups: list[Group], values: Values) -> Iterator[tuple[Tensor, Tensor] | None]:
-    """Yield disagreement and bar for the elements of each group."""
-    function, point, mean = differences.function, differences.point, differences.mean
-    offsets = torch.zeros(len(groups), len(point), dtype=torch.float64)
-    for row, group in zip(offsets, groups, strict=True):
-        row[group.elements] = point[group.elements].abs().clamp(min=mean)
-    taken, changes = [], []
-    for step in _LADDER:
-        above, below = function.rounded(point + step * offsets), function.rounded(point - step * offsets)
-        taken.append(above - below)
-        changes.append(differences.usable_part(values(above) - values(below)))
-    for i, group in enumerate(groups):
-        steps = [one[i][group.elements] for one in taken]
-        yield _disagreement(differences, group, steps, [change[i] for change in changes])
-
-
-def _disagreement(
-    differences: Differences, group: Group, taken: list[Tensor], changes: list[Tensor]
-) -> tuple[Tensor, Tensor] | None:
-    central = []
-    for step, change in zip(taken, changes, strict=True):
-        credit = _credited(differences.cotangent * change, group)
-        if credit is None:
-            return None
-        central.append(credit / step - differences.gradient[group.elements])
-    first, second = (small + (small - large) / 3 for large, small in itertools.pairwise(central))
-    moved = torch.stack([change != 0 for change in changes]).any(dim=0)
-    noise = _credited(differences.cotangent.abs() * torch.where(moved, differences.noise, 0.0), group)
-    assert noise is not None
+def _compare(differences: Differences, group: Group) -> tuple[Tensor, Tensor] | None:
+    """Return disagreement and bar for the elements of a group, None if an output moved that belongs to none of them."""
+    function, point = differences.function, differences.point
+    offsets = torch.zeros(len(_LADDER), len(point), dtype=torch.float64)
+    sizes = point[group.elements].abs().clamp(min=differences.mean)
+    offsets[:, group.elements] = torch.tensor(_LADDER, dtype=torch.float64)[:, None] * sizes
+    above, below = function.rounded(point + offsets), function.rounded(point - offsets)
+    taken = (above - below)[:, group.elements]
+    changes = differences.usable_part(function.values_at(above) - function.values_at(below))
+    noise = differences.cotangent.abs() * torch.where((changes != 0).any(dim=0), differences.noise, 0.0)
+    rows = [_credited(row, group) for row in (*(differences.cotangent * changes).unbind(), noise)]
+    credits = [row for row in rows if row is not None]
+    if len(credits) < len(rows):
+        return None
+    noise = credits.pop()
+    central = torch.stack(credits) / taken - differences.gradient[group.elements]
+    first, second = central[1:] + (central[1:] - central[:-1]) / 3
     bars = (second - first).abs() + 4 * noise / taken[-1].abs()
     return second.nan_to_num(), torch.where(first.isfinite() & second.isfinite(), bars, torch.inf)
 

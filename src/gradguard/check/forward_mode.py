@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradguard.check.differences import Differences, Disagreement
+from gradguard.check.function import index_of
 from gradguard.check.report import Finding
 
 ForwardMode = Literal["agrees", "wrong", "not defined", "not checked"]
@@ -68,7 +69,7 @@ def _worst(differences: Differences, direction: Tensor, found: Tensor) -> Findin
     message = "the derivative along a random direction in forward mode (jvp) is another one"
     for one, size in zip(function.outputs, function.output_sizes, strict=True):
         if position < size:
-            index = torch.unravel_index(torch.tensor(position // (2 if one.dtype.is_complex else 1)), one.shape)
-            return Finding("forward mode", message, one.name, tuple(int(i) for i in index), *values)
+            index = index_of(position // (2 if one.dtype.is_complex else 1), one.shape)
+            return Finding("forward mode", message, one.name, index, *values)
         position -= size
     raise IndexError(position)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,15 @@ class Input:
 
     name: str
     value: Tensor
+    position: int
+    """Which it is of all that the callable is called with, a module's own tensors last."""
+    is_argument: bool
+    """Not a parameter of the module."""
+
+    @property
+    def size(self) -> int:
+        """How many real numbers it is."""
+        return self.value.numel() * (2 if self.value.is_complex() else 1)
 
 
 @dataclass(frozen=True)
@@ -64,28 +73,28 @@ class Function:
         self.forwards = self.backwards = 0
         self.state = State(fn, args, kwargs)
         self.clones_inputs = self.keeps_inputs = False
-        self.on_call: Callable[[], None] = lambda: None
-        module = _module_of(fn)
-        self.module = module
+        self.module = module = fn if isinstance(fn, nn.Module) else None
         flat, self._structure = tree_flatten_with_path((args, dict(kwargs)))
-        self._flat = [self._converted(value) for _, value in flat]
-        names = names or _argument_names(module.forward if module is not None else fn, args, flat)
-        self._parameters = {} if module is None else {n: self._converted(p) for n, p in module.named_parameters()}
-        self._buffers = {} if module is None else {n: self._converted(b) for n, b in module.named_buffers()}
-        for i, (_, value) in enumerate(flat):
-            _check_layout(names[i], value)
-        candidates = {i: v for i, v in enumerate(self._flat) if is_differentiable(v)}
-        marked = {i for i in candidates if flat[i][1].requires_grad}
-        self._arguments = {names[i]: i for i in (sorted(marked) if marked else candidates)}
-        self.constants = {names[i]: v for i, (_, v) in enumerate(flat) if names[i] not in self._arguments}
-        trained = [] if module is None else [n for n, p in module.named_parameters() if p.requires_grad]
-        self._trained = {f"parameter {n}" if n in self._arguments else n: n for n in trained}
-        self.inputs = [Input(name, _dense(self._flat[i])) for name, i in self._arguments.items()]
-        self.inputs += [Input(name, _dense(self._parameters[n])) for name, n in self._trained.items()]
+        given = [value for _, value in flat]
+        parameters = {} if module is None else dict(module.named_parameters())
+        own = parameters if module is None else {**parameters, **dict(module.named_buffers())}
+        names = names or _argument_names(fn if module is None else module.forward, args, flat)
+        for name, value in zip(names, given, strict=True):
+            _check_layout(name, value)
+        names = [*names, *(f"parameter {n}" if n in names else n for n in own)]
+        self._count, self._own_names = len(given), list(own)
+        self._values = [self._converted(value) for value in (*given, *own.values())]
+        self._known = dict(zip(names, self._values, strict=True))
+        candidates = [i for i, v in enumerate(given) if is_differentiable(v)]
+        chosen = [i for i in candidates if given[i].requires_grad] or candidates
+        chosen += [i for i, p in enumerate(parameters.values(), len(given)) if p.requires_grad]
+        self.inputs = [Input(names[i], _dense(self._values[i]), i, i < len(given)) for i in chosen]
         for one in self.inputs:
             _check_input(one)
-        are_alone = all(one is value for one, (_, value) in zip(args, flat, strict=False))
-        self._takes_every_argument = module is None and not kwargs and are_alone and len(args) == len(self.inputs)
+        are_leaves = all(one is value for one, value in zip(args, given, strict=False))
+        self._takes_leaves_alone = module is None and not kwargs and are_leaves and len(args) == len(given)
+        self._kept = range(len(given), len(given) + len(parameters))
+        """The positions of parameters, which no call changes."""
         self._learn_inputs()
         self.outputs: list[Layout] = []
         self.learnt: Tensor | None = None
@@ -95,11 +104,6 @@ class Function:
         self.taken: tuple[Tensor, Tensor] | None = None
         """A cotangent, and its gradient at the point."""
 
-    @property
-    def are_arguments(self) -> list[bool]:
-        """Whether each input is an argument, not a parameter of the module."""
-        return [one.name in self._arguments for one in self.inputs]
-
     def choose(self, names: Iterable[str]) -> None:
         """Check the gradients for these inputs only.
 
@@ -107,13 +111,12 @@ class Function:
             InvalidValueError: If there is no such input.
             InvalidTypeError: If it holds no real or complex numbers.
         """
-        chosen = [names] if isinstance(names, str) else list(names)
-        known = [one.name for one in self.inputs]
+        chosen, known = list(names), [one.name for one in self.inputs]
         if not chosen:
             raise InvalidValueError(f"inputs_to_check is empty: expected some of {known}, or None for all of them.")
         for name in chosen:
-            value = self.constants.get(name)
-            if name not in known and isinstance(value, Tensor) and not is_differentiable(value):
+            value = self._known.get(name)
+            if isinstance(value, Tensor) and not is_differentiable(value):
                 raise InvalidTypeError(
                     f"input {name!r} is {value.dtype}, which has no gradient: expected a floating or complex tensor; "
                     f"call {name}.double() first, or leave it out."
@@ -124,19 +127,23 @@ class Function:
         self._learn_inputs()
 
     def _learn_inputs(self) -> None:
-        self.sizes = [one.value.numel() * (2 if one.value.is_complex() else 1) for one in self.inputs]
-        self._takes_inputs_alone = self._takes_every_argument and len(self.inputs) == len(self._arguments)
+        self.sizes = [one.size for one in self.inputs]
+        positions = [one.position for one in self.inputs]
+        self._takes_inputs_alone = self._takes_leaves_alone and positions == list(range(self._count))
         """Whether the callable is called with the inputs and nothing else, in their order."""
-        self._are_plain = not any(one.value.is_complex() or not one.value.is_contiguous() for one in self.inputs)
+        self._copied = [
+            i
+            for i, v in enumerate(self._values)
+            if isinstance(v, Tensor) and i not in positions and i not in self._kept
+        ]
+        are_plain = not any(one.value.is_complex() or not one.value.is_contiguous() for one in self.inputs)
         self.is_wide = all(one.value.dtype in (torch.float64, torch.complex128) for one in self.inputs)
         """Whether the inputs hold every float64 number."""
         self._point: Tensor | None = None
-        if (
-            self.inputs and self.is_wide and self._are_plain
-        ):  # the inputs are parts of the point, so that it takes no memory of its own
+        if self.inputs and self.is_wide and are_plain:  # parts of the point, so that it takes no memory of its own
             self._point = self.join([one.value for one in self.inputs])
             parts = zip(self.inputs, self._point.split_with_sizes(self.sizes), strict=True)
-            self.inputs = [Input(one.name, part.view(one.value.shape)) for one, part in parts]
+            self.inputs = [replace(one, value=part.view(one.value.shape)) for one, part in parts]
 
     @property
     def point(self) -> Tensor:
@@ -175,24 +182,19 @@ class Function:
 
     def name_of(self, position: int) -> tuple[str, tuple[int, ...]]:
         """Return the input and the index in it of one element of the flat vector."""
-        for one, size in zip(self.inputs, self.sizes, strict=True):
-            if position < size:
-                position //= 2 if one.value.is_complex() else 1
-                index = []
-                for length in reversed(one.value.shape):
-                    position, within = divmod(position, length)
-                    index.append(within)
-                return one.name, tuple(reversed(index))
-            position -= size
+        for one in self.inputs:
+            if position < one.size:
+                return one.name, index_of(position // (2 if one.value.is_complex() else 1), one.value.shape)
+            position -= one.size
         raise IndexError(position)
 
     def range_of(self, name: str) -> range:
         """Return where an input lies in the flat vector."""
         start = 0
-        for one, size in zip(self.inputs, self.sizes, strict=True):
+        for one in self.inputs:
             if one.name == name:
-                return range(start, start + size)
-            start += size
+                return range(start, start + one.size)
+            start += one.size
         raise KeyError(name)
 
     def values(self, vector: Tensor) -> Tensor:
@@ -201,42 +203,37 @@ class Function:
 
     def values_at(self, vectors: Tensor) -> Tensor:
         """Return the outputs at each of ``vectors``, one in each row."""
-        shapes = [one.shape for one in self.outputs]
-        rows = torch.empty((len(vectors), self.size), dtype=torch.float64, device=vectors.device)
+        shapes, rows = [one.shape for one in self.outputs], []
         with torch.no_grad():
-            for row, vector in zip(rows, vectors, strict=True):
+            for vector in vectors.unbind():
                 try:
                     outputs = self.call(self.split(vector if self.keeps_inputs else vector.clone()))
                 except Exception:  # outside of the domain
                     outputs = []
                 if [one.shape for one in outputs] == shapes:  # not where a shape depends on the data
-                    torch.cat([_flat(one) for one in outputs], out=row)
+                    rows.append(torch.cat([_flat(one) for one in outputs]))  # a copy: the next call may overwrite them
                 else:
-                    row.fill_(torch.nan)
-        return rows
+                    rows.append(torch.full((self.size,), torch.nan, dtype=torch.float64))
+        return torch.stack(rows) if len(rows) > 1 else rows[0][None]
 
     def call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the callable with these tensors for its inputs; return its floating and complex outputs."""
         self.forwards += 1
-        self.on_call()
         self.state.begin_call()
         if self.clones_inputs:
             tensors = [tensor.clone() for tensor in tensors]
         if self._takes_inputs_alone:
             return _outputs_of(self.fn(*tensors))
-        given = dict(zip((one.name for one in self.inputs), tensors, strict=True))
-        flat = list(self._flat)
-        for name, position in self._arguments.items():
-            flat[position] = given.get(name, self._flat[position])
-        flat = [
-            v.clone() if isinstance(v, Tensor) and i not in self._arguments.values() else v for i, v in enumerate(flat)
-        ]
-        args, kwargs = tree_unflatten(flat, self._structure)
+        values = list(self._values)
+        for i in self._copied:
+            values[i] = values[i].clone()
+        for one, tensor in zip(self.inputs, tensors, strict=True):
+            values[one.position] = tensor
+        args, kwargs = tree_unflatten(values[: self._count], self._structure)
         if self.module is None:
             return _outputs_of(self.fn(*args, **kwargs))
-        replaced = {**self._parameters, **{n: b.clone() for n, b in self._buffers.items()}}
-        replaced |= {n: given[name] for name, n in self._trained.items() if name in given}
-        return _outputs_of(torch.func.functional_call(self.module, replaced, args, kwargs))
+        own = dict(zip(self._own_names, values[self._count :], strict=True))
+        return _outputs_of(torch.func.functional_call(self.module, own, args, kwargs))
 
     def leaves(self, vector: Tensor | None = None) -> list[Tensor]:
         """Return the inputs as leaves that require a gradient."""
@@ -331,8 +328,13 @@ class Function:
         return value.to(WIDE[value.dtype]) if self.wide and value.dtype in WIDE else value
 
 
-def _module_of(fn: Callable[..., Any]) -> nn.Module | None:
-    return fn if isinstance(fn, nn.Module) else None
+def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of one element of a tensor of this shape, in which it is the one at ``position``."""
+    index = []
+    for length in reversed(shape):
+        position, within = divmod(position, length)
+        index.append(within)
+    return tuple(reversed(index))
 
 
 def is_differentiable(value: Any) -> bool:

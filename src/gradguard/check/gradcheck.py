@@ -21,7 +21,6 @@ from gradguard.check.forward_mode import ForwardMode, check_forward_mode
 from gradguard.check.function import WIDE, Function, name_of
 from gradguard.check.guess import with_guesses
 from gradguard.check.precision import Conditioning, compare_backends
-from gradguard.check.progress import Progress
 from gradguard.check.report import Finding, GradientReport, Power, Verdict
 from gradguard.check.search import Search
 from gradguard.check.second_order import GradientOf
@@ -142,14 +141,14 @@ def gradcheck(
     randomness = generator_states()
     options = (inputs_to_check, rtol, seed)
     seen = Branches(fn) if branches else None
-    with Progress() as progress, seen or nullcontext(), full_float32():
-        check = _Check(fn, inputs, dict(kwargs or {}), *options, progress)
+    with seen or nullcontext(), full_float32():
+        check = _Check(fn, inputs, dict(kwargs or {}), *options)
         try:
             check.run(reference, dict(backends or {}), exhaustive, order)
             drawn = torch.Generator().manual_seed(seed)
             for said, other in with_other_sizes((inputs, dict(kwargs or {})), sizes or {}, drawn):
                 if not check.findings:
-                    check.include(_Check(fn, *other, *options, progress), said, reference, exhaustive, order)
+                    check.include(_Check(fn, *other, *options), said, reference, exhaustive, order)
         finally:
             check.put_back()
             restore_generators(randomness)
@@ -178,11 +177,10 @@ class _Check:
         chosen: Iterable[str] | None,
         rtol: float,
         seed: int,
-        progress: Progress,
     ) -> None:
         if not callable(fn):
             raise InvalidTypeError(f"fn is {type(fn).__name__}: expected a function or a module, then its inputs.")
-        self.fn, self.args, self.kwargs, self.rtol, self.progress = fn, inputs, kwargs, rtol, progress
+        self.fn, self.args, self.kwargs, self.rtol = fn, inputs, kwargs, rtol
         self.chosen = [chosen] if isinstance(chosen, str) else None if chosen is None else list(chosen)
         self.generator = torch.Generator().manual_seed(_UNLIKE_THE_CALLERS + seed)
         self.findings: list[Finding] = []
@@ -262,7 +260,6 @@ class _Check:
     def _function(self, fn: Any, wide: bool, device: torch.device | None = None) -> Function:
         args, kwargs = (self.args, self.kwargs) if device is None else moved((self.args, self.kwargs), device)
         function = Function(fn, args, kwargs, wide)
-        function.on_call = self.progress.step
         if self.chosen is not None:
             function.choose(self.chosen)
         if not function.inputs:
@@ -380,8 +377,8 @@ class _Check:
     def _cotangent(self, function: Function, base: Tensor) -> Tensor:
         """Return a random one, of elements between 0.5 and 1.5 in size: each output counts."""
         drawn = torch.rand(function.size, generator=self.generator, dtype=torch.float64).mul_(2).sub_(1)
-        drawn.add_(drawn.sign(), alpha=0.5).masked_fill_(~(torch.isfinite(base) & function.with_graph()), 0.0)
-        return function.flatten(function.shaped(drawn))
+        drawn.add_(drawn.sign(), alpha=0.5)
+        return function.flatten(function.shaped(torch.where(base.isfinite() & function.with_graph(), drawn, 0.0)))
 
     def _search(self, function: Function, exhaustive: bool, what: str = "") -> None:
         base = function.values(function.point) if function.base is None else function.base
@@ -433,7 +430,6 @@ class _Check:
         gradient_of = GradientOf(function)
         point = (*(one.value for one in function.inputs), *function.shaped(cotangent))
         second = Function(gradient_of, point, {}, wide=False, names=gradient_of.names)
-        second.on_call = self.progress.step
         self.functions.append(second)
         try:
             self._learn(second)

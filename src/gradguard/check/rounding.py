@@ -11,7 +11,7 @@ Fused operations are taken apart where PyTorch knows of what they consist, becau
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,13 +45,38 @@ _EXACT = frozenset(
     ]
 )  # fmt: skip
 """Operations that choose among numbers, and round none."""
-_SUMS = frozenset(
-    ["sum", "mean", "var", "std", "var_mean", "cumsum", "logsumexp", "prod", "norm", "linalg_vector_norm"]
-)
-_SCATTERED = frozenset(["embedding_dense_backward", "index_add", "scatter_add", "index_put", "scatter_reduce"])
-_PRODUCTS = frozenset(["mm", "bmm", "mv", "dot", "convolution", "convolution_backward"])
 _SEQUENTIAL = 0.2
 """Standard deviation of a sum of n terms that is added up one by one, over √n · eps · size of its partial sums."""
+
+
+def _of_sums(args: Sequence[Any], result: Tensor) -> float:
+    return max(1.0, args[0].numel() / max(1, result.numel()))
+
+
+def _of_products(args: Sequence[Any], result: Tensor) -> float:
+    return math.sqrt(args[0].numel() * args[1].numel() / max(1, result.numel()))
+
+
+def _of_convolutions(args: Sequence[Any], result: Tensor) -> float:
+    return max(one.numel() for one in args if isinstance(one, Tensor))
+
+
+def _of_scatters(args: Sequence[Any], result: Tensor) -> float:
+    indices = [one for one in tree_leaves(args) if isinstance(one, Tensor) and one.dtype is torch.int64 and one.numel()]
+    return max((float(one.flatten().bincount().max()) for one in indices if one.min() >= 0), default=1.0)
+
+
+_REDUCTIONS = ["sum", "mean", "var", "std", "var_mean", "logsumexp", "prod", "norm", "linalg_vector_norm"]
+_SCATTERED = ["embedding_dense_backward", "index_add", "scatter_add", "index_put", "scatter_reduce"]
+_TERMS: dict[str, Callable[[Sequence[Any], Tensor], float]] = {
+    **dict.fromkeys(_REDUCTIONS, _of_sums),
+    "cumsum": lambda args, result: args[0].shape[args[1]] if args[0].dim() else 1,
+    **dict.fromkeys(["mm", "bmm", "mv", "dot"], _of_products),
+    **dict.fromkeys(["convolution", "convolution_backward"], _of_convolutions),
+    **dict.fromkeys(_SCATTERED, _of_scatters),
+}
+"""How many terms an element of the result is the sum of."""
+_NOT_LINEAR = frozenset(_REDUCTIONS[2:])
 
 
 class Scatter:
@@ -98,14 +123,13 @@ class Scatter:
         name = operation.name().partition("::")[2].partition(".")[0].lstrip("_")
         if name in _EXACT or returns_a_view(operation) or changes_its_arguments(operation):
             return result
-        lost = self._lost_in_sums(name, operation, args, kwargs)
-        if isinstance(result, Tensor):
-            return self._rounded(result, lost(result, 0))
-        if isinstance(result, tuple | list):
-            return type(result)(
-                self._rounded(one, lost(one, i)) if isinstance(one, Tensor) else one for i, one in enumerate(result)
-            )
-        return result
+        results = [result] if isinstance(result, Tensor) else result
+        if not isinstance(results, tuple | list):
+            return result
+        lost = self._lost_in_sums(name, operation, args, kwargs, results)
+        pairs = zip(results, lost, strict=True)
+        rounded = [self._rounded(one, off) if isinstance(one, Tensor) else one for one, off in pairs]
+        return rounded[0] if isinstance(result, Tensor) else type(result)(rounded)
 
     def _rounded(self, values: Tensor, lost: Tensor | float = 0.0) -> Tensor:
         if values.dtype not in (torch.float64, torch.complex128) or values.numel() == 0:
@@ -120,39 +144,27 @@ class Scatter:
         return torch.view_as_complex(steps) if values.is_complex() else steps
 
     def _lost_in_sums(
-        self, name: str, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[Tensor, int], Tensor | float]:
-        """Return what gives the standard deviation of a result that was added up in the low dtype."""
-        given = [one for one in args if isinstance(one, Tensor)]
-        if name in _SUMS and given and given[0].is_floating_point():
-            squares = operation(given[0].square(), *args[1:], **kwargs) if name in ("sum", "mean", "cumsum") else None
+        self, name: str, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Any]
+    ) -> Sequence[Tensor | float]:
+        """Return the standard deviation of results that were added up in the low dtype.
 
-            def of_sum(result: Tensor, which: int) -> Tensor | float:
-                if not result.is_floating_point() or result.numel() == 0:
-                    return 0.0
-                terms = max(1.0, given[0].numel() / result.numel()) if name != "cumsum" else given[0].shape[args[1]]
-                size = result.abs()
-                if squares is not None:
-                    size = size + (squares / (terms if name == "mean" else 1.0)).sqrt()
-                return _SEQUENTIAL * self._eps * math.sqrt(terms) * size
-
-            return of_sum
-        if name in _SCATTERED:
-            indices = [one for one in tree_leaves(args) if isinstance(one, Tensor) and one.dtype is torch.int64]
-            counted = [one.flatten().bincount() for one in indices if one.numel() and one.min() >= 0]
-            terms = max((int(counts.max()) for counts in counted), default=1)
+        The squares of the terms add up to the square of how large the partial sums become, where all have one sign.
+        """
+        count = _TERMS.get(name)
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        if count is None or not tensors[0].is_floating_point():
+            return [0.0] * len(results)
+        squares: Sequence[Any] = [0.0] * len(results)
+        if name not in _NOT_LINEAR:
             squared = [one.square() if isinstance(one, Tensor) and one.is_floating_point() else one for one in args]
-            scattered = operation(*squared, **kwargs)
-            return lambda result, which: _SEQUENTIAL * self._eps * math.sqrt(terms) * (scattered.sqrt() + result.abs())
-        if name in _PRODUCTS and all(one.is_floating_point() for one in given):
-            squared = [one.square() if isinstance(one, Tensor) else one for one in args]
-            squares = operation(*squared, **kwargs)
-
-            def of_product(result: Tensor, which: int) -> Tensor | float:
-                own = squares[which] if isinstance(squares, tuple | list) else squares
-                terms = given[0].numel() * given[1].numel() / max(1, result.numel())
-                terms = math.sqrt(terms) if name in ("mm", "bmm", "mv", "dot") else max(one.numel() for one in given)
-                return _SEQUENTIAL * self._eps * math.sqrt(terms) * (own.sqrt() + result.abs())
-
-            return of_product
-        return lambda result, which: 0.0
+            found = operation(*squared, **kwargs)
+            squares = [found] if isinstance(found, Tensor) else found
+        lost = []
+        for one, square in zip(results, squares, strict=True):
+            if not isinstance(one, Tensor):
+                lost.append(0.0)
+                continue
+            terms = count(args, one)
+            size = one.abs() + (square / (terms if name == "mean" else 1.0)) ** 0.5
+            lost.append(_SEQUENTIAL * self._eps * math.sqrt(terms) * size)
+        return lost

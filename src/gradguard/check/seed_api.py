@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradguard.arguments import check_number
 from gradguard.check.devices import full_float32
-from gradguard.check.function import WIDE, is_differentiable, name_of
+from gradguard.check.function import WIDE, index_of, is_differentiable, name_of
 from gradguard.check.named_call import NamedCall
 from gradguard.errors import GradientCheckError, InvalidValueError
 
@@ -305,8 +305,7 @@ def _place(name: str, tensor: Tensor, position: int) -> str:
     """Return an element as one would type it."""
     if tensor.dim() == 0:
         return name
-    index = torch.unravel_index(torch.tensor(position), tensor.shape)
-    return f"{name}[{', '.join(str(int(i)) for i in index)}]"
+    return f"{name}[{', '.join(map(str, index_of(position, tensor.shape)))}]"
 
 
 def _shown(tensor: Tensor, position: int) -> str:
