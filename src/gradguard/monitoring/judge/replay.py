@@ -123,7 +123,7 @@ def _row(part: Part, name: str, judged: dict[int, bool]) -> WhatIf:
     if norms is None:
         return replace(unknown, note=_EVERY_STEP)
     try:
-        decisions = list(map(rule.step, norms))
+        decisions = [rule.step(norm) for norm in norms]
         return _tally(unknown, steps, decisions, judged)
     except OverflowError:
         return replace(unknown, note=_TOO_LARGE)

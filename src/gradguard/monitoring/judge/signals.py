@@ -359,7 +359,7 @@ class Signals:
         """The places of its parameters in the order of the forward; as the optimizer has them where none is known."""
         theirs = self._names_of_others()
         places = [place for place in range(len(self.params)) if self.name(place) not in theirs]
-        order = {place: self.params[place].get("order") for place in places}
+        order: dict[int, Any] = {place: self.params[place].get("order") for place in places}
         return places if None in order.values() else sorted(places, key=order.__getitem__)
 
     def begins_exploded(self, layers: Sequence[Layer]) -> bool:

@@ -61,8 +61,9 @@ class Clipping:
             coefficient: What it multiplied by, if known.
         """
         self._steps += 1
-        bound = coefficient is not None and coefficient < BINDS_BELOW
-        if bound:
+        bound = False
+        if coefficient is not None and coefficient < BINDS_BELOW:
+            bound = True
             self._bound += 1
             self._coefficients.append(coefficient)
         self._least, self._largest = min(threshold, self._least), max(threshold, self._largest)
