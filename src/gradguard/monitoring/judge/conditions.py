@@ -154,7 +154,7 @@ def _of_quantity(condition: Condition, record: Record) -> list[str]:
     if judged.parts and quantity in _OF_EACH:
         pairs = zip(by_optimizer(record), judged.parts, strict=True)
         parts = [(f" of {label}", part.record, one) for part, (label, one) in pairs]
-    measured = [(of, _measured(quantity, *part)) for of, *part in parts]
+    measured = [(of, _measured(quantity, part, one)) for of, part, one in parts]
     known = [(of, value) for of, value in measured if value is not None]
     if not known:
         raise CommandError(_not_measured(condition, QUANTITIES[quantity], record))

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradguard.monitoring.judge.numbers import number, percent
+from gradguard.monitoring.record.lines import Lines
+from gradguard.monitoring.record.steps import Part
 from gradguard.words import counted, listed
 
 RECOVERED_STEPS = 100
@@ -95,6 +97,18 @@ class Episode:
     harmless: bool = False
     text: str = ""
     later: list[tuple[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def over(cls, kind: Kind, part: Part, steps: Lines, **more: Any) -> "Episode":
+        """Return an episode that is of all of some steps.
+
+        Args:
+            kind: The kind of the finding.
+            part: The optimizer whose steps they are.
+            steps: At least one.
+            **more: Further attributes.
+        """
+        return cls(kind, part.index, steps[0]["i"], steps[-1]["i"], len(steps), **more)
 
     def finding(self) -> Finding:
         """Return the finding that says it."""
@@ -305,7 +319,7 @@ _ONE = {"is_": "is", "has": "has", "changes": "changes"}
 _SEVERAL = {"is_": "are", "has": "have", "changes": "change"}
 
 
-def said(severity: str, message: str, advice: str) -> Callable[[Episode], Words]:
+def said(severity: str, message: str, advice: str, harmless: Words | None = None) -> Callable[[Episode], Words]:
     """Return the words of a kind whose episodes differ in their numbers only.
 
     Args:
@@ -313,9 +327,12 @@ def said(severity: str, message: str, advice: str) -> Callable[[Episode], Words]
         message: What was seen, in which the numbers of an episode stand by name, ``{steps}`` for how many steps it has,
             ``{names}`` for its parameters, and ``{is_}``, ``{has}`` or ``{changes}`` for a verb that they need.
         advice: What to do.
+        harmless: All three of an episode that is harmless, where they are others.
     """
+    usual = severity, message, advice
 
     def words(found: Episode) -> Words:
+        severity, message, advice = harmless if harmless and found.harmless else usual
         numbers = {name: _Shown(value) for name, value in found.numbers.items()}
         verbs = _SEVERAL if len(found.params) > 1 else _ONE
         text = message.format(found=found, names=named(found.params), steps=steps(found.count), **numbers, **verbs)

@@ -1,7 +1,7 @@
 """What other clipping rules would have done to the norms that a run recorded."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from operator import and_
 from typing import Any
@@ -10,6 +10,7 @@ from gradguard.monitoring.judge.numbers import median
 from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.record.lines import without_none
 from gradguard.monitoring.record.steps import BINDS_BELOW, Part, by_optimizer, taken_steps, usable_steps
 from gradguard.named_rules import replayed_rule
 from gradguard.threshold_rules import LockInAlarm, PerTensor
@@ -19,10 +20,15 @@ COUNTERFACTUAL = (
     "have gone differently after its first clip."
 )
 
-DEFAULT_RULES: tuple[str, ...] = (
-    "norm=0.5", "norm=1", "norm=2", "norm=5",
-    "median", "autoclip", "zclip=inf", "clip_fraction=0.05", "icefall", "adagc=inf",
-)  # fmt: skip
+_CONSTANTS = frozenset([0.5, 1.0, 2.0, 5.0])
+_AUTOMATIC = ("median", "autoclip", "zclip=inf", "clip_fraction=0.05", "icefall", "adagc=inf")
+
+
+def _with_constants(thresholds: Iterable[float]) -> tuple[str, ...]:
+    return (*(f"norm={threshold:g}" for threshold in sorted(thresholds)), *_AUTOMATIC)
+
+
+DEFAULT_RULES: tuple[str, ...] = _with_constants(_CONSTANTS)
 """What is shown to somebody who named no rule, and the recommended threshold where there is one.
 
 Without the fixed ceilings of 1.0 that ZClip and AdaGC have by default: those say nothing about a run of another scale.
@@ -98,41 +104,33 @@ _EVERY_STEP = "needs the norm of each tensor on every step: record the run with 
 
 
 def _rows(part: Part, rules: Sequence[str] | None) -> list[WhatIf]:
-    chosen = _default_rules(part.record) if rules is None else rules
+    if rules is None:
+        rules = _with_constants(_CONSTANTS.union(without_none([recommend(part.record).threshold])))
     usable = usable_steps(part.record).column("i")
     spikes = {usable[place] for place in spikes_of(part.record)}
     judged = {number: number in spikes for number in usable}
-    return [_row(part, rule, judged) for rule in chosen]
-
-
-def _default_rules(record: Record) -> list[str]:
-    recommended = recommend(record).threshold
-    fixed = {float(rule.removeprefix("norm=")) for rule in DEFAULT_RULES if rule.startswith("norm=")}
-    if recommended is not None:
-        fixed.add(recommended)
-    return [f"norm={value:g}" for value in sorted(fixed)] + [r for r in DEFAULT_RULES if not r.startswith("norm=")]
+    return [_row(part, rule, judged) for rule in rules]
 
 
 def _row(part: Part, name: str, judged: dict[int, bool]) -> WhatIf:
-    rule, inputs = replayed_rule(name)(), None
+    rule, unknown = replayed_rule(name)(), WhatIf(name, 0, optimizer=part.index)
     if not judged:
-        return WhatIf(name, 0, note=_NO_STEPS, optimizer=part.index)
-    if isinstance(rule, PerTensor):
-        inputs = _tensor_norms(part.record)
-        if inputs is None:
-            return WhatIf(name, 0, note=_EVERY_STEP, optimizer=part.index)
+        return replace(unknown, note=_NO_STEPS)
     steps = _with_norm(part.record)
-    norms: Any = [norm for _, norm in steps] if inputs is None else inputs
+    norms: Any = [norm for _, norm in steps]
+    if isinstance(rule, PerTensor):
+        norms = _tensor_norms(part.record)
+    if norms is None:
+        return replace(unknown, note=_EVERY_STEP)
     try:
         decisions = [rule.step(norm) for norm in norms]
-        return _tally(name, part.index, steps, decisions, judged)
+        return _tally(unknown, steps, decisions, judged)
     except OverflowError:
-        return WhatIf(name, 0, note=_TOO_LARGE, optimizer=part.index)
+        return replace(unknown, note=_TOO_LARGE)
 
 
 def _tally(
-    name: str,
-    optimizer: int | None,
+    row: WhatIf,
     steps: Sequence[tuple[int, float]],
     decisions: Sequence[tuple[float, float]],
     judged: dict[int, bool],
@@ -144,8 +142,8 @@ def _tally(
     known = [spike is not None for spike in spikes]
     count, bound = sum(known), list(compress(coefficients, map(and_, known, binds)))
     passed = (norm * coefficient for (_, norm), coefficient in zip(steps, coefficients, strict=True))
-    return WhatIf(
-        rule=name,
+    return replace(
+        row,
         steps=count,
         clip_share=len(bound) / count,
         median_coefficient=median(bound),
@@ -153,7 +151,6 @@ def _tally(
         caught=sum(compress(binds, spikes)),
         largest_passed=max(0.0, max(compress(passed, known), default=0.0)),
         lock_in=sum(compress(on, known)) / count,
-        optimizer=optimizer,
     )
 
 

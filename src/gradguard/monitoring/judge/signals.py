@@ -7,7 +7,7 @@ not. Losses and norms are followed by medians, which single steps do not move.
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress, pairwise
 from typing import Any
@@ -73,9 +73,10 @@ class Curve:
         """Whether ratios of it mean something."""
         return self.start > 0 and self.best > 0
 
-    def fallen(self, end: float | None = None) -> float:
-        """Return which share of its start the loss has lost; below 0 where it rose."""
-        return (self.start - (self.final if end is None else end)) / (abs(self.start) or 1.0)
+    @property
+    def fallen(self) -> float:
+        """Which share of its start the loss has lost; below 0 where it rose."""
+        return (self.start - self.final) / (abs(self.start) or 1.0)
 
     @property
     def has_fallen(self) -> bool:
@@ -212,6 +213,11 @@ class Signals:
         last = levels[-2:] if len(known) >= 2 * BLOCKS else levels[-1:]
         return Curve(start, levels, min(levels), statistics.median(last), max(known), noise, len(known))
 
+    @property
+    def fallen(self) -> float:
+        """Which share of its start the loss has lost; NaN where how it went is not known."""
+        return math.nan if self.curve is None else self.curve.fallen
+
     @cached_property
     def is_stuck(self) -> bool:
         """Whether the loss stands still for a third of the run, and not because it has nearly all been learned."""
@@ -222,7 +228,7 @@ class Signals:
         windows = [curve.levels[k : k + needed] for k in range(1, len(curve.levels) - needed + 1)]
         still = any(window and max(window) - min(window) <= wide for window in windows)
         after_start = max(curve.levels[1:3], default=curve.start)
-        half = curve.fallen(statistics.median(curve.levels[: len(curve.levels) // 2]))
+        half = replace(curve, final=statistics.median(curve.levels[: len(curve.levels) // 2])).fallen
         return still and (half < 0.5 or curve.final > 0.7 * after_start)
 
     # --- norms --------------------------------------------------------------------------------------------------------
@@ -353,7 +359,7 @@ class Signals:
         """The places of its parameters in the order of the forward; as the optimizer has them where none is known."""
         theirs = self._names_of_others()
         places = [place for place in range(len(self.params)) if self.name(place) not in theirs]
-        order = {place: self.params[place].get("order") for place in places}
+        order: dict[int, Any] = {place: self.params[place].get("order") for place in places}
         return places if None in order.values() else sorted(places, key=order.__getitem__)
 
     def begins_exploded(self, layers: Sequence[Layer]) -> bool:

@@ -240,7 +240,7 @@ def _regime_words(record: Record, found: Verdict) -> str:
 
 def _norm_words(found: Verdict) -> str:
     median, largest = found.median_norm, found.max_norm
-    if median is None:
+    if median is None or largest is None:
         return "No finite gradient norm was recorded."
     times = f" ({number(largest / median)}x the median)" if median > 0 else ""
     share = found.spike_share

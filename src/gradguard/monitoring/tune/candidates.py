@@ -1,5 +1,6 @@
 """Which rules are tried on a script, where nobody named them: what its record recommends, and three constants."""
 
+import math
 import statistics
 
 from gradguard.monitoring.judge.recommend import recommend
@@ -48,26 +49,28 @@ def recommended(record: Record) -> str | None:
 
 
 def _constants(record: Record, diverged: bool) -> list[str]:
-    norms = _before_trouble(record) if diverged else [_norm(step) for step in usable_steps(record)]
-    norms = [norm for norm in norms if norm > 0]
+    steps = _before_trouble(record) if diverged else usable_steps(record)
+    norms = [norm for norm in map(_norm, steps) if norm > 0]
     if not norms:
         return []
     middle = statistics.median(norms)
-    if diverged:
-        return [_spelled(middle / 3), _spelled(middle / 30)]
-    ninth = statistics.quantiles(norms, n=10, method="inclusive")[-1] if len(norms) > 1 else middle
-    return [_spelled(ninth), _spelled(middle / 10)]
+    thresholds = [middle / 3, middle / 30]
+    if not diverged:
+        high = statistics.quantiles(norms, n=10, method="inclusive")[-1] if len(norms) > 1 else middle
+        thresholds = [high, middle / 10]
+    return [f"norm={float(f'{threshold:.1e}'):g}" for threshold in thresholds]
 
 
-def _before_trouble(record: Record) -> list[float]:
-    found: list[float] = []
+def _before_trouble(record: Record) -> list[dict]:
+    found, least = [], math.inf
     for step in record.steps:
         norm = step.get("norm", 0.0)
         if step.get("skipped") or norm == 0:
             continue
-        if norm is None or (found and norm > _TROUBLE * min(found)):
+        if norm is None or norm > _TROUBLE * least:
             break
-        found.append(_norm(step))
+        found.append(step)
+        least = min(least, _norm(step))
     return found
 
 
@@ -75,7 +78,3 @@ def _norm(step: dict) -> float:
     """What a rule behind the script's own clip is shown."""
     post = step.get("post_norm")
     return step["norm"] if post is None else post
-
-
-def _spelled(threshold: float) -> str:
-    return f"norm={float(f'{threshold:.1e}'):g}"

@@ -138,9 +138,8 @@ def diverged_at(losses: Losses, others: Sequence[Losses], since: int = 0) -> int
         (19, 25)
     """
     for i in range(max(since, _SMOOTH - 1), len(losses)):
-        if not any(loss is not None for loss in losses[i + 1 - _SMOOTH : i + 1]):
-            return i
-        if i >= 2 * _SMOOTH - 1 and _is_far_above(losses, i, others):
+        nothing_known = not without_none(losses[i + 1 - _SMOOTH : i + 1])
+        if nothing_known or (i >= 2 * _SMOOTH - 1 and _is_far_above(losses, i, others)):
             return i
     return None
 
@@ -284,20 +283,19 @@ def _is_far_above(losses: Losses, i: int, others: Sequence[Losses]) -> bool:
 def _diverged(run: Run, runs: Sequence[Run]) -> bool:
     if run.stopped or (run.losses and last_loss(run.losses) is None):
         return True
-    place = runs.index(run)
-    before = runs[:place]  # what it was compared with while it ran, and may have come to its end before a look
-    return any(diverged_at(run.losses, sound(others)) is not None for others in (before, [*before, *runs[place + 1 :]]))
+    before = runs[: runs.index(run)]  # what it was compared with while it ran, and may have ended before a look
+    others = [other for other in runs if other is not run]
+    return any(diverged_at(run.losses, sound(compared)) is not None for compared in (before, others))
 
 
 def _score(rule: str, runs: Sequence[Run], lost: dict[tuple[str, int], bool]) -> Score:
     own = [run for run in runs if run.rule == rule]
-    diverged = [run for run in own if lost[rule, run.seed]]
-    failed = [run for run in own if (run.failed or _value(run) is None) and run not in diverged]
-    losses = {run.seed: None if run in diverged or run in failed else _value(run) for run in own}
+    diverged = [run.seed for run in own if lost[rule, run.seed]]
+    losses = {run.seed: None if run.failed or run.seed in diverged else _value(run) for run in own}
     finite = without_none(losses.values())
-    shares = [run.clip_share for run in own]
     mean = mean_of(finite) if finite else None
-    return Score(rule, mean, losses, len(diverged), len(failed), math.fsum(shares) / len(shares))
+    share = math.fsum(run.clip_share for run in own) / len(own)
+    return Score(rule, mean, losses, len(diverged), len(own) - len(diverged) - len(finite), share)
 
 
 def _value(run: Run) -> float | None:

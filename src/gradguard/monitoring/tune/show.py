@@ -143,18 +143,14 @@ def notes(trials: Trials, ranked: Sequence[Score]) -> list[str]:
         found.append(
             f"The runs have from {min(lengths)} to {max(lengths)} losses, of which each has its own last tenth."
         )
-    failed = [run for run in trials.runs if run.failed]
-    found += [
-        f"An error ended {run.rule} with seed {run.seed}, which counts as diverged: see "
-        f"{trials.folder_of(run.rule, run.seed) / OUTPUT}."
-        for run in failed
-    ]
-    found += [
-        f"{run.rule} with seed {run.seed} printed no finite metric and counts as diverged: see "
-        f"{trials.folder_of(run.rule, run.seed) / OUTPUT}."
-        for run in trials.runs
-        if run.metric is not None and math.isnan(run.metric) and not run.failed and not run.stopped
-    ]
+    of_errors, of_metrics = [], []
+    for run in trials.runs:
+        see = f"counts as diverged: see {trials.folder_of(run.rule, run.seed) / OUTPUT}."
+        if run.failed:
+            of_errors.append(f"An error ended {run.rule} with seed {run.seed}, which {see}")
+        elif run.metric is not None and math.isnan(run.metric) and not run.stopped:
+            of_metrics.append(f"{run.rule} with seed {run.seed} printed no finite metric and {see}")
+    found += of_errors + of_metrics
     needed = [score for score in ranked if score.seeds_needed]
     if needed and not trials.seeds_itself:
         shown = ", ".join(f"{score.seeds_needed} for {score.rule}" for score in needed)
@@ -195,11 +191,11 @@ def _called(rule: str) -> str:
 
 def _in_words(score: Score) -> str:
     rule = "without a clip" if score.rule == NONE else f"with {score.rule}"
-    lost = score.diverged + score.failed
-    if not lost:
+    how = {"diverged": score.diverged, "failed": score.failed}
+    if not any(how.values()):
         return f"{_with_margin(score.loss)} {rule}"
-    what = "diverged" if score.diverged == lost else "failed" if score.failed == lost else "diverged or failed"
-    return f"{lost} of {len(score.losses)} runs that {what} {rule}"
+    what = " or ".join(name for name, count in how.items() if count)
+    return f"{sum(how.values())} of {len(score.losses)} runs that {what} {rule}"
 
 
 def _difference(mean: Mean) -> str:

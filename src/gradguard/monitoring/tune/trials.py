@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gradguard.errors import CommandError, RecordError
 from gradguard.monitoring.judge.verdict import verdict
-from gradguard.monitoring.record.file import FILE_NAME, Record, read_record
+from gradguard.monitoring.record.file import FILE_NAME, read_record
 from gradguard.monitoring.record.reader import JsonlReader
 from gradguard.monitoring.tune.candidates import NONE, OTHERWISE, candidates, recommended
 from gradguard.monitoring.tune.score import Run, diverged_at, got_worse, last_loss, same_start, sound
@@ -204,8 +204,9 @@ def _losses(steps: Sequence[dict]) -> list[float | None]:
 
 
 def _run_of(rule: str, seed: int, folder: Path, code: int, stopped: bool, metric: re.Pattern[str] | None) -> Run:
-    record = _record(folder)
-    if record is None:
+    try:
+        record = read_record(folder)
+    except RecordError:
         return Run(rule, seed, [], failed=True, stopped=stopped)
     value = None if metric is None else _last_number(metric, folder / OUTPUT)
     failed = bool(code) and not stopped
@@ -218,13 +219,6 @@ def _last_number(metric: re.Pattern[str], output: Path) -> float:
     with suppress(ValueError, IndexError):
         return value if math.isfinite(value := float(found[-1])) else math.nan
     return math.nan
-
-
-def _record(folder: Path) -> Record | None:
-    try:
-        return read_record(folder)
-    except RecordError:
-        return None
 
 
 def _outcome(run: Run) -> str:

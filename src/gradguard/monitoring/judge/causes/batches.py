@@ -233,8 +233,8 @@ def drift(signals: Signals) -> Cause | None:
     rising = _rising_norms(signals)
     late = statistics.median(curve.levels[curve.levels.index(curve.best) :])
     lost = max(late, curve.final) > curve.best + max(3 * curve.error, 0.25 * abs(curve.best))
-    grows = grown and (lost or (rising and curve.fallen() < 0.6))
-    if not (grows or runs_away or (rising and lost and curve.fallen() < 0.5)):
+    grows = grown and (lost or (rising and curve.fallen < 0.6))
+    if not (grows or runs_away or (rising and lost and curve.fallen < 0.5)):
         return None
     evidence = []
     if runs_away:

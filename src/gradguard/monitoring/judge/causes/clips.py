@@ -33,7 +33,7 @@ def clip_starves(signals: Signals) -> Cause | None:
     if signals.eps is not None:
         return _below_eps(signals, coefficient, at, bound)
     curve = signals.curve
-    slow = curve is not None and curve.fallen() < 0.5 and (curve.is_falling or curve.fallen() < 0.1)
+    slow = curve is not None and curve.fallen < 0.5 and (curve.is_falling or curve.fallen < 0.1)
     if coefficient > STARVING or not slow or signals.cancels_scale:
         return None
     return Cause(
@@ -95,9 +95,8 @@ def clip_twice(signals: Signals) -> Cause | None:
     binding = [clip for clip in clips if (clip.bound or 0) > 0.05 * signals.count]
     if not binding:
         return None
-    curve = signals.curve
-    coefficient = statistics.median(signals.bound) if signals.bound else 1.0
-    harmed = coefficient < STARVING or (curve is not None and curve.fallen() < 0.3)
+    coefficient = statistics.median(signals.bound or [1.0])
+    harmed = coefficient < STARVING or signals.fallen < 0.3
     words = (
         f"{len(clips)} clips act on the same steps: {shares_in_words(clips, max(1, signals.taken))}; together "
         f"they multiply gradients by {coefficient:.2g}."

@@ -105,7 +105,7 @@ def exploding_depth(signals: Signals) -> Cause | None:
         times = statistics.median(first[:quarter]) / statistics.median(first[-quarter:])
         gains = [signals.gain(layer) or 0.0 for layer in signals.layers if layer.weights]
         large = signals.begins_exploded(layers) or min(gains, default=0.0) > LARGE_GAIN
-        if times > EXPLODED / 20 and grows >= 0.65 and (large or times > EXPLODED):
+        if (times > EXPLODED and grows >= 0.7) or (times > EXPLODED / 20 and grows >= 0.65 and large):
             each = math.exp(math.log(times) / (len(layers) - 1))
             words = (
                 f"In the first step an element's gradient is {number(first[0])} in {layers[0].name} and "
@@ -147,7 +147,7 @@ EXPLODES_IN_TIME = 1e4
 
 def exploding_time(signals: Signals) -> Cause | None:
     """Return whether a recurrence multiplies gradients, and the loss does not fall with them."""
-    recurrent, curve = _recurrent(signals), signals.curve
+    recurrent = _recurrent(signals)
     known = [norm for norm in signals.norms if norm]
     radius = max((_radius(signals, layer) or 0.0 for layer in recurrent), default=0.0)
     broke = signals.ends_lost and (radius > AMPLIFIES or signals.begins_exploded(recurrent))
@@ -157,7 +157,7 @@ def exploding_time(signals: Signals) -> Cause | None:
     leaps = largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
     explodes = leaps and largest > EXPLODES_IN_TIME * low  # so far that it hurts a run that learns as well
     amplifies = radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
-    learns = curve is not None and curve.fallen() > 0.5 and not signals.ends_lost
+    learns = signals.fallen > 0.5 and not signals.ends_lost
     if not amplifies and not broke and not explodes and (learns or not leaps):
         return None
     names = tuple(layer.name for layer in recurrent)

@@ -33,7 +33,7 @@ def accumulation(signals: Signals) -> Cause | None:
     usual = round(statistics.median(several))
     if signals.record.meta.get("loss_factor", 1.0) <= 1.5 / usual:
         return None
-    sick = signals.ends_lost or curve.peak > 2 * curve.start or curve.fallen() < 0.1
+    sick = signals.ends_lost or curve.peak > 2 * curve.start or curve.fallen < 0.1
     words = f"For each step backward() was called {usual} times, and the loss was not divided by {usual}."
     return Cause(
         "accumulation",
@@ -141,7 +141,7 @@ def _frozen(signals: Signals) -> Cause | None:
     if share < MISSING_SHARE or curve is None:
         return None
     only_vectors = all(len(signals.shape(place)) < 2 for place in own if place not in frozen)
-    if not only_vectors and curve.fallen() > 0.3:
+    if not only_vectors and curve.fallen > 0.3:
         return None
     names = [signals.name(place) for place in frozen]
     words = f"{len(frozen)} of {len(own)} parameters of the optimizer have requires_grad=False: {named(names)}."
@@ -247,7 +247,7 @@ def not_started(signals: Signals) -> Cause | None:
         return None
     zeros = _zero_from_start(signals)
     matrices = sum(len(signals.shape(place)) > 1 for place in signals.own)
-    if curve.has_fallen and (2 * len(zeros) < matrices or curve.fallen() > 0.3):
+    if curve.has_fallen and (2 * len(zeros) < matrices or curve.fallen > 0.3):
         return None
     if zeros:
         words = f"The gradient of {named(zeros)} was exactly 0 on every recorded step, from the first one on."

@@ -43,7 +43,7 @@ def rate_too_high(signals: Signals) -> Cause | None:
     curve = signals.curve
     if signals.ends_lost or signals.rate == 0:
         return None
-    thrown, looked = _thrown(signals, curve), []
+    thrown, looked = _thrown(signals), []
     if curve is not None:
         every = (_jumped, _to_and_fro, _large_updates, _moved_for_nothing, _risen)
         looked = [look(signals, curve) for look in (every if curve.is_positive else every[1:3])]
@@ -69,24 +69,21 @@ def _headline(signals: Signals, curve: Curve | None) -> str:
         end = "the first steps threw the weights far from where they began"
     elif curve.final > curve.start * 1.05:
         end = f"the loss ends at {number(curve.final)}, above its start of {number(curve.start)}"
-    elif curve.fallen() < 0.1:
+    elif curve.fallen < 0.1:
         end = f"the loss is stuck at {number(curve.final)}"
     else:
         end = f"steps are too long, and the loss ends at {number(curve.final)}"
     return f"The learning rate{rate} is too high: {end}."
 
 
-def _thrown(signals: Signals, curve: Curve | None) -> Evidence | None:
+def _thrown(signals: Signals) -> Evidence | None:
     """Whether the first steps of an optimizer that makes them as long as its rate lost what the weights began with."""
     count, first = len(signals.measured), signals.span[0]
     layers = [layer for layer in signals.sized_layers if len(layer.weights) == count]
     early = [k for k, line in enumerate(signals.measured) if 0 < line["i"] - first <= THROWN_WITHIN]
-    if not layers or not early or not signals.cancels_scale:
+    if not layers or not early or not signals.cancels_scale or signals.fallen > 0.9:
         return None
-    if curve is not None and curve.is_positive and curve.fallen() > 0.9:
-        return None
-    last = early[-1]
-    step = signals.measured[last]["i"]
+    last, step = early[-1], signals.measured[early[-1]]["i"]
     times = statistics.median(layer.weights[last] / layer.weights[0] for layer in layers)
     gains = [gain for layer in layers if (gain := signals.gain(layer, last)) is not None]
     if times < THROWN or (gains and statistics.median(gains) < THROWN_GAIN):
@@ -117,7 +114,7 @@ def _jumped(signals: Signals, curve: Curve) -> Evidence | None:
 
 def _to_and_fro(signals: Signals, curve: Curve) -> Evidence | None:
     found = signals.finding("oscillation")
-    if found is None or curve.fallen() > 0.5:
+    if found is None or curve.fallen > 0.5:
         return None
     return Evidence.of(found)
 
@@ -126,7 +123,7 @@ def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether each step changes weights by a large share of themselves, while the loss does not fall."""
     usual = signals.ratio or 0.0
     first = median([layer.ratios[0] for layer in signals.layers if layer.ratios]) or 0.0
-    if max(usual, first / 3) < LARGE_UPDATE or curve.is_falling or curve.fallen() > 0.9:
+    if max(usual, first / 3) < LARGE_UPDATE or curve.is_falling or curve.fallen > 0.9:
         return None
     words = f"A step changes the usual weight by {100 * max(usual, first):.2g} % of itself; 0.1 % is the rule of thumb."
     return signals.seen(words)
@@ -135,7 +132,7 @@ def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
 def _moved_for_nothing(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether weights have become others, and the loss has not fallen for it."""
     grown = signals.growth
-    if curve.fallen() > 0.1 or grown < GROWN:
+    if curve.fallen > 0.1 or grown < GROWN:
         return None
     return signals.seen(f"Weights grew {number(grown)} times, and the loss has not fallen for it.")
 
@@ -143,7 +140,7 @@ def _moved_for_nothing(signals: Signals, curve: Curve) -> Evidence | None:
 def _risen(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether the loss ends far above the best it was, or has risen from the start."""
     rise = curve.final - curve.best
-    if rise <= max(4 * curve.error, 0.5 * abs(curve.best), 0.02 * abs(curve.start)) or curve.fallen() > 0.5:
+    if rise <= max(4 * curve.error, 0.5 * abs(curve.best), 0.02 * abs(curve.start)) or curve.fallen > 0.5:
         return None
     at = curve.levels.index(curve.best) * max(1, curve.count // len(curve.levels))
     words = (
@@ -168,7 +165,7 @@ def rate_too_low(signals: Signals) -> Cause | None:
     else:
         creeps = _creeps(curve)
         stays = travel <= (SMALL_MOVE if creeps else TINY_MOVE) or (creeps and _stays(signals, curve))
-        if curve.fallen() > 0.3 or not stays:
+        if curve.fallen > 0.3 or not stays:
             return None
         end = f"the loss creeps from {number(curve.start)} to {number(curve.final)}"
     moved = f"all {signals.count:,} steps can have moved it by {100 * travel:.2g} % at most"
@@ -200,7 +197,7 @@ def _stays(signals: Signals, curve: Curve) -> bool:
     is_smooth = curve.noise < 0.005 * abs(curve.start) and all(
         after < before for before, after in pairwise(curve.levels)
     )
-    return is_smooth and curve.fallen() < 0.2 and 0.9 * first < last < 1.1 * first
+    return is_smooth and curve.fallen < 0.2 and 0.9 * first < last < 1.1 * first
 
 
 def _travel(signals: Signals) -> float | None:

@@ -9,7 +9,7 @@ from operator import or_
 from gradguard.monitoring.judge.acting_clips import acting_clips, shares_in_words
 from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, named, said, steps
 from gradguard.monitoring.judge.norm_statistics import drift_of
-from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import number, only, plain_threshold
 from gradguard.monitoring.judge.scale_free import cancels_scale, is_scale_free
 from gradguard.monitoring.record.lines import Lines
 from gradguard.monitoring.record.steps import BINDS_BELOW, Part, bound_on, rules_on, taken_steps
@@ -61,8 +61,9 @@ class Clipping:
             coefficient: What it multiplied by, if known.
         """
         self._steps += 1
-        bound = coefficient is not None and coefficient < BINDS_BELOW
-        if bound:
+        bound = False
+        if coefficient is not None and coefficient < BINDS_BELOW:
+            bound = True
             self._bound += 1
             self._coefficients.append(coefficient)
         self._least, self._largest = min(threshold, self._least), max(threshold, self._largest)
@@ -102,20 +103,17 @@ def clipping_of_whole(part: Part) -> list[Episode]:
     if not clipped:
         return []
     bound = list(compress(clipped.column("coefficient"), bound_on(clipped)))
-    first, last, count = clipped[0]["i"], clipped[-1]["i"], len(clipped)
-    found = []
-    if len(bound) > ALWAYS_ON_SHARE * count and count >= ALWAYS_ON_STEPS:
-        numbers = {"share": len(bound) / count, "coefficient": statistics.median(bound)}
-        harmless = bool(is_scale_free(part.record))
-        found.append(Episode(ALWAYS_ON, part.index, first, last, count, numbers=numbers, harmless=harmless))
-    thresholds = set(clipped.column("threshold"))
-    if not bound and count >= INACTIVE_STEPS and len(thresholds) == 1 and None not in thresholds:
-        numbers = {"threshold": clipped[-1]["threshold"]}
+    found, share, threshold = [], len(bound) / len(clipped), only(set(clipped.column("threshold")))
+    if share > ALWAYS_ON_SHARE and len(clipped) >= ALWAYS_ON_STEPS:
+        numbers, harmless = {"share": share, "coefficient": statistics.median(bound)}, bool(is_scale_free(part.record))
+        found.append(Episode.over(ALWAYS_ON, part, clipped, numbers=numbers, harmless=harmless))
+    if not bound and len(clipped) >= INACTIVE_STEPS and threshold is not None:
+        numbers = {"threshold": threshold}
         of_norms = zip(clipped.column("norm"), rules_on(clipped), strict=True)
         norms = [norm for norm, rule in of_norms if norm and rule == "norm"]
         if norms:  # a threshold of another kind compares with something else
             numbers["largest"] = max(norms)
-        found.append(Episode(INACTIVE, part.index, first, last, count, numbers=numbers))
+        found.append(Episode.over(INACTIVE, part, clipped, numbers=numbers))
     return found + _clipped_twice(part, taken) + _drifted(part, clipped)
 
 
@@ -130,9 +128,7 @@ def _clipped_twice(part: Part, taken: Lines) -> list[Episode]:
     words += f"; {idle} had no effect" if idle else ""
     if any(clip.bound for clip in before) and all(twice.has("threshold")):  # one behind the other
         words += f"; {last_clip.name} only saw what {named([clip.name for clip in before])} had left"
-    first, last = twice[0]["i"], twice[-1]["i"]
-    never = all(clip.bound == 0 for clip in clips)
-    return [Episode(TWICE, part.index, first, last, len(twice), text=words, harmless=never)]
+    return [Episode.over(TWICE, part, twice, text=words, harmless=all(clip.bound == 0 for clip in clips))]
 
 
 def _drifted(part: Part, clipped: Lines) -> list[Episode]:
@@ -141,23 +137,8 @@ def _drifted(part: Part, clipped: Lines) -> list[Episode]:
     rules = set(zip(rules_on(clipped), clipped.column("threshold"), strict=True))
     if moved is None or len(rules) > 1 or clipped[-1].get("rule", "norm") != "norm":
         return []
-    first, last = moved
-    numbers = {"first": first, "last": last, "times": max(moved) / min(moved)}
-    return [Episode(DRIFT, part.index, clipped[0]["i"], clipped[-1]["i"], len(clipped), numbers=numbers)]
-
-
-def _always_on(found: Episode) -> Words:
-    coefficient = found.numbers["coefficient"]
-    bound = f"clipping bound on {percent(found.numbers['share'])} of {steps(found.count)}"
-    if found.harmless:  # an optimizer that cancels a constant factor
-        message = f"{bound}, with a median coefficient of {coefficient:.2g}"
-        return "info", message, (
-            "with an Adam-like optimizer a constant scaling nearly cancels, so this mostly evens out one step against "
-            "the next; for a guard against spikes raise the threshold to the recommended one"
-        )  # fmt: skip
-    message = f"{bound}: it acts as a learning-rate multiplier of {coefficient:.2g}"
-    advice = "lower the learning rate by that factor and raise the threshold to the recommended one, so that it guards"
-    return "warning", message, advice
+    numbers = {"first": moved[0], "last": moved[1], "times": max(moved) / min(moved)}
+    return [Episode.over(DRIFT, part, clipped, numbers=numbers)]
 
 
 def _inactive(found: Episode) -> Words:
@@ -165,15 +146,6 @@ def _inactive(found: Episode) -> Words:
     if "largest" in found.numbers:
         message += f": the largest norm was {number(found.numbers['largest'])}"
     return "info", message, "fine as insurance; what would catch spikes, the report's decision says"
-
-
-def _twice(found: Episode) -> Words:
-    if found.harmless:
-        message = f"two clips or more looked at the gradients of {steps(found.count)}, and none of them ever bound"
-        return "info", message, "keep one of them, so that the threshold of the other need not be known"
-    message = f"gradients were clipped more than once on {steps(found.count)}: {found.text}"
-    advice = "keep one of them: a second clip compares what the first has left, and its threshold has no meaning"
-    return "warning", message, advice
 
 
 LOCK_IN = Kind(
@@ -186,7 +158,22 @@ LOCK_IN = Kind(
     ),
     value="coefficient",
 )
-ALWAYS_ON = Kind("clipping_always_on", _always_on, value="coefficient")
+_ALWAYS_ON = "clipping bound on {share:%} of {steps}"
+ALWAYS_ON = Kind(
+    "clipping_always_on",
+    said(
+        "warning",
+        f"{_ALWAYS_ON}: it acts as a learning-rate multiplier of {{coefficient:.2g}}",
+        "lower the learning rate by that factor and raise the threshold to the recommended one, so that it guards",
+        harmless=(  # an optimizer that cancels a constant factor
+            "info",
+            f"{_ALWAYS_ON}, with a median coefficient of {{coefficient:.2g}}",
+            "with an Adam-like optimizer a constant scaling nearly cancels, so this mostly evens out one step against "
+            "the next; for a guard against spikes raise the threshold to the recommended one",
+        ),
+    ),
+    value="coefficient",
+)
 INACTIVE = Kind("clipping_inactive", _inactive, value="threshold")
 DRIFT = Kind(
     "norm_drift",
@@ -197,5 +184,17 @@ DRIFT = Kind(
     ),
     value="times",
 )
-TWICE = Kind("clipped_twice", _twice)
+TWICE = Kind(
+    "clipped_twice",
+    said(
+        "warning",
+        "gradients were clipped more than once on {steps}: {found.text}",
+        "keep one of them: a second clip compares what the first has left, and its threshold has no meaning",
+        harmless=(
+            "info",
+            "two clips or more looked at the gradients of {steps}, and none of them ever bound",
+            "keep one of them, so that the threshold of the other need not be known",
+        ),
+    ),
+)
 KINDS = (LOCK_IN, ALWAYS_ON, INACTIVE, DRIFT, TWICE)

@@ -117,7 +117,7 @@ def loss_of_whole(part: Part) -> list[Episode]:
     if min(losses) <= 0 or best < NOT_FALLEN * first or best < FALLEN_AT_ONCE * statistics.median(losses[:_START]):
         return []
     numbers = {"first": first, "best": best}
-    return [Episode(NOT_LEARNING, part.index, taken[0]["i"], taken[-1]["i"], len(taken), numbers=numbers)]
+    return [Episode.over(NOT_LEARNING, part, taken, numbers=numbers)]
 
 
 def came_back(found: Episode, part: Part) -> bool:

@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
-from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, said, steps
-from gradguard.monitoring.judge.numbers import percent
+from gradguard.monitoring.judge.findings import Episode, Kind, Log, said
 from gradguard.monitoring.record.steps import Part, taken_steps
 
 OSCILLATING_STEPS = 64
@@ -89,17 +88,11 @@ def rhythm_of_whole(part: Part) -> list[Episode]:
     Args:
         part: The steps of one optimizer.
     """
-    taken = [step for step in taken_steps(part.record)[-RECURRING_AT_MOST:] if _has_both(step)]
-    pairs = [(math.log(step["norm"]), math.log(step["loss"])) for step in taken]
-    period = _recurrence([norm for norm, _ in pairs], [loss for _, loss in pairs])
-    if period is None:
-        return []
-    count = len(taken)
-    return [Episode(REPEATED, part.index, taken[0]["i"], taken[-1]["i"], count, numbers={"period": float(period)})]
-
-
-def _has_both(step: dict) -> bool:
-    return (step.get("loss") or 0) > 0 and (step.get("norm") or 0) > 0 and math.isfinite(step["loss"] + step["norm"])
+    taken = taken_steps(part.record)[-RECURRING_AT_MOST:]
+    pairs = zip(taken.column("norm"), taken.column("loss"), strict=True)
+    taken = taken.where([0 < (norm or 0) < math.inf and 0 < (loss or 0) < math.inf for norm, loss in pairs])
+    period = _recurrence(*(list(map(math.log, taken.column(key))) for key in ("norm", "loss")))
+    return [] if period is None else [Episode.over(REPEATED, part, taken, numbers={"period": float(period)})]
 
 
 def _recurrence(norms: Sequence[float], losses: Sequence[float]) -> int | None:
@@ -129,19 +122,25 @@ def _distances(series: Sequence[float], longest: int) -> list[float]:
     ]
 
 
-def _oscillation(found: Episode) -> Words:
-    by = percent(found.numbers["largest"])
-    message = (
-        f"the loss goes up and down with every step, by {by} of itself, and has stopped falling, for "
-        f"{steps(found.count)} from step {found.first} on"
-    )
-    if found.harmless:
-        return "info", message, "two kinds of batches in turn do that; else the learning rate is too high: lower it"
-    message += ", while a clip binds"
-    return "warning", message, "the learning rate is too high, and the clip only bounds the steps to and fro: lower it"
-
-
-OSCILLATION = Kind("oscillation", _oscillation, value="largest", confidence="medium")
+_UP_AND_DOWN = (
+    "the loss goes up and down with every step, by {largest:%} of itself, and has stopped falling, for {steps} from "
+    "step {found.first} on"
+)
+OSCILLATION = Kind(
+    "oscillation",
+    said(
+        "warning",
+        f"{_UP_AND_DOWN}, while a clip binds",
+        "the learning rate is too high, and the clip only bounds the steps to and fro: lower it",
+        harmless=(
+            "info",
+            _UP_AND_DOWN,
+            "two kinds of batches in turn do that; else the learning rate is too high: lower it",
+        ),
+    ),
+    value="largest",
+    confidence="medium",
+)
 REPEATED = Kind(
     "repeated_batches",
     said(
