@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import Layer, signals_of
 from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.show.report import series
 from gradguard.monitoring.show.report.figure import BLACK, BLUE, GREY, Chart, Table, short, subplots
-from gradguard.monitoring.show.report.figures import log_ticks
 
 _FEWEST_LAYERS = 3
 _NEAR_EPS = 1e3
@@ -36,25 +36,22 @@ def along_depth(record: Record) -> Chart | None:
     first, last = [_level(layer, 0) for layer in layers], [_level(layer, -1) for layer in layers]
     figure, depths = subplots([1.0], height=360), list(range(len(layers)))
     names = [html.escape(layer.name) for layer in layers]
-    for label, levels, colour, dash in (
-        ("first tenth of the run", first, GREY, "dot"),
-        ("last tenth", last, BLUE, "solid"),
+    for label, levels, colour, dash, custom in (
+        ("first tenth of the run", first, GREY, "dot", names),
+        ("last tenth", last, BLUE, "solid", "of the first"),
     ):
         figure.add_trace(
-            "scatter", x=depths, y=levels, name=label, mode="lines+markers", marker={"size": 6},
+            "scatter", x=depths, y=list(map(series.rounded, levels)), name=label, mode="lines+markers", marker={"size": 6},
             line={"color": colour, "width": 1.8, "dash": dash},
-            customdata=names, hovertemplate="%{customdata}: %{y:,.3g}<extra></extra>",
-            meta=[[name, label, level] for name, level in zip(names, levels, strict=True)],
+            customdata=custom, hovertemplate="%{customdata}: %{y:,.3g}<extra></extra>",
         )  # fmt: skip
     known = [level for level in (*first, *last) if level]
     eps = signals.eps
     if eps and known and min(known) < _NEAR_EPS * eps:
-        figure.add_trace(
-            "scatter", x=[0, len(layers) - 1], y=[eps, eps], name=f"the optimizer's eps, {eps:g}", mode="lines",
-            line={"color": BLACK, "width": 1.3, "dash": "dash"}, hoverinfo="skip", meta=[],
-        )  # fmt: skip
+        line = {"color": BLACK, "width": 1.3, "dash": "dash"}
+        figure.add_level([0, len(layers) - 1], eps, f"the optimizer's eps, {eps:g}", line=line, meta=[])
         known.append(eps)
-    figure.update_yaxes(title={"text": "gradient of an element"}, type="log", tickformat="~g", dtick=log_ticks(known))
+    figure.log_axis("gradient of an element", known)
     every = max(1, len(layers) // 12)
     figure.update_xaxes(
         title={"text": "weights, from the input to the output"}, range=[-0.5, len(layers) - 0.5],
