@@ -11,6 +11,7 @@ from gradguard.monitoring.show.report import series
 from gradguard.monitoring.show.report.figure import BLACK, BLUE, GREY, Chart, Table, short, subplots
 
 _FEWEST_LAYERS = 3
+_MOST_TABLE_ROWS = 400
 _NEAR_EPS = 1e3
 """The line of the optimizer's ``eps`` is drawn where gradients come so near."""
 
@@ -60,8 +61,10 @@ def along_depth(record: Record) -> Chart | None:
     figure.set_columns("parameter", "when", "gradient of an element")
     head = ("parameter", "first tenth", "last tenth")
     rows = [(layer.name, number(a), number(b)) for layer, a, b in zip(layers, first, last, strict=True)]
-    summary = _summary(layers, last)
-    return Chart("depth", "Along depth", _CAPTION, figure.to_json(), summary, Table(head, rows))
+    apart = -(-len(rows) // _MOST_TABLE_ROWS)
+    note = f"one in {apart} of {len(rows):,} weights" if apart > 1 else ""
+    table = Table(head, rows[::apart], note)
+    return Chart("depth", "Along depth", _CAPTION, figure.to_json(), _summary(layers, last), table)
 
 
 def _level(layer: Layer, end: int) -> float | None:
