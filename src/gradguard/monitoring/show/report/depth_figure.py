@@ -35,14 +35,14 @@ def along_depth(record: Record) -> Chart | None:
     if len(layers) < _FEWEST_LAYERS:
         return None
     first, last = [_level(layer, 0) for layer in layers], [_level(layer, -1) for layer in layers]
-    figure, depths = subplots([1.0], height=360), list(range(len(layers)))
+    figure = subplots([1.0], height=360)
     names = [html.escape(layer.name) for layer in layers]
     for label, levels, colour, dash, custom in (
         ("first tenth of the run", first, GREY, "dot", names),
         ("last tenth", last, BLUE, "solid", "of the first"),
     ):
         figure.add_trace(
-            "scatter", x=depths, y=list(map(series.rounded, levels)), name=label, mode="lines+markers", marker={"size": 6},
+            "scatter", y=list(map(series.rounded, levels)), name=label, mode="lines+markers", marker={"size": 6},
             line={"color": colour, "width": 1.8, "dash": dash},
             customdata=custom, hovertemplate="%{customdata}: %{y:,.3g}<extra></extra>",
         )  # fmt: skip
@@ -56,7 +56,7 @@ def along_depth(record: Record) -> Chart | None:
     every = max(1, len(layers) // 12)
     figure.update_xaxes(
         title={"text": "weights, from the input to the output"}, range=[-0.5, len(layers) - 0.5],
-        tickvals=depths[::every], ticktext=[short(layer.name, 20) for layer in layers[::every]], tickangle=-30,
+        tickvals=list(range(len(layers)))[::every], ticktext=[short(layer.name, 20) for layer in layers[::every]], tickangle=-30,
     )  # fmt: skip
     figure.set_columns("parameter", "when", "gradient of an element")
     head = ("parameter", "first tenth", "last tenth")
