@@ -49,7 +49,7 @@ def text_of(*lines: dict) -> str:
 
 
 def run_of(*lines: dict) -> RunState:
-    """What is known of a run whose record has these lines; those that cannot be read are left out, as they are there."""
+    """Take in lines as `tail` does; those that cannot be read are left out."""
     run = RunState()
     for entry in lines:
         with suppress(ValueError):

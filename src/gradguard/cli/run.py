@@ -100,13 +100,12 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     folder = options.out or Path("runs") / f"{program.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     from gradguard.monitoring.observe.meta import rank_and_world
-    from gradguard.monitoring.observe.script import load_module, load_script
     from gradguard.monitoring.observe.termination import BySignal, Signals
     from gradguard.monitoring.show.alerts import AlertCommand
 
     command = options.on_finding if rank_and_world()[0] == 0 else None
     alert = None if command is None else AlertCommand(command)
-    loaded = (load_module if program.is_module else load_script)(program.words[0], program.words[1:])
+    loaded = program.load()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = "run.jsonl" if restarts == "0" else f"run.restart-{restarts}.jsonl"
     record = (folder / name).absolute()  # the script may change the working directory
@@ -130,13 +129,12 @@ def _audit_norm(options: argparse.Namespace, program: ProgramLine) -> int:
     from gradguard.audit.in_script import ScriptAudit
     from gradguard.monitoring.observe.intercept import patched
     from gradguard.monitoring.observe.meta import living_modules, rank_and_world
-    from gradguard.monitoring.observe.script import load_module, load_script, run, seed_generators
+    from gradguard.monitoring.observe.script import run, seed_generators
     from gradguard.monitoring.observe.watch import stop_watching
 
-    loaded = (load_module if program.is_module else load_script)(program.words[0], program.words[1:])
+    loaded = program.load()
     stop_watching()
-    if options.seed is not None:
-        seed_generators(options.seed)
+    seed_generators(options.seed)
     audit = ScriptAudit(living_modules, options.steps or 3)
     with audit.listening(), patched(audit):
         code = run(loaded)
@@ -264,8 +262,7 @@ def _observe(
     )
     code, process, here = 1, os.getpid(), Path.cwd()
     before = set(records_beside(record))
-    if options.seed is not None:
-        seed_generators(options.seed)
+    seed_generators(options.seed)
     if record is not None:
         on_stderr(f"recording to {_short(record, here)}")
     try:

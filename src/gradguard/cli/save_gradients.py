@@ -76,16 +76,15 @@ def _launcher(options: argparse.Namespace, perturbed: int) -> list[str]:
 def _one_run(asked: dict, options: argparse.Namespace, program: ProgramLine) -> int:
     from gradguard.monitoring.observe.intercept import patched
     from gradguard.monitoring.observe.meta import all_optimizers, living_modules
-    from gradguard.monitoring.observe.script import load_module, load_script, run, seed_generators
+    from gradguard.monitoring.observe.script import run, seed_generators
     from gradguard.parity.script import ScriptGradients
 
     os.environ.pop("GRADGUARD_SAVE_GRADIENTS")  # what the script starts is no run of its own
-    loaded = (load_module if program.is_module else load_script)(program.words[0], program.words[1:])
+    loaded = program.load()
     gradients = ScriptGradients(
         asked["file"], living_modules, all_optimizers, asked["epsilon"], asked["run"], asked["scale"]
     )
-    if options.seed is not None:
-        seed_generators(options.seed)
+    seed_generators(options.seed)
     with patched(gradients), gradients.watching():
         code = run(loaded)
         if code == 0:

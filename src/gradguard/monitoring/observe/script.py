@@ -93,12 +93,14 @@ def load_module(name: str, arguments: Sequence[str]) -> Program:
     return Program(code, main, [spec.origin or name, *arguments], str(Path.cwd()))
 
 
-def seed_generators(seed: int) -> None:
+def seed_generators(seed: int | None) -> None:
     """Seed what programs draw random numbers from: Python's generator, NumPy's if it is installed, and PyTorch's.
 
     Args:
-        seed: A number from 0 to 2^32 - 1, the largest that NumPy takes.
+        seed: A number from 0 to 2^32 - 1, the largest that NumPy takes; None leaves them.
     """
+    if seed is None:
+        return
     import torch
 
     random.seed(seed)

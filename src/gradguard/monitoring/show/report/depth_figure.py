@@ -56,7 +56,8 @@ def along_depth(record: Record) -> Chart | None:
     every = max(1, len(layers) // 12)
     figure.update_xaxes(
         title={"text": "weights, from the input to the output"}, range=[-0.5, len(layers) - 0.5],
-        tickvals=list(range(len(layers)))[::every], ticktext=[short(layer.name, 20) for layer in layers[::every]], tickangle=-30,
+        tickvals=list(range(0, len(layers), every)), tickangle=-30,
+        ticktext=[short(layer.name, 20) for layer in layers[::every]],
     )  # fmt: skip
     figure.set_columns("parameter", "when", "gradient of an element")
     head = ("parameter", "first tenth", "last tenth")
