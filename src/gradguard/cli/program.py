@@ -7,10 +7,6 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from gradguard.monitoring.observe.script import Program
 
 _TAKES_VALUE = {
     "--on-finding",
@@ -45,19 +41,6 @@ class ProgramLine:
     def name(self) -> str:
         """What to call its runs: the script without its suffix, or the whole name of the module."""
         return self.words[0] if self.is_module else Path(self.words[0]).stem
-
-    def load(self) -> "Program":
-        """Compile it.
-
-        Returns:
-            The program, not yet run.
-
-        Raises:
-            CommandError: If there is no such script or module, or it is no Python.
-        """
-        from gradguard.monitoring.observe.script import load_module, load_script
-
-        return (load_module if self.is_module else load_script)(self.words[0], self.words[1:])
 
     @property
     def typed(self) -> list[str]:

@@ -101,12 +101,13 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     folder = options.out or Path("runs") / f"{program.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     from gradguard.monitoring.observe.meta import rank_and_world
+    from gradguard.monitoring.observe.script import load
     from gradguard.monitoring.observe.termination import BySignal, Signals
     from gradguard.monitoring.show.alerts import AlertCommand
 
     command = options.on_finding if rank_and_world()[0] == 0 else None
     alert = None if command is None else AlertCommand(command)
-    loaded = program.load()
+    loaded = load(program.words, program.is_module)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = "run.jsonl" if restarts == "0" else f"run.restart-{restarts}.jsonl"
     record = (folder / name).absolute()  # the script may change the working directory
@@ -127,10 +128,10 @@ def _audit_norm(options: argparse.Namespace, program: ProgramLine) -> int:
     from gradguard.audit.in_script import ScriptAudit
     from gradguard.monitoring.observe.intercept import patched
     from gradguard.monitoring.observe.meta import living_modules, rank_and_world
-    from gradguard.monitoring.observe.script import run, seed_generators
+    from gradguard.monitoring.observe.script import load, run, seed_generators
     from gradguard.monitoring.observe.watch import stop_watching
 
-    loaded = program.load()
+    loaded = load(program.words, program.is_module)
     stop_watching()
     seed_generators(options.seed)
     audit = ScriptAudit(living_modules, options.steps or 3)

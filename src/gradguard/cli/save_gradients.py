@@ -75,11 +75,11 @@ def _launcher(options: argparse.Namespace, perturbed: int) -> list[str]:
 def _one_run(asked: dict, options: argparse.Namespace, program: ProgramLine) -> int:
     from gradguard.monitoring.observe.intercept import patched
     from gradguard.monitoring.observe.meta import all_optimizers, living_modules
-    from gradguard.monitoring.observe.script import run, seed_generators
+    from gradguard.monitoring.observe.script import load, run, seed_generators
     from gradguard.parity.script import ScriptGradients
 
     os.environ.pop("GRADGUARD_SAVE_GRADIENTS")  # what the script starts is no run of its own
-    loaded = program.load()
+    loaded = load(program.words, program.is_module)
     gradients = ScriptGradients(
         asked["file"], living_modules, all_optimizers, asked["epsilon"], asked["run"], asked["scale"]
     )

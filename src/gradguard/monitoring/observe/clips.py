@@ -277,10 +277,11 @@ class HeardClips:
             if call is not None and call.norm is None and call.norm_type == 2 and not call.whole:
                 clip.norm = total(shared.norms)
         elif not spread:
-            if not all(map(is_not, running.gradients, repeat(None))):
+            there = without_none(running.gradients)
+            if len(there) < len(parameters):
                 running.parameters = [p for p, g in zip(parameters, running.gradients, strict=True) if g is not None]
-                running.gradients = without_none(running.gradients)
-            running.norms = None if tells_norms else gradient_norms(running.gradients)
+                running.gradients = there
+            running.norms = None if tells_norms else gradient_norms(there)
         return replaced
 
     def end_foreign(self, returned: Any) -> None:
