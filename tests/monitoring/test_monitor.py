@@ -565,10 +565,10 @@ def test_numbers_of_a_device_are_read_when_their_copy_has_landed_and_never_waite
         events.append(FakeEvent(flat))
         return events[-1].host, events[-1]
 
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.host_copy"], "copy_to_host", copy)
     model, lines = a_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with Monitor(optimizer, sink=lines.append, model=model) as monitor:
-        monitor._buffer._copy = copy
+    with Monitor(optimizer, sink=lines.append, model=model):
         norms = train(model, optimizer, 5)
         assert len(events) == 2
         assert steps_of(lines) == []

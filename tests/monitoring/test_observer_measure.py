@@ -10,8 +10,6 @@ from torch import nn
 from gradguard.monitoring.observe.measure import (
     BINS,
     LOWEST,
-    MEDIUM,
-    SHORT,
     gradient_norms,
     histogram_of,
     measure_diagnostics,
@@ -20,14 +18,14 @@ from gradguard.monitoring.observe.measure import (
 from gradguard.monitoring.observe.schedule import BURST, EVERY, SHARE, Alarm, Schedule
 
 TENSORS = {
-    "short": lambda: torch.randn(SHORT),
-    "medium": lambda: torch.rand(SHORT + 1),
-    "long": lambda: torch.full((MEDIUM + 1,), 0.1),
+    "short": lambda: torch.randn(2**14),
+    "medium": lambda: torch.rand(2**14 + 1),
+    "long": lambda: torch.full((2**20 + 1,), 0.1),
     "zeros": lambda: torch.zeros(5),
     "empty": lambda: torch.zeros(0),
     "0-dim": lambda: torch.tensor(-3.0),
     "squares overflow": lambda: torch.full((7,), 1e30),
-    "squares overflow, medium": lambda: torch.full((SHORT + 1,), 1e30),
+    "squares overflow, medium": lambda: torch.full((2**14 + 1,), 1e30),
     "squares underflow": lambda: torch.full((7,), 1e-30),
     "half": lambda: torch.full((100, 100), 900.0, dtype=torch.float16),
     "bfloat16": lambda: torch.randn(50, 50).bfloat16(),

@@ -169,7 +169,7 @@ def monitored(breaks: bool) -> tuple[list[Any], list[Any]]:
     lines: list[Any] = []
     with Monitor(optimizer, sink=lines.append, model=model, every=1) as monitor, ExitStack() as stack:
         if breaks and dist.get_rank() == 1:
-            stack.enter_context(patch.object(monitor, "_places_of", Trouble(None, 0)))
+            stack.enter_context(patch.object(monitor._places, "of", Trouble(None, 0)))
             stack.enter_context(pytest.warns(RuntimeWarning, match="on purpose"))
         train(model, optimizer)
     return weights_of(model), lines

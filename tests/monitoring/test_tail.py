@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from synthetic import write_char_rnn
 from gradguard.cli import main
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.record import reader as follow
+from gradguard.monitoring.record.fields import parse_line
 from gradguard.monitoring.record.reader import JsonlReader
 from gradguard.monitoring.show import tail as tail_module
 from gradguard.monitoring.show import tail_view
@@ -47,9 +49,11 @@ def text_of(*lines: dict) -> str:
 
 
 def run_of(*lines: dict) -> RunState:
+    """Take in lines as `tail` does; those that cannot be read are left out."""
     run = RunState()
     for entry in lines:
-        run.add(entry)
+        with suppress(ValueError):
+            run.add(parse_line(json.dumps(entry).encode())[0])
     return run
 
 
@@ -446,8 +450,8 @@ def test_zero_and_constant_norms_have_a_chart():
 
 def test_a_record_cannot_command_the_terminal():
     evil = "\x1b[2J\x1b]0;title\x07[bold]x[/bold]\n\r"
-    run = run_of({"t": "meta", "params": [{"name": evil}]}, step(0, top=[0, 0.9], rule=evil, threshold=1.0))
-    run.add(event(0, evil, advice=evil, severity=evil))
+    first = step(0, top=[0, 0.9], rule=evil, threshold=1.0)
+    run = run_of({"t": "meta", "params": [{"name": evil}]}, first, event(0, evil, advice=evil, severity=evil))
     text = shown(run)
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
     assert "[bold]x[/bold]" in text

@@ -1,5 +1,6 @@
 """The command line of somebody's script or module, behind our own options: what `run` and `tune` take."""
 
+import argparse
 import re
 import shutil
 import textwrap
@@ -66,6 +67,16 @@ def cut(argv: Sequence[str]) -> tuple[list[str], ProgramLine]:
             return list(argv[:i]), ProgramLine(list(argv[i + 1 :]), argv[i] == "-m")
         i += 2 if argv[i] in _TAKES_VALUE else 1
     return list(argv[:i]), ProgramLine(list(argv[i:]), False)
+
+
+def first_given(options: argparse.Namespace, *names: str) -> str:
+    """Return the first of some options that somebody has typed, such as ``--no-report``; "" where there is none."""
+    given = [name for name in names if getattr(options, name) not in (None, False)]
+    return f"--{given[0].replace('_', '-')}" if given else ""
+
+
+RECORDING = ("out", "force", "argv", "every", "clip", "resilient", "no_report", "on_finding")
+"""The options of `run` that say what is recorded and done, and how."""
 
 
 def in_lines(usage: str) -> str:

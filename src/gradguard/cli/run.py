@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradguard.cli.program import ProgramLine, in_lines
+from gradguard.cli.program import RECORDING, ProgramLine, first_given, in_lines
 from gradguard.cli.records import progress, read, tell_notes
 from gradguard.cli.save_gradients import save_gradients_of
 from gradguard.cli.verdict import EXIT_CODES
@@ -18,6 +18,7 @@ from gradguard.monitoring.record.text import encodable, on_stderr, printable
 
 if TYPE_CHECKING:
     from gradguard.clip.each_optimizer import ClipEachOptimizer
+    from gradguard.monitoring.observe.observer import Observer
     from gradguard.monitoring.observe.script import Program
     from gradguard.monitoring.observe.termination import Signals
     from gradguard.monitoring.show.alerts import AlertCommand
@@ -89,9 +90,9 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
             raise CommandError(f"--{name} {number}: expected a number of steps, at least 1.")
     if options.seed is not None and not 0 <= options.seed < 2**32:
         raise CommandError(f"--seed {options.seed}: expected a number from 0 to 4294967295.")
-    of_another = [name for name in ("perturbed", "launch") if getattr(options, name) is not None]
+    of_another = first_given(options, "perturbed", "launch")
     if of_another and options.save_gradients is None:
-        raise CommandError(f"--{of_another[0]} belongs to --save-gradients FILE, which is not there.")
+        raise CommandError(f"{of_another} belongs to --save-gradients FILE, which is not there.")
     if options.audit_norm:
         return _audit_norm(options, program)
     if options.save_gradients is not None:
@@ -100,13 +101,13 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     folder = options.out or Path("runs") / f"{program.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     from gradguard.monitoring.observe.meta import rank_and_world
-    from gradguard.monitoring.observe.script import load_module, load_script
+    from gradguard.monitoring.observe.script import load
     from gradguard.monitoring.observe.termination import BySignal, Signals
     from gradguard.monitoring.show.alerts import AlertCommand
 
     command = options.on_finding if rank_and_world()[0] == 0 else None
     alert = None if command is None else AlertCommand(command)
-    loaded = (load_module if program.is_module else load_script)(program.words[0], program.words[1:])
+    loaded = load(program.words, program.is_module)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = "run.jsonl" if restarts == "0" else f"run.restart-{restarts}.jsonl"
     record = (folder / name).absolute()  # the script may change the working directory
@@ -121,22 +122,18 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
 
 
 def _audit_norm(options: argparse.Namespace, program: ProgramLine) -> int:
-    given = vars(options)
-    beside = ("out", "force", "every", "clip", "no_report", "on_finding", "argv", "resilient", "save_gradients")
-    other = [n for n in beside if given[n]]
-    if other:
-        raise CommandError(f"--{other[0].replace('_', '-')} with --audit-norm: an audit records and clips nothing.")
+    if other := first_given(options, *RECORDING, "save_gradients"):
+        raise CommandError(f"{other} with --audit-norm: an audit records and clips nothing.")
 
     from gradguard.audit.in_script import ScriptAudit
     from gradguard.monitoring.observe.intercept import patched
     from gradguard.monitoring.observe.meta import living_modules, rank_and_world
-    from gradguard.monitoring.observe.script import load_module, load_script, run, seed_generators
+    from gradguard.monitoring.observe.script import load, run, seed_generators
     from gradguard.monitoring.observe.watch import stop_watching
 
-    loaded = (load_module if program.is_module else load_script)(program.words[0], program.words[1:])
+    loaded = load(program.words, program.is_module)
     stop_watching()
-    if options.seed is not None:
-        seed_generators(options.seed)
+    seed_generators(options.seed)
     audit = ScriptAudit(living_modules, options.steps or 3)
     with audit.listening(), patched(audit):
         code = run(loaded)
@@ -232,7 +229,6 @@ def _observe(
     from gradguard.monitoring.observe.watch import (
         children_watched,
         identity,
-        process_of,
         record_of_fork,
         records_beside,
         remove_replaced,
@@ -264,8 +260,7 @@ def _observe(
     )
     code, process, here = 1, os.getpid(), Path.cwd()
     before = set(records_beside(record))
-    if options.seed is not None:
-        seed_generators(options.seed)
+    seed_generators(options.seed)
     if record is not None:
         on_stderr(f"recording to {_short(record, here)}")
     try:
@@ -278,31 +273,42 @@ def _observe(
     finally:
         signals.hold()
         observer.close(code, interrupted=isinstance(code, BySignal))
-        if os.getpid() == process and guards is not None:
-            on_stderr(guards.report())
-        if os.getpid() == process and record is not None:  # not in a child that the script forked
-            if observer.path is None and replaced and identity(record) != replaced:
-                before.discard(record)  # a process of rank 0 has replaced it
-            new = [path for path in records_beside(record) if path not in before]
-            writers = {path: process_of(path) for path in new if path != observer.path}
-            mine = [path for path, (_, root) in writers.items() if root == process]
-            shown_record = observer.path or (record if record in mine else None)  # a process of rank 0 has written it
-            others = [path for path in mine if path != shown_record]
-            if shown_record is None:
-                on_stderr(_no_step(code, observer.clip_calls, _short(others[0], here) if others else ""))
-            elif not options.no_report:
-                _show(shown_record, here, signals)
-            if rule is not None and mine:
-                on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
-            for path in others:
-                on_stderr(f"a process that it started has the record {_short(path, here)}")
-            for path, (number, root) in writers.items():
-                if root != process:
-                    whose = "another process" if number is None else f"another run, process {number},"
-                    on_stderr(f"{whose} has the record {_short(path, here)}")
-            if alert is not None and alert.failures:
-                on_stderr(alert.report())
+        if os.getpid() == process:  # not in a child that the script forked
+            if guards is not None:
+                on_stderr(guards.report())
+            if record is not None:
+                if observer.path is None and replaced and identity(record) != replaced:
+                    before.discard(record)  # a process of rank 0 has replaced it
+                new = [path for path in records_beside(record) if path not in before]
+                _tell_of_records(new, record, observer, code, options, signals, here)
+                if alert is not None and alert.failures:
+                    on_stderr(alert.report())
     return code
+
+
+def _tell_of_records(
+    new: list[Path], record: Path, observer: "Observer", code: int, options: argparse.Namespace, signals: "Signals",
+    here: Path,
+) -> None:  # fmt: skip
+    """Draw the record of a run, and say which other records there are now, of whom."""
+    from gradguard.monitoring.observe.watch import process_of
+
+    writers = {path: process_of(path) for path in new if path != observer.path}
+    mine = [path for path, (_, root) in writers.items() if root == os.getpid()]
+    shown = observer.path or (record if record in mine else None)  # a process of rank 0 has written it
+    others = [path for path in mine if path != shown]
+    if shown is None:
+        on_stderr(_no_step(code, observer.clip_calls, _short(others[0], here) if others else ""))
+    elif not options.no_report:
+        _show(shown, here, signals)
+    if options.clip is not None and mine:
+        on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
+    for path in others:
+        on_stderr(f"a process that it started has the record {_short(path, here)}")
+    for path, (number, root) in writers.items():
+        if root != os.getpid():
+            whose = "another process" if number is None else f"another run, process {number},"
+            on_stderr(f"{whose} has the record {_short(path, here)}")
 
 
 def _no_step(code: int, clip_calls: int, elsewhere: str) -> str:

@@ -8,11 +8,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from gradguard.cli.program import ProgramLine
+from gradguard.cli.program import RECORDING, ProgramLine, first_given
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import on_stderr
 
-_NOT_BESIDE = ("out", "force", "argv", "every", "clip", "resilient", "steps", "no_report", "on_finding")
 _DEFAULT_RUNS = 4
 _NO_STEP = "the script ended before its first optimizer step, so there is nothing to save."
 
@@ -23,8 +22,8 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine) -> int:
 
     if (asked := os.environ.get(VARIABLE)) is not None:
         return _one_run(json.loads(asked), options, program)
-    if beside := [name for name in _NOT_BESIDE if getattr(options, name)]:
-        raise CommandError(f"--save-gradients records nothing: leave --{beside[0].replace('_', '-')} out.")
+    if beside := first_given(options, *RECORDING, "steps"):
+        raise CommandError(f"--save-gradients records nothing: leave {beside} out.")
     perturbed = _DEFAULT_RUNS if options.perturbed is None else options.perturbed
     if perturbed < 0:
         raise CommandError(f"--perturbed {perturbed}: expected a number of runs, 0 or more.")
@@ -76,16 +75,15 @@ def _launcher(options: argparse.Namespace, perturbed: int) -> list[str]:
 def _one_run(asked: dict, options: argparse.Namespace, program: ProgramLine) -> int:
     from gradguard.monitoring.observe.intercept import patched
     from gradguard.monitoring.observe.meta import all_optimizers, living_modules
-    from gradguard.monitoring.observe.script import load_module, load_script, run, seed_generators
+    from gradguard.monitoring.observe.script import load, run, seed_generators
     from gradguard.parity.script import ScriptGradients
 
     os.environ.pop("GRADGUARD_SAVE_GRADIENTS")  # what the script starts is no run of its own
-    loaded = (load_module if program.is_module else load_script)(program.words[0], program.words[1:])
+    loaded = load(program.words, program.is_module)
     gradients = ScriptGradients(
         asked["file"], living_modules, all_optimizers, asked["epsilon"], asked["run"], asked["scale"]
     )
-    if options.seed is not None:
-        seed_generators(options.seed)
+    seed_generators(options.seed)
     with patched(gradients), gradients.watching():
         code = run(loaded)
         if code == 0:

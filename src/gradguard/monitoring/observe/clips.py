@@ -196,11 +196,13 @@ class RunningClip:
     Attributes:
         clip: What is known of it.
         parameters: Those that it acts on.
-        norms: The 2-norms of their gradients before it, where these were measured.
+        gradients: Their gradients as it began; None for one without.
+        norms: The 2-norms of the gradients before it, where these were measured.
     """
 
     clip: ScriptClip
-    parameters: list[Tensor]
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
     norms: Norms | None = None
 
 
@@ -268,16 +270,18 @@ class HeardClips:
         self.count += 1
         replaced = self._pending.drop_changed()
         clip = ScriptClip() if call is None else ScriptClip(call.rule, copied(call.threshold), copied(call.norm))
-        running = RunningClip(clip, list(parameters))
+        running = RunningClip(clip, parameters, grads_of(parameters))
         self._thread.running.append(running)
         if shared is not None:
             running.norms = shared.norms
             if call is not None and call.norm is None and call.norm_type == 2 and not call.whole:
                 clip.norm = total(shared.norms)
         elif not spread:
-            gradients = grads_of(parameters)
-            running.parameters = [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
-            running.norms = None if tells_norms else gradient_norms(without_none(gradients))
+            there = without_none(running.gradients)
+            if len(there) < len(parameters):
+                running.parameters = [p for p, g in zip(parameters, running.gradients, strict=True) if g is not None]
+                running.gradients = there
+            running.norms = None if tells_norms else gradient_norms(there)
         return replaced
 
     def end_foreign(self, returned: Any) -> None:
@@ -286,7 +290,7 @@ class HeardClips:
             running = self._thread.running.pop()
             if running.clip.norm is None:
                 running.clip.norm = copied(returned)
-            self._finish(running)
+            self._finish(running, running.gradients)
 
     def end(self, event: ClipEvent) -> None:
         """The clip of the last `begin` is done and tells this."""
@@ -294,13 +298,12 @@ class HeardClips:
             running = self._thread.running.pop()
             running.clip = ScriptClip.told(event)
             running.norms = _norms_told(running.parameters, event) if running.norms is None else running.norms
-            self._finish(running)
+            self._finish(running, grads_of(running.parameters))  # which it may have replaced
 
-    def _finish(self, running: RunningClip) -> None:
-        gradients = grads_of(running.parameters)
-        norms, there = running.norms, without_none(gradients)
-        if len(there) != len(gradients):
-            norms = _some(norms, [k for k, gradient in enumerate(gradients) if gradient is not None])
+    def _finish(self, running: RunningClip, gradients: Sequence[Tensor | None]) -> None:
+        there = without_none(gradients)
+        places = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        norms = running.norms if len(there) == len(gradients) else _some(running.norms, places)
         self._pending.add(running.clip, there, norms)
 
     def forget(self, parameters: Sequence[Tensor] | None = None) -> None:

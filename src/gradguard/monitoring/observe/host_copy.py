@@ -4,17 +4,14 @@ Small tensors of many steps are put side by side, copied into pinned memory with
 when the event behind the copy has completed, not earlier: a number that is read too early is some old number.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradguard.tensors.host_copy import Event, copy_to_host
+from gradguard.tensors.host_copy import copy_to_host
 from gradguard.tensors.layout import are_readable, wide_dtype
-
-Copy = Callable[[Tensor], tuple[Tensor, Event | None]]
-"""Starts the copy of a vector to the host; returns where it arrives and the event that says when (None: now)."""
 
 
 class AsyncHostCopy:
@@ -22,10 +19,9 @@ class AsyncHostCopy:
 
     Args:
         tensors: What is copied. Those that Python may read at no cost are read where they are.
-        copy: How the others are.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], copy: Copy | None = None) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors: list[Tensor | None] = [t if are_readable(t) else None for t in tensors]
         self._shapes = [t.shape for t in tensors]
         by_device: dict[torch.device, list[int]] = {}
@@ -36,7 +32,7 @@ class AsyncHostCopy:
         for device, places in by_device.items():
             wide = wide_dtype(device)
             flat = torch.cat([tensors[i].detach().reshape(-1).to(wide) for i in places])
-            self._copies.append((places, *(copy or copy_to_host)(flat)))
+            self._copies.append((places, *copy_to_host(flat)))
 
     def arrived(self) -> bool:
         """Return whether `values` would not wait."""

@@ -8,8 +8,8 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -63,7 +63,6 @@ def patched(listener: Listener) -> Iterator[None]:
 _listeners: tuple[Listener, ...] = ()
 _restore: list[Callable[[], None]] = []  # puts back what was there before the first of them
 _lock = threading.Lock()
-_thread = threading.local()  # .running: the calls that have been told of, so that a wrapper of a wrapper is silent
 
 
 def _replace() -> Callable[[], None]:
@@ -104,16 +103,24 @@ def _exchange(functions: Mapping[int, tuple[Callable, Callable]]) -> None:
                     setattr(module, name, new)
 
 
-@contextmanager
-def _only_once(call: Any) -> Iterator[Sequence[Listener]]:
-    """Yield those to tell of ``call``: nobody if they have been told already, by a wrapper round this one."""
-    running = _thread.__dict__.setdefault("running", [])
-    told = call in running
-    running.append(call)
-    try:
-        yield () if told else _listeners
-    finally:
-        running.pop()
+class _Running(threading.local):
+    """The calls of this thread that listeners know of: a wrapper round a wrapper is silent."""
+
+    def __init__(self) -> None:
+        self._calls: list[Any] = []
+
+    def begin(self, call: Any) -> Sequence[Listener]:
+        """Return those to tell of ``call``, until `end`: nobody if a wrapper round this one has told them."""
+        listeners = () if call in self._calls else _listeners
+        self._calls.append(call)
+        return listeners
+
+    def end(self) -> None:
+        """The last call is done."""
+        self._calls.pop()
+
+
+_running = _Running()
 
 
 class _FsdpMethod:
@@ -136,7 +143,7 @@ class _FsdpMethod:
             self._kind.clip_grad_norm_ = self._original
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ClipCall:
     """What a call of a clipping function says.
 
@@ -162,22 +169,31 @@ def _clip(original: Callable, read: Callable[..., ClipCall], name: str) -> Calla
     def clip(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not _listeners:
             return original(*args, **kwargs)
+        named = dict(kwargs)
+        key = next((name for name in ("parameters", "model") if name in kwargs), None)
         try:
-            key = next((name for name in ("parameters", "model") if name in kwargs), None)
-            parameters, rest = (kwargs[key], args) if key else (args[0], args[1:])
-            call = read(*rest, **{name: value for name, value in kwargs.items() if name != key})
+            parameters, rest = (named.pop(key), args) if key else (args[0], args[1:])
+            call = read(*rest, **named)
         except Exception:  # a wrong call: the original says so
             return original(*args, **kwargs)
         parameters, seen = _reusable(parameters)
-        repeated = functools.partial(original, *rest, **{**kwargs, key: seen}) if key else None
-        call = replace(call, again=repeated or functools.partial(original, seen, *rest, **kwargs))
+
+        def act(given: Any) -> Any:
+            return original(*rest, **named, **{key: given}) if key else original(given, *rest, **named)
+
+        call.again = functools.partial(act, seen)
         tensors: list[Tensor] = []
         with suppress(Exception):  # of what the script passes anything may raise, at the second look
             tensors = tensors_of(seen)
-        with _only_once(name) as listeners, ExitStack() as inside:
-            for listener in listeners:
-                inside.enter_context(listener.on_clip(call, tensors) or nullcontext())
-            result = original(*rest, **{**kwargs, key: parameters}) if key else original(parameters, *rest, **kwargs)
+        listeners = _running.begin(name)
+        try:
+            with ExitStack() as inside:
+                for listener in listeners:
+                    if (context := listener.on_clip(call, tensors)) is not None:
+                        inside.enter_context(context)
+                result = act(parameters)
+        finally:
+            _running.end()
         for listener in listeners:
             listener.on_clipped(result if isinstance(result, Tensor) else None)
         return result
@@ -232,10 +248,13 @@ def _backward(original: Callable, look: Callable[[], None]) -> Callable:
     def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not _listeners:
             return original(self, *args, **kwargs)
-        with _only_once(id(self)) as listeners:
+        listeners = _running.begin(id(self))
+        try:
             look()
             ends = [end for listener in listeners if (end := listener.on_backward(self)) is not None]
             result = original(self, *args, **kwargs)
+        finally:
+            _running.end()
         for end in ends:
             end()
         return result

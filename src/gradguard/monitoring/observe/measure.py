@@ -1,9 +1,8 @@
 """What is measured of gradients: the norm of each at every step, and now and then what is too costly for every step.
 
-The norm of a gradient costs one read of memory: by the compiled kernels where there are some. Without them it is right
-to about 2e-5, where `gradguard.tensors.norms.tensor_norms` is right to 2e-6 for three times the time: a record keeps
-four digits. Wherever the short way could be wrong by more (overflow, underflow, half precision, a long tensor, another
-layout), the number comes from `tensor_norms`.
+The norm of a gradient costs one read of memory: by the compiled kernels where there are some, else by one multi-tensor
+call of PyTorch's in float64. Wherever these could be wrong (overflow, underflow, half precision, another layout), the
+number comes from `tensor_norms`.
 
 The diagnostics (largest element, share of zeros, weight and update norms, a histogram) are of the gradients as the
 optimizer gets them, after any clip, without a loss scale.
@@ -24,15 +23,6 @@ from gradguard.torch_private import foreach_norm
 
 Norms = Tensor | list[float]
 """Numbers where Python may look at them at no cost (on the CPU); else a vector on the device, to be read later."""
-
-SHORT = 1 << 14
-"""Tensors up to this length are measured by one multi-tensor kernel, which adds up in a few float32 accumulators."""
-
-MEDIUM = 1 << 20
-"""Tensors up to this length are measured by a dot product: more accumulators, and several threads."""
-
-_TRUSTED_ABOVE = 1e-12
-"""A float32 norm below may have lost squares to underflow; it is measured again."""
 
 _PLAIN = {torch.float32, torch.float64}
 
@@ -62,37 +52,18 @@ def gradient_norms(tensors: Sequence[Tensor]) -> Norms:
     """
     if (known := norms_at_once(tensors)) is not None:
         return known
-    if not _are_plain(tensors):
-        refuse_sharded(tensors)
-        norms = tensor_norms(tensors)
-        return norms.tolist() if are_readable(*tensors) else norms
-    norms = _norms_one_by_one(tensors)
-    again = [i for i, norm in enumerate(norms) if not _TRUSTED_ABOVE < norm < 1e300 and tensors[i].numel()]
-    if again:  # squares may have overflowed or underflowed
-        for i, norm in zip(again, tensor_norms([tensors[i] for i in again]).tolist(), strict=True):
-            norms[i] = abs(norm)  # 0 may come as -0.0
-    return norms
+    if _are_plain(tensors):
+        norms = torch.stack(foreach_norm(tensors, 2, dtype=torch.float64)).tolist()
+        if all(0 < norm < math.inf for norm in norms):  # else squares may have overflowed or underflowed
+            return norms
+    refuse_sharded(tensors)
+    norms = tensor_norms(tensors)
+    return norms.tolist() if are_readable(*tensors) else norms
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
     plain = all([t.dtype in _PLAIN and t.layout is torch.strided and t.is_contiguous() for t in tensors])
     return plain and set(map(type, tensors)) == {Tensor} and are_readable(*tensors)
-
-
-def _norms_one_by_one(tensors: Sequence[Tensor]) -> list[float]:
-    norms = [0.0] * len(tensors)
-    sizes = [t.numel() for t in tensors]
-    short = [i for i, size in enumerate(sizes) if 0 < size <= SHORT]
-    if short:
-        found = foreach_norm([tensors[i] for i in short], 2)
-        for i, norm in zip(short, torch.stack(found).tolist(), strict=True):
-            norms[i] = norm
-    medium = [i for i, size in enumerate(sizes) if SHORT < size <= MEDIUM]
-    if medium:
-        flat = [tensors[i].view(-1) for i in medium]
-        for i, square in zip(medium, torch.stack([torch.dot(x, x) for x in flat]).tolist(), strict=True):
-            norms[i] = square**0.5
-    return norms  # 0 of a long one, as of one that underflowed: both are measured again
 
 
 MOST_BYTES = 256 * 2**20

@@ -5,9 +5,12 @@ import os
 import platform
 import subprocess
 import sys
+import weakref
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from itertools import compress
+from operator import is_
 from typing import Any
 
 import torch
@@ -147,6 +150,35 @@ def _living(base: type) -> list[Any]:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of all groups of ``optimizer``."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+class Places:
+    """Where parameters stand in the ``params`` of a first line.
+
+    Args:
+        parameters: All of them, which are not kept alive.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._known = {id(p): (weakref.ref(p), place) for place, p in enumerate(parameters)}
+        self._last: weakref.WeakKeyDictionary[Optimizer, tuple[list[weakref.ref], array]] = weakref.WeakKeyDictionary()
+
+    def of(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> array:
+        """Return the place of each, -1 for one that came later; the last array where they are those of the last step.
+
+        Args:
+            optimizer: Whose parameters they are.
+            parameters: Those of its step.
+        """
+        last, places = self._last.get(optimizer, ([], array("q")))
+        if len(last) != len(parameters) or not all(map(is_, [parameter() for parameter in last], parameters)):
+            places = array("q", map(self._place, parameters))
+            self._last[optimizer] = list(map(weakref.ref, parameters)), places
+        return places
+
+    def _place(self, parameter: Tensor) -> int:
+        known, place = self._known.get(id(parameter), (None, -1))
+        return place if known is not None and known() is parameter else -1
 
 
 def name_parameters(parameters: list[Tensor], modules: list[nn.Module]) -> list[str]:

@@ -24,6 +24,7 @@ from gradguard.monitoring.observe.clips import StepGradients, note_guard
 from gradguard.monitoring.observe.loop_setup import Unowned
 from gradguard.monitoring.observe.measure import gradient_norms
 from gradguard.monitoring.observe.meta import (
+    Places,
     living_modules,
     meta_line,
     name_parameters,
@@ -137,8 +138,7 @@ class Monitor(Recorder):
         check_arguments(optimizer, self._held, model, scaler, every)
         super().__init__(Schedule() if self._guard is None else Schedule(every=0))
         names = name_parameters(self._held, [model] if model is not None else living_modules())
-        self._place = {id(p): i for i, p in enumerate(self._held)}
-        self._places: tuple[list[int], array] = ([], array("q"))  # of the last step, which the next one shares
+        self._places = Places(self._held)
         self._optimizer, self._scaler, self._amp_scale = weakref.ref(optimizer), scaler, None
         self._result, self._guard_event = None, None  # the last that was written; the one of the step that begins
         self._logged, self._complained = Logged(self._tell), set[str]()
@@ -165,10 +165,13 @@ class Monitor(Recorder):
         weakref.finalize(self, self._stop_listening)
         weakref.finalize(self, self._stop_recoveries)
         self._leave_scaler = listen_to_steps(self._scaler_begins, self._scaler_ends, optimizer=optimizer)
-        self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
-        atexit.register(self._at_exit)
-        me: weakref.ref[Monitor] = weakref.ref(self)
-        self._give_back = before_signals(functools.partial(_terminated, me), functools.partial(_flushed, me))
+        close, terminated, flush = (
+            functools.partial(_if_living, weakref.WeakMethod(method))
+            for method in (self.close, self._terminated, self.flush)
+        )
+        self._at_exit = close
+        atexit.register(close)
+        self._give_back = before_signals(terminated, flush)
 
     # -- for the user -----------------------------------------------------------------------------------------------
 
@@ -253,6 +256,9 @@ class Monitor(Recorder):
             self._give_back()
         self._end(exit_code, interrupted)
 
+    def _terminated(self, code: int) -> None:
+        self._end(code, interrupted=True)
+
     def __del__(self) -> None:
         """Write what is left: the optimizer that kept it alive is gone."""
         with suppress(Exception):  # of one that was never complete, too
@@ -308,7 +314,7 @@ class Monitor(Recorder):
         if given.spread and given.shared is None:  # nobody has measured
             return None
         step = self._clips.step(self._steps, optimizer, given, clipped=clipped)
-        step.places = self._places_of(given.parameters) if len(step.norms) else []
+        step.places = self._places.of(optimizer, given.parameters) if len(step.norms) else []
         return step
 
     def _is_open(self, optimizer: Optimizer) -> bool:
@@ -343,7 +349,7 @@ class Monitor(Recorder):
         if not told or len(parameters) == len(names):
             given = StepGradients(parameters, [], shared=shared)
             step = self._clips.step(self._steps, optimizer, given, now=now, clipped=clipped)
-            step.places = self._places_of(parameters)
+            step.places = self._places.of(optimizer, parameters)
         else:
             late = not result.tensor_norms.is_cpu
             step = StepMeasurement(self._steps, result.tensor_norms, array("q", [-1] * len(names)), late=late)
@@ -373,12 +379,6 @@ class Monitor(Recorder):
         elif event.optimizer is self._optimizer():  # our guard acts before our own hook
             self._guard_event = event
 
-    def _places_of(self, parameters: list[Tensor]) -> array:
-        keys = list(map(id, parameters))
-        if keys != self._places[0]:
-            self._places = keys, array("q", [self._place.get(key, -1) for key in keys])
-        return self._places[1]
-
     @safely
     def _take(self, known: dict[str, Any], scalars: dict[str, Any]) -> None:
         if self._guard is not None and known.pop("norm") is not None:
@@ -397,22 +397,9 @@ class Monitor(Recorder):
             warnings.warn(message, RuntimeWarning, stacklevel=5)
 
 
-def _close_at_exit(monitor: "weakref.ref[Monitor]") -> None:
-    living = monitor()
-    if living is not None:
-        living.close()
-
-
-def _terminated(monitor: "weakref.ref[Monitor]", code: int) -> None:
-    living = monitor()
-    if living is not None:
-        living._end(code, interrupted=True)
-
-
-def _flushed(monitor: "weakref.ref[Monitor]") -> None:
-    living = monitor()
-    if living is not None:
-        living.flush()
+def _if_living(method: weakref.WeakMethod, *args: Any) -> None:
+    if (act := method()) is not None:
+        act(*args)
 
 
 OWN_NAMES = frozenset((

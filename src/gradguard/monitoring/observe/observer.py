@@ -4,11 +4,9 @@ import functools
 import math
 import os
 import weakref
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from gradguard.monitoring.observe.graph_facts import GraphFacts, origin_of
 from gradguard.monitoring.observe.intercept import ClipCall, patched
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, Unowned
 from gradguard.monitoring.observe.meta import (
+    Places,
     living_modules,
     living_optimizers,
     meta_line,
@@ -81,11 +80,8 @@ class Observer(Recorder):
         super().__init__(Schedule(diagnostics_every), clip)
         self._diagnostics_every, self._in_child = diagnostics_every, in_child
         self._meta, self._every, self._path, self._on_finding = meta, every, path, on_finding
-        self._known: dict[int, tuple[weakref.ref, int]] | None = None  # identity -> parameter, its place in meta
+        self._places: Places | None = None  # until the first line is written
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._places: weakref.WeakKeyDictionary[Optimizer, tuple[list[weakref.ref], array]] = (
-            weakref.WeakKeyDictionary()
-        )
         self._count = 0  # optimizers but one
         self._losses, self._left = Losses(), last_step
         self._graph, self._origin, self._looks_for_origin = GraphFacts(), None, True
@@ -123,7 +119,7 @@ class Observer(Recorder):
         return self._after_backward
 
     def _look_at_graph(self, loss: Tensor) -> None:
-        if self._known is None and self._backwards < IDLE_STEPS:  # meta is still to be written
+        if self._places is None and self._backwards < IDLE_STEPS:  # meta is still to be written
             self._graph.read(loss, self._losses.scales)
         if self._looks_for_origin and are_readable(loss) and not math.isfinite(loss.sum().item()):
             self._origin, self._looks_for_origin = origin_of(loss), False
@@ -167,10 +163,10 @@ class Observer(Recorder):
     # --- what differs from other recorders ----------------------------------------------------------------------------
 
     def _measured(self, optimizer: Optimizer, given: StepGradients) -> StepMeasurement | None:
-        if not given.parameters:  # an optimizer that has nothing to do yet
+        if not given.parameters or self._places is None:  # an optimizer that has nothing to do yet
             return None
         step = self._clips.step(self._steps, optimizer, given)
-        step.places = self._places_of(optimizer, given.parameters) if len(step.norms) else []
+        step.places = self._places.of(optimizer, given.parameters) if len(step.norms) else []
         return step
 
     def _begins_in_child(self) -> bool:
@@ -182,9 +178,9 @@ class Observer(Recorder):
         return True
 
     def _is_open(self, optimizer: Optimizer) -> bool:
-        if self._known is None:
+        if self._places is None:
             with self._lock:
-                if self._known is None:  # else another thread has
+                if self._places is None:  # else another thread has
                     self._begin(optimizer)
         return self._buffer is not None and not self._buffer.sinks.empty
 
@@ -223,19 +219,6 @@ class Observer(Recorder):
     def _tell(self, message: str) -> None:
         on_stderr(message)
 
-    def _places_of(self, optimizer: Optimizer, parameters: list[Tensor]) -> array:
-        """The places of ``parameters`` in meta; those of the last step, where they are the same."""
-        last, places = self._places.get(optimizer, ([], array("q")))
-        if len(last) != len(parameters) or not all(map(is_, [parameter() for parameter in last], parameters)):
-            places = array("q", [self._place(p) for p in parameters])
-            self._places[optimizer] = [weakref.ref(p) for p in parameters], places
-        return places
-
-    def _place(self, parameter: Tensor) -> int:
-        """The place of ``parameter`` in meta, or -1 for one that came later."""
-        known = (self._known or {}).get(id(parameter))
-        return known[1] if known is not None and known[0]() is parameter else -1
-
     def _place_of(self, optimizer: Optimizer) -> int | None:
         """Which optimizer this is, where the script has several; one that came later gets a number of its own."""
         if (place := self._optimizers.get(optimizer)) is None:
@@ -268,7 +251,7 @@ class Observer(Recorder):
         for place, optimizer in enumerate(optimizers):
             self._optimizers[optimizer] = place
         self._count = len(optimizers) - 1
-        self._known = {id(p): (weakref.ref(p), i) for i, p in enumerate(parameters)}
+        self._places = Places(parameters)
         if self._buffer is not None:
             self._buffer.begin(meta_line(self._meta, optimizers, parameters, names, self._graph))
         self._graph = GraphFacts()
@@ -277,7 +260,7 @@ class Observer(Recorder):
 
     def _write_failure(self, buffer: RecordBuffer, message: str) -> None:
         if not buffer.has_begun:  # a record without its first line could not be read
-            self._known = {}
+            self._places = Places([])
             buffer.begin({"t": "meta", "schema": SCHEMA, **self._meta, "params": []})
         super()._write_failure(buffer, message)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.judge.live import Judge
-from gradguard.monitoring.observe.host_copy import AsyncHostCopy, Copy, NumberPlaces
+from gradguard.monitoring.observe.host_copy import AsyncHostCopy, NumberPlaces
 from gradguard.monitoring.observe.step import Entry, ParameterTable, RecoveryNote, StepMeasurement, lines_of
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.lines import known_fields, without_none
@@ -37,7 +37,6 @@ class RecordBuffer:
         every: Write the norm of each parameter every so many steps; None as `lines_of` has it.
         arrived: Called with each step when its numbers are known, before its lines are made.
         failed: Called with what went wrong with a step; the others are written all the same.
-        copy: How numbers come from a device, for tests.
         in_background: Whether steps that have waited long may be written by a thread of our own.
         on_finding: A function that is called with each finding, in a thread of its own.
         keeps_rows: Whether `rows` are kept.
@@ -56,15 +55,13 @@ class RecordBuffer:
         *,
         arrived: Callable[[StepMeasurement], object] = lambda step: None,
         failed: Callable[[Exception], object] = lambda error: None,
-        copy: Copy | None = None,
         in_background: bool = False,
         keeps_rows: bool = False,
         on_finding: Callable[[Finding], object] | None = None,
     ) -> None:
         self.sinks, self._every, self._arrived, self._failed = sinks, every, arrived, failed
-        self._copy, self._in_background, self._keeps_rows = copy, in_background, keeps_rows
+        self._in_background, self._keeps_rows = in_background, keeps_rows
         self._alerts = None if on_finding is None else Alerts(on_finding, self.write)
-        self._names: Sequence[str] = ()
         self._table, self._judge = ParameterTable(), Judge({})
         self.has_begun = False
         self.newest: StepMeasurement | None = None
@@ -162,7 +159,7 @@ class RecordBuffer:
         if not any([entry.late for entry in entries]):
             return None, None
         places = NumberPlaces(list(_holders(entries)))
-        return places, AsyncHostCopy(places.tensors, self._copy)
+        return places, AsyncHostCopy(places.tensors)
 
     def _write_arrived(self, wait: bool = False) -> None:
         lines: list[Line] = []

@@ -38,6 +38,22 @@ class Program:
     path_entry: str
 
 
+def load(words: Sequence[str], is_module: bool) -> Program:
+    """Compile a script, or a module as ``python -m`` does.
+
+    Args:
+        words: The script or the module, then its arguments.
+        is_module: Whether it is a module.
+
+    Returns:
+        The program, not yet run.
+
+    Raises:
+        CommandError: If it is not there, or cannot be run.
+    """
+    return (load_module if is_module else load_script)(words[0], words[1:])
+
+
 def load_script(path: str, arguments: Sequence[str]) -> Program:
     """Compile the script at ``path``.
 
@@ -93,12 +109,14 @@ def load_module(name: str, arguments: Sequence[str]) -> Program:
     return Program(code, main, [spec.origin or name, *arguments], str(Path.cwd()))
 
 
-def seed_generators(seed: int) -> None:
+def seed_generators(seed: int | None) -> None:
     """Seed what programs draw random numbers from: Python's generator, NumPy's if it is installed, and PyTorch's.
 
     Args:
-        seed: A number from 0 to 2^32 - 1, the largest that NumPy takes.
+        seed: A number from 0 to 2^32 - 1, the largest that NumPy takes; None leaves them.
     """
+    if seed is None:
+        return
     import torch
 
     random.seed(seed)

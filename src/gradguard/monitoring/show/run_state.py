@@ -1,4 +1,7 @@
-"""What is known of a run in progress, in memory that does not grow with the run."""
+"""What is known of a run in progress, in memory that does not grow with the run.
+
+Lines come from `parse_line`, so that their fields are of the types that it promises, and their texts are printable.
+"""
 
 import math
 from collections import Counter, deque
@@ -14,17 +17,6 @@ WINDOW = 100
 MOST_BUCKETS = 1024
 MOST_EVENTS = 50
 MOST_OPTIMIZERS = 16
-
-
-def number_in(line: dict[str, Any], key: str) -> float | None:
-    """Return the number under ``key``; None where there is none, or something else than a number.
-
-    Example:
-        >>> number_in({"norm": 2.0}, "norm"), number_in({"norm": None}, "norm"), number_in({"norm": "2"}, "norm")
-        (2.0, None, None)
-    """
-    value = line.get(key)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 @dataclass(slots=True)
@@ -112,9 +104,8 @@ class OptimizerState:
         """Take in one step."""
         self.last = step
         self.recent.append(step)
-        if self.first_step is None and isinstance(step.get("i"), int):
-            self.first_step = step["i"]
-        self.history.add(number_in(step, "norm"), is_nonfinite(step))
+        self.first_step = step["i"] if self.first_step is None else self.first_step
+        self.history.add(step.get("norm"), is_nonfinite(step))
 
     @property
     def clip_share(self) -> float | None:
@@ -165,32 +156,30 @@ class RunState:
             self.meta = line
         elif kind == "step":
             self._add_step(line)
-        elif kind == "tensors" and isinstance(line.get("norm"), list):
+        elif kind == "tensors":
             self.layers = line["norm"]
         elif kind == "event":
             self.events.append(line)
-            self.severities[str(line.get("severity", "info"))] += 1
+            self.severities[line.get("severity", "info")] += 1
         elif kind == "end":
             self.end = line
 
     def _add_step(self, step: dict[str, Any]) -> None:
         self.last = step
-        wall = number_in(step, "wall")
-        if wall is not None:
-            self._walls.append(wall)
+        if "wall" in step:
+            self._walls.append(step["wall"])
         self._state_of(step).add(step)
 
     def _state_of(self, step: dict[str, Any]) -> OptimizerState:
         place = step.get("optimizer")
-        key = place if isinstance(place, int) and (place in self.states or len(self.states) < MOST_OPTIMIZERS) else None
+        key = place if place in self.states or len(self.states) < MOST_OPTIMIZERS else None
         return self.states.setdefault(key, OptimizerState(self._label(key)))
 
     def _label(self, place: int | None) -> str:
-        names = self.meta.get("optimizers")
+        names = self.meta.get("optimizers", ())
         if place is None:
             return "other optimizers" if self.states else ""
-        known = isinstance(names, list) and 0 <= place < len(names)
-        return f"optimizer {place} ({names[place]})" if known and names else f"optimizer {place}"
+        return f"optimizer {place} ({names[place]})" if place < len(names) else f"optimizer {place}"
 
     @property
     def state(self) -> OptimizerState:
@@ -212,21 +201,16 @@ class RunState:
         Returns:
             Name and share, largest first.
         """
-        norms = [norm if isinstance(norm, int | float) else 0.0 for norm in self.layers]
+        norms = [norm or 0.0 for norm in self.layers]
         total = sum(norm * norm for norm in norms)
         if not 0 < total < math.inf:  # or too large to be squared
-            return self._largest_of_last_step()[:count]
+            return [(self._name(place), share) for place, share in self._last_top()[:count]]
         order = sorted(range(len(norms)), key=lambda place: -norms[place])[:count]
         return [(self._name(place), norms[place] ** 2 / total) for place in order if norms[place]]
 
-    def _largest_of_last_step(self) -> list[tuple[str, float]]:
-        top = self.last.get("top")
-        if not isinstance(top, list) or len(top) != 2 or not all(isinstance(item, int | float) for item in top):
-            return []
-        return [(self._name(int(top[0])), top[1])]
+    def _last_top(self) -> list[tuple[int, float]]:
+        return [self.last["top"]] if "top" in self.last else []
 
     def _name(self, place: int) -> str:
-        parameters = self.meta.get("params")
-        if not isinstance(parameters, list) or not 0 <= place < len(parameters):
-            return f"parameter {place}"
-        return str(parameters[place].get("name", place))
+        parameters = self.meta.get("params", ())
+        return str(parameters[place].get("name", place)) if place < len(parameters) else f"parameter {place}"

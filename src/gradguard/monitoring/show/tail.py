@@ -171,8 +171,7 @@ class Watched:
 
     def title(self) -> str:
         """What is watched: the script, and its record."""
-        argv = self.run.meta.get("argv")
-        script = " ".join(map(str, argv[:3])) if isinstance(argv, list) and argv else ""
+        script = " ".join(self.run.meta.get("argv", ())[:3])
         name = str(self.path)
         short = name if len(name) <= _LONGEST_PATH else f"...{name[-_LONGEST_PATH:]}"
         return f"{script} ({short})" if script else short

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.record.steps import regime_of
 from gradguard.monitoring.record.text import printable
-from gradguard.monitoring.show.run_state import Bucket, OptimizerState, RunState, number_in
+from gradguard.monitoring.show.run_state import Bucket, OptimizerState, RunState
 from gradguard.words import counted
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def clock(moment: float, now: float) -> str:
 
 def ending(end: dict[str, Any]) -> tuple[str, str]:
     """Return how a run ended in words, and their style."""
-    code, steps, wall = end.get("exit"), number_in(end, "steps"), number_in(end, "wall")
+    code, steps, wall = end.get("exit"), end.get("steps"), end.get("wall")
     after = f" after {counted(steps, 'step')}" if steps is not None else ""
     within = f" in {duration(wall)}" if wall is not None else ""
     if end.get("interrupted"):
@@ -63,9 +63,9 @@ Fact = tuple[str, str, str]
 def facts(run: RunState) -> list[Fact]:
     """Return what is known now of the run as a whole."""
     step, seconds = run.last, run.seconds_per_step
-    wall = number_in(step, "wall")
+    wall = step.get("wall")
     known = [
-        ("step", f"{step['i']:,}" if isinstance(step.get("i"), int) else None, "bold"),
+        ("step", f"{step['i']:,}" if step else None, "bold"),
         ("rate", _rate(seconds), ""),
         ("time", None if wall is None else duration(wall), ""),
         ("loss", *_measured(step, "loss")),
@@ -93,17 +93,16 @@ def line(run: RunState) -> str:
     """Return the present state in one line of plain text; of several optimizers that of the last step."""
     state = run.state
     named = [f"{label} {value}" for label, value, _ in facts(run)]
-    named += [printable(state.label)] if state.label else []
+    named += [state.label] if state.label else []
     named += [f"{label} {value}" for label, value, _ in optimizer_facts(state)]
-    top = [f"largest {printable(name)} {percent(share)}" for name, share in run.largest_layers(1)]
+    top = [f"largest {name} {percent(share)}" for name, share in run.largest_layers(1)]
     return "  ".join(named + top) or "no step yet"
 
 
 def event_line(event: dict[str, Any]) -> str:
     """Return an event with its advice in one line of plain text."""
-    advice = f" ({printable(event['advice'])})" if event.get("advice") else ""
-    kind = printable(f"step {event.get('i', '?')} {event.get('severity', 'info')}: ")
-    return f"{kind}{printable(event.get('message') or event.get('kind'))}{advice}"
+    advice = f" ({event['advice']})" if event.get("advice") else ""
+    return f"step {event['i']} {event.get('severity', 'info')}: {event.get('message') or event.get('kind')}{advice}"
 
 
 def fitting_view(
@@ -197,7 +196,7 @@ def _state_part(
     from rich.text import Text
 
     known = [] if alone else optimizer_facts(state)
-    parts: list[RenderableType] = [] if alone else [Text(f"\n{printable(state.label)}", style="bold")]
+    parts: list[RenderableType] = [] if alone else [Text(f"\n{state.label}", style="bold")]
     parts += [_facts_table(known, width)] if known else []
     return parts + (_chart_part(state, width, rows, console, gap=alone) if rows else [])
 
@@ -207,17 +206,13 @@ def _chart_part(
 ) -> "list[RenderableType]":
     from rich.text import Text
 
-    steps = f"steps {state.first_step or 0:,} to {number_in(state.last, 'i') or 0:,.0f}"
+    steps = f"steps {state.first_step or 0:,} to {state.last['i']:,}"
     heading = Text(
         "\n" * gap + f"norm before any clip, {steps}, log scale", style="dim", no_wrap=True, overflow="ellipsis"
     )
-    threshold = number_in(state.last, "threshold")
-    if state.last.get("rule") not in (None, "norm"):
-        threshold = None  # a bound on something else than this norm
-    return [
-        heading,
-        chart(state, max(4, width - _AXIS), rows, threshold, ascii_only=console.options.ascii_only),
-    ]
+    of_norms = state.last.get("rule", "norm") == "norm"  # else a bound on something else
+    threshold = state.last.get("threshold") if of_norms else None
+    return [heading, chart(state, max(4, width - _AXIS), rows, threshold, ascii_only=console.options.ascii_only)]
 
 
 def chart(
@@ -318,8 +313,7 @@ def _layers_part(run: RunState, width: int, count: int, ascii_only: bool) -> "li
     text = Text("\nlargest shares of the squared norm now", style="dim", no_wrap=True, overflow="ellipsis")
     named = max(8, min(max(len(name) for name, _ in layers), width - 20))
     for name, share in layers:
-        shown = printable(name)
-        shown = shown if len(shown) <= named else "…" + shown[1 - named :]
+        shown = name if len(name) <= named else "…" + name[1 - named :]
         bar = round(share * max(0, min(40, width - named - 9)))
         text.append(f"\n{shown:<{named}} ", style="not dim")
         text.append(f"{percent(share):>6} ", style="not dim bold")
@@ -334,15 +328,15 @@ def _events_part(run: RunState, count: int) -> "list[RenderableType]":
         return []
     total = sum(run.severities.values())
     counts = ", ".join(f"{n:,} {name}{'s' * (n > 1 and name != 'info')}" for name, n in run.severities.most_common())
-    text = Text(f"\n{counted(total, 'event')}: {printable(counts)}", style="dim")
+    text = Text(f"\n{counted(total, 'event')}: {counts}", style="dim")
     shown = list(run.events)[-count:] if count else []
     for event, following in zip(shown, [*shown[1:], {}], strict=True):
-        severity = printable(event.get("severity", "info"))
-        text.append(f"\nstep {event.get('i', '?')} ", style="not dim")
-        text.append(severity, style=f"not dim {SEVERITY_STYLES.get(severity, '')}")
-        text.append(f" {printable(event.get('message') or event.get('kind'))}", style="not dim")
+        severity = event.get("severity", "info")
+        text.append(f"\nstep {event['i']} ", style="not dim")
+        text.append(severity, style=f"not dim {SEVERITY_STYLES[severity]}")
+        text.append(f" {event.get('message') or event.get('kind')}", style="not dim")
         if event.get("advice") and event["advice"] != following.get("advice"):  # said once for several in a row
-            text.append(f"\n  {printable(event['advice'])}", style="italic")
+            text.append(f"\n  {event['advice']}", style="italic")
     return [text]
 
 
@@ -355,16 +349,16 @@ def _rate(seconds: float | None) -> str | None:
 def _measured(step: dict[str, Any], key: str) -> tuple[str | None, str]:
     if key in step and step[key] is None:
         return "not finite", "bold red"
-    value = number_in(step, key)
+    value = step.get(key)
     return (None if value is None else number(value)), "bold" if key in ("loss", "norm") else ""
 
 
 def _threshold(step: dict[str, Any]) -> tuple[str | None, str]:
-    value, rule = number_in(step, "threshold"), step.get("rule")
-    prefix = "" if rule in (None, "norm") else f"{printable(rule)} "
+    value, rule = step.get("threshold"), step.get("rule")
+    prefix = "" if rule in (None, "norm") else f"{rule} "
     return (None if value is None else f"{prefix}{plain_threshold(value)}"), ""
 
 
 def _plain(step: dict[str, Any], key: str) -> str | None:
-    value = number_in(step, key)
+    value = step.get(key)
     return None if value is None else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

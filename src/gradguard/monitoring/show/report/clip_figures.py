@@ -22,7 +22,7 @@ from gradguard.monitoring.show.report.figure import (
     Table,
     subplots,
 )
-from gradguard.monitoring.show.report.figures import clips_norms, step_range
+from gradguard.monitoring.show.report.figures import clips_norms
 
 _TABLE_ROWS = 20
 _BANDS = ((0, 0.05, "guard"), (0.05, 0.5, "shaping"), (0.5, 1, "normalising"))
@@ -52,7 +52,7 @@ def clip_share(record: Record, verdict: Verdict, advice: Recommendation) -> Char
     _shade_regimes(figure, top)
     verb = "share that binds" if verdict.clipping else "would have bound"
     figure.update_yaxes(title={"text": verb}, tickformat=".0%", range=[0, top], nticks=6)
-    figure.update_xaxes(title={"text": "optimizer step"}, range=step_range([record]))
+    figure.over_steps([record])
     figure.update_layout(barmode="overlay", showlegend=False, margin={"t": 12})
     figure.set_columns("first step", "last step", "steps", "share", "regime")
     words = ", ".join(f"{count} {regime}" for regime, count in _counts(windows).items() if count)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import Layer, signals_of
 from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.show.report import series
 from gradguard.monitoring.show.report.figure import BLACK, BLUE, GREY, Chart, Table, short, subplots
-from gradguard.monitoring.show.report.figures import log_ticks
 
 _FEWEST_LAYERS = 3
+_MOST_TABLE_ROWS = 400
 _NEAR_EPS = 1e3
 """The line of the optimizer's ``eps`` is drawn where gradients come so near."""
 
@@ -34,37 +35,37 @@ def along_depth(record: Record) -> Chart | None:
     if len(layers) < _FEWEST_LAYERS:
         return None
     first, last = [_level(layer, 0) for layer in layers], [_level(layer, -1) for layer in layers]
-    figure, depths = subplots([1.0], height=360), list(range(len(layers)))
+    figure = subplots([1.0], height=360)
     names = [html.escape(layer.name) for layer in layers]
-    for label, levels, colour, dash in (
-        ("first tenth of the run", first, GREY, "dot"),
-        ("last tenth", last, BLUE, "solid"),
+    for label, levels, colour, dash, custom in (
+        ("first tenth of the run", first, GREY, "dot", names),
+        ("last tenth", last, BLUE, "solid", "of the first"),
     ):
         figure.add_trace(
-            "scatter", x=depths, y=levels, name=label, mode="lines+markers", marker={"size": 6},
+            "scatter", y=list(map(series.rounded, levels)), name=label, mode="lines+markers", marker={"size": 6},
             line={"color": colour, "width": 1.8, "dash": dash},
-            customdata=names, hovertemplate="%{customdata}: %{y:,.3g}<extra></extra>",
-            meta=[[name, label, level] for name, level in zip(names, levels, strict=True)],
+            customdata=custom, hovertemplate="%{customdata}: %{y:,.3g}<extra></extra>",
         )  # fmt: skip
     known = [level for level in (*first, *last) if level]
     eps = signals.eps
     if eps and known and min(known) < _NEAR_EPS * eps:
-        figure.add_trace(
-            "scatter", x=[0, len(layers) - 1], y=[eps, eps], name=f"the optimizer's eps, {eps:g}", mode="lines",
-            line={"color": BLACK, "width": 1.3, "dash": "dash"}, hoverinfo="skip", meta=[],
-        )  # fmt: skip
+        line = {"color": BLACK, "width": 1.3, "dash": "dash"}
+        figure.add_level([0, len(layers) - 1], eps, f"the optimizer's eps, {eps:g}", line=line, meta=[])
         known.append(eps)
-    figure.update_yaxes(title={"text": "gradient of an element"}, type="log", tickformat="~g", dtick=log_ticks(known))
+    figure.log_axis("gradient of an element", known)
     every = max(1, len(layers) // 12)
     figure.update_xaxes(
         title={"text": "weights, from the input to the output"}, range=[-0.5, len(layers) - 0.5],
-        tickvals=depths[::every], ticktext=[short(layer.name, 20) for layer in layers[::every]], tickangle=-30,
+        tickvals=list(range(0, len(layers), every)), tickangle=-30,
+        ticktext=[short(layer.name, 20) for layer in layers[::every]],
     )  # fmt: skip
     figure.set_columns("parameter", "when", "gradient of an element")
     head = ("parameter", "first tenth", "last tenth")
     rows = [(layer.name, number(a), number(b)) for layer, a, b in zip(layers, first, last, strict=True)]
-    summary = _summary(layers, last)
-    return Chart("depth", "Along depth", _CAPTION, figure.to_json(), summary, Table(head, rows))
+    apart = -(-len(rows) // _MOST_TABLE_ROWS)
+    note = f"one in {apart} of {len(rows):,} weights" if apart > 1 else ""
+    table = Table(head, rows[::apart], note)
+    return Chart("depth", "Along depth", _CAPTION, figure.to_json(), _summary(layers, last), table)
 
 
 def _level(layer: Layer, end: int) -> float | None:

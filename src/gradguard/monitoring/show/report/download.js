@@ -39,7 +39,8 @@
     if (first?.type === "heatmap") // magnitudes: a column for each bin
       return [["from step", ...first.y.slice(0, -1).map((low) => `from ${digits(10 ** low)}`)],
         ...first.x.slice(0, -1).map((step, column) => [step, ...first.text.map((row) => Number((parseFloat(row[column]) / 100).toFixed(4)))])];
-    if (columns) return [columns, ...plot.data.flatMap((trace) => trace.meta ?? [])];
+    const points = (trace) => trace.y.map((y, index) => [trace.customdata[index], trace.name, y]);
+    if (columns) return [columns, ...plot.data.flatMap((trace) => trace.meta ?? points(trace))];
     const lines = plot.data.filter((trace) => trace.name && trace.fill !== "toself");
     const rows = lines.flatMap((trace) => trace.x.map((x, index) => [trace.name, x, trace.y[index], ...(trace.customdata?.[index] ?? [])]));
     return [["series", "step", "value", "smallest around it", "largest around it"], ...rows.filter((row) => row[1] !== null)];

@@ -11,7 +11,6 @@ from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.show.report import series
 from gradguard.monitoring.show.report.figure import BLUE, FAINT, Chart, Table, steps_between, subplots
-from gradguard.monitoring.show.report.figures import step_range
 
 _BINS_A_DECADE = 2  # as they are recorded
 _LOWEST_SHARE = 1e-5
@@ -53,7 +52,7 @@ def element_magnitudes(record: Record, most: int = _MOST_COLUMNS) -> Chart | Non
     figure.update_yaxes(
         title={"text": "magnitude of an element"}, tickvals=ticks, ticktext=[f"{10.0**tick:g}" for tick in ticks]
     )
-    figure.update_xaxes(title={"text": "optimizer step"}, range=step_range([record]))
+    figure.over_steps([record])
     middle = [_quantile(column.shares, 0.5) for column in (columns[0], columns[-1])]
     summary = (
         f"Half of the gradient elements were below {number(middle[0])} in {_steps(columns[0])}, and below "

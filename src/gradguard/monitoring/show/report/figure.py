@@ -4,11 +4,13 @@ A drawing is what plotly.js takes, in plain dictionaries: plotly's Python packag
 """
 
 import html
+import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.lines import known_fields
 
 
@@ -48,15 +50,6 @@ class Chart:
     summary: str
     table: Table
     over_steps: bool = field(default=False)
-
-
-def mode_of(x: Sequence[object]) -> str:
-    """Return plotly's ``mode`` of a line, which is a point where there is one position.
-
-    Args:
-        x: The positions.
-    """
-    return "lines" if len(x) > 1 else "markers"
 
 
 def steps_between(first: int, last: int) -> str:
@@ -116,6 +109,43 @@ class Figure:
         axes = {"type": kind, "xaxis": f"x{_mark(row)}", "yaxis": f"y{_mark(row)}"}
         self.data.append(axes | known_fields(trace))
 
+    def add_line(
+        self, x: Sequence[Any], y: Sequence[Any], name: str, colour: str, hover: str, *, row: int = 1,
+        width: float = 1.3, dash: str | None = None, shape: str | None = None, **trace: Any,
+    ) -> None:  # fmt: skip
+        """Draw a line through points, or a point where there is one position; ``hover`` is what a point says."""
+        line = known_fields({"color": colour, "width": width, "dash": dash, "shape": shape})
+        mode, marker = "lines" if len(x) > 1 else "markers", {"color": colour, "size": 7}
+        words = {"name": name, "hovertemplate": f"{hover}<extra></extra>"}
+        self.add_trace("scatter", row, x=x, y=y, line=line, mode=mode, marker=marker, **words, **trace)
+
+    def add_level(self, ends: Sequence[float], level: float, name: str, **trace: Any) -> None:
+        """Draw a horizontal line that says nothing."""
+        self.add_trace("scatter", x=ends, y=[level] * 2, name=name, mode="lines", hoverinfo="skip", **trace)
+
+    def add_area(self, x: Sequence[Any], y: Sequence[Any], colour: str, group: str, row: int = 1) -> None:
+        """Fill an outline, the band of the line with this ``legendgroup``."""
+        shade = see_through(colour)
+        self.add_trace(
+            "scatter", row, x=x, y=y, mode="lines", line={"width": 0.5, "color": shade}, fill="toself",
+            fillcolor=shade, hoverinfo="skip", showlegend=False, legendgroup=group,
+        )  # fmt: skip
+
+    def log_axis(self, title: str, values: Sequence[float], row: int = 1) -> None:
+        """Make the vertical axis of a row logarithmic, with ticks for ``values``, all above 0."""
+        decades = math.log10(max(values)) - math.log10(min(values)) if values else 0
+        # Plotly's own choice crowds the ticks: whole decades where there are many, else 1, 2 and 5 of each.
+        step = max(1, round(decades / 6)) if decades >= 2 else "D2" if decades >= 0.4 else None
+        self.update_yaxes(row, title={"text": title}, type="log", tickformat="~g", dtick=step)
+
+    def over_steps(self, records: Sequence[Record]) -> None:
+        """Let the horizontal axis show every optimizer step of ``records``, with a margin."""
+        ends = [record.steps[place]["i"] for record in records if record.steps for place in (0, -1)]
+        low, high = min(ends, default=0), max(ends, default=0)
+        margin = 0.01 * (high - low) + 0.5
+        self.update_xaxes(range=[low - margin, high + margin])
+        self.update_xaxes(self._rows, title={"text": "optimizer step"})
+
     def add_shape(self, **shape: Any) -> None:
         """Draw a line or a rectangle."""
         self.layout.setdefault("shapes", []).append({"xref": "x", "yref": "y", **shape})
@@ -125,7 +155,11 @@ class Figure:
         self.layout.setdefault("annotations", []).append({"showarrow": False, **annotation})
 
     def set_columns(self, *names: str) -> None:
-        """Name the columns of the table that the page saves, whose rows are the ``meta`` of each trace."""
+        """Name the columns of the table that the page saves.
+
+        Its rows are the ``meta`` of each trace; of a line without, the ``customdata`` of each point, the line's name
+        and the point's height.
+        """
         self.update_layout(meta={"columns": list(names)})
 
     def set_rows(self, names: Sequence[str]) -> None:

@@ -25,8 +25,6 @@ from gradguard.monitoring.show.report.figure import (
     Chart,
     Figure,
     Table,
-    mode_of,
-    see_through,
     steps_between,
     subplots,
 )
@@ -34,7 +32,11 @@ from gradguard.monitoring.show.report.figure import (
 _MOST_MARKERS = 200
 _TABLE_ROWS = 12
 _WHOLE = 3  # so many steps for each point are still drawn one by one: a lone spike is easier to see in a line
-_SEVERITIES = (("error", "triangle-down", VERMILION), ("warning", "diamond", ORANGE))
+_SEVERITIES = (
+    ("error", "error", "triangle-down", VERMILION),
+    ("warning", "warning", "diamond", ORANGE),
+    ("info", "event", "circle-open", PURPLE),
+)
 
 
 def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, most: int) -> Chart | None:
@@ -49,7 +51,7 @@ def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, mo
     Returns:
         The chart, or None where neither a finite norm nor a loss was recorded.
     """
-    rows = [key for key in ("norm", "loss") if _is_known([record], key)]
+    rows = _known_rows([record])
     if not rows:
         return None
     figure = subplots([0.66, 0.34] if len(rows) == 2 else [1.0], height=540 if len(rows) == 2 else 340)
@@ -57,9 +59,7 @@ def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, mo
         _add_norms(figure, record, verdict, advice, most)
     if "loss" in rows:
         _add_band(figure, record, "loss", "loss", PURPLE, most, row=len(rows))
-        _finish_loss_axis(figure, [record], row=len(rows))
-    figure.update_xaxes(range=step_range([record]))
-    figure.update_xaxes(row=len(rows), title={"text": "optimizer step"})
+    _finish_axes(figure, [record], rows)
     summary = (
         f"Gradient norm before clipping over {steps_between(record.steps[0]['i'], record.steps[-1]['i'])}: "
         f"median {number(verdict.median_norm)}, largest {number(verdict.max_norm)}; final loss "
@@ -79,7 +79,7 @@ def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Char
     Returns:
         The chart, or None where no run has a norm or a loss.
     """
-    rows = [key for key in ("norm", "loss") if _is_known(records, key)]
+    rows = _known_rows(records)
     if not rows:
         return None
     figure = subplots([1 / len(rows)] * len(rows), height=300 * len(rows))
@@ -87,50 +87,11 @@ def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Char
         for index, (record, label) in enumerate(zip(records, labels, strict=True)):
             look = RUN_LINES[index % len(RUN_LINES)]
             _add_line(figure, record, key, label, look, most, row=row, in_legend=row == 1)
-    if "norm" in rows:
-        _finish_norm_axis(figure, records)
-    if "loss" in rows:
-        _finish_loss_axis(figure, records, row=len(rows))
-    figure.update_xaxes(range=step_range(records))
-    figure.update_xaxes(row=len(rows), title={"text": "optimizer step"})
+    _finish_axes(figure, records, rows)
     figure.update_layout(legend={"groupclick": "togglegroup"})
     summary = f"Gradient norms before clipping and losses of {', '.join(labels)}, on one time axis."
-    return Chart(
-        "overlay",
-        "Norms and losses",
-        _OVERLAY,
-        figure.to_json(),
-        summary,
-        _overlay_table(records, labels),
-        over_steps=True,
-    )
-
-
-def step_range(records: Sequence[Record]) -> list[float]:
-    """The ends of an axis that shows every step.
-
-    Args:
-        records: The records drawn on it.
-
-    Returns:
-        Its left and right end, with a margin.
-    """
-    ends = [record.steps[place]["i"] for record in records if record.steps for place in (0, -1)]
-    margin = 0.01 * (max(ends, default=0) - min(ends, default=0)) + 0.5
-    return [min(ends, default=0) - margin, max(ends, default=0) + margin]
-
-
-def log_ticks(values: Sequence[float]) -> int | str | None:
-    """What plotly's ``dtick`` has to be on a logarithmic axis; its own choice crowds the ticks.
-
-    Args:
-        values: The numbers drawn on it, all above 0.
-
-    Returns:
-        Whole decades where there are many, else 1, 2 and 5 of each; None for plotly's choice.
-    """
-    decades = math.log10(max(values)) - math.log10(min(values)) if values else 0
-    return max(1, round(decades / 6)) if decades >= 2 else "D2" if decades >= 0.4 else None
+    table = _overlay_table(records, labels)
+    return Chart("overlay", "Norms and losses", _OVERLAY, figure.to_json(), summary, table, over_steps=True)
 
 
 def clips_norms(record: Record) -> bool:
@@ -152,11 +113,16 @@ def _add_norms(figure: Figure, record: Record, verdict: Verdict, advice: Recomme
         _add_band(figure, record, "post_norm", "norm after clipping", ORANGE, most, width=2.8)
     _add_band(figure, record, "norm", label, BLUE, most)
     if clips_norms(record):
-        _add_threshold(figure, record, most)
+        figure.add_line(
+            *series.line(record, "threshold", most), "threshold in use", BLACK, "step %{x:,}: threshold %{y:.3g}",
+            dash="dash", shape="hv",
+        )  # fmt: skip
     if advice.threshold:
-        _add_recommended(figure, record, advice.threshold)
+        figure.add_level(
+            [record.steps[0]["i"], record.steps[-1]["i"]], advice.threshold,
+            f"recommended: {plain_threshold(advice.threshold)}", line={"color": GREEN, "width": 2, "dash": "dot"},
+        )  # fmt: skip
     _add_marks(figure, record, verdict)
-    _finish_norm_axis(figure, [record])
 
 
 def _add_band(
@@ -167,18 +133,14 @@ def _add_band(
     band = series.band(record, key, count if count <= _WHOLE * most else most, positive=key != "loss")
     if not any(value is not None for value in band.middle):
         return
+    ends, customdata = "", None
     if band.thinned:
-        x, y = series.outline(band)
-        figure.add_trace(
-            "scatter", row, x=x, y=y, mode="lines", line={"width": 0.5, "color": see_through(colour)},
-            fill="toself", fillcolor=see_through(colour), hoverinfo="skip", showlegend=False, legendgroup=key,
-        )  # fmt: skip
-    marker = {"mode": mode_of(band.steps), "marker": {"color": colour, "size": 7}}
-    ends = "<br>%{customdata[0]:.3g} to %{customdata[1]:.3g} around it" if band.thinned else ""
-    figure.add_trace(
-        "scatter", row, x=band.steps, y=band.middle, name=label, line={"color": colour, "width": width},
-        customdata=list(zip(band.low, band.high, strict=True)) if band.thinned else None, legendgroup=key,
-        hovertemplate=f"step %{{x:,}}: {label} %{{y:.3g}}{ends}<extra></extra>", **marker,
+        figure.add_area(*series.outline(band), colour, key, row)
+        ends = "<br>%{customdata[0]:.3g} to %{customdata[1]:.3g} around it"
+        customdata = list(zip(band.low, band.high, strict=True))
+    figure.add_line(
+        band.steps, band.middle, label, colour, f"step %{{x:,}}: {label} %{{y:.3g}}{ends}", row=row, width=width,
+        customdata=customdata, legendgroup=key,
     )  # fmt: skip
 
 
@@ -189,47 +151,23 @@ def _add_line(
     if not any(value is not None for value in y):
         x, y = [None], [None]  # the run keeps its place in the legend
     name, (colour, dash) = html.escape(label), look
-    figure.add_trace(
-        "scatter", row, x=x, y=y, name=name, line={"color": colour, "width": 1.3, "dash": dash},
-        marker={"color": colour, "size": 7}, mode=mode_of(x),
-        legendgroup=label, showlegend=in_legend,
-        hovertemplate=f"{name}<br>step %{{x:,}}: {key} %{{y:.4g}}<extra></extra>",
-    )  # fmt: skip
-
-
-def _add_threshold(figure: Figure, record: Record, most: int) -> None:
-    x, y = series.line(record, "threshold", most)
-    line = {"color": BLACK, "width": 1.3, "dash": "dash", "shape": "hv"}
-    figure.add_trace(
-        "scatter", x=x, y=y, name="threshold in use", line=line,
-        mode=mode_of(x), marker={"color": BLACK, "size": 7},
-        hovertemplate="step %{x:,}: threshold %{y:.3g}<extra></extra>",
-    )  # fmt: skip
-
-
-def _add_recommended(figure: Figure, record: Record, threshold: float) -> None:
-    figure.add_trace(
-        "scatter", x=[record.steps[0]["i"], record.steps[-1]["i"]], y=[threshold] * 2, mode="lines",
-        name=f"recommended: {plain_threshold(threshold)}", hoverinfo="skip",
-        line={"color": GREEN, "width": 2, "dash": "dot"},
+    figure.add_line(
+        x, y, name, colour, f"{name}<br>step %{{x:,}}: {key} %{{y:.4g}}", row=row, dash=dash, legendgroup=label,
+        showlegend=in_legend,
     )  # fmt: skip
 
 
 def _add_marks(figure: Figure, record: Record, verdict: Verdict) -> None:
     above = 1.6 * (verdict.max_norm or 1.0)
-    nonfinite = [
-        (i, f"step {i:,}: non-finite gradients") for i in compress(record.steps.column("i"), nonfinite_on(record.steps))
-    ]
+    lost = compress(record.steps.column("i"), nonfinite_on(record.steps))
+    nonfinite = [(i, f"step {i:,}: non-finite gradients") for i in lost]
     _add_markers(figure, nonfinite, "non-finite step", "x", VERMILION, above)
-    known = {severity for severity, _, _ in _SEVERITIES}
-    for severity, symbol, colour in (*_SEVERITIES, ("info", "circle-open", PURPLE)):
+    for severity, label, symbol, colour in _SEVERITIES:
         found = [
             (event["i"], f"step {event['i']:,}: {_event_text(event)}")
             for event in record.events
-            if event.get("kind") != "nonfinite"  # marked already
-            if event.get("severity", "info") == severity or (severity == "info" and event.get("severity") not in known)
+            if event.get("kind") != "nonfinite" and event.get("severity", "info") == severity  # marked already
         ]
-        label = {"error": "error", "warning": "warning", "info": "event"}[severity]
         _add_markers(figure, found, label, symbol, colour, 1.8 * above)
 
 
@@ -251,15 +189,15 @@ def _event_text(event: dict[str, Any]) -> str:
     return html.escape(text if len(text) <= 120 else f"{text[:120]}…")
 
 
-def _finish_norm_axis(figure: Figure, records: Sequence[Record]) -> None:
-    norms = [norm for record in records for norm in record.steps.column("norm") if (norm or 0.0) > 0]
-    figure.update_yaxes(row=1, title={"text": "gradient norm"}, type="log", tickformat="~g", dtick=log_ticks(norms))
-
-
-def _finish_loss_axis(figure: Figure, records: Sequence[Record], row: int) -> None:
-    """Cut the axis where a few huge losses would flatten all others, and say so."""
-    ends = series.loss_range(records)
-    figure.update_yaxes(row, title={"text": "loss" if ends is None else "loss (peaks cut)"}, range=ends)
+def _finish_axes(figure: Figure, records: Sequence[Record], rows: Sequence[str]) -> None:
+    if "norm" in rows:
+        norms = [norm for record in records for norm in record.steps.column("norm") if (norm or 0.0) > 0]
+        figure.log_axis("gradient norm", norms)
+    if "loss" in rows:  # cut where a few huge losses would flatten all others
+        ends = series.loss_range(records)
+        title = {"text": "loss" if ends is None else "loss (peaks cut)"}
+        figure.update_yaxes(len(rows), title=title, range=ends)
+    figure.over_steps(records)
 
 
 def _windows_table(record: Record) -> Table:
@@ -291,8 +229,9 @@ def _overlay_table(records: Sequence[Record], labels: Sequence[str]) -> Table:
     return Table(head, rows)
 
 
-def _is_known(records: Sequence[Record], key: str) -> bool:
-    return any(value is not None for record in records for value in record.steps.column(key))
+def _known_rows(records: Sequence[Record]) -> list[str]:
+    """The quantities that some record has, each of which gets a row."""
+    return [key for key in ("norm", "loss") if any(_known(record.steps, key) for record in records)]
 
 
 def _median(steps: Lines, key: str) -> float | None:

@@ -10,17 +10,20 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gradguard.monitoring.judge.acting_clips import ActingClip
 from gradguard.monitoring.judge.diagnosis import Cause, Diagnosis, diagnose, weighed_findings
-from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.judge.recommend import Recommendation, recommend
+from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import by_optimizer
-from gradguard.monitoring.show.report.summary import counts_of, notes, numbers_of
+from gradguard.monitoring.show.report.summary import counts_of, fields_of, notes, numbers_of
 
 SCHEMA = 1
 """The version of what the keys mean."""
+
+_DECISION = ("kind", "threshold", "rule", "rate_factor", "experiment", "headline", "reason")
+_FINDING = (
+    "kind", "severity", "confidence", "first_step", "last_step", "params", "message", "advice", "value", "optimizer",
+)  # fmt: skip
 
 
 def json_summary(records: Sequence[Record]) -> str:
@@ -55,7 +58,7 @@ def _of_record(record: Record) -> dict[str, Any]:
         **_judged(record),
         "errors": severities["error"],
         "warnings": severities["warning"],
-        "findings": [_finding(one) for one in found],
+        "findings": [fields_of(one, *_FINDING) for one in found],
         "events": len(record.events),
         "notes": notes(record),
         "optimizers": [
@@ -69,73 +72,37 @@ def _judged(record: Record) -> dict[str, Any]:
     return {
         "verdict": judged.sentence,
         "diagnosis": _diagnosis(diagnose(record)),
-        "decision": _decision(recommend(record)),
+        "decision": fields_of(recommend(record), *_DECISION),
         "regime": judged.regime,
         **counts_of(judged),
         "recovery": None if judged.recovery is None else asdict(judged.recovery),
         **numbers_of(record, judged),
         "diverged": judged.diverged,
-        "clips": [_clip(clip) for clip in judged.clips],
+        "clips": [
+            {**fields_of(clip, "name", "threshold"), "acted_steps": clip.acted, "bound_steps": clip.bound}
+            for clip in judged.clips
+        ],
     }
 
 
 def _diagnosis(found: Diagnosis) -> dict[str, Any]:
-    evidence = [
-        {"steps": list(one.steps), "params": list(one.params), "words": one.words} for one in found.cause.evidence
-    ]
     return {
         **_cause(found.cause),
         "sentence": found.sentence,
-        "evidence": evidence,
-        "rules_out": list(found.cause.rules_out),
+        "evidence": [fields_of(one, "steps", "params", "words") for one in found.cause.evidence],
+        "rules_out": found.cause.rules_out,
         "others": [_cause(cause) for cause in found.causes[1:]],
     }
 
 
 def _cause(cause: Cause) -> dict[str, Any]:
-    return {
-        "cause": cause.key,
-        "certainty": cause.certainty,
-        "sentence": cause.sentence,
-        "advice": cause.advice,
-    }
-
-
-def _decision(made: Recommendation) -> dict[str, Any]:
-    return {
-        "kind": made.kind,
-        "threshold": made.threshold,
-        "rule": made.rule,
-        "rate_factor": made.rate_factor,
-        "experiment": made.experiment,
-        "headline": made.headline,
-        "reason": made.reason,
-    }
-
-
-def _finding(found: Finding) -> dict[str, Any]:
-    return {
-        "kind": found.kind,
-        "severity": found.severity,
-        "confidence": found.confidence,
-        "first_step": found.first_step,
-        "last_step": found.last_step,
-        "params": list(found.params),
-        "message": found.message,
-        "advice": found.advice,
-        "value": found.value,
-        "optimizer": found.optimizer,
-    }
-
-
-def _clip(clip: ActingClip) -> dict[str, Any]:
-    return {"name": clip.name, "threshold": clip.threshold, "acted_steps": clip.acted, "bound_steps": clip.bound}
+    return {"cause": cause.key, **fields_of(cause, "certainty", "sentence", "advice")}
 
 
 def _finite(value: Any) -> Any:
-    """The same without NaN and infinity, which JSON does not have."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -22,7 +22,6 @@ from gradguard.monitoring.show.report.figure import (
     steps_between,
     subplots,
 )
-from gradguard.monitoring.show.report.figures import step_range
 
 _MOST_TABLE_ROWS = 40
 _LABEL_PIXELS = 12
@@ -49,7 +48,8 @@ def layer_heat_map(record: Record, whole: Record, most_cells: int = layers.MOST_
     pixels = max(2.5, min(26, 1000 / len(matrix.names)))
     figure = subplots([1.0], height=round(120 + pixels * len(matrix.names)))
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False, ticks="")
-    figure.update_xaxes(title={"text": "optimizer step"}, showgrid=False, range=step_range([record]))
+    figure.over_steps([record])
+    figure.update_xaxes(showgrid=False)
     figure.update_layout(margin={"r": 10})
     heat = {
         "norm": _payload(matrix),

@@ -6,8 +6,7 @@ from typing import Any
 from gradguard.monitoring.judge.numbers import number, percent
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.show.report import series
-from gradguard.monitoring.show.report.figure import BLACK, BLUE, Chart, Table, mode_of, see_through, subplots
-from gradguard.monitoring.show.report.figures import log_ticks, step_range
+from gradguard.monitoring.show.report.figure import BLACK, BLUE, Chart, Table, subplots
 
 _TABLE_ROWS = 12
 _LITTLE = 4
@@ -33,25 +32,15 @@ def noise_scale(record: Record, most: int) -> Chart | None:
     ends = [(_positive(step, "noise_scale_low"), _positive(step, "noise_scale_high")) for step in drawn]
     low, high = ([None if None in pair else pair[side] for pair in ends] for side in (0, 1))
     outline = series.outline(series.Band(x, low, middle, high, thinned=True))
-    figure.add_trace(
-        "scatter", x=outline[0], y=outline[1], mode="lines", line={"width": 0.5, "color": see_through(BLUE)},
-        fill="toself", fillcolor=see_through(BLUE), hoverinfo="skip", showlegend=False, legendgroup="scale",
-    )  # fmt: skip
-    figure.add_trace(
-        "scatter", x=x, y=middle, name="noise scale", legendgroup="scale", line={"color": BLUE, "width": 1.6},
-        mode=mode_of(x), marker={"color": BLUE, "size": 7},
-        hovertemplate="step %{x:,}: noise scale %{y:,.3g}<extra></extra>",
-    )  # fmt: skip
+    figure.add_area(*outline, BLUE, "scale")
+    hover = "step %{x:,}: noise scale %{y:,.3g}"
+    figure.add_line(x, middle, "noise scale", BLUE, hover, width=1.6, legendgroup="scale")
     batches = [_positive(step, "batch_size") for step in drawn]
     if any(batches):
-        figure.add_trace(
-            "scatter", x=x, y=batches, name="batch size", mode=mode_of(x),
-            line={"color": BLACK, "width": 1.3, "dash": "dash", "shape": "hv"}, marker={"color": BLACK, "size": 7},
-            hovertemplate="step %{x:,}: batch of %{y:,}<extra></extra>",
-        )  # fmt: skip
+        figure.add_line(x, batches, "batch size", BLACK, "step %{x:,}: batch of %{y:,}", dash="dash", shape="hv")
     values = [value for line in (low, middle, high, batches) for value in line if value is not None]
-    figure.update_yaxes(title={"text": "samples"}, type="log", tickformat="~g", dtick=log_ticks(values))
-    figure.update_xaxes(title={"text": "optimizer step"}, range=step_range([record]))
+    figure.log_axis("samples", values)
+    figure.over_steps([record])
     words = suggestion(*(_positive(steps[-1], key) for key in _FIELDS))
     caption = f"{words} {_CAPTION}"
     return Chart(

@@ -131,6 +131,7 @@
       spreadMarks(spec.layout);
       if (spec.layout.meta?.narrow) spec.layout.yaxis.ticktext = spec.layout.meta.narrow;
     }
+    for (const trace of spec.data) if (trace.customdata === "of the first") trace.customdata = spec.data[0].customdata;
     if (spec.heat) spec.data = heatMap(plot, spec);
     plot.style.height = `${spec.layout.height}px`;
     // What was zoomed stays zoomed when the theme or the mode changes.

@@ -54,9 +54,9 @@ def band(record: Record, key: str, most: int = MOST_POINTS, *, positive: bool = 
     found = [_known(values[place.start : place.stop], positive) for place in places]
     return Band(
         steps=[numbers[place[len(place) // 2]] for place in places],
-        low=[_rounded(min(values, default=None)) for values in found],
-        middle=[_rounded(statistics.median(values)) if values else None for values in found],
-        high=[_rounded(max(values, default=None)) for values in found],
+        low=[rounded(min(values, default=None)) for values in found],
+        middle=[rounded(statistics.median(values)) if values else None for values in found],
+        high=[rounded(max(values, default=None)) for values in found],
         thinned=len(numbers) > len(places),
     )
 
@@ -152,7 +152,7 @@ def line(record: Record, key: str, most: int = MOST_POINTS) -> tuple[list[int], 
         Step numbers and values.
     """
     x, y = decimate(*known_values(record, key), most)
-    return x, [_rounded(value) for value in y]
+    return x, [rounded(value) for value in y]
 
 
 def loss_range(records: Sequence[Record]) -> tuple[float, float] | None:
@@ -255,8 +255,8 @@ def _known(values: Iterable[Number], positive: bool) -> list[float]:
     return [value for value in values if value is not None and (value > 0 or not positive)]
 
 
-def _rounded(value: Number) -> Number:
-    # Four digits draw the same picture as sixteen, in a third of the page.
+def rounded(value: Number) -> Number:
+    """Keep four digits, which draw the same picture as sixteen in a third of the page."""
     return None if value is None else float(f"{value:.4g}")
 
 

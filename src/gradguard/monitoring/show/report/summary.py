@@ -81,10 +81,7 @@ def clip_of(record: Record) -> str:
         others = [clip.name for clip in acting_clips(record) if clip.name.startswith("the script's own")]
         return " and ".join([str(record.meta["clip"]), *others])
     steps = record.steps.where(record.steps.has("rule"))
-    own = {
-        (str(rule), threshold)
-        for rule, threshold in set(zip(steps.column("rule"), steps.column("threshold"), strict=True))
-    }
+    own = set(zip(steps.column("rule"), steps.column("threshold"), strict=True))
     if not own:
         return "none"
     rules, (_, threshold) = sorted({rule for rule, _ in own}), next(iter(own))
@@ -236,18 +233,16 @@ def numbers_of(record: Record, judged: Verdict) -> dict[str, float | None]:
         judged: Its verdict.
     """
     return {
-        "clip_share": judged.clip_share,
-        "threshold": judged.threshold,
-        "median_coefficient": judged.median_coefficient,
-        "median_norm": judged.median_norm,
-        "max_norm": judged.max_norm,
-        "spike_share": judged.spike_share,
+        **fields_of(judged, "clip_share", "threshold", "median_coefficient", "median_norm", "max_norm", "spike_share"),
         "drift": drift_ratio(usable_norms(record)),
         "lock_in_share": lock_in_share(record),
-        "final_loss": judged.final_loss,
-        "best_loss": judged.best_loss,
-        "overhead_share": judged.overhead_share,
+        **fields_of(judged, "final_loss", "best_loss", "overhead_share"),
     }
+
+
+def fields_of(value: object, *names: str) -> dict[str, Any]:
+    """Return attributes of ``value`` by name."""
+    return {name: getattr(value, name) for name in names}
 
 
 def counts_of(judged: Verdict) -> dict[str, int]:
@@ -256,14 +251,9 @@ def counts_of(judged: Verdict) -> dict[str, int]:
     Args:
         judged: The verdict on the run.
     """
-    return {
-        "steps": judged.steps,
-        "taken_steps": judged.taken_steps,
-        "skipped_steps": judged.skipped_steps,
-        "skipped_spikes": judged.skipped_spikes,
-        "nonfinite_steps": judged.nonfinite_steps,
-        "faulty_steps": judged.faulty_steps,
-    }
+    return fields_of(
+        judged, "steps", "taken_steps", "skipped_steps", "skipped_spikes", "nonfinite_steps", "faulty_steps"
+    )
 
 
 def _facts(record: Record, judged: Verdict) -> dict[str, Any]:
@@ -287,12 +277,9 @@ def _advice(record: Record, recommendation: Recommendation, optimizer: str = "")
 
 
 def _diagnosed(diagnosis: Diagnosis) -> dict[str, Any]:
-    return {
-        "diagnosis": diagnosis.cause.key,
-        "certainty": diagnosis.cause.certainty,
-        "sentence": diagnosis.sentence,
-        "advice": diagnosis.cause.advice,
-    }
+    cause = diagnosis.cause
+    known = {"diagnosis": cause.key, "certainty": cause.certainty}
+    return known | {"sentence": diagnosis.sentence, "advice": cause.advice}
 
 
 def _found(findings: Sequence[Shown]) -> dict[str, str]:
@@ -357,15 +344,15 @@ def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
         The rows that the record knows.
     """
     meta, end = record.meta, record.end or {}
-    parameters = meta.get("params") or []
-    elements = sum(parameter.get("numel") or 0 for parameter in parameters)
+    parameters = meta.get("params", ())
+    elements = sum(parameter.get("numel", 0) for parameter in parameters)
     rows = [
         ("Script", record.script if meta.get("argv") else ""),
-        ("Optimizer", ", ".join(map(str, meta.get("optimizers") or []))),
+        ("Optimizer", ", ".join(meta.get("optimizers", ()))),
         ("Parameters", f"{len(parameters):,} tensors, {elements:,} elements" if parameters else ""),
         ("Device", _device(meta)),
         ("Versions", _versions(meta)),
-        ("Wall-clock time", f"{end['wall']:,.1f} s" if end.get("wall") is not None else ""),
+        ("Wall-clock time", f"{end['wall']:,.1f} s" if "wall" in end else ""),
         ("Observing cost", _cost(judged, end)),
         ("Ended", _ending(record)),
         ("Record", redacted(str(record.path))),
@@ -374,22 +361,14 @@ def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
 
 
 def _device(meta: dict[str, Any]) -> str:
-    mesh = meta.get("mesh")
-    shape = " × ".join(f"{name} {size}" for name, size in mesh.items()) if isinstance(mesh, dict) else ""
-    world = meta.get("world") or 1
-    processes = f"{world:,} processes" if world != 1 else ""
-    return ", ".join(str(part) for part in (meta.get("device"), processes, shape) if part)
+    shape = " × ".join(f"{name} {size}" for name, size in meta.get("mesh", {}).items())
+    processes = f"{meta['world']:,} processes" if meta.get("world", 1) > 1 else ""
+    return ", ".join(filter(None, (meta.get("device"), processes, shape)))
 
 
 def _versions(meta: dict[str, Any]) -> str:
-    named = (
-        ("gradguard", "version"),
-        ("torch", "torch"),
-        ("Python", "python"),
-        ("", "host_platform"),
-        ("commit", "git"),
-    )
-    return ", ".join(f"{name} {meta[key]}".strip() for name, key in named if meta.get(key))
+    named = {"version": "gradguard ", "torch": "torch ", "python": "Python ", "host_platform": "", "git": "commit "}
+    return ", ".join(name + meta[key] for key, name in named.items() if meta.get(key))
 
 
 def _cost(judged: Verdict, end: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Where the lines of a `gradguard.Monitor` go: a file, a function, or a dashboard, each in a file of its own."""
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -104,13 +105,13 @@ def open_sink(sink: Any) -> Sink:
         InvalidValueError: If a text is neither a name nor a path with an ending.
     """
     if isinstance(sink, str) and sink in _DASHBOARDS:
-        return _DASHBOARDS[sink](None)
+        return _dashboard(sink, None)
     if isinstance(sink, str | os.PathLike):
         return JsonLinesSink(_checked_path(sink))
     kind = type(sink)
     for package, name in _KINDS:  # their own object; looked up by name, so that nothing is imported for it
         if any(one.__name__ == name and one.__module__.split(".")[0] in package for one in kind.__mro__):
-            return _DASHBOARDS[_KINDS[package, name]](sink)
+            return _dashboard(_KINDS[package, name], sink)
     if isinstance(sink, type) or not callable(sink):
         came = f"the class {sink.__name__}" if isinstance(sink, type) else f"{sink!r} of type {kind.__name__}"
         raise InvalidTypeError(f"sink is {came}: {_EXPECTED}.")
@@ -127,35 +128,17 @@ def _checked_path(path: str | os.PathLike) -> Path:
     return found
 
 
-def _tensorboard(writer: Any) -> Sink:
-    from gradguard.monitoring.show.sinks.tensorboard import TensorBoardSink
-
-    return TensorBoardSink(writer)
-
-
-def _wandb(run: Any) -> Sink:
-    from gradguard.monitoring.show.sinks.wandb import WandbSink
-
-    return WandbSink(run)
+def _dashboard(name: str, run: Any) -> Sink:
+    """Return the sink for a dashboard, in a file of its own, which imports its package."""
+    module = importlib.import_module(f"gradguard.monitoring.show.sinks.{name}")
+    return getattr(module, _DASHBOARDS[name])(run)
 
 
-def _mlflow(run: Any) -> Sink:
-    from gradguard.monitoring.show.sinks.mlflow import MlflowSink
-
-    return MlflowSink(run)
-
-
-def _trackio(run: Any) -> Sink:
-    from gradguard.monitoring.show.sinks.trackio import TrackioSink
-
-    return TrackioSink(run)
-
-
-_DASHBOARDS: Mapping[str, Callable[[Any], Sink]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-    "trackio": _trackio,
+_DASHBOARDS = {
+    "tensorboard": "TensorBoardSink",
+    "wandb": "WandbSink",
+    "mlflow": "MlflowSink",
+    "trackio": "TrackioSink",
 }
 
 _KINDS: Mapping[tuple[tuple[str, ...], str], str] = {

@@ -147,9 +147,23 @@ def named(scalars: Mapping[str, float]) -> dict[str, float]:
     return {PREFIX + key: value for key, value in scalars.items()}
 
 
-def summary_of(lines: Sequence[Line]) -> tuple[int, dict[str, float]] | None:
-    """Return the number of the last step in ``lines`` and their scalars; None if there is no step among them."""
-    window = Window()
-    for line in lines:
-        window.add(line)
-    return None if window.step is None else (window.step, named(window.scalars()))
+class Dashboard:
+    """A sink that shows about ten numbers of each flush.
+
+    Attributes:
+        owned: Whether what it writes to was made here, and is closed here.
+    """
+
+    owned = False
+
+    def push(self, lines: Sequence[Line]) -> None:
+        """Show ``lines`` in about ten numbers; nothing where there is no step among them."""
+        window = Window()
+        for line in lines:
+            window.add(line)
+        if window.step is not None:
+            self.show(window.step, named(window.scalars()))
+
+    def show(self, step: int, scalars: dict[str, float]) -> None:
+        """Add the numbers of the steps up to ``step``."""
+        raise NotImplementedError

@@ -1,14 +1,12 @@
 """MLflow: ``sink="mlflow"``, or a ``Run`` of the user's."""
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from gradguard.monitoring.record.file import Line
-from gradguard.monitoring.show.sinks.base import required, summary_of
+from gradguard.monitoring.show.sinks.base import Dashboard, required
 
 
-class MlflowSink:
+class MlflowSink(Dashboard):
     """Metrics of a run at the tracking URI in force; MLflow's own thread sends them.
 
     It works on the run's id and never makes a run the active one, so that the user's ``mlflow.start_run`` still works.
@@ -24,19 +22,15 @@ class MlflowSink:
         mlflow = required("mlflow", "mlflow")
         self._client, self._metric = mlflow.MlflowClient(), mlflow.entities.Metric
         run = mlflow.active_run() if run is None else run
-        self._owned = run is None
+        self.owned = run is None
         if run is None:
             run = mlflow.start_run()  # which knows the experiment that was chosen
             mlflow.end_run("RUNNING")  # no longer the active one
         self._run: str = run.info.run_id
         self._last: Any = None  # what the last call promised to send
 
-    def push(self, lines: Sequence[Line]) -> None:
+    def show(self, step: int, scalars: dict[str, float]) -> None:
         """Add one point to about ten metrics."""
-        found = summary_of(lines)
-        if found is None:
-            return
-        step, scalars = found
         now = int(1e3 * time.time())
         metrics = [self._metric(name, value, now, step) for name, value in scalars.items()]
         self._wait()  # two batches on their way at once may lose points of each other in a file store
@@ -45,7 +39,7 @@ class MlflowSink:
     def close(self) -> None:
         """Wait until all has been sent, and end the run that was made here."""
         self._wait()
-        if self._owned:
+        if self.owned:
             self._client.set_terminated(self._run)
 
     def _wait(self) -> None:

@@ -1,13 +1,11 @@
 """TensorBoard: ``sink="tensorboard"``, or a ``SummaryWriter`` of the user's."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from gradguard.monitoring.record.file import Line
-from gradguard.monitoring.show.sinks.base import required, summary_of
+from gradguard.monitoring.show.sinks.base import Dashboard, required
 
 
-class TensorBoardSink:
+class TensorBoardSink(Dashboard):
     """Scalars in an event file; the writer's own thread writes them.
 
     Args:
@@ -18,18 +16,14 @@ class TensorBoardSink:
     name = "TensorBoard"
 
     def __init__(self, writer: Any = None) -> None:
-        self._owned = writer is None
-        self._writer = required("torch.utils.tensorboard", "tensorboard").SummaryWriter() if self._owned else writer
+        self.owned = writer is None
+        self._writer = required("torch.utils.tensorboard", "tensorboard").SummaryWriter() if self.owned else writer
 
-    def push(self, lines: Sequence[Line]) -> None:
+    def show(self, step: int, scalars: dict[str, float]) -> None:
         """Add one point to about ten curves."""
-        found = summary_of(lines)
-        if found is None:
-            return
-        step, scalars = found
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Close the writer that was made here; hand what another holds to its file."""
-        (self._writer.close if self._owned else self._writer.flush)()
+        (self._writer.close if self.owned else self._writer.flush)()

@@ -1,14 +1,12 @@
 """Trackio: ``sink="trackio"``, or a ``Run`` of the user's."""
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
-from gradguard.monitoring.record.file import Line
-from gradguard.monitoring.show.sinks.base import required, summary_of
+from gradguard.monitoring.show.sinks.base import Dashboard, required
 
 
-class TrackioSink:
+class TrackioSink(Dashboard):
     """Scalars in a run; trackio's own thread writes them.
 
     They carry the number of the optimizer step. In a run of the user's, their own ``run.log`` should pass ``step=``
@@ -25,19 +23,16 @@ class TrackioSink:
         trackio = required("trackio", "trackio")
         self._package: Any = trackio
         run = trackio.context_vars.current_run.get() if run is None else run
-        self._owned = run is None
+        self.owned = run is None
         self._run: Any = trackio.init(project=os.environ.get("TRACKIO_PROJECT", "gradguard")) if run is None else run
 
-    def push(self, lines: Sequence[Line]) -> None:
+    def show(self, step: int, scalars: dict[str, float]) -> None:
         """Log about ten numbers."""
-        found = summary_of(lines)
-        if found is not None:
-            step, scalars = found
-            self._run.log(scalars, step=step)
+        self._run.log(scalars, step=step)
 
     def close(self) -> None:
         """Finish the run that was made here."""
-        if not self._owned:
+        if not self.owned:
             return
         if self._package.context_vars.current_run.get() is self._run:
             self._package.finish()  # which also makes it no longer the active one

@@ -25,22 +25,22 @@ class WandbSink:
     def __init__(self, run: Any = None) -> None:
         wandb = required("wandb", "wandb")
         run = wandb.run if run is None else run
-        self._owned = run is None
+        self.owned = run is None
         self._run: Any = wandb.init(project=os.environ.get("WANDB_PROJECT", "gradguard")) if run is None else run
         self._run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
         self._window, self._row = Window(), self._run.step
 
     def push(self, lines: Sequence[Line]) -> None:
         """Log about ten numbers."""
-        if self._owned or self._run.step != self._row:  # the row before is complete
+        if self.owned or self._run.step != self._row:  # the row before is complete
             self._window, self._row = Window(), self._run.step
         for line in lines:
             self._window.add(line)
         if self._window.step is not None:
             scalars = named({"step": self._window.step, **self._window.scalars()})
-            self._run.log(scalars, commit=self._owned)
+            self._run.log(scalars, commit=self.owned)
 
     def close(self) -> None:
         """Finish the run that was made here."""
-        if self._owned:
+        if self.owned:
             self._run.finish()
