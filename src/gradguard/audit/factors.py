@@ -87,7 +87,7 @@ def fit(
 
     More than one means that the steps do not tell them apart; none that the norm is something else. Of too many to
     try, those are returned where one class counts wrongly; a single one twice,
-    for nobody knows that two classes could not.
+    because two classes that count wrongly were not tried.
 
     Args:
         squares: ``[steps][classes]``, the true squared norms.

@@ -38,7 +38,7 @@ _FUNCTIONS = (("torchtitan.distributed.utils", "clip_grad_norm_"), ("deepspeed.r
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of a clipping function, as `on_clip` is told of it."""
+    """A call of a clipping function, for `on_clip`."""
 
     rule: str
     threshold: Any
@@ -126,7 +126,7 @@ class ScriptAudit:
         """Whether gradients are scaled when they are clipped is seen when the scaler steps."""
 
     def on_scale_update(self, before: Any, after: Any) -> None:
-        """The step has told whether it was left out."""
+        """Whether a step was left out does not matter here."""
 
     def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
         """A clip of gradguard's is about to act."""

@@ -111,8 +111,7 @@ def write(path: str | os.PathLike[str], saved: SavedGradients) -> None:
     """Write ``saved``, in one piece: whoever reads meanwhile sees the old file or the new one."""
     about = {key: value for key, value in asdict(saved).items() if key not in ("sketches", "rows")}
     runs = {**saved.sketches, **{f"{_ROWS}{name}": one for name, one in saved.rows.items()}}
-    numbers = {name: array("d", [x for run in one for sketch in run for x in sketch]) for name, one in runs.items()}
-    blocks = {name: NewBlock("F64", _shape(one), _little(numbers[name]).tobytes()) for name, one in runs.items()}
+    blocks = {name: NewBlock("F64", _shape(one), _bytes(one)) for name, one in runs.items()}
     with replacing(path) as file:
         write_blocks(file, {_KEY: json.dumps({"format": FORMAT, **about})}, blocks)
 
@@ -198,6 +197,10 @@ _ABOUT: Mapping[str, Rule] = {
 
 def _shape(runs: Runs) -> list[int]:
     return [len(runs), len(runs[0]), len(runs[0][0])] if runs and runs[0] else [len(runs), 0, 0]
+
+
+def _bytes(runs: Runs) -> bytes:
+    return _little(array("d", [x for run in runs for sketch in run for x in sketch])).tobytes()
 
 
 def _lists(file: BlockFile, name: str) -> list[list["array[float]"]]:

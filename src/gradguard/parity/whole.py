@@ -56,7 +56,7 @@ class WholeParameters:
 
     def contrasts(self, own: Mapping[str, Tensor]) -> list[Sketches]:
         """Return sums over the copies of ranks with weights that add up to 0."""
-        return [self._sum(self._weighted(own, lambda w, r, j=j: _contrast(w, r, j))) for j in range(_CONTRASTS)]
+        return [self._contrast(own, which) for which in range(_CONTRASTS)]
 
     def weights(self, own: Mapping[str, Tensor]) -> Sketches:
         """Return the sketches of the weights, of what `local_weights` has returned.
@@ -65,8 +65,7 @@ class WholeParameters:
             UnsupportedGradientError: If ranks hold other copies of one parameter.
         """
         found = self.reduced(own)
-        apart = self._sum(self._weighted(own, lambda whole, rank: _contrast(whole, rank, 0)))
-        for name, sketch, contrast in zip(self.wholes, found, apart, strict=True):
+        for name, sketch, contrast in zip(self.wholes, found, self._contrast(own, 0), strict=True):
             size = math.hypot(*sketch)
             if math.isfinite(size) and math.hypot(*contrast) > 1e-9 * size:
                 raise UnsupportedGradientError(
@@ -84,17 +83,20 @@ class WholeParameters:
             if parameter.name == name and (gradient := parameter.gradient()) is not None:
                 part, values = gradient
                 own = row_sketches(part.pieces(values), whole.shape[0], math.prod(whole.shape[1:]), values.device)
-                table += own.to(self._device) * self._share(whole, self._rank)
+                table += own.to(self._device) * self._share(whole)
         return self._sum(times * table)
 
-    def _share(self, whole: Whole, rank: int) -> float:
-        return 1 / len(whole.sharers(rank))
+    def _share(self, whole: Whole) -> float:
+        return 1 / len(whole.sharers(self._rank))
 
-    def _weighted(self, own: Mapping[str, Tensor], weight: Callable[[Whole, int], float]) -> Tensor:
+    def _contrast(self, own: Mapping[str, Tensor], which: int) -> Sketches:
+        return self._sum(self._weighted(own, lambda whole: _contrast(whole, self._rank, which)))
+
+    def _weighted(self, own: Mapping[str, Tensor], weight: Callable[[Whole], float]) -> Tensor:
         table = torch.zeros(len(self.wholes), SUMS, dtype=torch.float64, device=self._device)
         for i, (name, whole) in enumerate(self.wholes.items()):
             if name in own:
-                table[i] = own[name].to(self._device) * weight(whole, self._rank)
+                table[i] = own[name].to(self._device) * weight(whole)
         return table
 
     def _sum(self, table: Tensor) -> Sketches:
