@@ -18,36 +18,35 @@ Clippers = (
 """One, one for each by position, or a function that makes one for each."""
 
 
-def checked(clipper: Clippers) -> Clippers:
+def checked(clipper: Clippers) -> Any:
     """Return ``clipper`` if it can be meant.
 
     Args:
         clipper: What was passed.
 
     Returns:
-        The same.
+        The same; of a list a dictionary by position.
 
     Raises:
         InvalidTypeError: If it is none of `Clippers`.
     """
-    if isinstance(clipper, Mapping | list | tuple):
-        values = list(clipper.values()) if isinstance(clipper, Mapping) else list(clipper)
-        keys = list(clipper) if isinstance(clipper, Mapping) else []
-        if values and all(isinstance(c, gg.rules.Clipper | None) for c in values) and all(type(k) is int for k in keys):
-            return clipper
-    elif callable(clipper):  # a clipper is
-        return clipper
+    found = dict(enumerate(clipper)) if isinstance(clipper, list | tuple) else clipper
+    if not isinstance(found, Mapping):
+        if callable(found):  # a clipper is
+            return found
+    elif found and all(type(k) is int and isinstance(one, gg.rules.Clipper | None) for k, one in found.items()):
+        return found
     raise InvalidTypeError(
         f"clipper is {shown(clipper)}: expected a clipper, such as gg.ClipByMedian(); or, for several optimizers, one "
         "for each in a list, a dict such as {0: gg.ClipByMedian(), 1: None}, or a function that makes one."
     )
 
 
-def one_for_each(clipper: Clippers, optimizers: Sequence[Optimizer]) -> list[gg.rules.Clipper | None]:
+def one_for_each(clipper: Any, optimizers: Sequence[Optimizer]) -> list[gg.rules.Clipper | None]:
     """Return the clipper of each optimizer, None for one that is left alone.
 
     Args:
-        clipper: What was passed.
+        clipper: What `checked` has returned.
         optimizers: The optimizers, by position.
 
     Returns:
@@ -72,14 +71,13 @@ def one_for_each(clipper: Clippers, optimizers: Sequence[Optimizer]) -> list[gg.
                 f"(...)), or a list of {count} clippers in the order of configure_optimizers."
             )
         return [clipper]
-    if isinstance(clipper, Mapping | Sequence):
-        by_position = clipper if isinstance(clipper, Mapping) else dict(enumerate(clipper))
-        if sorted(by_position) != list(range(count)):
+    if isinstance(clipper, Mapping):
+        if sorted(clipper) != list(range(count)):
             raise InvalidValueError(
-                f"clippers for the optimizers {sorted(by_position)}, and configure_optimizers returned {count}: "
+                f"clippers for the optimizers {sorted(clipper)}, and configure_optimizers returned {count}: "
                 f"expected one for each of {list(range(count))}, None for one to be left alone."
             )
-        return [by_position[position] for position in range(count)]
+        return [clipper[position] for position in range(count)]
     made: list[Any] = [clipper() for _ in optimizers]
     if not all(isinstance(one, gg.rules.Clipper) for one in made):
         raise InvalidTypeError(f"the function for clippers returned {made}: expected a new clipper at each call.")

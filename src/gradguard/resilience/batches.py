@@ -143,7 +143,13 @@ class Batches:
         """
         rank, _ = rank_and_size()
         return tuple(
-            MicroBatch(step, rank, number, _listed(one.ids), None if one.loss is None else float(one.loss))
+            MicroBatch(
+                step,
+                rank,
+                number,
+                tuple(one.ids.tolist()) if isinstance(one.ids, Tensor) else one.ids,
+                None if one.loss is None else float(one.loss),
+            )
             for number, one in enumerate(self._of(step))
         )
 
@@ -235,10 +241,6 @@ def _refuse_ids(came: str) -> Any:
     raise InvalidTypeError(
         f"the ids of a batch are {came}: expected whole numbers or strings, one for each sample, as in [17, 4, 9]."
     )
-
-
-def _listed(ids: Tensor | tuple[SampleId, ...] | None) -> tuple[SampleId, ...] | None:
-    return tuple(ids.tolist()) if isinstance(ids, Tensor) else ids
 
 
 # A loader that says which samples it yields.

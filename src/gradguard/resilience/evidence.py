@@ -310,7 +310,8 @@ def _plain(value: Any, where: str) -> Any:
         return type(value)(_plain(one, where) for one in value)
     if type(value) in (Tensor, nn.Parameter) and _has_form(value):
         return value.detach().to("cpu", copy=True)
-    for kind in (bool, int, float, str, bytes):  # of an IntEnum or NumPy's float64 the number that it is
+    kinds: tuple[Any, ...] = (bool, int, float, str, bytes)
+    for kind in kinds:  # of an IntEnum or NumPy's float64 the number that it is
         if isinstance(value, kind):
             return kind(value)
     if value is None or (

@@ -605,7 +605,10 @@ def _read(step: int, numbers: Tensor | list[float], event: CopyEvent | None) -> 
     if event is not None:
         event.synchronize()
     found = numbers.tolist() if isinstance(numbers, Tensor) else numbers
-    return _Measured(step, *map(bool, found[:5]), int(found[5]), found[6:]) if found else None
+    if not found:
+        return None
+    spike, stands_out, adopted, nonfinite, changed = map(bool, found[:5])
+    return _Measured(step, spike, stands_out, adopted, nonfinite, changed, int(found[5]), found[6:])
 
 
 def _ids(batches: Iterable[MicroBatch]) -> tuple[SampleId, ...]:

@@ -388,15 +388,11 @@ def check_save(directory: Path, number: int, error: Exception | None, group: Any
     """
     raise_together(error, group, "load a snapshot")
     if len(set(numbers_of_all(number, group, "load a snapshot"))) > 1:
-        raise InvalidValueError(_mixed(directory))
-
-
-def _mixed(directory: Path) -> str:
-    return (
-        f"{str(directory)!r} has files of two different saves, as after a copy over another snapshot that was not "
-        "finished: its parts would be of different steps. Nothing was changed. Copy all files of one snapshot to a new "
-        "directory, or load another snapshot."
-    )
+        raise InvalidValueError(
+            f"{str(directory)!r} has files of two different saves, as after a copy over another snapshot that was not "
+            "finished: its parts would be of different steps. Nothing was changed. Copy all files of one snapshot to a "
+            "new directory, or load another snapshot."
+        )
 
 
 def _key(mesh: Any) -> tuple[Any, ...]:

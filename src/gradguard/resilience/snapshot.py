@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.optimizer_hooks import optimizers_in
+from gradguard.resilience.batches import has_state
 from gradguard.resilience.saved_snapshot import Packer, Unpacker, check_save, compare_names, save_parts, saved_part
 from gradguard.resilience.snapshot_parts import ModuleState, OptimizerState, OtherState, Part
 from gradguard.state.copies import Copier, Restorer, StreamOrder
@@ -284,9 +285,7 @@ def _check(model: object, optimizer: object, more: Sequence[Any]) -> None:
                 f"optimizer is {type(one).__name__}, which wraps another: pass the one inside, wrapper.optimizer."
             )
     for one in more:
-        if not isinstance(one, torch.Generator) and not (
-            hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
-        ):
+        if not isinstance(one, torch.Generator) and not has_state(one):
             raise InvalidTypeError(
                 f"more has a {type(one).__name__}: expected objects with state_dict() and load_state_dict(), modules, "
                 "optimizers or torch.Generator."

@@ -40,15 +40,15 @@ class StepBuffers:
     @torch.no_grad()
     def put_back(self, skipped: Tensor | bool) -> None:
         """Give back what `keep` has kept if the step was ``skipped``, 0-dim bool on any device."""
-        on_device = isinstance(skipped, Tensor) and not are_readable(skipped)
-        if not on_device and not skipped:
+        on_device = skipped.bool() if isinstance(skipped, Tensor) and not are_readable(skipped) else None
+        if on_device is None and not skipped:
             return
         simple, others = self._written()
-        if on_device:
-            chosen = [torch.where(move(skipped.bool(), one.now.device), one.kept, one.now) for one in simple]
-            _copy([one.now for one in simple], chosen)
-        else:
+        if on_device is None:
             others += simple
+        else:
+            chosen = [torch.where(move(on_device, one.now.device), one.kept, one.now) for one in simple]
+            _copy([one.now for one in simple], chosen)
         for one in others:
             if bool(skipped):
                 one.put_back()

@@ -64,17 +64,14 @@ def accelerators_of(module: nn.Module) -> set[torch.device]:
 
 def device_state(device: torch.device) -> Tensor:
     """Return the state of torch's generator on one device; of tensors without data, the CPU's."""
-    if device.type in ("cpu", "meta"):
-        return torch.get_rng_state()
-    return torch.get_device_module(device).get_rng_state(*_index(device))
+    module, where = _generator_of(device)
+    return module.get_rng_state(*where)
 
 
 def set_device_state(device: torch.device, state: Tensor) -> None:
     """Put torch's generator on one device into ``state``."""
-    if device.type in ("cpu", "meta"):
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, *_index(device))
+    module, where = _generator_of(device)
+    module.set_rng_state(state, *where)
 
 
 def check_states(states: States) -> None:
@@ -109,8 +106,12 @@ def _used() -> list[torch.device]:
     return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
 
 
-def _index(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # which has one device, and functions that take none
+def _generator_of(device: torch.device) -> tuple[Any, tuple[torch.device, ...]]:
+    """Return the module with a device's generator, and what tells its functions the device."""
+    if device.type in ("cpu", "meta"):
+        return torch, ()
+    module = torch.get_device_module(device)
+    return module, () if device.type == "mps" else (device,)  # which has one device, and functions that take none
 
 
 def _same(a: Any, b: Any) -> bool:
