@@ -32,7 +32,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_eager_attach_is_the_block_around_the_backward(name, rule):

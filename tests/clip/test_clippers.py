@@ -10,7 +10,7 @@ from dataclasses import FrozenInstanceError
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 import gradguard as gg
@@ -100,8 +100,9 @@ def test_equal_to_the_functions(case, rule, threshold, path):
     assert result.culprits() == {}
 
 
-@given(parameter_lists(), st.sampled_from([*RULES]), st.sampled_from([0.0, 0.05, 1.0, 1e30]))
-def test_equal_to_the_functions_on_any_list(drawn, name, threshold):
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # one path for all that is drawn
+@given(drawn=parameter_lists(), name=st.sampled_from([*RULES]), threshold=st.sampled_from([0.0, 0.05, 1.0, 1e30]))
+def test_equal_to_the_functions_on_any_list(drawn, name, threshold, path):
     """Gradients that are missing, that come twice, and of mixed shapes, dtypes, layouts and magnitudes."""
     make, function = RULES[name]
     ours, theirs = drawn.made(), [*dict.fromkeys(drawn.made())]

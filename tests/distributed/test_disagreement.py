@@ -151,6 +151,7 @@ def one_stays_away(when, how):
     return "no error"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "how", "kind"), [(0, "raises", ArithmeticError), (1, "leaves", RuntimeError), (1, "goes on", str)]

@@ -102,7 +102,7 @@ def check(by_rank, rtol):
     torch.testing.assert_close(weights, twins, rtol=rtol, atol=rtol / 10)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_each_step_is_that_of_one_process(pool, way):
     check(pool(4).run(train, way, "SGD", "global norm"), 0.05 if "precision" in way else 2e-5)

@@ -37,7 +37,7 @@ SAYS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", SAYS)
 def test_a_list_that_changes_is_named_in_seconds(pool, how):

@@ -264,6 +264,7 @@ def train_on_one_of_two(fsdp, folder):
         forget_accelerators()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
 def test_two_processes_train_as_one_and_resume(fsdp, pool, tmp_path):

@@ -350,6 +350,7 @@ def guarded_by_hand(clipper):
     return weights(model), results
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [InOrder, Sharded], ids=["DDP", "FSDP2"])
 def test_two_processes_train_as_one_and_resume(kind, pool, tmp_path):

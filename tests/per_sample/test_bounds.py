@@ -51,6 +51,7 @@ def heavy_tails(*shape: int) -> Tensor:
     return torch.randn(shape) * torch.randn(shape[0], *[1] * (len(shape) - 1)).mul(2).exp()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize(

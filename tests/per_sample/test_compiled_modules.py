@@ -110,6 +110,7 @@ def test_is_exact_for_every_size(compiled: Callable, backend, when):
     clipper.detach()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compiled", WAYS)
 def test_it_is_compiled_again_after_detach(compiled):
     torch.compiler.reset()
@@ -128,6 +129,7 @@ def test_it_is_compiled_again_after_detach(compiled):
     assert calls
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compiled", WAYS)
 def test_what_mixes_samples_is_refused(compiled):
     model = compiled(network(Centred), "eager")

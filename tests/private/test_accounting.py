@@ -27,6 +27,7 @@ def test_rdp_gives_the_published_epsilons(triple):
     assert round(epsilon(*triple[:3], delta=1e-5, accountant="rdp"), 4) == triple[3]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("triple", [t for t in TRIPLES if t[4]], ids=str)
 def test_pld_gives_the_published_epsilons(triple):
@@ -88,6 +89,7 @@ def test_a_large_epsilon_is_said_to_be_a_loose_bound(accountant):
         ledger.epsilon(1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:epsilon .* is the bound by R")
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_calibration_comes_close_and_never_overshoots(target):
@@ -96,6 +98,7 @@ def test_calibration_comes_close_and_never_overshoots(target):
     assert 0.999 * target[0] <= spent <= target[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [*TARGETS[:3], (0.004, 1e-5, 0.001, 10)], ids=str)
 def test_calibration_by_pld_does_so_too_with_less_noise(target):

@@ -35,6 +35,7 @@ def bench():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", TELLING)
 def test_what_is_rare_and_right_is_not_skipped(bench, kind):
     assert bench[1].skips_of(kind, 2, steps=300) == 0
@@ -64,6 +65,7 @@ def caught(bench, name, **options):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BURSTS)
 def test_as_many_of_a_burst_are_skipped_as_by_the_rule_that_skips_each(bench, name):
     """The first one of a burst is not: the eight that are skipped come one step later."""
