@@ -1,6 +1,6 @@
 """Names and numbers in sentences: of many the first, and how many more; one step, and two steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def listed(words: Sequence[object], most: int) -> str:
@@ -27,3 +27,21 @@ def counted(number: float, one: str, several: str = "") -> str:
         ('1 step', '1,200 steps', '2 classes')
     """
     return f"{number:,.0f} {one if number == 1 else several or f'{one}s'}"
+
+
+def verdict_text(verdict: str, findings: Iterable[object], summary: str, notes: Iterable[str]) -> str:
+    """Return a verdict in lines: one for each finding, the summary, and the notes.
+
+    Args:
+        verdict: PASS, FAIL or INCONCLUSIVE.
+        findings: The reasons.
+        summary: What was looked at.
+        notes: What is no fault.
+
+    Example:
+        >>> print(verdict_text("FAIL", ["two differ"], "3 tensors", []))
+        FAIL          two differ
+        FAIL          3 tensors
+    """
+    lines = [(verdict, finding) for finding in (*findings, summary)] + [("note", note) for note in notes]
+    return "\n".join(f"{word:<13} {text}" for word, text in lines)

@@ -25,7 +25,7 @@ def probed(model, engine, setting=None):
 
         return model.norms(engine, square)
 
-    probe = Probe(tensors, ask, model.world, setting or Setting(model.world), 1e-4)
+    probe = Probe(tensors, ask, setting or Setting(model.world), 1e-4)
     counted = probe.counts(classes_of(tensors))
     return tensors, [finding_of(one, tensors) for one in counted if one.kind], probe
 
@@ -180,7 +180,7 @@ def test_a_coarse_norm_is_asked_for_few_tensors_at_a_time():
         asked.append(len(places))
         return [math.sqrt(sum(tensors[i].numel * elements_value(i, tensors[i].numel, again) ** 2 for i in places))] * 2
 
-    assert Probe(tensors, ask, 2, Setting(2), 1e-2).counts(classes_of(tensors))
+    assert Probe(tensors, ask, Setting(2), 1e-2).counts(classes_of(tensors))
     assert max(asked) == 1
 
 

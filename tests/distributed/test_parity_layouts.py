@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from training import WAYS, Network, backward, batch, models, own_samples
 
 import gradguard as gg
+from gradguard.distributed.local_shard import shard_of
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.compare import compare
-from gradguard.parity.shards import Whole, part_of
+from gradguard.parity.shards import Whole
 from gradguard.parity.whole import _contrast
 from sharded import LAYOUTS, laid_out, local
 
@@ -38,13 +39,13 @@ def whole_batch(twin):
 
 
 def places_of_all_layouts():
-    """What `part_of` says, and what DTensor itself does to numbered elements."""
+    """What `shard_of` says, and what DTensor itself does to numbered elements."""
     found = []
     for layout in LAYOUTS:
         for shape in SHAPES:
             numbers = torch.arange(math.prod(shape)).view(shape)
             mine = laid_out(numbers, layout)
-            part = part_of(mine)
+            part = shard_of(mine)
             places = [p for _, p in part.pieces(local(mine))]
             told = torch.cat(places) if places else numbers.flatten()[:0]
             found.append((layout, shape, told.tolist(), local(mine).flatten().tolist(), part.key))

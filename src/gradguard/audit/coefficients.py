@@ -77,16 +77,16 @@ def _wrong(one: Applied, right: float, max_norm: float | None, true: float, loss
         return "its elements are not all multiplied by one number"
     if is_close(right):
         return None
-    if is_close(1.0):
-        return "the norm is computed, and this is never scaled"
-    if is_close(right * right):
-        return "it is scaled twice"
-    if max_norm is not None and true > 0 and max_norm > true and is_close(max_norm / true):
-        return "min(1, ...) is missing, so that gradients shorter than max are stretched to it"
-    if max_norm is None:
-        return "most others are multiplied by another number"
-    if loss_scale != 1 and is_close(expected_coefficient(max_norm, true * loss_scale)):
-        return "it is clipped before the loss scale is taken off"
-    if is_close(expected_coefficient(max_norm, one.computed)):
-        return "it is right for the norm that was computed, and not for the true one"
-    return "no known mistake makes this number"
+    known = {"the norm is computed, and this is never scaled": 1.0, "it is scaled twice": right * right}
+    other = "most others are multiplied by another number"
+    if max_norm is not None:
+        other = "no known mistake makes this number"
+        if 0 < true < max_norm:
+            stretched = "min(1, ...) is missing, so that gradients shorter than max are stretched to it"
+            known[stretched] = max_norm / true
+        if loss_scale != 1:
+            scaled = expected_coefficient(max_norm, true * loss_scale)
+            known["it is clipped before the loss scale is taken off"] = scaled
+        computed = expected_coefficient(max_norm, one.computed)
+        known["it is right for the norm that was computed, and not for the true one"] = computed
+    return next((words for words, value in known.items() if is_close(value)), other)

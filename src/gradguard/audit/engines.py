@@ -1,6 +1,7 @@
 """Engines that keep gradients elsewhere than in ``.grad``: DeepSpeed's ZeRO, stages 1 to 3, read and never imported."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,28 +11,25 @@ from gradguard.distributed.processes import rank_and_size, ranks_of
 from gradguard.errors import UnsupportedGradientError
 
 
+@dataclass(eq=False, slots=True)
 class Slice:
     """This process' part of one gradient, in the place of its parameter.
 
-    Args:
+    Attributes:
         name: The parameter's name.
         grad: The part: the engine's own tensor.
         group: The processes that have parts.
         whole: Number of elements of all parts together.
         real: How many elements of this one are no padding.
-
-    Attributes:
-        name: This name.
-        grad: This tensor.
-        group: These processes.
-        whole: This number.
-        real: This number.
         shape: None: its weight lies in another way, so that it tells nothing.
     """
 
-    def __init__(self, name: str, grad: Tensor, group: tuple[int, ...], whole: int, real: int) -> None:
-        self.name, self.grad, self.group, self.whole, self.real = name, grad, group, whole, real
-        self.shape = None
+    name: str
+    grad: Tensor
+    group: tuple[int, ...]
+    whole: int
+    real: int
+    shape: None = None
 
 
 def holds_gradients_itself(model: nn.Module) -> bool:

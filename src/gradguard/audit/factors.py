@@ -1,11 +1,15 @@
 """How often the squares of a class count, in words; and what counts explain a norm that was only reported."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 _MOST_HYPOTHESES = 200_000
+
+
+Candidates = Mapping[float, Sequence[str]]
+"""How often a class may count by known mistakes, with the words for each."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Setting:
     loss_scale: float = 1.0
 
 
-def candidates(setting: Setting, copies: int = 1, parts: int = 1, names: int = 1) -> dict[float, list[str]]:
+def candidates(setting: Setting, copies: int = 1, parts: int = 1, names: int = 1) -> Candidates:
     """Return the counts that known mistakes make of a class, with their words; the count 1 is right.
 
     Args:
@@ -32,36 +36,34 @@ def candidates(setting: Setting, copies: int = 1, parts: int = 1, names: int = 1
         parts: Number of parts.
         names: Under how many names it is tied.
     """
-    found: dict[float, list[str]] = {1.0: [], 0.0: ["it is left out"]}
-
-    def add(count: float, words: str) -> None:
-        if count != 1:
+    w, g, s, both = setting.world, setting.accumulation, setting.loss_scale, names > 1 < copies
+    known = [
+        (0.0, "it is left out"),
+        (names, f"once for each of its {names} names"),
+        (names * copies, f"once for each of its {names * copies} copies under {names} names" if both else ""),
+        (copies, f"once on each of the {copies} processes that hold it"),
+        (1 / copies, f"divided by its {copies} copies though it is added up once"),
+        (1 / parts, f"divided by its {parts} parts, as where the mean over ranks is taken for the sum"),
+        (parts, f"multiplied by its {parts} parts"),
+        (w, f"once for each of the {w} processes"),
+        (1 / w, f"divided by the {w} processes"),
+        (w * w, f"gradients multiplied by the {w} processes"),
+        (1 / (w * w), f"gradients divided by the {w} processes once too often"),
+        (g * g, f"gradients multiplied by the {g} micro-batches"),
+        (1 / (g * g), f"gradients divided by the {g} micro-batches once too often"),
+        (s * s, f"the loss scale of {s:g} is still in it"),
+        (1 / (s * s), f"the loss scale of {s:g} is taken off twice"),
+        (2, "twice"),
+        (4, "gradients doubled"),
+    ]
+    found: dict[float, list[str]] = {1.0: []}
+    for count, words in known:
+        if count != 1 and words:
             found.setdefault(float(count), []).append(words)
-
-    add(names, f"once for each of its {names} names")
-    add(
-        names * copies,
-        f"once for each of its {names * copies} copies under {names} names" if names > 1 < copies else "",
-    )
-    add(copies, f"once on each of the {copies} processes that hold it")
-    add(1 / copies, f"divided by its {copies} copies though it is added up once")
-    add(1 / parts, f"divided by its {parts} parts, as where the mean over ranks is taken for the sum")
-    add(parts, f"multiplied by its {parts} parts")
-    w, g, s = setting.world, setting.accumulation, setting.loss_scale
-    add(w, f"once for each of the {w} processes")
-    add(1 / w, f"divided by the {w} processes")
-    add(w * w, f"gradients multiplied by the {w} processes")
-    add(1 / (w * w), f"gradients divided by the {w} processes once too often")
-    add(g * g, f"gradients multiplied by the {g} micro-batches")
-    add(1 / (g * g), f"gradients divided by the {g} micro-batches once too often")
-    add(s * s, f"the loss scale of {s:g} is still in it")
-    add(1 / (s * s), f"the loss scale of {s:g} is taken off twice")
-    add(2, "twice")
-    add(4, "gradients doubled")
-    return {count: [word for word in words if word] for count, words in found.items()}
+    return found
 
 
-def named(count: float, known: Mapping[float, Sequence[str]], tolerance: float) -> tuple[float, str]:
+def named(count: float, known: Candidates, tolerance: float) -> tuple[float, str]:
     """Return the known count that ``count`` is, with all the words for it; itself where it is none, or two.
 
     Args:
@@ -78,12 +80,14 @@ def named(count: float, known: Mapping[float, Sequence[str]], tolerance: float) 
 def fit(
     squares: Sequence[Sequence[float]],
     reported: Sequence[float],
-    known: Sequence[Sequence[float]],
+    known: Sequence[Collection[float]],
     tolerance: float,
 ) -> list[tuple[float, ...]]:
     r"""Return all counts :math:`m` of candidates with :math:`R_t^2 = \sum_c m_c s_{tc}` at every step ``t``.
 
-    More than one means that the steps do not tell them apart; none that the norm is something else.
+    More than one means that the steps do not tell them apart; none that the norm is something else. Of too many to
+    try, those are returned where one class counts wrongly; a single one twice,
+    because two classes that count wrongly were not tried.
 
     Args:
         squares: ``[steps][classes]``, the true squared norms.
@@ -91,9 +95,12 @@ def fit(
         known: The candidates of each class.
         tolerance: The relative error of a squared norm.
     """
-    if math.prod(map(len, known)) > _MOST_HYPOTHESES:
-        return _fit_halves(squares, reported, known, tolerance)
-    return [m for m in product(*known) if _explains(m, squares, reported, tolerance)]
+    if math.prod(map(len, known)) <= _MOST_HYPOTHESES:
+        return [m for m in product(*known) if _explains(m, squares, reported, tolerance)]
+    right = [1.0] * len(known)
+    one_wrong = dict.fromkeys((*right[:i], m, *right[i + 1 :]) for i, choices in enumerate(known) for m in choices)
+    found = [m for m in one_wrong if _explains(m, squares, reported, tolerance)]
+    return found if len(found) > 1 else 2 * found
 
 
 def _explains(
@@ -101,23 +108,6 @@ def _explains(
 ) -> bool:
     for row, norm in zip(squares, reported, strict=True):
         terms = [m * s for m, s in zip(counts, row, strict=True)]
-        if not abs(math.fsum(terms) - norm * norm) <= tolerance * max(norm * norm, max(terms, default=0.0)):
+        if not abs(math.fsum(terms) - norm * norm) <= tolerance * max([norm * norm, *terms]):
             return False
     return True
-
-
-def _fit_halves(
-    squares: Sequence[Sequence[float]],
-    reported: Sequence[float],
-    known: Sequence[Sequence[float]],
-    tolerance: float,
-) -> list[tuple[float, ...]]:
-    """Too many to try: at most one class counts wrongly; whether two could is not known, so that nothing is unique."""
-    right = [1.0] * len(known)
-    found: list[tuple[float, ...]] = []
-    for i, choices in enumerate(known):
-        for m in choices:
-            counts = (*right[:i], m, *right[i + 1 :])
-            if counts not in found and _explains(counts, squares, reported, tolerance):
-                found.append(counts)
-    return [*found, *found] if len(found) == 1 and found[0] != tuple(right) else found

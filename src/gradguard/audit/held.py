@@ -13,6 +13,7 @@ from glob import escape
 from itertools import combinations
 from typing import Literal
 
+from gradguard.audit.factors import Candidates, Setting, candidates
 from gradguard.audit.report import NormFinding
 from gradguard.errors import InvalidValueError
 
@@ -87,10 +88,19 @@ class Held:
     index: int = 0
     whole: int | None = None
 
-    @property
-    def tolerance(self) -> float:
-        """By how much two copies may differ."""
-        return _TOLERANCES.get(self.dtype, 2e-2)
+    def is_like(self, other: "Held") -> bool:
+        """Tell whether the gradients can be those of copies: they differ by no more than the dtype's rounding."""
+        return self.gradient.is_close(other.gradient, _TOLERANCES.get(other.dtype, 2e-2))
+
+
+Holder = tuple[int, Held]
+"""A rank, and a piece that it holds."""
+
+Processes = Sequence[Sequence[Held]]
+"""What each rank holds."""
+
+Groups = Mapping[str, Claim]
+"""What a user says of ordinary tensors across processes, by a pattern of names."""
 
 
 @dataclass(slots=True)
@@ -102,8 +112,13 @@ class Part:
         differ: Whether these are not alike, though they are copies.
     """
 
-    holders: list[tuple[int, Held]]
+    holders: list[Holder]
     differ: bool = False
+
+    @property
+    def first(self) -> Held:
+        """The first copy."""
+        return self.holders[0][1]
 
     @property
     def ranks(self) -> list[int]:
@@ -118,7 +133,17 @@ class Part:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return self.holders[0][1].numel
+        return self.first.numel
+
+    def join(self, other: "Part", differ: bool = False) -> None:
+        """Take the copies of ``other`` for copies of this part.
+
+        Args:
+            other: Another part.
+            differ: Whether it is not like this one.
+        """
+        self.holders += other.holders
+        self.differ |= other.differ or differ
 
 
 @dataclass(slots=True)
@@ -140,6 +165,16 @@ class Tensor:
     contradiction: str = ""
 
     @property
+    def name(self) -> str:
+        """All its names."""
+        return " = ".join(self.names)
+
+    @property
+    def holders(self) -> list[Holder]:
+        """Each rank that holds any of it, with each of its pieces."""
+        return [holder for part in self.parts for holder in part.holders]
+
+    @property
     def square(self) -> float:
         """The sum of squares of its gradient, each element once."""
         return math.fsum(part.square for part in self.parts)
@@ -157,7 +192,11 @@ class Tensor:
     @property
     def ranks(self) -> set[int]:
         """Who holds any of it."""
-        return {rank for part in self.parts for rank in part.ranks}
+        return {rank for rank, _ in self.holders}
+
+    def counts(self, setting: Setting) -> Candidates:
+        """Return the counts that known mistakes make of it, with their words."""
+        return candidates(setting, self.copies, len(self.parts), len(self.names))
 
     @property
     def layout(self) -> str:
@@ -168,24 +207,27 @@ class Tensor:
         return ", ".join(filter(None, [split, copied, tied])) or "held whole by one process"
 
 
-def tensors_of(processes: Sequence[Sequence[Held]], groups: Mapping[str, Claim] | None = None) -> list[Tensor]:
+Tensors = Sequence[Tensor]
+
+
+def tensors_of(processes: Processes, groups: Groups | None = None) -> list[Tensor]:
     """Put together what all processes hold, copies found by their values.
 
     Args:
         processes: What each rank holds.
-        groups: What a user says of ordinary tensors, by a pattern of names: it counts where values do not tell.
+        groups: What a user says of ordinary tensors: it counts where values do not tell.
 
     Returns:
         The tensors of the model, in the order of the first process that holds each.
     """
-    by_name: dict[tuple[str, ...], list[tuple[int, Held]]] = {}
+    by_name: dict[tuple[str, ...], list[Holder]] = {}
     for rank, pieces in enumerate(processes):
         for held in pieces:
             by_name.setdefault(held.names, []).append((rank, held))
     return _tied([_together(names, pieces, _said(names, groups)) for names, pieces in by_name.items()])
 
 
-def check_groups(groups: Mapping[str, Claim] | None, tensors: Sequence[Tensor]) -> None:
+def check_groups(groups: Groups | None, tensors: Tensors) -> None:
     """Refuse patterns that match nothing or contradict each other: a typing error there would be silent."""
     names = [name for tensor in tensors for name in tensor.names]
     if unknown := [one for one in groups or {} if not any(fnmatchcase(name, one) for name in names)]:
@@ -199,15 +241,12 @@ def check_groups(groups: Mapping[str, Claim] | None, tensors: Sequence[Tensor]) 
             raise InvalidValueError(f"groups: {both}, and {tensor.names[0]} matches both: expected one of them for it.")
 
 
-def with_claims(
-    groups: Mapping[str, Claim] | None, wanted: Sequence[Tensor], tensors: Sequence[Tensor]
-) -> dict[str, Claim] | None:
+def with_claims(groups: Groups | None, wanted: Tensors, tensors: Tensors) -> dict[str, Claim] | None:
     """Return ``groups`` with all of ``wanted`` that it says nothing of as sharded; None if it says something of each.
 
     Tensors that differ by a number between two dots, as experts do, have one pattern if it matches no other tensor.
     """
-    said_of = [_said(tensor.names, groups) for tensor in wanted]
-    names = {name for tensor, said in zip(wanted, said_of, strict=True) if not said for name in tensor.names}
+    names = {name for tensor in wanted if not _said(tensor.names, groups) for name in tensor.names}
     others = {name for tensor in tensors for name in tensor.names} - names
     added: dict[str, Claim] = {}
     for name in sorted(names):
@@ -216,32 +255,33 @@ def with_claims(
     return {**(groups or {}), **added} if added else None
 
 
-def _said(names: Iterable[str], groups: Mapping[str, Claim] | None) -> Claim | None:
+def _said(names: Iterable[str], groups: Groups | None) -> Claim | None:
     return next((said for pattern, said in (groups or {}).items() for n in names if fnmatchcase(n, pattern)), None)
 
 
-def _together(names: tuple[str, ...], pieces: Sequence[tuple[int, Held]], said: Claim | None) -> Tensor:
-    """The tensor of these pieces: first copies by their layout, then by their values."""
-    claimed: dict[tuple, list[tuple[int, Held]]] = {}
+def _together(names: tuple[str, ...], pieces: Sequence[Holder], said: Claim | None) -> Tensor:
+    """Return the tensor of these pieces: first copies by their layout, then by their values."""
+    claimed: dict[tuple, list[Holder]] = {}
     for rank, held in pieces:
         claimed.setdefault((held.group or (rank,), held.part), []).append((rank, held))
     tensor, groups_of = Tensor(names, []), list[tuple]()
     for (group, _), holders in claimed.items():
         first = holders[0][1]
-        part = Part(holders, any(not h.gradient.is_close(first.gradient, first.tolerance) for _, h in holders[1:]))
+        part = Part(holders, not all(h.is_like(first) for _, h in holders))
         tensor.drift = max(tensor.drift, *(drift(first, h) for _, h in holders))
         for known, its_group in zip(tensor.parts, groups_of, strict=True):
+            is_one_layout = its_group == group
             # Parts of one layout are distinct, unless their values say that it shards nothing.
-            found = relation(known.holders[0][1], first, said) if its_group != group else "distinct"
-            if its_group != group or known is tensor.parts[0]:
-                claim = said if its_group != group else "sharded"
-                tensor.contradiction = tensor.contradiction or contradiction(known.holders[0][1], first, claim)
+            found = "distinct" if is_one_layout else relation(known.first, first, said)
+            if not is_one_layout or known is tensor.parts[0]:
+                claim = "sharded" if is_one_layout else said
+                tensor.contradiction = tensor.contradiction or contradiction(known.first, first, claim)
             tensor.unknown |= found == "unknown" or bool(tensor.contradiction)
-            if found != "distinct":
-                tensor.drift = max(tensor.drift, drift(known.holders[0][1], first))
-            if found in ("same", "differ"):
-                known.holders += part.holders
-                known.differ |= part.differ or found == "differ"
+            if found == "distinct":
+                continue
+            tensor.drift = max(tensor.drift, drift(known.first, first))
+            if found != "unknown":
+                known.join(part, found == "differ")
                 break
         else:
             tensor.parts.append(part)
@@ -263,19 +303,19 @@ def relation(one: Held, other: Held, said: Claim | None = None) -> Relation:
     Returns:
         ``"same"`` or ``"differ"`` of copies that are alike or not, ``"distinct"`` of two parts, ``"unknown"``.
     """
-    claims = {one.claim, other.claim}
-    alike = one.gradient.is_close(other.gradient, one.tolerance)
+    is_claimed = "sharded" in (one.claim, other.claim)
+    alike = other.is_like(one)
     if said == "sharded" or one.numel != other.numel:
         return "distinct"
-    if said == "replicated" or claims == {"replicated"}:
+    if said == "replicated":
         return "same" if alike else "differ"
-    if one.weight.distance(other.weight) >= APART or not one.weight.is_close(other.weight, APART):
+    if not one.weight.is_close(other.weight, APART):
         return "distinct"
     if one.weight.spread > 0 and one.weight.is_close(other.weight, 1e-6):
-        return "same" if alike else "unknown" if "sharded" in claims else "differ"
+        return "same" if alike else "unknown" if is_claimed else "differ"
     if not alike:
-        return "distinct" if "sharded" in claims else "unknown"
-    scalar = one.numel == 1 and "sharded" not in claims
+        return "distinct" if is_claimed else "unknown"
+    scalar = one.numel == 1 and not is_claimed
     tells = one.square > 0 and (one.gradient.spread > 0 or scalar)
     return "same" if tells else "unknown"
 
@@ -299,19 +339,17 @@ def contradiction(one: Held, other: Held, said: Claim | None) -> str:
     return ""
 
 
-def contradictions(tensors: Sequence[Tensor]) -> list[NormFinding]:
+def contradictions(tensors: Tensors) -> list[NormFinding]:
     """Return a finding for each reason for which tensors cannot be what is said of them."""
     by_reason: dict[str, list[str]] = {}
     for tensor in tensors:
         if tensor.contradiction:
-            by_reason.setdefault(tensor.contradiction, []).append(" = ".join(tensor.names))
+            by_reason.setdefault(tensor.contradiction, []).append(tensor.name)
     found = []
     for why, names in by_reason.items():
         said, are = ("parts", "copies") if "equal" in why else ("copies", "parts")
-        words = (
-            f"said to be {said}, and by their values {are}: {why}. Leave these out of groups, or correct their layout"
-        )
-        found.append(NormFinding("claim", words, tuple(names)))
+        what = f"said to be {said}, and by their values {are}: {why}"
+        found.append(NormFinding("claim", f"{what}. Leave these out of groups, or correct their layout", tuple(names)))
     return found
 
 
@@ -334,23 +372,22 @@ def _tied(tensors: list[Tensor]) -> list[Tensor]:
             if not gone & {id(one), id(other)} and not one.ranks & other.ranks and _are_one(one, other):
                 one.names += other.names
                 for mine, theirs in zip(one.parts, other.parts, strict=True):
-                    mine.holders += theirs.holders
-                    mine.differ |= theirs.differ
+                    mine.join(theirs)
                 one.drift = max(one.drift, other.drift)
                 gone.add(id(other))
     return [tensor for tensor in tensors if id(tensor) not in gone]
 
 
 def _are_one(one: Tensor, other: Tensor) -> bool:
-    pairs = [(a.holders[0][1], b.holders[0][1]) for a, b in zip(one.parts, other.parts, strict=True)]
+    pairs = [(a.first, b.first) for a, b in zip(one.parts, other.parts, strict=True)]
     return not (one.unknown or other.unknown) and all(
         a.numel > 1 and a.weight.spread > 0 and a.gradient.spread > 0
-        and a.weight.is_close(b.weight, 1e-6) and a.gradient.is_close(b.gradient, a.tolerance)
+        and a.weight.is_close(b.weight, 1e-6) and b.is_like(a)
         for a, b in pairs
     )  # fmt: skip
 
 
-def true_norm(tensors: Sequence[Tensor]) -> float:
+def true_norm(tensors: Tensors) -> float:
     """Return the 2-norm of all gradients, each element once; NaN where it cannot be told which are copies."""
     if any(tensor.unknown and tensor.square > 0 for tensor in tensors):
         return math.nan

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +34,17 @@ _SEEN = (
 
 _FUNCTIONS = (("torchtitan.distributed.utils", "clip_grad_norm_"), ("deepspeed.runtime.engine", "clip_grad_norm_"))
 """Functions that clip and are looked up by their name in this module at each call."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a clipping function, for `on_clip`."""
+
+    rule: str
+    threshold: Any
+    norm_type: float
+    norm: Any = None
+    again: Callable[[], Any] | None = None
 
 
 class AuditDone(SystemExit):
@@ -114,7 +126,7 @@ class ScriptAudit:
         """Whether gradients are scaled when they are clipped is seen when the scaler steps."""
 
     def on_scale_update(self, before: Any, after: Any) -> None:
-        """The same."""
+        """Whether a step was left out does not matter here."""
 
     def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
         """A clip of gradguard's is about to act."""
@@ -139,22 +151,20 @@ class ScriptAudit:
             return
         norm, limit = event.norm, _number(event.threshold)
 
-        def judged() -> None:
+        def judged() -> NormAudit:
             applied = watched.applied(norm) if event.rule == "norm" else None  # other rules have no one coefficient
-            self._keep(parameters, watched.told(norm, limit, applied, self._earlier(parameters)))
+            return watched.told(norm, limit, applied, self._earlier(parameters))
 
         self._guarded(parameters, judged)
 
     def _scaler_begins(self, optimizer: Optimizer, step: ScalerStep) -> None:
-        """A GradScaler is about to step: whoever clipped gradients that it has still to unscale clipped wrongly."""
+        """A GradScaler is about to step: gradients clipped before `unscale_` were clipped at the wrong scale."""
         scale = 1.0 if step.scale is None else float(step.scale)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._guarded([p for one in self._scaled for p in one.parameters], self._judge_scaled)
+        self._guarded_scaled()
         if scale != 1.0 and held & self._clipped:
-            what = (
-                f"gradients are clipped while they are multiplied by the loss scale of {scale:g}: call unscale_ before"
-            )
-            self._add(self._first, NormFinding("coefficient", what))
+            what = f"gradients are clipped while they are multiplied by the loss scale of {scale:g}"
+            self._add(NormFinding("coefficient", f"{what}: call unscale_ before"))
 
     def _before_step(self, optimizer: Optimizer, evaluation: int) -> None:
         if evaluation or self._silent or self.done:
@@ -162,24 +172,17 @@ class ScriptAudit:
         if id(optimizer) in self._stepped:  # without a backward that we hear of
             self._end_round()
         self._stepped.add(id(optimizer))
-        self._guarded([p for one in self._scaled for p in one.parameters], self._judge_scaled)
+        self._guarded_scaled()
         if self._whole:
             return
         grads = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not self._clipped:
-            self._guarded(grads, lambda: self._unclipped_step(grads))
+            unseen = NormFinding("unseen", f"no clip was seen before this step: {_SEEN}")
+            self._guarded(grads, lambda: _with(self._watched(grads).alone(), unseen) if grads else None)
         elif forgotten := [p for p in grads if id(p) not in self._clipped]:
             names = self._names(forgotten)
             what = "no clip was given these, which the optimizer steps by: a norm that is meant to be of all lacks them"
-            self._add(self._first, NormFinding("unclipped", what, names))
-
-    def _unclipped_step(self, parameters: Sequence[Tensor]) -> None:
-        if not parameters:
-            return
-        models, wanted = self._holding(parameters)
-        audit = WatchedClip(models, wanted, self._backwards or 1).alone()
-        self._keep(parameters, audit)
-        self._add(len(self.audits) - 1, NormFinding("unseen", f"no clip was seen before this step: {_SEEN}"))
+            self._add(NormFinding("unclipped", what, names))
 
     # --- a clip -------------------------------------------------------------------------------------------------------
 
@@ -191,14 +194,18 @@ class ScriptAudit:
             return
         self._guarded(parameters, lambda: self._audited(call.again, parameters, _number(call.threshold), call.norm))
 
-    def _audited(self, again: Callable[[], Any], parameters: Sequence[Tensor], limit: float | None, given: Any) -> None:
-        models, wanted = self._holding(parameters)
-        watched = WatchedClip(models, wanted, self._backwards or 1)
+    def _audited(
+        self, again: Callable[[], Any], parameters: Sequence[Tensor], limit: float | None, given: Any
+    ) -> NormAudit | None:
+        watched = self._watched(parameters)
         if given is None:
-            self._keep(parameters, watched.again(again, limit))
-        else:
-            # Its norm may be that of other lists too, which come before the step: then judged together.
-            self._scaled.append(_Scaled(list(parameters), watched, watched.tried(again, given), given, limit))
+            return watched.again(again, limit)
+        # Its norm may be that of other lists too, which come before the step: then judged together.
+        self._scaled.append(_Scaled(list(parameters), watched, watched.tried(again, given), given, limit))
+        return None
+
+    def _guarded_scaled(self) -> None:
+        self._guarded([p for one in self._scaled for p in one.parameters], self._judge_scaled)
 
     def _judge_scaled(self) -> None:
         """Judge the calls that were told a norm, those with one norm as one clip."""
@@ -206,44 +213,38 @@ class ScriptAudit:
         if not waiting:
             return
         given = everywhere([_number(one.norm) for one in waiting])  # grouped alike on all processes
-        groups: list[list[int]] = []
-        for i in range(len(waiting)):
-            same = (g for g in groups if _is_same(given, g[0], i) and waiting[g[0]].limit == waiting[i].limit)
-            group = next(same, [])
-            group.append(i)
-            if len(group) == 1:
-                groups.append(group)
-        for group in groups:
-            ones = [waiting[i] for i in group]
-            parameters = [p for one in ones for p in one.parameters]
-            whole = ones[0].watched.joined([one.watched for one in ones[1:]])
-            applied = [one for of_clip in ones for one in of_clip.applied]
+        groups: dict[int, list[_Scaled]] = {}
+        for i, one in enumerate(waiting):
+            alike = (j for j in groups if _is_same(given, j, i) and waiting[j].limit == one.limit)
+            groups.setdefault(next(alike, i), []).append(one)
+        for ones in groups.values():
+            parameters = list(chain(*(one.parameters for one in ones)))
+            applied = list(chain(*(one.applied for one in ones)))
+            whole = WatchedClip.joined([one.watched for one in ones])
             self._keep(parameters, whole.told(ones[0].norm, ones[0].limit, applied, self._earlier(parameters)))
 
     def _look(self, parameters: Sequence[Tensor]) -> None:
-        models, wanted = self._holding(parameters)
-        self._own = list(parameters), WatchedClip(models, wanted, self._backwards or 1)
+        self._own = list(parameters), self._watched(parameters)
 
     def _engine(self, engine: Any) -> None:
         """A step of a DeepSpeed engine whose gradients are ZeRO's."""
         clip, limit, scale = clip_of_engine(engine)
         self._whole = True
-        key = list(engine.module.parameters())
+        watched = functools.partial(WatchedClip.of, [engine], (), self._backwards or 1, scale)
+        self._guarded(list(engine.module.parameters()), lambda: watched().again(clip, limit))
 
-        def audited() -> None:
-            self._keep(key, WatchedClip([engine], (), self._backwards or 1, scale).again(clip, limit))
-
-        self._guarded(key, audited)
-
-    def _guarded(self, parameters: Sequence[Tensor], audit: Callable[[], None]) -> None:
+    def _guarded(self, parameters: Sequence[Tensor], audit: Callable[[], NormAudit | None]) -> None:
         """Audit; what cannot be is said. All processes come here alike, and all refuse alike."""
         if self.done:
             return
         try:
             with self._in_silence():
-                audit()
+                found = audit()
         except GradguardError as error:
             self._refuse(parameters, str(error))
+        else:
+            if found is not None:
+                self._keep(parameters, found)
 
     def _refuse(self, parameters: Sequence[Tensor], why: str) -> None:
         self._keep(parameters, NormAudit("INCONCLUSIVE", (NormFinding("refused", why),)))
@@ -252,12 +253,11 @@ class ScriptAudit:
         self._clipped |= {id(p) for p in parameters}
         self.audits.append((frozenset(map(id, parameters)), audit))
 
-    def _add(self, place: int, finding: NormFinding) -> None:
-        """Let an audit of this round have one finding more."""
-        if place < len(self.audits):
-            key, audit = self.audits[place]
-            findings = (*audit.findings, finding)
-            self.audits[place] = key, replace(audit, findings=findings, verdict=verdict_of(findings))
+    def _add(self, finding: NormFinding) -> None:
+        """Let the first audit of this round have one finding more."""
+        if self._first < len(self.audits):
+            key, audit = self.audits[self._first]
+            self.audits[self._first] = key, _with(audit, finding)
 
     def _earlier(self, parameters: Sequence[Tensor]) -> list[NormAudit]:
         """The audits of the same clip that have a report and classes as it has now; others tell nothing of it."""
@@ -287,15 +287,16 @@ class ScriptAudit:
 
     # --- modules and engines ------------------------------------------------------------------------------------------
 
-    def _holding(self, parameters: Sequence[Tensor]) -> tuple[list[nn.Module], set[int]]:
-        """The modules that hold these parameters, the one with the most first; a stand-in for those in none."""
+    def _watched(self, parameters: Sequence[Tensor]) -> WatchedClip:
+        """Look at the gradients of these parameters, in the modules that hold them."""
         wanted = {id(p) for p in parameters if gradient_of(p) is not None}
         key = frozenset(wanted)
         if key not in self._known:
             self._known[key] = self._found(parameters, wanted)
-        return self._known[key], wanted
+        return WatchedClip.of(self._known[key], wanted, self._backwards or 1)
 
     def _found(self, parameters: Sequence[Tensor], wanted: set[int]) -> list[nn.Module]:
+        """The modules that hold these parameters, the one with the most first; a stand-in for those in none."""
         held = [(module, {id(p) for p in module.parameters()} & wanted) for module in self._modules()]
         held.sort(key=lambda pair: (-len(pair[1]), type(pair[0]).__name__))
         found, left = [], set(wanted)
@@ -303,9 +304,9 @@ class ScriptAudit:
             if its & left:
                 found.append(module)
                 left -= its
-        if left:
+        if left or not found:
             found.append(_stand_in([p for p in parameters if id(p) in left]))
-        return found or [_stand_in([])]
+        return found
 
     def _names(self, parameters: Sequence[Tensor]) -> tuple[str, ...]:
         wanted = {id(p) for p in parameters}
@@ -335,14 +336,7 @@ class ScriptAudit:
             listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             again = functools.partial(original, listed, max_norm, *args, **kwargs)
             order = float(kwargs.get("norm_type", args[0] if args else 2.0))
-            if not self._silent:
-                self._may_end_round()
-                self._clipped |= {id(p) for p in listed}
-                if order == 2:
-                    self._guarded(listed, lambda: self._audited(again, listed, _number(max_norm), None))
-                else:
-                    self._refuse(listed, f"a norm of order {order:g}: only 2-norms are audited")
-            with self._in_silence():
+            with self.on_clip(_Call("norm", max_norm, order, again=again), listed):
                 return again()
 
         return clip
@@ -369,10 +363,14 @@ class ScriptAudit:
             audit for place, (key, audit) in enumerate(self.audits)
             if last[key] == place or (audit.verdict == "FAIL" and key not in still)
         ]  # fmt: skip
-        verdicts = {audit.verdict for audit in shown}
-        verdict: Verdict = "FAIL" if "FAIL" in verdicts else "INCONCLUSIVE" if verdicts != {"PASS"} else "PASS"
+        verdict = verdict_of([finding for audit in shown for finding in audit.findings])
         count = f"{'note':<13} {len(self.audits)} audits of {len(last)} clip{'s' * (len(last) > 1)}"
         return verdict, "\n".join([*dict.fromkeys(map(str, shown)), count])
+
+
+def _with(audit: NormAudit, finding: NormFinding) -> NormAudit:
+    findings = (*audit.findings, finding)
+    return replace(audit, findings=findings, verdict=verdict_of(findings))
 
 
 def _is_same(given: Sequence[Sequence[float | None]], i: int, j: int) -> bool:

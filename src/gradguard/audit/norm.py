@@ -1,8 +1,10 @@
 """`audit_norm`: the norm that an engine computes, reports and applies, against that of what the processes hold."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,18 +12,28 @@ from torch import Tensor, nn
 
 from gradguard.audit.coefficients import Applied, coefficient_findings
 from gradguard.audit.epsilons import LARGEST_EPSILON, epsilon_finding, is_one_of, with_epsilon
-from gradguard.audit.factors import Setting, candidates, fit, named
-from gradguard.audit.held import DRIFTED, Claim, Held, check_groups, contradictions, tensors_of, true_norm, with_claims
-from gradguard.audit.held import Tensor as WholeTensor
+from gradguard.audit.factors import Candidates, Setting, fit, named
+from gradguard.audit.held import (
+    DRIFTED,
+    Claim,
+    Groups,
+    Processes,
+    check_groups,
+    contradictions,
+    tensors_of,
+    true_norm,
+    with_claims,
+)
 from gradguard.audit.pieces import Piece, modules_of, pieces_of
-from gradguard.audit.probe import Ask, Counted, Probe, classes_of, elements_value, finding_of, norm_classes
-from gradguard.audit.report import NormAudit, NormClass, NormFinding, verdict_of
+from gradguard.audit.probe import Counted, Probe, classes_of, elements_value, finding_of, norm_classes
+from gradguard.audit.report import NormAudit, NormClasses, NormFinding, verdict_of
 from gradguard.distributed.processes import gather, rank_and_size
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
 
 NormFunction = Callable[[], float | Tensor]
 
 _HALVES = ("float16", "bfloat16")
+_OF_CLIP = "the norm of the clip"
 
 _OF_HALVES = 1e-2
 """To this part of their squares norms of 16 bits are compared."""
@@ -108,69 +120,96 @@ def audit_norm(
         FAIL factor: 2 tensors held whole by one process count 0 times: it is left out [0.bias, 1.bias]
     """
     _check(norm, reported, groups, max_norm, accumulation, loss_scale)
-    pieces, processes = _described(modules_of(model))
-    tensors = tensors_of(processes, groups)
-    setting = Setting(len(processes), accumulation, loss_scale)
-    check_groups(groups, tensors)
-    audit = _Audit(pieces, tensors, setting, _number(reported, "reported"), groups)
-    audit.check_earlier(earlier)
+    watched = WatchedClip.of(modules_of(model), None, accumulation, loss_scale, groups)
+    check_groups(groups, watched.tensors)
+    audit = _Audit(watched, _number(reported, "reported"))
+    for place, one in enumerate(earlier):
+        if (why := audit.why_not_earlier(one)) is not None:
+            raise InvalidValueError(
+                f"earlier[{place}] {why}: expected audits of other steps of this run, with reported= and the same "
+                "loss_scale."
+            )
     try:
         return audit.run(norm, max_norm, earlier)
     finally:
-        audit.put_back()
+        watched.put_back()
 
 
 class WatchedClip:
-    """A clip of a script, looked at before it acts and judged afterwards.
+    """The gradients of all processes; and a clip of them, looked at before it acts and judged afterwards.
 
     Args:
-        models: The modules that hold its parameters.
-        wanted: The identities of these parameters.
-        accumulation: Number of micro-batches of a step.
-        loss_scale: What gradients are multiplied by.
-
-    Raises:
-        UnsupportedGradientError: If gradients cannot be audited, on any process.
+        pieces: What this process holds.
+        processes: What all of them hold, in short.
+        setting: Numbers of the run.
+        groups: What a user says of ordinary tensors.
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], wanted: Collection[int], accumulation: int = 1, loss_scale: float = 1.0
+        self, pieces: Sequence[Piece], processes: Processes, setting: Setting, groups: Groups | None = None
     ) -> None:
-        self._pieces, self._processes = _described(models, wanted)
-        self._tensors = tensors_of(self._processes)
-        self._setting = Setting(len(self._processes), accumulation, loss_scale)
+        self.pieces, self.processes, self.setting, self.groups = pieces, processes, setting, groups
+        self.tensors = tensors_of(processes, groups)
+
+    @classmethod
+    def of(
+        cls,
+        models: Sequence[nn.Module],
+        wanted: Collection[int] | None = None,
+        accumulation: int = 1,
+        loss_scale: float = 1.0,
+        groups: Groups | None = None,
+    ) -> "WatchedClip":
+        """Look at the gradients of a script's parameters before a clip.
+
+        Args:
+            models: The modules that hold its parameters.
+            wanted: The identities of these parameters; None for all.
+            accumulation: Number of micro-batches of a step.
+            loss_scale: The factor that gradients are still multiplied by.
+            groups: What a user says of ordinary tensors.
+
+        Returns:
+            The clip.
+
+        Raises:
+            UnsupportedGradientError: If gradients cannot be audited, on any process.
+        """
+        pieces, processes = _described(models, wanted)
+        return cls(pieces, processes, Setting(len(processes), accumulation, loss_scale), groups)
 
     def again(self, clip: NormFunction, max_norm: float | None) -> NormAudit:
         """Audit a clip that can be called: it is, for each probe, and gradients are as before."""
-        audit = self._audit(None)
         try:
-            return audit.run(clip, max_norm, ())
+            return _Audit(self, None).run(clip, max_norm)
         finally:
-            audit.put_back()
+            self.put_back()
 
     def tried(self, scale: Callable[[], Any], norm: Any) -> list[Applied]:
-        """Return what a call that is told the norm, and only scales, does to the gradients; these are as before."""
+        """Call ``scale``, which only scales, return its factor of each gradient, and undo it."""
         try:
             scale()
             return self.applied(norm)
         finally:
-            self._audit(None).put_back()
+            self.put_back()
 
     def applied(self, norm: Any) -> list[Applied]:
         """Return what this process' gradients have been multiplied by since."""
-        computed = _number(norm, "the norm of the clip") or 0.0
-        return [one for piece in self._pieces if (one := piece.applied(computed)) is not None]
+        computed = _number(norm, _OF_CLIP) or 0.0
+        return [one for piece in self.pieces if (one := piece.applied(computed)) is not None]
 
-    def joined(self, others: Sequence["WatchedClip"]) -> "WatchedClip":
+    def put_back(self) -> None:
+        """Let the gradients be what they were."""
+        with torch.no_grad():
+            for piece in self.pieces:
+                piece.put_back()
+
+    @classmethod
+    def joined(cls, clips: Sequence["WatchedClip"]) -> "WatchedClip":
         """Return the clip of all these gradients together, as where one norm is that of several lists."""
-        whole = WatchedClip.__new__(WatchedClip)
-        whole._pieces = [piece for clip in (self, *others) for piece in clip._pieces]
-        whole._processes = []
-        for of_clips in zip(*(clip._processes for clip in (self, *others)), strict=True):
-            held = [one for of_clip in of_clips for one in of_clip]
-            whole._processes.append([replace(one, index=i) for i, one in enumerate(held)])
-        whole._tensors, whole._setting = tensors_of(whole._processes), self._setting
-        return whole
+        processes = [list(chain(*of_clips)) for of_clips in zip(*(clip.processes for clip in clips), strict=True)]
+        indexed = [[replace(one, index=i) for i, one in enumerate(held)] for held in processes]
+        return cls(list(chain(*(clip.pieces for clip in clips))), indexed, clips[0].setting)
 
     def told(
         self, norm: Any, max_norm: float | None, applied: Sequence[Applied] | None, earlier: Sequence[NormAudit] = ()
@@ -181,194 +220,153 @@ class WatchedClip:
             norm: The norm.
             max_norm: What it clips to; None if that is not one number.
             applied: What it did; None where it does not multiply all gradients by one number.
-            earlier: Audits of the same clip at earlier steps.
+            earlier: Audits of the same clip at earlier steps; those of other classes are left out.
 
         Returns:
             The audit.
         """
-        return self._audit(norm).run_after(max_norm, earlier, applied)
+        return _Audit(self, _number(norm, _OF_CLIP)).run(None, max_norm, earlier, applied)
 
     def alone(self) -> NormAudit:
         """Audit the gradients without a norm: whether copies are alike, and the true norm."""
-        return self._audit(None).run(None, None, ())
-
-    def _audit(self, norm: Any) -> "_Audit":
-        return _Audit(self._pieces, self._tensors, self._setting, _number(norm, "the norm of the clip"))
+        return _Audit(self, None).run()
 
 
 class _Audit:
     """One audit, with what its steps hand on."""
 
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        tensors: list[WholeTensor],
-        setting: Setting,
-        reported: float | None,
-        groups: Mapping[str, Claim] | None = None,
-    ) -> None:
-        self._pieces, self._tensors, self._setting, self._groups = pieces, tensors, setting, groups
-        self._me, _ = rank_and_size()
-        self._reported = reported
-        self._true = true_norm(tensors) / setting.loss_scale
-        self._classes = classes_of(tensors)
-        self._place = {
-            held.index: i
-            for i, t in enumerate(tensors)
-            for part in t.parts
-            for r, held in part.holders
-            if r == self._me
-        }
+    def __init__(self, watched: WatchedClip, reported: float | None) -> None:
+        self._watched, self._tensors, self._setting = watched, watched.tensors, watched.setting
+        self._reported, self._scale = reported, watched.setting.loss_scale
+        self._true = true_norm(self._tensors) / self._scale
+        self._classes = classes_of(self._tensors)
         self._findings, self._notes = list[NormFinding](), list[str]()
-        self._tolerance, self._precision, self._calls, self._epsilon = 1e-4, 0.0, 0, 0.0
-        if any(held.dtype in _HALVES for t in tensors for part in t.parts for _, held in part.holders):
-            self._tolerance = _OF_HALVES
+        self._precision, self._calls, self._epsilon = 0.0, 0, 0.0
+        dtypes = {held.dtype for t in self._tensors for _, held in t.holders}
+        self._tolerance = 1e-4 if dtypes.isdisjoint(_HALVES) else _OF_HALVES
 
-    def run(self, norm: NormFunction | None, max_norm: float | None, earlier: Sequence[NormAudit]) -> NormAudit:
+    def run(
+        self,
+        norm: NormFunction | None = None,
+        max_norm: float | None = None,
+        earlier: Sequence[NormAudit] = (),
+        applied: Sequence[Applied] | None = None,
+    ) -> NormAudit:
+        """Audit; earlier audits of other classes are left out."""
         self._look_at_copies()
-        computed, classes = None, norm_classes(self._tensors, self._classes, ())
+        computed, classes = None, self._counted()
         if norm is not None:
             computed = self._called(norm)
-            applied = [one for piece in self._pieces if (one := piece.applied(computed)) is not None]
-            self.put_back()
+            applied = self._watched.applied(computed)
+            self._watched.put_back()
             classes = self._probed(norm, computed)
+        if applied is not None:
             self._judge_coefficients(max_norm, applied)  # by a norm whose precision is known now
         if self._reported is not None:
-            classes = self._compared(self._reported, classes, earlier, norm is not None)
-        return self._result(computed, classes)
-
-    def run_after(
-        self, max_norm: float | None, earlier: Sequence[NormAudit], applied: Sequence[Applied] | None
-    ) -> NormAudit:
-        """Audit what a clip that tells its norm has done; earlier audits of other classes are left out."""
-        self._look_at_copies()
-        if applied is not None:
-            self._judge_coefficients(max_norm, applied)
-        classes = norm_classes(self._tensors, self._classes, ())
-        if self._reported is not None:
-            same = [one for one in earlier if self._why_not_earlier(one) is None]
-            classes = self._compared(self._reported, classes, same, False)
-        return self._result(None, classes)
-
-    def put_back(self) -> None:
-        with torch.no_grad():
-            for piece in self._pieces:
-                piece.put_back()
-
-    def check_earlier(self, earlier: Sequence[NormAudit]) -> None:
-        """Refuse audits that are not of the same tensors, lying alike."""
-        for place, one in enumerate(earlier):
-            if (why := self._why_not_earlier(one)) is not None:
-                raise InvalidValueError(
-                    f"earlier[{place}] {why}: expected audits of other steps of this run, with reported= and the same "
-                    "loss_scale."
-                )
-
-    def _why_not_earlier(self, one: NormAudit) -> str | None:
-        now = norm_classes(self._tensors, self._classes, ())
-        square = math.fsum(c.square for c in one.classes)
-        scaled = math.isclose(square, (one.true_norm * self._setting.loss_scale) ** 2, rel_tol=1e-6)
-        if one.reported is None:
-            return "has no reported norm"
-        if [(c.layout, c.names) for c in one.classes] != [(c.layout, c.names) for c in now]:
-            return "is of other tensors, or they lie in another way"
-        return None if scaled else "has another loss scale"
-
-    def _result(self, computed: float | None, classes: tuple[NormClass, ...]) -> NormAudit:
+            same = [one for one in earlier if self.why_not_earlier(one) is None]
+            classes = self._compared(self._reported, classes, same, norm is not None)
         return NormAudit(
             verdict_of(self._findings), tuple(self._findings), tuple(self._notes), self._true, computed, self._reported,
             classes, self._calls, self._setting.world,
         )  # fmt: skip
 
+    def why_not_earlier(self, one: NormAudit) -> str | None:
+        """Return why an audit is not of the same tensors at another step, in words; None if it is."""
+        if one.reported is None:
+            return "has no reported norm"
+        if [(c.layout, c.names) for c in one.classes] != [(c.layout, c.names) for c in self._counted()]:
+            return "is of other tensors, or they lie in another way"
+        square = math.fsum(c.square for c in one.classes)
+        scaled = math.isclose(square, (one.true_norm * self._scale) ** 2, rel_tol=1e-6)
+        return None if scaled else "has another loss scale"
+
+    def _counted(self, counted: Sequence[Counted] = ()) -> NormClasses:
+        return norm_classes(self._tensors, self._classes, counted)
+
+    def _find(self, kind: str, message: str, names: Sequence[str] = (), factor: float | None = None) -> None:
+        self._findings.append(NormFinding(kind, message, tuple(names), factor))
+
     def _look_at_copies(self) -> None:
         self._findings += contradictions(self._tensors)
-        differ = [t for t in self._tensors if any(part.differ for part in t.parts) and not t.contradiction]
-        unknown = [t for t in self._tensors if t.unknown and not t.contradiction]
+        sound = [t for t in self._tensors if not t.contradiction]
+        differ = [t for t in sound if any(part.differ for part in t.parts)]
+        unknown = [t for t in sound if t.unknown]
         asked = [t for t in unknown if t.square]
-        groups = with_claims(self._groups, [*differ, *asked], self._tensors)
+        groups = with_claims(self._watched.groups, [*differ, *asked], self._tensors)
         if differ:
-            names = tuple(" = ".join(t.names) for t in differ)
             what = "copies of one weight have different gradients: not added up over the processes that hold it"
             if groups:
                 what += f". If they only began alike, as experts made of one layer do, pass groups={groups}"
-            self._findings.append(NormFinding("copies", what, names))
+            self._find("copies", what, [t.name for t in differ])
         apart = [t for t in self._tensors if t.drift > DRIFTED and not t.unknown]
         if apart:
-            names, most = tuple(" = ".join(t.names) for t in apart), max(t.drift for t in apart)
             what = (
-                f"the weights of copies are {most:.2g} of their norm apart, where copies are equal: they were stepped "
-                "differently, or not made equal at first"
+                f"the weights of copies are {max(t.drift for t in apart):.2g} of their norm apart, where copies are "
+                "equal: they were stepped differently, or not made equal at first"
             )
-            self._findings.append(NormFinding("drift", what, names))
-        if dead := [" = ".join(t.names) for t in unknown if not t.square]:
+            self._find("drift", what, [t.name for t in apart])
+        if dead := [t.name for t in unknown if not t.square]:
             what = "without a gradient, so that nothing tells what is a copy; not probed: "
             self._notes.append(what + ", ".join(dead))
         if asked:
-            names = tuple(" = ".join(t.names) for t in asked)
             what = f"values do not tell whether processes hold copies or parts: pass groups={groups}, or 'replicated'"
             if any(t.drift > DRIFTED for t in unknown):
                 what = "weights are a little apart, of copies that drifted or of parts that began alike; " + what
-            self._findings.append(NormFinding("unknown", what, names))
+            self._find("unknown", what, [t.name for t in asked])
 
     def _called(self, norm: NormFunction) -> float:
-        """What the norm function returns on this process, after all have come."""
+        """Return what the norm function returns on this process, after all have called it."""
         self._calls += 1
-        found: float | None = None
-        error: Exception | None = None
+        found, error = None, None
         try:
             found = _number(norm(), "what norm() returned")
             if found is None:
                 raise InvalidTypeError("norm() returned None: expected the norm, as clip_grad_norm_ returns it.")
         except Exception as raised:
             error = raised
-        said = everywhere(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        others = [(rank, one) for rank, one in enumerate(said) if one is not None]
-        if others:
-            raise UnsupportedGradientError(f"norm() raised on rank {others[0][0]}: {others[0][1]}")
+        _raise_together(error, "norm() raised ")
         assert found is not None
         return found
 
-    def _ask(self, norm: NormFunction) -> Ask:
+    def _probe(self, norm: NormFunction) -> Probe:
+        me, _ = rank_and_size()
+        place_of = {held.index: i for i, t in enumerate(self._tensors) for r, held in t.holders if r == me}
+
         def ask(places: Sequence[int], rank: int | None, again: bool) -> list[float]:
-            wanted = set(places) if rank in (None, self._me) else set()
+            wanted = set(places) if rank in (None, me) else set()
             with torch.no_grad():
-                for index, piece in enumerate(self._pieces):
-                    place = self._place[index]
+                for index, piece in enumerate(self._watched.pieces):
+                    place = place_of[index]
                     piece.fill(elements_value(place, self._tensors[place].numel, again) if place in wanted else 0.0)
             try:
-                return everywhere(self._called(norm) * self._setting.loss_scale)
+                return everywhere(self._called(norm) * self._scale)
             finally:
-                self.put_back()
+                self._watched.put_back()
 
-        return ask
+        return Probe(self._tensors, ask, self._setting, self._tolerance)
 
-    def _probed(self, norm: NormFunction, computed: float) -> tuple[NormClass, ...]:
-        ask = self._ask(norm)
-        probe = Probe(self._tensors, ask, self._setting.world, self._setting, self._tolerance)
-        zero = ask([], None, False)
-        self._epsilon = max(zero) / self._setting.loss_scale
-        if not all(0 <= z <= LARGEST_EPSILON * self._setting.loss_scale for z in zero):
+    def _probed(self, norm: NormFunction, computed: float) -> NormClasses:
+        probe = self._probe(norm)
+        zero = probe.ask([], None, False)
+        self._epsilon = max(zero) / self._scale
+        if not all(0 <= z <= LARGEST_EPSILON * self._scale for z in zero):
             what = "norm() is not 0 where all gradients are: it does not read them, or adds something to their norm"
-            self._findings.append(NormFinding("unread", what))
-            self._judge("norm() returned", computed, norm_classes(self._tensors, self._classes, ()), ())
-            return norm_classes(self._tensors, self._classes, ())
-        counted = probe.counts(self._classes)
-        if self._is_rounded(probe, counted, everywhere(computed)):
-            self._tolerance = self._precision = _OF_HALVES
+            self._find("unread", what)
+            self._judge("norm() returned", computed, self._counted(), ())
+            return self._counted()
+        counted, everything = probe.counts(self._classes), everywhere(computed)
+        if self._is_rounded(probe, counted, everything):
+            self._tolerance = self._precision = probe.tolerance = _OF_HALVES
             self._notes.append("norm() is computed in 16 bits: it is compared to 1 percent")
-            probe = Probe(self._tensors, ask, self._setting.world, self._setting, self._tolerance)
             counted = probe.counts(self._classes)
         self._findings += [finding_of(one, self._tensors) for one in counted if one.kind]
-        everything = everywhere(computed)
         if math.isnan(self._true):
             pass
         elif not any(one.kind for one in counted):
             self._check_total(everything)
         elif all(one.kind in ("", "factor") for one in counted):
             self._check_factors(everything[0], counted)
-        return norm_classes(self._tensors, self._classes, counted)
+        return self._counted(counted)
 
     def _is_rounded(self, probe: Probe, counted: Sequence[Counted], everything: Sequence[float]) -> bool:
         """Tell by its own values whether a norm that is off, for no known reason, is computed in 16 bits."""
@@ -388,139 +386,123 @@ class _Audit:
         """On the real gradients all classes together: a norm that is no sum of squares passes each alone."""
         if self._epsilon:
             self._notes.append(f"norm() is {self._epsilon:.6g} where all gradients are 0, as an epsilon makes it")
-        wrong = [x for x in everything if not self._is(x, *self._expected())]
-        if wrong:
-            what = f"each class counts once, and the norm of all is {wrong[0]:.6g} where {self._true:.6g} is true"
-            self._findings.append(NormFinding("total", what, (), wrong[0] / self._true if self._true else None))
+        wrong = next((x for x in everything if not self._is(x, *self._expected())), None)
+        if wrong is not None:
+            what = f"each class counts once, and the norm of all is {wrong:.6g} where {self._true:.6g} is true"
+            self._find("total", what, (), wrong / self._true if self._true else None)
 
     def _check_factors(self, computed: float, counted: Sequence[Counted]) -> None:
         """Take back the words for factors that do not make the norm of the real gradients."""
         if any(one.count is None for one in counted):
             return
         terms = [(one.count or 0.0) * self._tensors[i].square for one in counted for i in one.places]
-        made = math.sqrt(math.fsum(terms)) / self._setting.loss_scale
+        made = math.sqrt(math.fsum(terms)) / self._scale
         if self._is(computed, *with_epsilon(made, self._epsilon)):
             return
+        self._findings = [
+            replace(f, message=f.message.partition(": ")[0]) if f.kind == "factor" else f for f in self._findings
+        ]
         what = (
             f"on the real gradients these factors would make {made:.6g}, and the norm is {computed:.6g}: it is the "
             "root of no sum over tensors, so that the factors have no known reason"
         )
-        self._findings = [
-            replace(f, message=f.message.partition(": ")[0]) if f.kind == "factor" else f for f in self._findings
-        ]
-        self._findings.append(NormFinding("total", what))
+        self._find("total", what)
 
     def _is(self, norm: float, *expected: float) -> bool:
         return is_one_of(norm, expected, self._tolerance)
 
     def _judge_coefficients(self, max_norm: float | None, applied: Sequence[Applied]) -> None:
-        all_applied: list[Applied] = [one for of_rank in everywhere(applied) for one in of_rank]
-        anew = tuple(dict.fromkeys(one.name for one in all_applied if math.isnan(one.coefficient)))
-        all_applied = [one for one in all_applied if not math.isnan(one.coefficient)]
-        if anew:
+        all_applied: list[Applied] = list(chain(*everywhere(applied)))
+        if anew := dict.fromkeys(one.name for one in all_applied if math.isnan(one.coefficient)):
             what = "gradients are laid out anew by the clip, so that it is not known what they are multiplied by"
             if max_norm is None:
                 self._notes.append(f"{what}: {', '.join(anew)}")
             else:
-                self._findings.append(NormFinding("unread", what, anew))
+                self._find("unread", what, [*anew])
         if math.isnan(self._true) and max_norm is not None:
             self._notes.append("coefficients were not judged: the true norm is not known")
             return
-        found = coefficient_findings(all_applied, max_norm, self._true, self._setting.loss_scale, self._precision)
+        known = [one for one in all_applied if not math.isnan(one.coefficient)]
+        found = coefficient_findings(known, max_norm, self._true, self._scale, self._precision)
         self._findings += everywhere(found)[0]
 
     def _compared(
-        self, reported: float, classes: tuple[NormClass, ...], earlier: Sequence[NormAudit], was_probed: bool
-    ) -> tuple[NormClass, ...]:
+        self, reported: float, classes: NormClasses, earlier: Sequence[NormAudit], was_probed: bool
+    ) -> NormClasses:
         everything = everywhere(reported)
+        first = everything[0]
         if all(map(has_16_bits, everything)):
             self._tolerance = max(self._tolerance, _OF_HALVES)
-        if not all(self._is(x, everything[0]) or (math.isnan(x) and math.isnan(everything[0])) for x in everything):
+        if not all(self._is(x, first) for x in everything) and not all(map(math.isnan, everything)):
             came = ", ".join(f"{x:.6g}" for x in everything[:8])
-            own = [math.sqrt(sum(h.square for t in self._tensors for p in t.parts for r, h in p.holders if r == rank))
-                   for rank in range(len(everything))]  # fmt: skip
-            local = all(self._is(x * self._setting.loss_scale, o) for x, o in zip(everything, own, strict=True))
+            squares = [0.0] * len(everything)
+            for rank, held in chain(*(t.holders for t in self._tensors)):
+                squares[rank] += held.square
+            local = all(self._is(x * self._scale, math.sqrt(own)) for x, own in zip(everything, squares, strict=True))
             kind, why = ("local", ": each is that of what the rank holds itself") if local else ("disagree", "")
-            self._findings.append(NormFinding(kind, f"ranks report different norms, {came}{why}"))
-            return classes
-        if not math.isfinite(everything[0]):
-            what = f"the reported norm is {everything[0]}, of gradients that are finite"
-            self._findings.append(NormFinding("reported", what))
-            return classes
-        if was_probed:
-            if not math.isnan(self._true) and not self._is(everything[0], self._true):
-                self._report_wrong(everything[0], "")
-            return classes
-        return self._judge("reported", everything[0], classes, earlier)
+            self._find(kind, f"ranks report different norms, {came}{why}")
+        elif not math.isfinite(first):
+            self._find("reported", f"the reported norm is {first}, of gradients that are finite")
+        elif not was_probed:
+            return self._judge("reported", first, classes, earlier)
+        elif not math.isnan(self._true) and not self._is(first, self._true):
+            self._report_wrong(first, "")
+        return classes
 
     def _report_wrong(self, came: float, words: str) -> None:
         ratio = came / self._true if self._true else math.inf
         what = f"the reported norm is {came:.6g} where {self._true:.6g} is true, {ratio:.6g} times{words}"
-        self._findings.append(NormFinding("reported", what, (), ratio))
+        self._find("reported", what, (), ratio)
 
-    def _judge(
-        self, what: str, came: float, classes: tuple[NormClass, ...], earlier: Sequence[NormAudit]
-    ) -> tuple[NormClass, ...]:
+    def _judge(self, what: str, came: float, classes: NormClasses, earlier: Sequence[NormAudit]) -> NormClasses:
         """Judge one number by the mistakes that would make it."""
         if math.isnan(self._true):
             return classes
-        steps = [*earlier]
-        rows = [[c.square for c in e.classes] for e in steps] + [[c.square for c in classes]]
-        norms = [float(e.reported or math.nan) for e in steps] + [came]
-        scale = self._setting.loss_scale
-        if all(self._is(n, math.sqrt(math.fsum(row)) / scale) for n, row in zip(norms, rows, strict=True)):
+        rows = [[c.square for c in its] for its in (*(e.classes for e in earlier), classes)]
+        norms = [x * self._scale for x in (*(e.reported or math.nan for e in earlier), came)]
+        right = [math.sqrt(math.fsum(row)) for row in rows]
+        if all(map(self._is, norms, right)):
             self._note_blind(classes)
             return classes
-        if (doubt := epsilon_finding(what, came, math.sqrt(math.fsum(rows[-1])) / scale, self._tolerance)) is not None:
+        if (doubt := epsilon_finding(what, came, right[-1] / self._scale, self._tolerance)) is not None:
             self._findings.append(doubt)
             return classes
-        ratios = [
-            n * scale / math.sqrt(math.fsum(row)) if sum(row) else math.inf for n, row in zip(norms, rows, strict=True)
-        ]
-        self._report_wrong(came, self._words_for_all(ratios[-1]))
-        tensors = [self._tensors[places[0]] for places in self._classes]
-        known = [candidates(self._setting, t.copies, len(t.parts), len(t.names)) for t in tensors]
-        fits = fit(rows, [n * scale for n in norms], [list(k) for k in known], self._tolerance)
-        if len(fits) != 1:
-            self._say_unfit(len(fits), len(classes))
-            return classes
-        return self._fitted(fits[0], classes, known)
+        self._report_wrong(came, self._words_for_all(norms[-1] / right[-1] if right[-1] else math.inf))
+        known = [self._tensors[places[0]].counts(self._setting) for places in self._classes]
+        fits = fit(rows, norms, known, self._tolerance)
+        if len(fits) == 1:
+            return self._fitted(fits[0], classes, known)
+        self._find(
+            "unfit",
+            f"{len(fits)} different factors of its {len(classes)} classes explain it alike: pass audits of other steps "
+            "as earlier=, or the norm function as norm="
+            if fits
+            else "no known factor of one class or more explains it",
+        )
+        return classes
 
     def _words_for_all(self, ratio: float) -> str:
         one = self._setting
-        known: list[tuple[float, str]] = [
-            (one.world, f"the {one.world} processes"),
-            (one.accumulation, f"the {one.accumulation} micro-batches"),
-        ]
-        known.append((one.loss_scale, "the loss scale"))
+        known = {
+            f"the {one.world} processes": one.world,
+            f"the {one.accumulation} micro-batches": one.accumulation,
+            "the loss scale": one.loss_scale,
+        }
         for form, value in (("multiplied by", ratio), ("divided by", 1 / ratio if ratio else math.inf)):
-            words = [word for k, word in known if k != 1 and math.isclose(k, value, rel_tol=self._tolerance)]
+            words = [word for word, k in known.items() if k != 1 and math.isclose(k, value, rel_tol=self._tolerance)]
             if words:
                 return f", as if {form} {' or '.join(words)}"
         return ""
 
-    def _say_unfit(self, count: int, classes: int) -> None:
-        what = (
-            "no known factor of one class or more explains it"
-            if not count
-            else f"{count} different factors of its {classes} classes explain it alike: pass audits of other steps as "
-            "earlier=, or the norm function as norm="
-        )
-        self._findings.append(NormFinding("unfit", what))
-
-    def _fitted(
-        self, counts: Sequence[float], classes: Sequence[NormClass], known: Sequence[Mapping[float, list[str]]]
-    ) -> tuple[NormClass, ...]:
-        found = []
+    def _fitted(self, counts: Sequence[float], classes: NormClasses, known: Sequence[Candidates]) -> NormClasses:
         for count, one, its in zip(counts, classes, known, strict=True):
-            found.append(NormClass(one.layout, one.names, one.square, count))
             if count != 1:
                 words = named(count, its, self._tolerance)[1]
                 what = f"{len(one.names)} tensors {one.layout} count {count:.6g} times, the only explanation: {words}"
-                self._findings.append(NormFinding("factor", what, one.names, count))
-        return tuple(found)
+                self._find("factor", what, one.names, count)
+        return tuple(replace(one, counts=count) for one, count in zip(classes, counts, strict=True))
 
-    def _note_blind(self, classes: Sequence[NormClass]) -> None:
+    def _note_blind(self, classes: NormClasses) -> None:
         self._notes.append("judged by one number: errors that cancel in it are not seen. norm= asks for each tensor")
         total = math.fsum(c.square for c in classes)
         for one in classes:
@@ -540,19 +522,16 @@ def everywhere(value: Any) -> list[Any]:
     return gather(value, task="audit a norm")
 
 
-def _described(
-    models: Sequence[nn.Module], wanted: Collection[int] | None = None
-) -> tuple[list[Piece], list[list[Held]]]:
-    """What this process holds, and all processes do in short. Where one must refuse, all do."""
-    pieces, mine, error = [], [], None
+def _described(models: Sequence[nn.Module], wanted: Collection[int] | None) -> tuple[list[Piece], Processes]:
+    """Return what this process holds, and all processes do in short. Where one must refuse, all do."""
+    pieces, error = [], None
     try:
         pieces = pieces_of(models, wanted)
     except GradguardError as raised:
         error = raised
     _raise_together(error)
     mine = [piece.held(i) for i, piece in enumerate(pieces)]
-    bad = next((h.names[0] for h in mine if not math.isfinite(h.square)), None)
-    if bad is not None:
+    if (bad := next((h.names[0] for h in mine if not math.isfinite(h.square)), None)) is not None:
         error = UnsupportedGradientError(
             f"the gradient of {bad} is not finite, or its square leaves float64: audit a step with finite gradients."
         )
@@ -567,14 +546,12 @@ def _described(
     return pieces, processes
 
 
-def _check_whole(processes: Sequence[Sequence[Held]]) -> None:
+def _check_whole(processes: Processes) -> None:
     """Where a layout says how many elements a tensor has, its parts must have them: a wrong layout is no truth."""
-    held: dict[tuple, int] = {}
-    for pieces in processes:
-        for one in pieces:
-            if one.whole is not None:
-                key = one.names, one.group, one.whole
-                held[key] = held.get(key, 0) + one.numel
+    held: Counter[tuple] = Counter()
+    for one in chain(*processes):
+        if one.whole is not None:
+            held[one.names, one.group, one.whole] += one.numel
     for (names, _, whole), numel in held.items():
         if numel != whole:
             raise UnsupportedGradientError(
@@ -583,13 +560,15 @@ def _check_whole(processes: Sequence[Sequence[Held]]) -> None:
             )
 
 
-def _raise_together(error: GradguardError | None) -> None:
-    said = everywhere(None if error is None else str(error))
+def _raise_together(error: Exception | None, what: str = "") -> None:
+    """Raise this process' error, or ``what`` and that of another one."""
+    kind = f"{type(error).__name__}: " if what else ""
+    said = everywhere(None if error is None else f"{kind}{error}")
     if error is not None:
         raise error
     for rank, text in enumerate(said):
         if text is not None:
-            raise UnsupportedGradientError(f"on rank {rank}: {text}")
+            raise UnsupportedGradientError(f"{what}on rank {rank}: {text}")
 
 
 def _number(value: Any, what: str) -> float | None:

@@ -6,14 +6,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.engines import holds_gradients_itself, slices_of
-from gradguard.audit.held import Claim, Held, Sketch
-from gradguard.distributed.placements import added_up, gradient_of, is_partial, is_sharded, local_part, placement_of
-from gradguard.distributed.processes import rank_and_size, ranks_of
-from gradguard.distributed.wrappers import flat_placements, named_parameters
+from gradguard.audit.held import Held, Sketch
+from gradguard.distributed.megatron import claims_to_be_part
+from gradguard.distributed.placements import (
+    WHOLE,
+    added_up,
+    gradient_of,
+    is_partial,
+    is_sharded,
+    local_part,
+    placement_of,
+)
+from gradguard.distributed.processes import rank_and_size
+from gradguard.distributed.wrappers import flat_placements, named_parameters, replicated_placements
 from gradguard.errors import InvalidTypeError, UnsupportedGradientError
 from gradguard.tensors.sketch import flat_chunks, in_chunks, sketch_of
 from gradguard.torch_private import padding_of_flat
@@ -25,59 +33,61 @@ class Piece:
     """The gradient of one parameter on this process.
 
     Args:
-        names: The names of the parameter; several if it is tied.
-        parameters: The parameters of this gradient.
+        name: The name of the parameter.
+        parameter: The parameter, or what stands for it.
         group: Who else has a part or a copy, as the layout says.
         part: Which part this is.
         real: How many of its elements are no padding.
         whole: How many elements all parts have together, where the layout says so.
-
-    Attributes:
-        names: These names.
-        grad: The gradient.
     """
 
     def __init__(
         self,
-        names: tuple[str, ...],
-        parameters: Sequence[nn.Parameter],
+        name: str,
+        parameter: Any,
         group: tuple[int, ...],
         part: tuple[int, ...],
         real: int,
         whole: int | None = None,
     ) -> None:
-        self.names, self._parameters, self._group, self._part, self.real = names, parameters, group, part, real
+        self._names, self._parameters, self._group, self._part, self._real = [name], [parameter], group, part, real
         self._whole = whole
-        self._attribute = "grad" if parameters[0].grad is not None else "main_grad"
-        self.grad: Any = getattr(parameters[0], self._attribute)
-        self._local = local_part(self.grad)
+        self._attribute = "grad" if parameter.grad is not None else "main_grad"
+        self._grad: Any = getattr(parameter, self._attribute)
+        self._local = local_part(self._grad)
         self._before = self._local.detach().clone()
+
+    def add(self, name: str, parameter: nn.Parameter) -> None:
+        """Note another parameter of this gradient: one that is tied."""
+        self._names.append(name)
+        self._parameters.append(parameter)
 
     def held(self, index: int) -> Held:
         """Return it in a few numbers; a collective if the gradient is Partial."""
         p = self._parameters[0]
-        values = local_part(added_up(self.grad)).detach()
+        values = local_part(added_up(self._grad)).detach()
         laid_out_alike = values.shape == local_part(p).shape
         weight = summary_of(local_part(p.detach())) if laid_out_alike else Sketch()
         square = float(torch.linalg.vector_norm(_wide(values).flatten())) ** 2 if values.numel() else 0.0
-        dtype = str(self.grad.dtype).removeprefix("torch.")
+        dtype = str(self._grad.dtype).removeprefix("torch.")
         return Held(
-            self.names, self.real, square, summary_of(values), weight, dtype, self._group, self._part, claim_of(p),
+            tuple(self._names), self._real, square, summary_of(values), weight, dtype, self._group, self._part,
+            "sharded" if claims_to_be_part(p) else None,
             index, self._whole,
         )  # fmt: skip
 
     def fill(self, value: float) -> None:
         """Let the whole gradient have this value in each element, summands added up."""
         self._local.fill_(value if self._adds_up(value) else 0.0)
-        if self.real < self._local.numel():
-            self._local.flatten()[self.real :].zero_()
+        if self._real < self._local.numel():
+            self._local.flatten()[self._real :].zero_()
 
     def put_back(self) -> None:
         """Let it be what it was, to the last bit."""
         self._local.copy_(self._before)
         for p in self._parameters:
-            if getattr(p, self._attribute, None) is not self.grad:
-                setattr(p, self._attribute, self.grad)
+            if getattr(p, self._attribute, None) is not self._grad:
+                setattr(p, self._attribute, self._grad)
 
     def applied(self, computed: float) -> Applied | None:
         """Return what it has been multiplied by since; None for one of zeros. A collective if Partial was added up.
@@ -91,7 +101,7 @@ class Piece:
         now = getattr(self._parameters[0], self._attribute, None)
         before = self._before if now is None else self._before_as(now)
         if before is None:
-            return Applied(self.names[0], math.nan, 0.0, 0.0, computed)
+            return Applied(self._names[0], math.nan, 0.0, 0.0, computed)
         tolerance = 2e-2 if before.dtype in (torch.float16, torch.bfloat16) else 1e-4
         before = _wide(before).flatten()
         square = float(before.abs().square().sum()) if before.numel() else 0.0
@@ -100,25 +110,25 @@ class Piece:
         after = torch.zeros_like(before) if now is None else _wide(local_part(now)).flatten()
         coefficient = float(torch.vdot(before, after).real) / square
         residual = float(torch.linalg.vector_norm(after - coefficient * before)) / math.sqrt(square)
-        return Applied(self.names[0], coefficient, residual, tolerance, computed)
+        return Applied(self._names[0], coefficient, residual, tolerance, computed)
 
     def _before_as(self, now: Any) -> Tensor | None:
         """What it was, laid out as it is now; None where these cannot be compared."""
-        laid_out, placements = getattr(self.grad, "placements", None), getattr(now, "placements", None)
+        laid_out, placements = getattr(self._grad, "placements", None), getattr(now, "placements", None)
         if placements == laid_out:
             return self._before
-        if None in (laid_out, placements) or now.device_mesh != self.grad.device_mesh or is_partial(now):
+        if None in (laid_out, placements) or now.device_mesh != self._grad.device_mesh or is_partial(now):
             return None
-        mesh, shape, stride = self.grad.device_mesh, self.grad.shape, self.grad.stride()
-        before = type(self.grad).from_local(self._before, mesh, laid_out, run_check=False, shape=shape, stride=stride)
+        mesh, shape, stride = self._grad.device_mesh, self._grad.shape, self._grad.stride()
+        before = type(self._grad).from_local(self._before, mesh, laid_out, run_check=False, shape=shape, stride=stride)
         return local_part(added_up(before).redistribute(mesh, placements))  # type: ignore[attr-defined]
 
     def _adds_up(self, value: float) -> bool:
         """Tell whether this process' summand is the value; of sums all but one are zero."""
-        if not is_sharded(self.grad):
+        if not is_sharded(self._grad):
             return True
-        coordinate = self.grad.device_mesh.get_coordinate()
-        kinds = zip(self.grad.placements, coordinate, strict=True)
+        coordinate = self._grad.device_mesh.get_coordinate()
+        kinds = zip(self._grad.placements, coordinate, strict=True)
         return not any(p.is_partial() and getattr(p, "reduce_op", "sum") == "sum" and at > 0 for p, at in kinds)
 
 
@@ -136,19 +146,17 @@ def pieces_of(models: Sequence[nn.Module], wanted: Collection[int] | None = None
     Raises:
         UnsupportedGradientError: If a gradient is sparse, of another dtype, or shares memory with itself.
     """
-    found: dict[tuple, tuple[list[str], list[nn.Parameter], tuple]] = {}
+    found: dict[tuple, Piece] = {}
     of_engines = []
     for number, model in enumerate(models):
         front = f"{number}." if len(models) > 1 else ""
         if holds_gradients_itself(model):
             of_engines += [
-                Piece((front + s.name,), [s], s.group, (rank_and_size()[0],), s.real, s.whole)  # type: ignore[list-item]
-                for s in slices_of(model)
+                Piece(front + s.name, s, s.group, (rank_and_size()[0],), s.real, s.whole) for s in slices_of(model)
             ]
             continue
         named = named_parameters(model, remove_duplicate=False)
-        flat = flat_placements([p for _, p in named], model)
-        replicated = _replicated(model)
+        known = replicated_placements(model) | flat_placements([p for _, p in named], model)
         for name, p in named:
             grad = gradient_of(p)
             if grad is None or (wanted is not None and id(p) not in wanted):
@@ -156,41 +164,13 @@ def pieces_of(models: Sequence[nn.Module], wanted: Collection[int] | None = None
             _check(grad, name)
             local = local_part(grad)
             key = (local.data_ptr(), local.numel()) if local.numel() else (id(p), 0)
-            names, parameters, _ = found.setdefault(key, ([], [], _layout(p, grad, flat, replicated)))
-            names.append(front + name)
-            parameters.append(p)
-    return [*(Piece(tuple(names), ps, *layout) for names, ps, layout in found.values()), *of_engines]
-
-
-def claim_of(parameter: Any) -> Claim | None:
-    """Return what Megatron's attributes say of a parameter; a claim to be tested."""
-    sharded = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "allreduce", True) is False
-    return "sharded" if sharded else None
-
-
-def _layout(p: Any, grad: Any, flat: Any, replicated: dict[int, tuple[int, ...]]) -> tuple:
-    """The processes of a tensor, the part of this one, and how many of its elements are no padding."""
-    if id(p) in flat:
-        placement = flat[id(p)]
-        part = (rank_and_size()[0],) if placement.replicas == 1 else ()
-        return tuple(sorted(placement.ranks)), part, grad.numel() - padding_of_flat(p)
-    local = local_part(grad)
-    if not is_sharded(grad):
-        return replicated.get(id(p), ()), (), local.numel()
-    placement, coordinate = placement_of(grad), grad.device_mesh.get_coordinate()
-    kinds = zip(placement.kinds, coordinate, strict=True)
-    part = tuple(at for kind, at in kinds if not (kind.is_replicate() or kind.is_partial()))
-    return tuple(sorted(placement.ranks)), part, local.numel()
-
-
-def _replicated(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    """The processes over which DistributedDataParallel replicates each parameter."""
-    return {
-        id(p): tuple(sorted(ranks_of(module.process_group)))
-        for module in model.modules()
-        if isinstance(module, DistributedDataParallel)
-        for p in module.parameters()
-    }
+            if key in found:
+                found[key].add(front + name, p)
+                continue
+            placement = placement_of(grad) if is_sharded(grad) else known.get(id(p), WHOLE)
+            group, real = tuple(sorted(placement.ranks)), local.numel() - padding_of_flat(p)
+            found[key] = Piece(front + name, p, group, placement.part, real)
+    return [*found.values(), *of_engines]
 
 
 def _check(grad: Tensor, name: str) -> None:

@@ -8,10 +8,11 @@ answer is not the expected one. Nothing here knows of processes: `ask` does.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
-from gradguard.audit.factors import Setting, candidates, named
-from gradguard.audit.held import Tensor
-from gradguard.audit.report import NormClass, NormFinding
+from gradguard.audit.factors import Setting, named
+from gradguard.audit.held import Tensors
+from gradguard.audit.report import NormClass, NormClasses, NormFinding
 
 Ask = Callable[[Sequence[int], int | None, bool], list[float]]
 """Fill the tensors at these positions, on one rank or on all, and return the norm that each rank computes.
@@ -63,14 +64,18 @@ class Probe:
     Args:
         tensors: The tensors.
         ask: Who is asked.
-        world: Number of processes.
         setting: Numbers that factors are named by.
         tolerance: The relative error of a squared norm.
+
+    Attributes:
+        ask: The function that is asked.
+        tolerance: This error.
+        calls: How often it was asked for squares.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], ask: Ask, world: int, setting: Setting, tolerance: float) -> None:
-        self._tensors, self._ask, self._world, self._setting = tensors, ask, world, setting
-        self._tolerance, self.calls = tolerance, 0
+    def __init__(self, tensors: Tensors, ask: Ask, setting: Setting, tolerance: float) -> None:
+        self._tensors, self.ask, self._setting = tensors, ask, setting
+        self.tolerance, self.calls = tolerance, 0
 
     def counts(self, classes: Sequence[Sequence[int]]) -> list[Counted]:
         """Return what each tensor of each class counts, those of one class and one answer together.
@@ -84,12 +89,11 @@ class Probe:
     def _joined(self, counted: Sequence[Counted]) -> list[Counted]:
         found: list[Counted] = []
         for one in counted:
-            for place, other in enumerate(found):
-                if self._is_one(one, other):
-                    found[place] = replace(other, places=other.places + one.places)
-                    break
-            else:
+            place = next((i for i, other in enumerate(found) if self._is_one(one, other)), None)
+            if place is None:
                 found.append(one)
+            else:
+                found[place] = replace(found[place], places=found[place].places + one.places)
         return found
 
     def _is_one(self, one: Counted, other: Counted) -> bool:
@@ -97,12 +101,12 @@ class Probe:
             return False
         if one.count is None or other.count is None or one.kind != "factor":
             return one.count == other.count
-        return abs(one.count - other.count) <= 2 * self._tolerance * other.count
+        return abs(one.count - other.count) <= 2 * self.tolerance * other.count
 
     def answers(self, places: Sequence[int], rank: int | None = None, again: bool = False) -> list[float]:
         """Return the squares of the norms of all ranks."""
         self.calls += 1
-        return [norm * norm for norm in self._ask(places, rank, again)]
+        return [norm * norm for norm in self.ask(places, rank, again)]
 
     def rounding(self, places: Sequence[int]) -> float:
         """Return how far the norms of one tensor with two values are from the quotient of these, at most.
@@ -114,24 +118,25 @@ class Probe:
         """
         apart = [0.0]
         for place in places:
-            if (expected := self.square(place)) and (other := self.square(place, True)):
+            if (expected := self.square([place])) and (other := self.square([place], True)):
                 one, two = self.answers([place])[0] / expected, self.answers([place], again=True)[0] / other
                 apart.append(abs(one / two - 1) / 2 if one and two and math.isfinite(one / two) else 0.0)
         return max(apart)
 
-    def square(self, place: int, again: bool = False) -> float:
-        """Return the square of one tensor as it is filled, each element once."""
-        return elements_value(place, self._tensors[place].numel, again) ** 2 * self._tensors[place].numel
+    def square(self, places: Sequence[int], again: bool = False) -> float:
+        """Return the square of tensors as they are filled, each element once."""
+        sizes = [(place, self._tensors[place].numel) for place in places]
+        return math.fsum(elements_value(place, numel, again) ** 2 * numel for place, numel in sizes)
 
     def local_square(self, places: Sequence[int], rank: int) -> float:
         """Return the square of what one rank holds of them."""
         return math.fsum(
             elements_value(i, self._tensors[i].numel) ** 2 * held.numel
-            for i in places for part in self._tensors[i].parts for r, held in part.holders if r == rank
+            for i in places for r, held in self._tensors[i].holders if r == rank
         )  # fmt: skip
 
     def _of(self, places: Sequence[int]) -> list[Counted]:
-        room = max(1, round(0.01 / self._tolerance))  # a forgotten tensor must show: it has 1/16 of the largest or more
+        room = max(1, round(0.01 / self.tolerance))  # a forgotten tensor must show: it has 1/16 of the largest or more
         blocks: dict[int, list[int]] = {}
         for place in places:  # of 64 in a row no two have one value
             blocks.setdefault(place // 64, []).append(place)
@@ -139,108 +144,76 @@ class Probe:
         return [one for part in few for one in self._of_few(part)]
 
     def _of_few(self, places: Sequence[int]) -> list[Counted]:
-        expected = math.fsum(map(self.square, places))
+        expected = self.square(places)
         if not expected:  # without an element
             return []
         answers = self.answers(places)
-        right = self._are(answers, [expected] * len(answers))
-        if right and (len(places) == 1 or self._is_right_again(places)):
+        right = self._are(answers, expected)
+        # Those that count once together must do so with other values too: wrong ones may cancel.
+        if right and (len(places) == 1 or self._are(self.answers(places, again=True), self.square(places, True))):
             return [Counted(tuple(places), "", 1.0)]
-        if len(places) > 1:
-            whole = None if right else self._diagnosed(places, answers, expected)
-            middle = len(places) // 2
-            known = whole is not None and whole.kind in ("factor", "ranks") and whole.words
-            if whole is not None and known and self._is_uniform(places, whole.count):
-                return [whole]
-            return [*self._of_few(places[:middle]), *self._of_few(places[middle:])]
-        return [self._diagnosed(places, answers, expected)]
+        whole = None if right else self._diagnosed(places, answers, expected)
+        if whole is not None and (len(places) == 1 or self._is_uniform(places, whole)):
+            return [whole]
+        middle = len(places) // 2
+        return [*self._of_few(places[:middle]), *self._of_few(places[middle:])]
 
-    def _is_right_again(self, places: Sequence[int]) -> bool:
-        """Tell whether tensors that count once together do so with other values: wrong ones may cancel."""
-        expected = math.fsum(self.square(place, True) for place in places)
-        answers = self.answers(places, again=True)
-        return self._are(answers, [expected] * len(answers))
-
-    def _is_uniform(self, places: Sequence[int], count: float | None) -> bool:
+    def _is_uniform(self, places: Sequence[int], whole: Counted) -> bool:
         """Tell whether each half counts as the whole does; a factor that is met by chance does not stay."""
-        if count is None:  # not finite, which says nothing of the halves
+        if whole.kind not in ("factor", "ranks") or not whole.words or whole.count is None:
             return False
-        for half in (places[::2], places[1::2]):
-            expected = count * math.fsum(map(self.square, half))
-            answers = self.answers(half)
-            if not self._are(answers, [expected] * len(answers), math.fsum(map(self.square, half))):
-                return False
-        return True
+        halves = [(half, self.square(half)) for half in (places[::2], places[1::2])]
+        return all(self._are(self.answers(half), whole.count * square, square) for half, square in halves)
 
-    def _are(self, answers: Sequence[float], expected: Sequence[float], least: float = 0.0) -> bool:
-        return all(abs(a - e) <= self._tolerance * max(e, least) for a, e in zip(answers, expected, strict=True))
+    def _are(self, answers: Sequence[float], expected: float | Sequence[float], least: float = 0.0) -> bool:
+        wanted = expected if isinstance(expected, Sequence) else [expected] * len(answers)
+        return all(abs(a - e) <= self.tolerance * max(e, least) for a, e in zip(answers, wanted, strict=True))
 
     def _diagnosed(self, places: Sequence[int], answers: Sequence[float], expected: float) -> Counted:
-        tensor = self._tensors[places[0]]
+        def is_(kind: str, count: float | None = None, words: str = "") -> Counted:
+            return Counted(tuple(places), kind, count, words)
+
         if not all(map(math.isfinite, answers)):
-            return Counted(tuple(places), "factor", None, "the norm is not finite for finite gradients")
+            return is_("factor", None, "the norm is not finite for finite gradients")
         local = [self.local_square(places, rank) for rank in range(len(answers))]
-        if not self._are(answers, [answers[0]] * len(answers), expected * 1e-3):
+        if not self._are(answers, answers[0], expected * 1e-3):
             if self._are(answers, local, expected):
-                return Counted(tuple(places), "local", None)
-            return Counted(tuple(places), "disagree", None, _ratios(answers, expected))
-        holders = sorted({r for i in places for r in self._tensors[i].ranks})
-        if len(holders) > 1 and self._are(answers, local, expected) and self._is_local(places, holders[-1]):
-            return Counted(tuple(places), "local", None)
-        mean = math.fsum(map(math.sqrt, local)) / len(local)
-        count = answers[0] / expected
-        if len(holders) > 1 and self._are(answers[:1], [mean * mean]) and self._mean_of_ranks(places, holders):
-            return Counted(tuple(places), "mean", count)
-        if count < 1 and 1 < len(holders) <= _MOST_RANKS:
-            some = self._some_ranks(places, holders)
-            if some is not None:
-                return Counted(tuple(places), "ranks", count, some)
-        if 1 < len(holders) <= _MOST_RANKS and not self._is_alike(places, holders, count):
-            largest = self._are(answers[:1], [max(local)])
-            words = (
-                "the largest of the ranks' norms is taken, where their squares should be added up" if largest else ""
-            )
-            return Counted(tuple(places), "ranks" if largest else "factor", count, words)
-        known = candidates(self._setting, tensor.copies, len(tensor.parts), len(tensor.names))
-        return Counted(tuple(places), "factor", *named(count, known, self._tolerance))
-
-    def _is_local(self, places: Sequence[int], rank: int) -> bool:
-        """Tell whether each rank's norm is of its own, where parts are of one size: of what one holds others know 0."""
-        own = self.local_square(places, rank)
-        expected = [own if r == rank else 0.0 for r in range(self._world)]
-        return own > 0 and self._are(self.answers(places, rank), expected, own)
-
-    def _mean_of_ranks(self, places: Sequence[int], holders: Sequence[int]) -> bool:
-        """Tell whether the norms of the ranks are averaged: what one rank holds then counts 1 / world squared."""
-        rank = holders[-1]
-        norm = math.sqrt(self.local_square(places, rank)) / self._world
-        return self._are(self.answers(places, rank)[:1], [norm * norm])
-
-    def _is_alike(self, places: Sequence[int], holders: Sequence[int], count: float) -> bool:
-        """Tell whether what one rank holds counts alone as it does with the others: else the count has no name."""
-        if any(len(self._tensors[i].parts) == 1 or self._tensors[i].copies > 1 for i in places):
-            return True  # of copies, one alone may count in another way
-        own = {rank: self.local_square(places, rank) for rank in holders}
-        return all(
-            self._are(self.answers(places, rank)[:1], [count * square], square)
-            for rank, square in own.items()
-            if square
-        )
-
-    def _some_ranks(self, places: Sequence[int], holders: Sequence[int]) -> str | None:
-        """Return which ranks' parts count, where some do and some do not."""
+                return is_("local")
+            return is_("disagree", None, _ratios(answers, expected))
         tensors = [self._tensors[i] for i in places]
+        holders = sorted({rank for tensor in tensors for rank in tensor.ranks})
+        count = answers[0] / expected
+        if len(holders) > 1:
+            last, own = holders[-1], local[holders[-1]]
+            of_last = cache(lambda: self.answers(places, last))
+            # Where parts are of one size, each rank's norm may be of its own: of what one holds others know 0.
+            alone = [own if rank == last else 0.0 for rank in range(len(answers))]
+            if own > 0 and self._are(answers, local, expected) and self._are(of_last(), alone, own):
+                return is_("local")
+            # Where the norms of the ranks are averaged, what one rank holds counts 1 / world squared.
+            mean = math.fsum(map(math.sqrt, local)) / len(local)
+            of_one = (math.sqrt(own) / len(answers)) ** 2
+            if self._are(answers[:1], mean * mean) and self._are(of_last()[:1], of_one):
+                return is_("mean", count)
+        if 1 < len(holders) <= _MOST_RANKS:
+            found = cache(lambda: {rank: self.answers(places, rank)[0] for rank in holders if local[rank]})
+            if count < 1 and (some := self._some_ranks(tensors, local, found)):
+                return is_("ranks", count, some)
+            # Where what one rank holds counts alone in another way than with the others, the count has no name.
+            if all(len(t.parts) > 1 and t.copies == 1 for t in tensors) and not all(
+                self._are([square], count * local[rank], local[rank]) for rank, square in found().items()
+            ):
+                largest = "the largest of the ranks' norms is taken, where their squares should be added up"
+                return is_("ranks", count, largest) if self._are(answers[:1], max(local)) else is_("factor", count)
+        return is_("factor", *named(count, tensors[0].counts(self._setting), self.tolerance))
+
+    def _some_ranks(self, tensors: Tensors, local: Sequence[float], found: Callable[[], dict[int, float]]) -> str:
+        """Return which ranks' parts count, where some do and some do not; empty where all do, or none."""
         if all(len(tensor.parts) == 1 for tensor in tensors):  # of copies one is enough
-            return None
-        counts = {}
-        for rank in holders:
-            local = self.local_square(places, rank)
-            if local:
-                counts[rank] = self.answers(places, rank)[0] / local
-        none = [rank for rank, count in counts.items() if count <= self._tolerance]
-        some = [rank for rank in counts if rank not in none]
-        if not none or not some or all(set(some) & set(part.ranks) for tensor in tensors for part in tensor.parts):
-            return None  # those that count hold every part, so that the others need not
+            return ""
+        some = [rank for rank, square in found().items() if square > self.tolerance * local[rank]]
+        if len(some) in (0, len(found())) or all(set(some) & set(p.ranks) for t in tensors for p in t.parts):
+            return ""  # those that count hold every part, so that the others need not
         return f"only what rank {', '.join(map(str, some[:8]))}{' ...' if len(some) > 8 else ''} holds counts"
 
 
@@ -248,19 +221,18 @@ def _ratios(answers: Sequence[float], expected: float) -> str:
     return "it counts " + ", ".join(f"{a / expected:.4g}" for a in answers[:8]) + (" ..." if len(answers) > 8 else "")
 
 
-def classes_of(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the positions of tensors that lie alike, but for those of which that is not known."""
+def classes_of(tensors: Tensors) -> list[list[int]]:
+    """Group the positions of tensors by layout; tensors of unknown layout are left out."""
     found: dict[tuple, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if not tensor.unknown:
-            claim = tensor.parts[0].holders[0][1].claim
-            found.setdefault((tensor.layout, claim, tuple(sorted(tensor.ranks))), []).append(i)
+            found.setdefault((tensor.layout, tensor.parts[0].first.claim, frozenset(tensor.ranks)), []).append(i)
     return list(found.values())
 
 
-def finding_of(counted: Counted, tensors: Sequence[Tensor]) -> NormFinding:
+def finding_of(counted: Counted, tensors: Tensors) -> NormFinding:
     """Return the finding that a wrong count is."""
-    names = tuple(" = ".join(tensors[i].names) for i in counted.places)
+    names = tuple(tensors[i].name for i in counted.places)
     layouts = {tensors[i].layout for i in counted.places}
     what = f"{len(names)} tensor{'s' * (len(names) > 1)} {layouts.pop() if len(layouts) == 1 else 'of all classes'}"
     times = "" if counted.count is None else f" {'counts' if len(names) == 1 else 'count'} {counted.count:.6g} times"
@@ -275,14 +247,12 @@ def finding_of(counted: Counted, tensors: Sequence[Tensor]) -> NormFinding:
     return NormFinding(counted.kind, messages[counted.kind], names, counted.count)
 
 
-def norm_classes(
-    tensors: Sequence[Tensor], classes: Sequence[Sequence[int]], counted: Sequence[Counted]
-) -> tuple[NormClass, ...]:
+def norm_classes(tensors: Tensors, classes: Sequence[Sequence[int]], counted: Sequence[Counted]) -> NormClasses:
     """Return the classes for the report, each with its count where it has one."""
     count_of = {i: c.count for c in counted for i in c.places}
     found = []
     for places in classes:
-        names = tuple(" = ".join(tensors[i].names) for i in places)
+        names = tuple(tensors[i].name for i in places)
         counts = {count_of.get(i) for i in places if tensors[i].numel}
         square = math.fsum(tensors[i].square for i in places)
         one = NormClass(tensors[places[0]].layout, names, square)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from gradguard.json_values import jsonable
-from gradguard.words import counted, listed
+from gradguard.words import counted, listed, verdict_text
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
@@ -62,6 +62,9 @@ class NormClass:
     counts: float | None = None
 
 
+NormClasses = tuple[NormClass, ...]
+
+
 @dataclass(frozen=True)
 class NormAudit:
     """The outcome of `audit_norm`: print it, or ask for its ``verdict`` and ``findings``.
@@ -110,9 +113,7 @@ class NormAudit:
         tensors = sum(len(c.names) for c in self.classes)
         said.append(f"{counted(tensors, 'tensor')} in {counted(len(self.classes), 'class', 'classes')}")
         said += [counted(self.processes, "process", "processes"), counted(self.probes, "probe")]
-        lines = [f"{self.verdict:<13} {finding}" for finding in self.findings]
-        lines.append(f"{self.verdict:<13} {', '.join(said)}")
-        return "\n".join(lines + [f"{'note':<13} {note}" for note in self.notes])
+        return verdict_text(self.verdict, self.findings, ", ".join(said), self.notes)
 
 
 def verdict_of(findings: Sequence[NormFinding]) -> Verdict:

@@ -45,8 +45,9 @@ from gradguard.clip.selection import KnownNames, Selection, Selector
 from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.classes import Classes
+from gradguard.distributed.local_shard import is_told, shard_of
 from gradguard.distributed.megatron import cut_of
-from gradguard.distributed.placements import entries_held, is_sharded, local_part
+from gradguard.distributed.placements import is_sharded, local_part
 from gradguard.distributed.plan import NormReduction
 from gradguard.distributed.reduction import Reducer
 from gradguard.distributed.settings import Settings
@@ -744,7 +745,7 @@ def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
         return HeldUnits(layout)
     if layout.dim is None:
         return HeldUnits(layout, 1, torch.zeros(1, dtype=torch.int64, device="cpu"))
-    whole = cut_by_megatron.shape(tensor) if (cut_by_megatron := cut_of(tensor)) else tensor.shape
+    whole = shard_of(tensor).shape
     columns, count = _numbers_along(tensor, layout.dim, name), whole[layout.dim]
     if layout.groups == 1:
         return HeldUnits(layout, count, columns)
@@ -773,16 +774,15 @@ def _cut_dimensions(tensor: Tensor, name: str) -> set[int]:
 
 def _numbers_along(tensor: Tensor, dim: int, name: str) -> Tensor:
     """Return the numbers of the entries of dimension ``dim`` that this process holds."""
-    if (cut := cut_of(tensor)) is not None:
-        return cut.numbers(tensor) if cut.dim == dim else torch.arange(tensor.shape[dim], device="cpu")
-    held = entries_held(tensor, dim)
-    if held is None:
+    shard = shard_of(tensor)
+    if not is_told(shard, tensor):
         raise UnsupportedGradientError(
             f"{name} is laid out as {tensor.placements} in an order that does not tell which of "  # type: ignore[attr-defined]
             f"the entries of dimension {dim} this process holds. Use the placements that distribute_tensor, "
             "fully_shard or parallelize_module make, or exclude it from adaptive clipping."
         )
-    return held
+    held = shard.along[dim] if shard.along else None
+    return torch.arange(tensor.shape[dim], device="cpu") if held is None else held
 
 
 class UnitPlan:

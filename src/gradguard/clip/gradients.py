@@ -152,7 +152,7 @@ def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], modu
         module: The module that they come from, if it is known.
     """
     if several_processes():
-        check_wrappers(tensors, module, None, elementwise=True)
+        check_wrappers(tensors, None)
     if not any_sharded(tensors):
         return _whole_gradients(names, tensors)
     first = sorted({id(t.grad): i for i, t in reversed(list(enumerate(tensors))) if t.grad is not None}.values())

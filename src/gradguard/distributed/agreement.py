@@ -158,12 +158,12 @@ def largest_of(union: ReductionGroup, numbers: Sequence[int], device: torch.devi
     return found.tolist()
 
 
-def gather_objects(union: ReductionGroup, value: Any) -> list[Any]:
-    """Return the ``value`` of every process of the union, by its rank there."""
+def gather_objects(union: ReductionGroup, value: Any, signature: Sequence[str] = (), task: str = "") -> list[Any]:
+    """Return the ``value`` of every process of the union, by its rank there; for the rest see `together`."""
     found: list[Any] = [None] * dist.get_world_size(union.group)
     if len(found) == 1:
         return [value]
-    together(lambda async_op: dist.all_gather_object(found, value, group=union.group), union, [])
+    together(lambda async_op: dist.all_gather_object(found, value, group=union.group), union, signature, task=task)
     return found
 
 

@@ -1,8 +1,10 @@
 """Which gradients of a list add up alike, so that the norm of all needs few numbers; and which lie in one buffer."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate, pairwise
 from operator import itemgetter
 
 import torch
@@ -52,21 +54,16 @@ class Classes:
     ) -> None:
         self.each = each
         self._holders, self._is_whole, self._padded, self._device = weights, whole, padded, device
-        in_group: list[list[int]] = [[] for _ in each]
+        by_key: dict[tuple[int, bool, float], list[int]] = {}
         for i, group in enumerate(groups or [0] * len(weights)):
-            in_group[group].append(i)
-        self._members: list[list[int]] = []
-        self.of_group: list[slice] = []
-        for members, by_themselves in zip(in_group, each, strict=True):
-            first = len(self._members)
-            together: dict[float, list[int]] = {}
-            for i in members:
-                if not by_themselves and not whole[i]:
-                    together.setdefault(weights[i], []).append(i)
-            # Every process has the same classes, also a pipeline stage that has no parameter of some of them.
-            self._members += [together[weight] for weight in sorted(together)]
-            self._members += [[i] for i in members if by_themselves or whole[i]]
-            self.of_group.append(slice(first, len(self._members)))
+            is_alone = each[group] or whole[i]
+            by_key.setdefault((group, is_alone, i if is_alone else weights[i]), []).append(i)
+        # Every process has the same classes, also a pipeline stage that has no parameter of some of them.
+        keys = sorted(by_key)
+        self._members = [by_key[key] for key in keys]
+        counts = Counter(group for group, _, _ in keys)
+        starts = [0, *accumulate(counts[group] for group in range(len(each)))]
+        self.of_group = [slice(*ends) for ends in pairwise(starts)]
         class_of = [0] * len(weights)
         for k, members in enumerate(self._members):
             for i in members:

@@ -15,8 +15,7 @@ Everything else is the same on each rank of the tensor-parallel group, once Mega
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,30 +29,18 @@ PARTS, EXPERTS = "a part of Megatron's tensor parallelism", "an expert of Megatr
 _placements: dict[tuple[frozenset[int], str], Placement] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """How a whole tensor is cut into parts.
 
     Attributes:
         dim: Along which dimension.
-        ranks: Into how many parts.
-        rank: Which of them this process holds.
-        blocks: In how many blocks, of each of which a part has a piece.
+        size: The size of the whole along it.
+        entries: Which of its entries this process holds, in one block or several.
     """
 
     dim: int
-    ranks: int
-    rank: int
-    blocks: int
-
-    def shape(self, part: Tensor) -> tuple[int, ...]:
-        """Return the shape of the whole."""
-        return tuple(size * self.ranks if d == self.dim else size for d, size in enumerate(part.shape))
-
-    def numbers(self, part: Tensor) -> Tensor:
-        """Return which entries of the whole's dimension the part has."""
-        pieces = torch.arange(self.shape(part)[self.dim], device="cpu").chunk(self.ranks * self.blocks)
-        return torch.cat(pieces[self.rank :: self.ranks])
+    size: int
+    entries: Tensor
 
 
 def megatron_state() -> Any:
@@ -62,14 +49,18 @@ def megatron_state() -> Any:
     return state if state is not None and state.model_parallel_is_initialized() else None
 
 
-def cut_of(tensor: Tensor) -> Cut | None:
+def cut_of(tensor: Any) -> Cut | None:
     """Return how Megatron has cut the whole of which ``tensor`` is a part; None if it has not."""
     state = megatron_state()
-    if state is None or is_sharded(tensor) or not getattr(tensor, "tensor_model_parallel", False):
+    if state is None or is_sharded(tensor) or not _is_part(tensor):
         return None
     kind = "expert_tensor_parallel" if _is_of_expert(tensor) else "tensor_model_parallel"
     ranks, rank = (getattr(state, f"get_{kind}_{what}")() for what in ("world_size", "rank"))
-    return Cut(tensor.partition_dim, ranks, rank, tensor.partition_stride) if ranks > 1 else None  # type: ignore[attr-defined]
+    if ranks == 1:
+        return None
+    size = tensor.shape[tensor.partition_dim] * ranks
+    pieces = torch.arange(size, device="cpu").chunk(ranks * tensor.partition_stride)
+    return Cut(tensor.partition_dim, size, torch.cat(pieces[rank::ranks]))
 
 
 def megatron_placements(tensors: Sequence[Tensor]) -> dict[int, Placement]:
@@ -81,7 +72,7 @@ def megatron_placements(tensors: Sequence[Tensor]) -> dict[int, Placement]:
     for tensor in tensors:
         if _is_of_expert(tensor):
             group, layout = state.get_expert_tensor_and_model_parallel_group(), EXPERTS
-        elif getattr(tensor, "tensor_model_parallel", False):
+        elif _is_part(tensor):
             group, layout = state.get_tensor_model_parallel_group(), PARTS
         else:
             continue
@@ -120,14 +111,9 @@ def refuse_megatron_gradients() -> None:
         UnsupportedGradientError: If so.
     """
     state = megatron_state()
-    groups = (
-        ()
-        if state is None
-        else (
-            state.get_tensor_model_parallel_group(),
-            state.get_expert_tensor_and_model_parallel_group(),
-        )
-    )
+    if state is None:
+        return
+    groups = state.get_tensor_model_parallel_group(), state.get_expert_tensor_and_model_parallel_group()
     if any(len(process_groups()[group]) > 1 for group in groups):
         raise UnsupportedGradientError(
             "Megatron spreads parameters over processes, and gradients alone do not say of which they are parts: "
@@ -172,6 +158,15 @@ def refuse_experts(tensors: Sequence[Tensor], what: str) -> None:
             f"{what} needs each parameter by itself, and Megatron's ranks hold other experts under the same names: use "
             "a norm of all, such as ClipByGlobalNorm."
         )
+
+
+def claims_to_be_part(tensor: Tensor) -> bool:
+    """Tell whether Megatron's attributes say that other ranks hold other parts, or other experts."""
+    return _is_part(tensor) or _is_of_expert(tensor)
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return getattr(tensor, "tensor_model_parallel", False)
 
 
 def _is_of_expert(tensor: Tensor) -> bool:

@@ -9,10 +9,11 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.torch_private import has_usual_shard_order, local_tensor_of, spec_of, specs_of
+from gradguard.torch_private import local_tensor_of, spec_of, specs_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +42,14 @@ class Placement:
         """Work out once what is asked of each of thousands of tensors."""
         object.__setattr__(self, "is_whole", self.replicas == max(1, len(self.ranks)))
         object.__setattr__(self, "is_partial", any(kind.is_partial() for kind in self.kinds))
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Which part this process holds: the same on all that hold it."""
+        if self.mesh is None:
+            return () if self.is_whole else (dist.get_rank(),)
+        kinds = zip(self.kinds, self.mesh.get_coordinate(), strict=True)
+        return tuple(at for kind, at in kinds if not (kind.is_replicate() or kind.is_partial()))
 
 
 _known: dict[tuple[int, tuple], Placement] = {}
@@ -217,34 +226,3 @@ def placement_from_text(text: str) -> Any:
         return Shard(int(shard[1]))
     partial = re.fullmatch(r"Partial\((\w+)\)", text)
     return Partial(partial[1]) if partial and partial[1] in _REDUCTIONS else None
-
-
-def entries_held(tensor: Tensor, dim: int) -> Tensor | None:
-    """Return the numbers of the entries of dimension ``dim`` of a DTensor that this process holds, on the CPU.
-
-    A vector of all numbers is cut as the dimension is.
-
-    Returns:
-        The numbers; None where the placements do not tell in which order the dimension was cut.
-    """
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    alike = [_along(p, tensor, dim) or Replicate() for p in tensor.placements]  # type: ignore[attr-defined]
-    everything = torch.arange(tensor.shape[dim], device="cpu")
-    numbers = distribute_tensor(everything, tensor.device_mesh, alike, src_data_rank=None)  # type: ignore[attr-defined]
-    held = local_part(numbers).cpu()
-    is_cut_often = sum(not p.is_replicate() for p in alike) > 1  # perhaps from the right to the left
-    if len(held) != local_part(tensor.detach()).shape[dim] or (is_cut_often and not has_usual_shard_order(tensor)):
-        return None
-    return held
-
-
-def _along(placement: Any, tensor: Tensor, dim: int) -> Any:
-    """Return the placement of a vector that is cut as dimension ``dim`` is; None if that dimension is not cut here."""
-    from torch.distributed.tensor import Shard
-
-    if getattr(placement, "dim", None) is None or placement.dim % tensor.dim() != dim:
-        return None
-    if hasattr(placement, "split_factor"):  # what fully_shard makes of a dimension that tensor parallelism has cut
-        return type(placement)(0, split_factor=placement.split_factor)
-    return Shard(0)

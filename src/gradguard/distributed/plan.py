@@ -8,7 +8,7 @@ collective, are the same on every process whatever gradients are present, and th
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from gradguard.distributed.agreement import gather_objects
 from gradguard.distributed.classes import Classes, padded_numel
 from gradguard.distributed.megatron import (
     megatron_placements,
-    megatron_state,
     refuse_megatron_gradients,
     refuse_unnamed_megatron_stages,
 )
@@ -35,7 +34,7 @@ from gradguard.distributed.placements import (
     placement_of,
     placements_of,
 )
-from gradguard.distributed.reduction import Copies, Reducer
+from gradguard.distributed.reduction import NO_COPIES, Copies, Reducer
 from gradguard.distributed.reduction_group import (
     ReductionGroup,
     StageGroup,
@@ -46,8 +45,8 @@ from gradguard.distributed.reduction_group import (
 )
 from gradguard.distributed.replicas import balances, balances_of_moved
 from gradguard.distributed.settings import Settings
-from gradguard.distributed.stages import Shared, StageLists, check_shared, details_of
-from gradguard.distributed.wrappers import FLAT, check_wrappers, refuse_flat_gradients
+from gradguard.distributed.stages import Names, Shared, StageLists, check_shared, details_of
+from gradguard.distributed.wrappers import FLAT, check_wrappers, flat_placements, refuse_flat_gradients
 from gradguard.tensors.layout import meeting_device, move
 from gradguard.tensors.norms import norm_of_norms, tensor_norms
 from gradguard.torch_private import grads_of, layouts_of, local_tensors, specs_of
@@ -77,7 +76,7 @@ class Held:
 
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]
-    names: Sequence[str] | None
+    names: Names
     reduction: "NormReduction"
 
 
@@ -97,24 +96,25 @@ class Plan:
         union: ReductionGroup,
         tensors: Sequence[Tensor],
         placements: Sequence[Placement],
-        names: Sequence[str] | None,
+        names: Names,
         shared: Shared,
     ) -> None:
-        signature = _signature(tensors, placements, names)
-        where = meeting_device(tensors)
-        wide = not {t.dtype for t in tensors}.isdisjoint(_WIDE)
         self._placements = placements
-        moves = {i: tensors[i].grad.placements for i in self._laid_out_unlike(tensors)}  # type: ignore[union-attr]
+        self._moved: dict[int, Any] = {}
+        moves = self._new_moves(tensors)
+        where = meeting_device(tensors)
+        is_wide = not {t.dtype for t in tensors}.isdisjoint(_WIDE)
         holders_of = {p: _holders(p, union) for p in set(placements)}
         holders, whole = [holders_of[p] for p in placements], [p.is_whole for p in placements]
         details = None if union.stages is None else details_of(tensors, names, shared, holders, whole)
-        self.reducer = Reducer(union, signature, wide, where, bool(moves), details)
+        self.reducer = Reducer(union, _signature(tensors, placements, names), is_wide, where, bool(moves), details)
         self.alive: list[weakref.ref] = []
         self._layouts = layouts_of(tensors)
         held_by_stages = {id(weight) for weight in shared.values()}  # whose other holders this stage does not know
         own = [None if id(t) in held_by_stages else p for t, p in zip(tensors, placements, strict=True)]
         self._balances = balances(own, union, dist.get_rank())
-        self.balance_of_all = self._balances.sum().to(self.reducer.device)
+        device = self.reducer.device
+        self.balance_of_all = self._balances.sum().to(device)
         self.names, self.places = names, range(len(tensors))
         self._alike = self.lasts = union.stages is None
         if union.stages is not None:
@@ -124,27 +124,18 @@ class Plan:
         count = len(holders)
         widest = torch.empty(0, dtype=torch.float64 if self.reducer.wide else torch.float32, device=where)
         # Those of other stages stand for parameters, which are told apart by their identities.
-        self._fillers = [widest] * count if self._alike else [torch.empty_like(widest) for _ in range(count)]
+        self._fillers = [torch.empty_like(widest) for _ in range(count)]
         weights, whole = [1 / n for n in holders], [w and n > 1 for w, n in zip(whole, holders, strict=True)]
-        padded = [0] * count
-        empty: dict[tuple, Tensor] = {}
+        padded, shares = [0] * count, [0.0] * count
         for place, tensor, part, placement in zip(self.places, tensors, _parts(tensors), placements, strict=True):
-            kind = part.dtype, part.device
-            if kind not in empty:
-                empty[kind] = part.new_empty(0)
-            self._fillers[place] = empty[kind] if self._alike else part.new_empty(0)
+            self._fillers[place] = part.new_empty(0)
             padded[place] = padded_numel(tensor, part, placement)
-        device = self.reducer.device
+            shares[place] = weights[place] if whole[place] else -weights[place]  # see `NormReduction`
         self.weights = torch.tensor(weights, dtype=torch.float64, device=device)
-        sign = [0.0] * count  # a share says in its sign whether every process holds all of that gradient: see `Part`
-        for place in self.places:
-            sign[place] = 1.0 if whole[place] else -1.0
-        self._shares = self.weights * torch.tensor(sign, dtype=torch.float64, device=device)
+        self._shares = torch.tensor(shares, dtype=torch.float64, device=device)
         self._classes = Classes(weights, whole, padded, device)
         copied = [i for i, is_copied in enumerate(whole) if is_copied]
-        called = [f"`{self.names[i]}`" if self.names else f"parameter {i}" for i in copied]
-        self._copies = Copies(torch.tensor(copied, dtype=torch.int64), called) if copied else None
-        self._moved: dict[int, Any] = {}
+        self._copies = Copies(torch.tensor(copied, dtype=torch.int64), [called(self.names, i) for i in copied])
         if self.reducer.moves:
             self._agree_on(moves)
         self._specs: list[Any] = [None] * len(tensors)  # of the gradients that were last looked at
@@ -173,7 +164,7 @@ class Plan:
         self._layouts = now
         return True
 
-    def hold(self, tensors: Sequence[Tensor], names: Sequence[str] | None) -> Held:
+    def hold(self, tensors: Sequence[Tensor], names: Names) -> Held:
         """Return what this process holds of the gradients of the parameters that the plan is for.
 
         A gradient that is laid out unlike its parameter, Partial for instance, is brought in line and replaced.
@@ -185,9 +176,7 @@ class Plan:
         gradients = _each_gradient_once(grads_of(tensors))
         specs = specs_of(gradients)
         if self._moved or not are_known(specs, self._specs):
-            new = [i for i in self._laid_out_unlike(tensors) if i not in self._moved]
-            moves = {i: tensors[i].grad.placements for i in new}  # type: ignore[union-attr]
-            if moves:
+            if moves := self._new_moves(tensors):
                 self._agree_on(moves)
             self._bring_in_line(tensors, gradients, names)
             now = specs_of(gradients)
@@ -204,27 +193,26 @@ class Plan:
                 parts[place] = local_part(gradient)
         return Held(parameters, parts, self.names, part)
 
-    def _laid_out_unlike(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Which tensors have a gradient that is laid out unlike them."""
+    def _new_moves(self, tensors: Sequence[Any]) -> dict[int, Any]:
+        """How gradients are laid out that are found to be laid out unlike their parameters."""
         own, its = specs_of(tensors), specs_of(grads_of(tensors))
-        return [
-            i
+        return {
+            i: tensors[i].grad.placements
             for i, (spec, gradient, placement) in enumerate(zip(own, its, self._placements, strict=True))
             if gradient
             and spec
             and (placement.is_partial or (gradient is not spec and gradient.placements != spec.placements))
-            and not is_laid_out_as(tensors[i].grad, tensors[i])  # type: ignore[arg-type]
-        ]
+            and i not in self._moved
+            and not is_laid_out_as(tensors[i].grad, tensors[i])
+        }
 
-    def _bring_in_line(
-        self, tensors: Sequence[Tensor], gradients: list[Tensor | None], names: Sequence[str] | None
-    ) -> None:
+    def _bring_in_line(self, tensors: Sequence[Tensor], gradients: list[Tensor | None], names: Names) -> None:
         for i, (expected, spec) in enumerate(zip(specs_of(tensors), specs_of(gradients), strict=True)):
             gradient = gradients[i]
             if spec and expected and spec.mesh is expected.mesh:
                 continue
             if gradient is not None and spec is not expected:
-                check_alike(gradient, tensors[i], f"`{names[i]}`" if names else f"parameter {i}")
+                check_alike(gradient, tensors[i], called(names, i))
         for i, placements in self._moved.items():
             gradient = gradients[i]
             right = laid_out_as(gradient, tensors[i], placements)
@@ -241,7 +229,13 @@ class Plan:
         own = torch.tensor([g is not None for g in gradients], dtype=torch.float64, device="cpu")
         mask = torch.ones(len(self._fillers), dtype=torch.float64, device="cpu")
         mask[torch.tensor(list(self.places), dtype=torch.int64)] = own
-        return self._shares * move(mask, self._shares.device), move((self._balances * own).sum(), self._shares.device)
+        where = self._shares.device
+        return self._shares * move(mask, where), move((self._balances * own).sum(), where)
+
+
+def called(names: Names, place: int) -> str:
+    """Return what an error calls a parameter."""
+    return f"`{names[place]}`" if names else f"parameter {place}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -255,7 +249,7 @@ class NormReduction:
         balance: What adds up to 0 over the processes if replicas have the same gradients.
         classes: Which gradients of the full list add up alike; None for some of them.
         settings: What the norms are for, which must be the same on all processes.
-        copies: Which gradients must be equal on the processes that hold them; None if none must.
+        copies: Which gradients must be equal on the processes that hold them.
     """
 
     reducer: Reducer
@@ -264,7 +258,7 @@ class NormReduction:
     balance: Tensor
     classes: Classes | None = None
     settings: Settings = ()
-    copies: Copies | None = None
+    copies: Copies = NO_COPIES
 
     def add_up(self, *measured: tuple[Tensor, float]) -> list[Tensor]:
         """Return the norms of the whole tensors, for vectors of norms of what this process holds, with their orders."""
@@ -294,27 +288,25 @@ class NormReduction:
             measured: Norms of what this process holds of each class, with their orders.
         """
         shares = classes.shares(self.shares)
-        copies = None if self.copies is None else Copies(classes.of(self.copies.at), self.copies.names)
+        copies = Copies(classes.of(self.copies.at), self.copies.names)
         return self.reducer.reduce(measured, classes.weights, shares, self.balance, self.settings, copies)
 
     def of(self, positions: Sequence[int]) -> "NormReduction":
         """Return the same for some of the gradients; every process must take the same ones."""
         at = move(torch.tensor(list(positions), dtype=torch.int64, device="cpu"), self.weights.device)
-        copies = None if self.copies is None else self.copies.taken(positions)
-        return NormReduction(
-            self.reducer, self.weights[at], self.shares[at], self.balance, settings=self.settings, copies=copies
-        )
+        weights, shares, copies = self.weights[at], self.shares[at], self.copies.taken(positions)
+        return replace(self, weights=weights, shares=shares, classes=None, copies=copies)
 
 
 def plan_for(
     tensors: Sequence[Tensor],
-    names: Sequence[str] | None = None,
+    names: Names = None,
     stages: StageGroup | None = None,
     shared: Shared | None = None,
     module: nn.Module | None = None,
     *,
     measures_stage: bool = False,
-) -> tuple[Plan, Sequence[Tensor], Sequence[str] | None] | None:
+) -> tuple[Plan, Sequence[Tensor], Names] | None:
     """Return the plan for a list of parameters, those once each, and their names; None if no other process matters.
 
     The first call for a list is a collective, as every clip is. Later ones find the plan by the parameters' identity.
@@ -336,10 +328,9 @@ def plan_for(
     """
     flat: Mapping[int, Placement] = {}
     if several_processes():
-        flat = check_wrappers(tensors, module, None if stages is None else stages.group)
-        if megatron_state() is not None:
-            refuse_unnamed_megatron_stages(tensors, stages, shared)
-            flat = {**flat, **megatron_placements(tensors)}
+        check_wrappers(tensors, None if stages is None else stages.group)
+        refuse_unnamed_megatron_stages(tensors, stages, shared)
+        flat = flat_placements(tensors, module) | megatron_placements(tensors)
     if stages is None and shared is None and not flat and not any_sharded(tensors):
         return None
     shared = check_shared(shared, tensors, stages)
@@ -368,21 +359,17 @@ def plan_for(
 
 
 def _plan_kept(
-    tensors: Sequence[Tensor], names: Sequence[str] | None, stages: StageGroup | None, shared: Shared
+    tensors: Sequence[Tensor], names: Names, stages: StageGroup | None, shared: Shared
 ) -> tuple["Plan | None", dict[tuple, "Plan"], tuple]:
     """The plan for these tensors if it is kept, where it is to be kept, and under which key."""
     key, plans = _key(tensors, names, stages, shared), _plans_of_one if len(tensors) == 1 and stages is None else _plans
     return _kept(plans, key), plans, key
 
 
-def _key(
-    tensors: Sequence[Tensor], names: Sequence[str] | None, stages: StageGroup | None, shared: Shared
-) -> tuple[Any, ...]:
+def _key(tensors: Sequence[Tensor], names: Names, stages: StageGroup | None, shared: Shared) -> tuple[Any, ...]:
     """What a plan is found by. Only stages need to agree on names."""
-    sharing = tuple((name, id(t)) for name, t in shared.items())
-    if stages is None:
-        return tuple(map(id, tensors)), None, sharing, None
-    return tuple(map(id, tensors)), id(stages.group), sharing, tuple(names or ())
+    staged = () if stages is None else (id(stages.group), *(names or ()))
+    return tuple(map(id, tensors)), staged, tuple((name, id(t)) for name, t in shared.items())
 
 
 def _forget(key: tuple, plan: weakref.ref, _: object) -> None:
@@ -420,12 +407,9 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
         _keep(_reducers, key, reducer)
     weights = [1.0 if p is None else 1 / _holders(p, union) for p in placements]
     shares = [0.0 if p is None else w if p.is_whole and w < 1 else -w for p, w in zip(placements, weights, strict=True)]
-    part = NormReduction(
-        reducer,
-        torch.tensor(weights, dtype=torch.float64, device=reducer.device),
-        torch.tensor(shares, dtype=torch.float64, device=reducer.device),
-        balances(placements, union, dist.get_rank()).sum().to(reducer.device),
-    )
+    table = torch.tensor([weights, shares], dtype=torch.float64, device=reducer.device)
+    balance = balances(placements, union, dist.get_rank()).sum()
+    part = NormReduction(reducer, table[0], table[1], balance.to(reducer.device))
     return [torch.empty(0) if g is None else local_part(added_up(g)) for g in gradients], part
 
 
@@ -453,7 +437,7 @@ def _keep(cache: dict[tuple, Any], key: tuple, value: Any, most: int | None = _K
         del cache[next(iter(cache))]
 
 
-def _each_once(tensors: Sequence[Tensor], names: Sequence[str] | None) -> tuple[Sequence[Tensor], Sequence[str] | None]:
+def _each_once(tensors: Sequence[Tensor], names: Names) -> tuple[Sequence[Tensor], Names]:
     if len(set(map(id, tensors))) == len(tensors):
         return tensors, names
     first = sorted({id(t): i for i, t in reversed(list(enumerate(tensors)))}.values())
@@ -484,7 +468,7 @@ def _parts(tensors: Sequence[Tensor | None], missing: Sequence[Tensor] | None = 
     return parts
 
 
-def _signature(tensors: Sequence[Tensor], placements: Sequence[Placement], names: Sequence[str] | None) -> list[str]:
+def _signature(tensors: Sequence[Tensor], placements: Sequence[Placement], names: Names) -> list[str]:
     """What each tensor is, the same on all processes: flat parameters have parts of different shapes."""
     words: dict[tuple, str] = {}
     found = []

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradguard.distributed.agreement import device_of, together
+from gradguard.distributed.agreement import device_of, gather_objects, together
 from gradguard.distributed.reduction_group import ReductionGroup, check_alive, several_processes
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move
@@ -53,13 +53,9 @@ def gather(value: Any, group: Any = None, task: str = "") -> list[Any]:
         DistributedError: If a process does not come.
         InvalidValueError: If the group was destroyed.
     """
-    size = number_of_processes(group)
-    if size == 1:
+    if number_of_processes(group) == 1:
         return [value]
-    found: list[Any] = [None] * size
-    chosen = _alive(group)
-    run(lambda async_op: dist.all_gather_object(found, value, group=chosen), group, task)
-    return found
+    return gather_objects(_union_of(group), value, _signature(task), task)
 
 
 def sum_over(values: Tensor, group: Any = None, task: str = "") -> Tensor:
@@ -76,7 +72,7 @@ def sum_over(values: Tensor, group: Any = None, task: str = "") -> Tensor:
     """
     if number_of_processes(group) == 1:
         return values
-    chosen = _alive(group)
+    chosen = _union_of(group).group
     added = move(values, device_of(chosen, values.device)).clone()
     run(partial(dist.all_reduce, added, group=chosen), group, task, on_host=added.is_cpu)
     return move(added, values.device)
@@ -116,12 +112,14 @@ def run(collective: Callable[..., Any], group: Any = None, task: str = "", *, on
     Raises:
         DistributedError: If a process does not come.
     """
-    chosen = _alive(group)
-    union = ReductionGroup(chosen, frozenset(ranks_of(chosen)))
-    together(collective, union, [task or "loss and norms"], on_host=on_host, task=task)
+    together(collective, _union_of(group), _signature(task), on_host=on_host, task=task)
 
 
-def _alive(group: Any) -> Any:
+def _signature(task: str) -> list[str]:
+    return [task or "loss and norms"]
+
+
+def _union_of(group: Any) -> ReductionGroup:
     chosen = dist.group.WORLD if group is None else group
     check_alive(chosen)
-    return chosen
+    return ReductionGroup(chosen, frozenset(ranks_of(chosen)))

@@ -97,6 +97,9 @@ class Copies:
         return Copies(torch.tensor([at for at, _ in kept], dtype=torch.int64), [name for _, name in kept])
 
 
+NO_COPIES = Copies(torch.empty(0, dtype=torch.int64, device="cpu"), ())
+
+
 def encode_largest(norms: Tensor) -> Tensor:
     """Return what to take the maximum of over the processes, whose idea of a maximum of NaN differs."""
     return torch.cat([norms.nan_to_num(0.0, math.inf, 0.0), norms.isnan().to(norms.dtype)])
@@ -160,7 +163,7 @@ class Reducer:
         shares: Tensor,
         balance: Tensor | None = None,
         settings: Settings = (),
-        copies: Copies | None = None,
+        copies: Copies = NO_COPIES,
     ) -> tuple[list[Tensor], Tensor]:
         """Return the norms of the whole tensors: one all-reduce, and a second if some orders are infinite, some not.
 
@@ -187,13 +190,11 @@ class Reducer:
         moved = [(move(norms.double(), self.device), order) for norms, order in measured]
         finite = [(norms, order) for norms, order in moved if not math.isinf(order)]
         self._settings = settings
-        added, there = (
-            self._added(finite, weights, shares, balance, copies) if finite else ([], torch.ones_like(shares) > 0)
-        )
-        sums = iter(added)
-        largest = iter(
-            self._largest([n for n, order in moved if math.isinf(order)]) if len(finite) < len(moved) else ()
-        )
+        infinite = [norms for norms, order in moved if math.isinf(order)]
+        added, there = [], torch.ones_like(shares) > 0
+        if finite:
+            added, there = self._added(finite, weights, shares, balance, copies)
+        sums, largest = iter(added), iter(self._largest(infinite) if infinite else ())
         norms = [move(next(largest if math.isinf(order) else sums), home) for _, order in moved]
         return norms, move(there, home)
 
@@ -203,11 +204,11 @@ class Reducer:
         weights: Tensor,
         shares: Tensor,
         balance: Tensor | None,
-        copies: Copies | None,
+        copies: Copies,
     ) -> tuple[list[Tensor], Tensor]:
         parts = [encode(norms, weights, order, self.wide) for norms, order in measured]
         first, order = measured[0]
-        at = copies.at.to(self.device) if copies is not None and order == 2 else torch.empty(0, dtype=torch.int64)
+        at = (copies if order == 2 else NO_COPIES).at.to(self.device)
         # Means of powers of two orders are equal if all copies are: that of the fourth beside that of the second.
         fourth = encode(first[at], weights[at], 4, self.wide) if len(at) else self._zero[:0]
         sums_to_zero = self._zero if balance is None else balance.view(1)
@@ -219,7 +220,7 @@ class Reducer:
         agreed = (alike == self._world * mine).all()
         same = self._checked((numbers == self._numbers).all(), agreed, (remainder == 0).all())
         norms = [decode(x, share, order, self.wide) for x, (_, order) in zip(added, measured, strict=True)]
-        if copies is not None and len(at):
+        if len(at):
             apart = decode(fourth, share[at], 4, self.wide) / norms[0][at] > (1 + APART) ** 0.25
             same = self._without_copies_apart(apart, copies, same)
         return norms if same is None else [torch.where(same, x, math.nan) for x in norms], share != 0
@@ -265,19 +266,22 @@ class Reducer:
         """
         if not are_readable(same):
             return same & agreed if balanced is None else same & agreed & balanced
-        if not bool(same):
-            raise DistributedError(
+        why = ""
+        if not same:
+            why = (
                 "another rank clipped another list of gradients in this place: every rank must clip the same lists in "
                 "the same order."
             )
-        if not bool(agreed):
-            raise DistributedError(
+        elif not agreed:
+            why = (
                 f"{difference(self.union, self._settings)}: every rank must clip by the same rule with the same "
                 "arguments. Nothing was changed."
             )
-        if balanced is not None and not bool(balanced):
-            raise DistributedError(
+        elif balanced is not None and not balanced:
+            why = (
                 "a gradient is None on some of the ranks that hold the same part of it, and not on the others: their "
                 "norm cannot be told. Replicas must have a gradient or not have it alike; fill missing ones with zeros."
             )
+        if why:
+            raise DistributedError(why)
         return None

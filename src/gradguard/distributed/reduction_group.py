@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradguard.distributed.placements import Placement
 from gradguard.errors import InvalidTypeError, InvalidValueError
@@ -118,12 +119,12 @@ def reduction_group_of(placements: Iterable[Placement], stages: StageGroup | Non
     spread = list({id(p): p for p in placements if p.ranks}.values())  # sets of thousands of ranks: each once
     if not spread and stages is None:
         return None
-    meshes = {id(p.mesh): p.mesh for p in spread if p.mesh is not None}
-    for mesh in meshes.values():
+    meshes = _meshes_of(spread)
+    for mesh in meshes:
         _check_mesh(mesh)
     me = frozenset([dist.get_rank()])
     parts = {p.ranks for p in spread}
-    stage = _spanned([me, *parts], meshes.values())
+    stage = _spanned([me, *parts], meshes)
     if stages is None:
         return ReductionGroup(_group_of(stage), stage)
     along = frozenset(dist.get_process_group_ranks(stages.group))
@@ -133,7 +134,7 @@ def reduction_group_of(placements: Iterable[Placement], stages: StageGroup | Non
         everybody, own = _of_root(stages.root, along)
         if stage <= own and any(ranks == everybody for ranks in _known_groups().values()):
             return ReductionGroup(_group_of(everybody), own, stages)
-    return ReductionGroup(_group_of(_spanned([stage, along], meshes.values())), stage, stages)
+    return ReductionGroup(_group_of(_spanned([stage, along], meshes)), stage, stages)
 
 
 def _refuse_spread_over_stages(placement: Placement, along: frozenset[int]) -> None:
@@ -163,12 +164,10 @@ def refuse_unnamed_stages(placements: Iterable[Placement], union: ReductionGroup
         InvalidValueError: If so: this stage's norm is not that of all.
     """
     taking_part = dist.get_process_group_ranks(union.group)
-    for root in {id(r): r for r in (root_mesh_of(p.mesh) for p in _one_of_each_mesh(placements))}.values():
+    for root in _roots_of(_meshes_of(placements)):
         for dim, name in enumerate(root.mesh_dim_names or ()):
-            if name.lower() not in _PIPELINE or root.size(dim) == 1:
-                continue
-            where = torch.isin(root.mesh, torch.tensor(taking_part)).nonzero()
-            if len(set(where[:, dim].tolist())) <= 1:
+            is_pipeline = name.lower() in _PIPELINE and root.size(dim) > 1
+            if is_pipeline and not varies_along(root.mesh, taking_part)[dim]:
                 raise InvalidValueError(
                     f"the gradients lie on slices of {root}, whose dimension {name!r} has {root.size(dim)} pipeline "
                     "stages with parameters of their own, so that their norm would be that of this stage alone: pass "
@@ -176,8 +175,25 @@ def refuse_unnamed_stages(placements: Iterable[Placement], union: ReductionGroup
                 )
 
 
-def _one_of_each_mesh(placements: Iterable[Placement]) -> list[Placement]:
-    return list({id(p.mesh): p for p in placements if p.mesh is not None}.values())
+def _meshes_of(placements: Iterable[Placement]) -> list[Any]:
+    return list({id(p.mesh): p.mesh for p in placements if p.mesh is not None}.values())
+
+
+def _roots_of(meshes: Iterable[Any]) -> list[Any]:
+    return list({id(root): root for root in map(root_mesh_of, meshes)}.values())
+
+
+def varies_along(grid: Tensor, ranks: Iterable[int]) -> list[bool]:
+    """Return along which dimensions of a mesh's table of ranks these ranks have several places."""
+    where = torch.isin(grid, torch.tensor(sorted(ranks))).nonzero()
+    return [len(set(column.tolist())) > 1 for column in where.unbind(dim=1)]
+
+
+def _slice_at(grid: Tensor, rank: int, varies: Iterable[bool]) -> frozenset[int]:
+    """The ranks that share the place of ``rank`` along all dimensions but those along which the slice varies."""
+    at = (grid == rank).nonzero()[0].tolist()
+    index = tuple(slice(None) if is_free else i for is_free, i in zip(varies, at, strict=True))
+    return frozenset(grid[index].flatten().tolist())
 
 
 def listed(ranks: Sequence[object], at_most: int = 20) -> str:
@@ -188,14 +204,9 @@ def listed(ranks: Sequence[object], at_most: int = 20) -> str:
 
 def _of_root(root: Any, along: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
     """All ranks of a mesh, and those of this process' stage, if ``along`` runs through the stages."""
-    full = root.mesh
-    where = torch.isin(full, torch.tensor(sorted(along))).nonzero()
-    here = (full == dist.get_rank()).nonzero()[0]
-    index = tuple(
-        int(at) if len(set(column.tolist())) > 1 else slice(None)
-        for column, at in zip(where.unbind(dim=1), here, strict=True)
-    )
-    return frozenset(full.flatten().tolist()), frozenset(full[index].flatten().tolist())
+    fixed = varies_along(root.mesh, along)
+    own = _slice_at(root.mesh, dist.get_rank(), [not is_fixed for is_fixed in fixed])
+    return frozenset(root.mesh.flatten().tolist()), own
 
 
 def _check_mesh(mesh: Any) -> None:
@@ -224,14 +235,9 @@ def _spanned(parts: Sequence[frozenset[int]], meshes: Iterable[Any]) -> frozense
     union = frozenset().union(*parts)
     if union in parts:
         return union
-    for root in (root_mesh_of(mesh) for mesh in meshes):
-        full = root.mesh
-        if union <= set(full.flatten().tolist()):
-            where = torch.isin(full, torch.tensor(sorted(union))).nonzero()
-            index = tuple(
-                slice(None) if len(set(along.tolist())) > 1 else int(along[0]) for along in where.unbind(dim=1)
-            )
-            return frozenset(full[index].flatten().tolist())
+    for root in _roots_of(meshes):
+        if union <= set(root.mesh.flatten().tolist()):
+            return _slice_at(root.mesh, min(union), varies_along(root.mesh, union))
     world = frozenset(range(dist.get_world_size()))
     if len(world) == math.prod(len(part) for part in parts):
         return world

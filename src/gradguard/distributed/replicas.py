@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradguard.distributed.placements import Placement
-from gradguard.distributed.reduction_group import ReductionGroup
+from gradguard.distributed.reduction_group import ReductionGroup, varies_along
 from gradguard.torch_private import root_mesh_of
 
 
@@ -25,14 +25,12 @@ def balances(placements: Sequence[Placement | None], union: ReductionGroup, me: 
         me: The global rank of this process.
     """
     found = torch.zeros(len(placements), dtype=torch.float64)
-    positions: dict[int, list[int]] = {}
-    by_identity: dict[int, Placement] = {}
+    positions: dict[Placement, list[int]] = {}
     for i, placement in enumerate(placements):
         if placement is not None and not placement.is_whole:
-            positions.setdefault(id(placement), []).append(i)
-            by_identity[id(placement)] = placement
-    for key, members in positions.items():
-        part, holder, holders = _own_part(by_identity[key], union, me)
+            positions.setdefault(placement, []).append(i)
+    for placement, members in positions.items():
+        part, holder, holders = _own_part(placement, union, me)
         if holders > 1:
             numbers = torch.tensor(members, dtype=torch.int64)
             mine, next_one = (_mixed(numbers, part, j % holders) for j in (holder, holder + 1))
@@ -41,7 +39,7 @@ def balances(placements: Sequence[Placement | None], union: ReductionGroup, me: 
 
 
 def balances_of_moved(moved: Mapping[int, Sequence[Any]], union: ReductionGroup, me: int) -> dict[int, float]:
-    """Return the same for gradients that are laid out unlike their parameters, where a part goes to other processes.
+    """Return what this process adds for gradients laid out unlike their parameters, which will be redistributed.
 
     All processes must have them, or none, because a part that one lacks cannot be told from zeros. Sums are an
     exception: what is missing there is a summand of 0.
@@ -52,12 +50,14 @@ def balances_of_moved(moved: Mapping[int, Sequence[Any]], union: ReductionGroup,
         me: The global rank of this process.
     """
     holder, holders = sorted(union.stage).index(me), len(union.stage)
-    return {
-        i: float(_mixed(torch.tensor(i), 0, holder) - _mixed(torch.tensor(i), 0, (holder + 1) % holders))
-        for i, placements in moved.items()
-        if any(p.is_replicate() or (p.is_partial() and getattr(p, "reduce_op", None) != "sum") for p in placements)
-        or not any(p.is_partial() for p in placements)
-    }
+    found = {}
+    for i, placements in moved.items():
+        partial = [p for p in placements if p.is_partial()]
+        is_sum = all(getattr(p, "reduce_op", None) == "sum" for p in partial)
+        if any(p.is_replicate() for p in placements) or not partial or not is_sum:
+            mine, next_one = (_mixed(torch.tensor(i), 0, j % holders) for j in (holder, holder + 1))
+            found[i] = float(mine - next_one)
+    return found
 
 
 def _own_part(placement: Placement, union: ReductionGroup, me: int) -> tuple[int, int, int]:
@@ -68,8 +68,8 @@ def _own_part(placement: Placement, union: ReductionGroup, me: int) -> tuple[int
     if slices is None:  # who holds the same part cannot be told: all processes must be alike
         return 0, sorted(union.stage).index(me), len(union.stage)
     slice_number, slice_count = slices
-    part, holder, coordinates = 0, slice_number, placement.mesh.get_coordinate()
-    for size, at, kind in zip(placement.mesh.shape, coordinates, placement.kinds, strict=True):
+    part, holder = 0, slice_number
+    for size, at, kind in zip(placement.mesh.shape, placement.mesh.get_coordinate(), placement.kinds, strict=True):
         if kind.is_replicate() or kind.is_partial():
             holder = holder * size + at
         else:
@@ -84,13 +84,12 @@ def _slices(placement: Placement, union: ReductionGroup) -> tuple[int, int] | No
     root: Any = root_mesh_of(placement.mesh).mesh if placement.mesh is not None else torch.empty(0)
     if not union.stage <= set(root.flatten().tolist()):
         return None
-    own, everybody = (torch.isin(root, torch.tensor(sorted(r))) for r in (placement.ranks, union.stage))
-    along = [len(set(column.tolist())) > 1 for column in own.nonzero().unbind(dim=1)]
-    fixed = [dim for dim, varies in enumerate(along) if not varies]
-    slices = sorted({tuple(where) for where in everybody.nonzero()[:, fixed].tolist()})
+    fixed = [dim for dim, varies in enumerate(varies_along(root, placement.ranks)) if not varies]
+    own, everybody = (torch.isin(root, torch.tensor(sorted(r))).nonzero() for r in (placement.ranks, union.stage))
+    slices = sorted({tuple(where) for where in everybody[:, fixed].tolist()})
     if len(slices) * len(placement.ranks) != len(union.stage):
         return None
-    return slices.index(tuple(own.nonzero()[0, fixed].tolist())), len(slices)
+    return slices.index(tuple(own[0, fixed].tolist())), len(slices)
 
 
 def _mixed(numbers: Tensor, part: int, holder: int) -> Tensor:

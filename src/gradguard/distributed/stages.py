@@ -10,6 +10,9 @@ from gradguard.distributed.agreement import details_of_stages
 from gradguard.distributed.reduction import Reducer
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
+Names = Sequence[str] | None
+"""How parameters are called, if they have names."""
+
 Shared = Mapping[str, Tensor]
 """Weights that several pipeline stages hold, by a name that is the same on all of them."""
 
@@ -46,7 +49,7 @@ def check_shared(shared: Any, tensors: Sequence[Tensor], stages: Any) -> Shared:
 
 def details_of(
     tensors: Sequence[Tensor],
-    names: Sequence[str] | None,
+    names: Names,
     shared: Shared,
     holders: Sequence[int],
     whole: Sequence[bool],

@@ -4,7 +4,7 @@ import gc
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -132,59 +132,40 @@ def _names_inside(module: nn.Module) -> dict[str, str]:
     return {short: inside[name] for short, name in told.items()} | inside
 
 
-def check_wrappers(
-    tensors: Sequence[Tensor], module: nn.Module | None, stages: Any, *, elementwise: bool = False
-) -> dict[int, Placement]:
-    """Return, by identity, how FSDP1 has spread ``tensors``, and refuse what wrappers say about their gradients.
+def check_wrappers(tensors: Sequence[Tensor], stages: Any) -> None:
+    """Refuse gradients that are not those of all processes yet.
 
     Args:
         tensors: The parameters.
-        module: The module that they come from, if it is known.
         stages: The process group along which parameters differ, if there is one.
-        elementwise: Whether no norm is wanted, so that it is all the same who holds what.
 
     Raises:
-        UnsupportedGradientError: If FSDP1 has spread a parameter and the module does not tell how, or the gradients
-            are not synchronized: this process' part alone would be wrong.
+        UnsupportedGradientError: If the gradients are not synchronized: this process' part alone would be wrong.
         InvalidValueError: If parameters are said to differ between processes over which they are replicated.
-
-    Returns:
-        The placement of each that FSDP1 has spread.
     """
-    wrappers = _wrappers()
-    wanted: set[int] = set()
-    for wrapper in wrappers:
-        silent = isinstance(wrapper, DistributedDataParallel) and not wrapper.require_backward_grad_sync
-        silent = silent or is_silent_fsdp1(wrapper)
-        if silent or (stages is not None and isinstance(wrapper, DistributedDataParallel)):
-            wanted = wanted or {id(t) for t in tensors}
-            if not any(id(p) in wanted for p in wrapper.parameters()):
-                continue
-            if silent:
-                raise UnsupportedGradientError(
-                    f"inside {type(wrapper).__name__}.no_sync() the gradients are this process' own, not yet averaged: "
-                    "their norm differs from rank to rank. Clip after the backward pass that synchronizes, outside "
-                    "no_sync()."
-                )
-            if isinstance(wrapper, DistributedDataParallel):
-                _refuse_replicas_as_stages(wrapper, stages)
-        if isinstance(wrapper, DistributedDataParallel):
-            wanted = wanted or {id(t) for t in tensors}
-            own = [p for p in wrapper.parameters() if id(p) in wanted]
-            if own:
-                known = _known_of(wrapper)
-                if not known.are_averaged(wrapper, own):
-                    _refuse_own_gradients(wrapper, own)
-                    known.note_averaged(own)
-    return {} if elementwise else flat_placements(tensors, module)
+    for wrapper, own in _wrappers_of(tensors):
+        is_ddp = isinstance(wrapper, DistributedDataParallel)
+        if not wrapper.require_backward_grad_sync if is_ddp else is_silent_fsdp1(wrapper):
+            raise UnsupportedGradientError(
+                f"inside {type(wrapper).__name__}.no_sync() the gradients are this process' own, not yet averaged: "
+                "their norm differs from rank to rank. Clip after the backward pass that synchronizes, outside "
+                "no_sync()."
+            )
+        if not is_ddp:
+            continue
+        if stages is not None:
+            _refuse_replicas_as_stages(wrapper, stages)
+        known = _known_of(wrapper)
+        if not known.are_averaged(wrapper, own):
+            _refuse_own_gradients(wrapper, own)
+            known.note_averaged(own)
 
 
 def follow_backwards() -> None:
     """Note from here on what each backward of a DistributedDataParallel does with its gradients."""
-    if dist.is_available() and dist.is_initialized():
-        for wrapper in _wrappers():
-            if isinstance(wrapper, DistributedDataParallel):
-                _known_of(wrapper)
+    for wrapper in _wrappers():
+        if isinstance(wrapper, DistributedDataParallel):
+            _known_of(wrapper)
 
 
 def _known_of(wrapper: DistributedDataParallel) -> _Known:
@@ -195,15 +176,12 @@ def _known_of(wrapper: DistributedDataParallel) -> _Known:
 
 def _refuse_own_gradients(wrapper: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
     """Raise if gradients of replicas differ; a collective, where none has averaged them: a script may have done it."""
-    if not parameters or dist.get_world_size(wrapper.process_group) == 1:
+    if dist.get_world_size(wrapper.process_group) == 1:
         return
     _wait_for_all(wrapper.process_group)
-    grads = [None if p.grad is None else p.grad.detach() for p in parameters]
-    dense = [grad.coalesce().values() if grad is not None and grad.is_sparse else grad for grad in grads]
-    norms = [
-        p.new_zeros(()) if g is None else torch.linalg.vector_norm(g) for p, g in zip(parameters, dense, strict=True)
-    ]
-    of_all = torch.stack([norm.double().to(norms[0].device) for norm in norms])
+    grads = [p.new_zeros(()) if p.grad is None else p.grad.detach() for p in parameters]
+    norms = [torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g).double() for g in grads]
+    of_all = torch.stack([norm.to(norms[0].device) for norm in norms])
     largest = torch.cat([of_all, -of_all]).nan_to_num(0.0, 0.0, 0.0)
     dist.all_reduce(largest, dist.ReduceOp.MAX, wrapper.process_group)
     most, least = largest.chunk(2)
@@ -249,9 +227,8 @@ def refuse_flat_gradients(gradients: Sequence[Tensor | None]) -> None:
         UnsupportedGradientError: If so.
     """
     wanted = {id(g) for g in gradients if g is not None}
-    marked = any(flattened_by_fsdp1(gradients))
-    parts = [w for w in _wrappers() if not isinstance(w, DistributedDataParallel)]
-    if marked or any(p.grad is not None and id(p.grad) in wanted for w in parts for p in w.parameters()):
+    flat = (p for w in _wrappers() if not isinstance(w, DistributedDataParallel) for p in w.parameters())
+    if any(flattened_by_fsdp1(gradients)) or any(p.grad is not None and id(p.grad) in wanted for p in flat):
         raise UnsupportedGradientError(
             "a tensor belongs to FullyShardedDataParallel (FSDP1): its norm would be that of this process' part. "
             'clip_grad_norm_(model, float("inf")) with the root module measures all gradients and writes nothing.'
@@ -287,7 +264,7 @@ def flat_placements(tensors: Sequence[Tensor], module: nn.Module | None) -> dict
         UnsupportedGradientError: If it has, and the module does not tell how.
     """
     flattened = flattened_by_fsdp1(tensors)
-    if not any(flattened):
+    if not any(flattened):  # as almost always, of thousands
         return {}
     flat = {id(t) for t, is_flat in zip(tensors, flattened, strict=True) if is_flat}
     if module is not None and not (_flat.get(module, {}).keys() >= flat):
@@ -300,6 +277,16 @@ def flat_placements(tensors: Sequence[Tensor], module: nn.Module | None) -> dict
             "Guard(optimizer, clipper, model=model)."
         )
     return known
+
+
+def replicated_placements(module: nn.Module) -> dict[int, Placement]:
+    """Return, by identity, how DistributedDataParallel replicates each parameter inside ``module``."""
+    placements: dict[int, Placement] = {}
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel):
+            ranks = frozenset(dist.get_process_group_ranks(part.process_group))
+            placements |= {id(p): Placement(None, ranks, len(ranks), "replicated") for p in part.parameters()}
+    return placements
 
 
 def _flat_placements(module: nn.Module) -> dict[int, Placement]:
@@ -325,13 +312,23 @@ def _refuse_replicas_as_stages(wrapper: DistributedDataParallel, stages: Any) ->
 def _wrappers() -> list[nn.Module]:
     """Every DistributedDataParallel and FSDP1 module that lives: looked for once, then told of new ones."""
     global _living
-    if torch.compiler.is_compiling():  # a graph cannot look; code outside it can
+    is_alone = not (dist.is_available() and dist.is_initialized())
+    if is_alone or torch.compiler.is_compiling():  # a graph cannot look; code outside it can
         return []
     if _living is None:
         found = [m for m in _all_objects() if issubclass(type(m), nn.Module) and _is_wrapper(m)]
         _living = weakref.WeakSet(found)
         register_module_module_registration_hook(_note)
     return list(_living)
+
+
+def _wrappers_of(parameters: Iterable[Tensor]) -> Iterator[tuple[Any, Sequence[Tensor]]]:
+    """Yield each wrapper of some of ``parameters``, with these."""
+    wrappers = _wrappers()
+    wanted = {id(p) for p in parameters} if wrappers else set()
+    for wrapper in wrappers:
+        if own := [p for p in wrapper.parameters() if id(p) in wanted]:
+            yield wrapper, own
 
 
 def _all_objects() -> list[Any]:
@@ -361,16 +358,12 @@ def refuse_wrapped_in_backward(parameters: Sequence[Tensor]) -> None:
     Raises:
         UnsupportedGradientError: If so.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    wanted = {id(p) for p in parameters}
-    for wrapper in _wrappers():
-        if any(id(p) in wanted for p in wrapper.parameters()):
-            raise UnsupportedGradientError(
-                f"the optimizer steps inside a backward pass, where {type(wrapper).__name__} has not yet added up the "
-                "gradients of all processes: each would step by its own. Use fully_shard(model), or step after "
-                "backward()."
-            )
+    for wrapper, _ in _wrappers_of(parameters):
+        raise UnsupportedGradientError(
+            f"the optimizer steps inside a backward pass, where {type(wrapper).__name__} has not yet added up the "
+            "gradients of all processes: each would step by its own. Use fully_shard(model), or step after "
+            "backward()."
+        )
 
 
 def refuse_wrapped(parameters: Iterable[Tensor]) -> None:
@@ -381,13 +374,8 @@ def refuse_wrapped(parameters: Iterable[Tensor]) -> None:
     """
     parameters = list(parameters)
     refuse_parts(parameters, "per-sample clipping")
-    if not (dist.is_available() and dist.is_initialized()) or not _wrappers():
-        return
-    wanted = {id(p) for p in parameters}
-    for wrapper in _wrappers():
-        if not isinstance(wrapper, DistributedDataParallel) or dist.get_world_size(wrapper.process_group) == 1:
-            continue
-        if any(id(p) in wanted for p in wrapper.parameters()):
+    for wrapper, _ in _wrappers_of(parameters):
+        if isinstance(wrapper, DistributedDataParallel) and dist.get_world_size(wrapper.process_group) > 1:
             raise UnsupportedGradientError(
                 "DistributedDataParallel (or replicate) wraps the module that was given, and the samples of other "
                 "processes would not be added up: give DistributedDataParallel(model) itself, made before."

@@ -135,12 +135,9 @@ class BlockFile:
             KeyError: There is none of this name.
             ValueError: The file has been cut off meanwhile.
         """
-        block = self.blocks[name]
-        self._file.seek(block.start)
-        content = self._file.read(block.nbytes)
-        if len(content) != block.nbytes:
-            raise ValueError("it is cut off")
-        return content
+        content = bytearray(self.blocks[name].nbytes)
+        self.read_into(name, memoryview(content))
+        return bytes(content)
 
     def read_into(self, name: str, memory: memoryview) -> int:
         """Read a block into ``memory``, which has as many bytes.

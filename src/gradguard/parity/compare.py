@@ -2,15 +2,16 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gradguard.errors import RecordError
-from gradguard.parity.judge import BARS, Measured, Outcome, judge, name_of_factor
+from gradguard.parity.judge import BARS, Facts, Outcome, Outcomes, judge, name_of_factor
 from gradguard.parity.report import ParityFinding, ParityReport, Verdict, names
 from gradguard.parity.saved import SavedGradients, read
 from gradguard.parity.vectors import minus, norm
 
+Findings = Sequence[ParityFinding]
 Run = SavedGradients | str | os.PathLike[str]
 
 _SAYS = {
@@ -49,22 +50,16 @@ def compare(reference: Run, new: Run) -> ParityReport:
     a, b = (run if isinstance(run, SavedGradients) else read(run) for run in (reference, new))
     if a.hash_version != b.hash_version:
         raise RecordError("the two runs were saved by versions of gradguard with other signs: save both with one.")
-    of_a = {p.name: i for i, p in enumerate(a.parameters)}
-    of_b = {p.name: i for i, p in enumerate(b.parameters)}
+    of_a, of_b = ({p.name: run.measured(i) for i, p in enumerate(run.parameters)} for run in (a, b))
     facts = facts_of(a, b)
-    outcomes = _with_others(
-        [
-            judge(name, _measured(a, of_a.get(name)), _measured(b, of_b.get(name)), facts)
-            for name in dict.fromkeys((*of_a, *of_b))
-        ]
-    )
+    outcomes = _with_others([judge(name, of_a.get(name), of_b.get(name), facts) for name in {**of_a, **of_b}])
     faults = _findings(outcomes, facts)
-    doubts = [*_other_weights(a, b, of_a, of_b), *_other_masks(a, b, outcomes), *_mostly_blind(outcomes)]
+    doubts = [*_other_weights(a, b), *_other_masks(a, b, outcomes), *_mostly_blind(outcomes)]
     doubts += [_AFTER_CLIP] if a.clipped or b.clipped else []
     return ParityReport(_verdict(faults, doubts), (*faults, *doubts), _notes(a, b, outcomes, faults), tuple(outcomes))
 
 
-def facts_of(a: SavedGradients, b: SavedGradients) -> dict[str, float]:
+def facts_of(a: SavedGradients, b: SavedGradients) -> Facts:
     """Return the numbers that a factor may be: those of either run, and the ratio where they differ."""
     facts = {}
     for name in dict.fromkeys((*a.facts, *b.facts)):
@@ -77,70 +72,53 @@ def facts_of(a: SavedGradients, b: SavedGradients) -> dict[str, float]:
     return facts
 
 
-def _measured(run: SavedGradients, index: int | None) -> Measured | None:
-    return None if index is None else run.measured(index)
-
-
-def _verdict(faults: Sequence[ParityFinding], doubts: Sequence[ParityFinding]) -> Verdict:
+def _verdict(faults: Findings, doubts: Findings) -> Verdict:
     kinds = {doubt.kind for doubt in doubts}
-    certain = [f for f in faults if f.kind in ("missing", "extra", "shape")]
-    certain += [] if "weights" in kinds else [f for f in faults if f.kind not in ("unknown", "noisy")]
+    certain = {f.kind for f in faults} - {"unknown", "noisy"}
+    if "weights" in kinds:
+        certain &= {"missing", "extra", "shape"}
     if "random" in kinds:
-        certain = [f for f in certain if f.kind not in _MASKS_COUNT]
+        certain -= {*_MASKS_COUNT}
     return "FAIL" if certain else "INCONCLUSIVE" if faults or doubts else "PASS"
 
 
-def _findings(outcomes: Sequence[Outcome], facts: Mapping[str, float]) -> list[ParityFinding]:
-    wrong = [outcome for outcome in outcomes if outcome.kind not in ("equal", "blind")]
-    causes, followers = _causes(wrong)
-    found = _sorted_findings(causes, len(outcomes), facts)
+def _findings(outcomes: Outcomes, facts: Facts) -> list[ParityFinding]:
+    """Return a finding for each fault; behind them what a missing sum over ranks may have changed."""
+    wrong = [outcome for outcome in outcomes if outcome.is_wrong]
+    is_missing = any(o.reduction for o in wrong)
+    followers = [o for o in wrong if is_missing and o.kind in _FOLLOWING and not o.reduction]
+    causes = [o for o in wrong if o not in followers]
     behind = _sorted_findings(followers, len(outcomes), facts)
     return [
-        *found,
+        *_sorted_findings(causes, len(outcomes), facts),
         *(replace(f, message=f"{len(f.parameters):,} that may follow from it ({f.message})") for f in behind),
     ]
 
 
-def _causes(wrong: Sequence[Outcome]) -> tuple[list[Outcome], list[Outcome]]:
-    """Part what a missing sum over ranks may have changed behind it from all else; nothing where none is missing."""
-    is_missing = any(o.reduction for o in wrong)
-    followers = [o for o in wrong if is_missing and o.kind in _FOLLOWING and not o.reduction]
-    return [o for o in wrong if o not in followers], followers
-
-
-def _sorted_findings(wrong: Sequence[Outcome], total: int, facts: Mapping[str, float]) -> list[ParityFinding]:
-    found = [_factor_finding(group, total, facts) for group in _same_factor(wrong)]
-    found += _grouped([o for o in wrong if o.kind == "mixture"], _mixture_key, _about_others)
-    found += [_finding(o.kind, o.message, [o]) for o in wrong if o.kind == "rows"]
-    others = [o for o in wrong if o.kind not in ("factor", "mixture", "rows")]
-    found += _grouped(others, lambda o: (o.kind, o.message), _about_others)
-    return sorted(found, key=_rank)
-
-
-def _rank(finding: ParityFinding) -> tuple[int, int]:
-    kinds = (*_DECISIVE, "noisy", "unknown")
-    return kinds.index(finding.kind), -len(finding.parameters)
-
-
-def _grouped(
-    outcomes: Sequence[Outcome], key: Callable[[Outcome], object], message: Callable[[Sequence[Outcome]], str]
-) -> list[ParityFinding]:
+def _sorted_findings(wrong: Outcomes, total: int, facts: Facts) -> list[ParityFinding]:
     groups: dict[object, list[Outcome]] = {}
-    for outcome in outcomes:
-        groups.setdefault(key(outcome), []).append(outcome)
-    return [_finding(group[0].kind, message(group), group) for group in groups.values()]
+    for one in wrong:
+        if one.kind != "factor":
+            groups.setdefault(_key(one), []).append(one)
+    found = [_factor_finding(group, total, facts) for group in _same_factor(wrong)]
+    found += [_finding(group[0].kind, _about_others(group), group) for group in groups.values()]
+    kinds = (*_DECISIVE, "noisy", "unknown")
+    return sorted(found, key=lambda one: (kinds.index(one.kind), -len(one.parameters)))
 
 
-def _finding(kind: str, message: str, group: Sequence[Outcome]) -> ParityFinding:
+def _key(one: Outcome) -> object:
+    """What outcomes of one finding have in common."""
+    if one.kind == "mixture":
+        return tuple((name, round(weight, 2)) for name, (weight, _) in one.weights.items())
+    return one.kind, one.name if one.kind == "rows" else one.message
+
+
+def _finding(kind: str, message: str, group: Outcomes) -> ParityFinding:
     apart = [o.distance for o in group if o.distance is not None]
     return ParityFinding(kind, message, tuple(o.name for o in group), max(apart, default=None))
 
 
-def _mixture_key(outcome: Outcome) -> object:
-    return tuple((name, round(weight, 2)) for name, (weight, _) in outcome.weights.items())
-
-
-def _with_others(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def _with_others(outcomes: Outcomes) -> list[Outcome]:
     """The same, where few numbers may be a multiple by chance: they are one, if one factor of others is theirs."""
     groups = _same_factor([o for o in outcomes if o.kind == "factor"])
     return [replace(o, kind="factor") if sum(_agree(o, group[0]) for group in groups) == 1 else o for o in outcomes]
@@ -152,33 +130,25 @@ def _agree(one: Outcome, other: Outcome) -> bool:
     return abs(one.factor - other.factor) <= (one.factor_bar or 0.0) + (other.factor_bar or 0.0)
 
 
-def _same_factor(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+def _same_factor(outcomes: Outcomes) -> list[list[Outcome]]:
     """Parameters with one factor, as far as its bars tell: the sharpest first, then all that agree with it."""
-    left = sorted((o for o in outcomes if o.kind == "factor"), key=lambda o: o.factor_bar or 0.0)
-    groups = []
-    while left:
-        first = left[0]
-        group = [o for o in left if _agree(o, first)]
-        groups.append(group)
-        left = [o for o in left if o not in group]
+    groups: list[list[Outcome]] = []
+    for one in sorted((o for o in outcomes if o.kind == "factor"), key=lambda o: o.factor_bar or 0.0):
+        group = next((group for group in groups if _agree(one, group[0])), None)
+        if group is None:
+            groups.append([one])
+        else:
+            group.append(one)
     return groups
 
 
-def _factor_finding(group: Sequence[Outcome], total: int, facts: Mapping[str, float]) -> ParityFinding:
+def _factor_finding(group: Outcomes, total: int, facts: Facts) -> ParityFinding:
     """One finding for one factor; its name is that of the parameter that knows it best."""
     factor, width = group[0].factor or 0.0, group[0].factor_bar or 0.0
     name = name_of_factor(factor, width, facts)
-    said = _times(factor, width, name)
     how_many = f"{len(group):,} of {total:,} parameters" if len(group) > 1 else "one parameter"
-    return ParityFinding(
-        "factor",
-        f"{how_many} {said}",
-        tuple(o.name for o in group),
-        max(o.distance or 0.0 for o in group),
-        factor,
-        width,
-        name,
-    )
+    found = _finding("factor", f"{how_many} {_times(factor, width, name)}", group)
+    return replace(found, factor=factor, factor_bar=width, factor_name=name)
 
 
 def _times(factor: float, width: float, name: str) -> str:
@@ -186,7 +156,7 @@ def _times(factor: float, width: float, name: str) -> str:
     return f"× {factor:.{digits}g} ± {width:.1g}" + (f" ({name})" if name else "")
 
 
-def _about_others(group: Sequence[Outcome]) -> str:
+def _about_others(group: Outcomes) -> str:
     """What is said of a kind in general; of parameters of few elements, what all are multiplied by if they are."""
     first = min(group, key=lambda o: o.factor_bar or 0.0)
     if first.factor is None or not all(_agree(o, first) for o in group):
@@ -195,26 +165,22 @@ def _about_others(group: Sequence[Outcome]) -> str:
     return f"different; {times} if it is a factor, which so few numbers may have by chance"
 
 
-def _other_weights(
-    a: SavedGradients, b: SavedGradients, of_a: Mapping[str, int], of_b: Mapping[str, int]
-) -> list[ParityFinding]:
+def _other_weights(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
     """Weights that differ by more than the rounding of the coarser dtype: then gradients need not agree."""
+    of_b = {q.name: (q, y) for q, y in zip(b.parameters, b.sketches["weights"][0], strict=True)}
     wrong = []
-    for name, i in of_a.items():
-        j = of_b.get(name)
-        if j is None or a.parameters[i].shape != b.parameters[j].shape:
-            continue
-        x, y = a.sketches["weights"][0][i], b.sketches["weights"][0][j]
-        coarse = max(a.parameters[i].weight_rounding, b.parameters[j].weight_rounding)
-        if not norm(minus(x, y)) <= 2 * coarse * norm(x):
-            wrong.append(name)
+    for p, x in zip(a.parameters, a.sketches["weights"][0], strict=True):
+        q, y = of_b.get(p.name, (p, x))
+        coarse = max(p.weight_rounding, q.weight_rounding)
+        if p.shape == q.shape and not norm(minus(x, y)) <= 2 * coarse * norm(x):
+            wrong.append(p.name)
     if not wrong:
         return []
     said = "the two runs have other weights, so their gradients need not agree; load one checkpoint into both"
     return [ParityFinding("weights", said, tuple(wrong))]
 
 
-def _other_masks(a: SavedGradients, b: SavedGradients, outcomes: Sequence[Outcome]) -> list[ParityFinding]:
+def _other_masks(a: SavedGradients, b: SavedGradients, outcomes: Outcomes) -> list[ParityFinding]:
     if not (a.random or b.random) or not any(o.kind in _MASKS_COUNT for o in outcomes):
         return []
     said = (
@@ -224,7 +190,7 @@ def _other_masks(a: SavedGradients, b: SavedGradients, outcomes: Sequence[Outcom
     return [ParityFinding("random", said)]
 
 
-def _mostly_blind(outcomes: Sequence[Outcome]) -> list[ParityFinding]:
+def _mostly_blind(outcomes: Outcomes) -> list[ParityFinding]:
     blind = [o for o in outcomes if o.kind == "blind"]
     if 2 * len(blind) < len(outcomes):
         return []
@@ -233,7 +199,7 @@ def _mostly_blind(outcomes: Sequence[Outcome]) -> list[ParityFinding]:
     return [ParityFinding("blind", _about_blind(blind, len(outcomes)), tuple(o.name for o in blind))]
 
 
-def _about_blind(blind: Sequence[Outcome], total: int) -> str:
+def _about_blind(blind: Outcomes, total: int) -> str:
     """What nothing is known of, by the reason, and what to do about it."""
     zeros = sum(o.bar is not None and math.isinf(o.bar) for o in blind)
     reasons = [f"{zeros:,} are zero in both runs: save after some steps of training"] if zeros else []
@@ -245,9 +211,7 @@ def _about_blind(blind: Sequence[Outcome], total: int) -> str:
     return f"{known_of} ({'; '.join(reasons)})"
 
 
-def _notes(
-    a: SavedGradients, b: SavedGradients, outcomes: Sequence[Outcome], faults: Sequence[ParityFinding]
-) -> tuple[str, ...]:
+def _notes(a: SavedGradients, b: SavedGradients, outcomes: Outcomes, faults: Findings) -> tuple[str, ...]:
     notes = []
     blind = [o for o in outcomes if o.kind == "blind"]
     if blind and 2 * len(blind) < len(outcomes):
@@ -259,7 +223,6 @@ def _notes(
         same = apart <= BARS * max(bar, least * abs(a.losses[0]))
         says = "agree" if same else "differ by more than rounding: another batch, or another forward?"
         notes.append(f"the losses, {a.losses[0]:.6g} and {b.losses[0]:.6g}, {says}")
-    if any(o.kind == "different" and o.name not in a.rows for o in outcomes):
-        wanted = names([o.name for o in outcomes if o.kind == "different" and o.name not in a.rows])
-        notes.append(f"to see which rows are wrong, save both again with rows=[...] of: {wanted}")
+    if wanted := [o.name for o in outcomes if o.kind == "different" and o.name not in a.rows]:
+        notes.append(f"to see which rows are wrong, save both again with rows=[...] of: {names(wanted)}")
     return tuple(notes)

@@ -6,11 +6,14 @@ verdicts need is linear in the gradient, so it is the same of sketches.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations
-from typing import Literal
+from typing import Any, Literal
 
-from gradguard.parity.vectors import Vector, along, minus, norm
+from gradguard.parity.vectors import Vector, along, dot, minus, norm
+
+Facts = Mapping[str, float]
+"""Numbers that a factor may be, by name."""
 
 BARS = 3.0
 """Two gradients are equal if they are no further apart than so many bars; those of healthy runs are up to 0.8."""
@@ -90,6 +93,31 @@ class Measured:
     epsilon: float = 0.0
     one_sided: float = 0.0
 
+    @property
+    def size(self) -> float:
+        """The norm of the gradient."""
+        return norm(self.gradient)
+
+    @property
+    def floor(self) -> float:
+        """What storing and adding up do to the gradient at least."""
+        return max(self.rounding, SKETCH_ROUNDING) * self.size
+
+    @property
+    def few(self) -> float:
+        """How many times more than a few runs show rounding may do: a single number may change little, by luck."""
+        return 1 + 4 / max(1, math.prod(self.shape))
+
+    @property
+    def amplified(self) -> float:
+        """How much larger the relative change of the gradient is than that of the weights; 0 if it is not known."""
+        bar = bar_of(self)
+        return bar / self.size / self.epsilon if bar and self.size and self.epsilon else 0.0
+
+
+Runs = Mapping[str, Measured]
+"""The two runs, by what they are called."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -124,9 +152,17 @@ class Outcome:
     message: str = ""
 
     @property
+    def is_wrong(self) -> bool:
+        """Whether the two are known to differ."""
+        return self.kind not in ("equal", "blind")
+
+    @property
     def shows(self) -> float | None:
         """The size from which on an error would have shown, as a part of the gradient; None if not measured."""
         return None if self.bar is None else BARS * self.bar
+
+
+Outcomes = Sequence[Outcome]
 
 
 def bar_of(run: Measured) -> float | None:
@@ -139,11 +175,10 @@ def bar_of(run: Measured) -> float | None:
     """
     if not run.repeated:
         return None
-    few = 1 + 4 / max(1, math.prod(run.shape))
-    return max([_rounding_of(run), *(few * norm(minus(other, run.gradient)) for other in run.repeated)])
+    return max([run.floor, *(run.few * norm(minus(other, run.gradient)) for other in run.repeated)])
 
 
-def judge(name: str, reference: Measured | None, new: Measured | None, facts: Mapping[str, float]) -> Outcome:
+def judge(name: str, reference: Measured | None, new: Measured | None, facts: Facts) -> Outcome:
     """Compare one parameter's gradient in two runs; the first verdict that applies is the one.
 
     Args:
@@ -163,162 +198,193 @@ def judge(name: str, reference: Measured | None, new: Measured | None, facts: Ma
         return Outcome(name, "missing", message=_no_gradient(new, "the new run"))
     if reference.shape != new.shape:
         return Outcome(name, "shape", message=f"{list(reference.shape)} in the reference, {list(new.shape)} now")
-    if bad := [who for who, run in _both(reference, new) if not all(map(math.isfinite, run.gradient))]:
+    runs = {"the reference": reference, "the new run": new}
+    if bad := [who for who, run in runs.items() if not all(map(math.isfinite, run.gradient))]:
         return Outcome(name, "nonfinite", message=f"NaN or infinity in {' and in '.join(bad)}")
-    return _by_numbers(name, reference, new, facts)
+    bars = [bar for bar in map(bar_of, runs.values()) if bar is not None]
+    if not all(map(math.isfinite, bars)):
+        return Outcome(name, "unknown", message="runs that differ by rounding alone are not finite")
+    return _by_numbers(name, runs, max([*bars, reference.floor, new.floor]), facts)
 
 
 def _no_gradient(run: Measured | None, who: str) -> str:
     return f"{who} has no such parameter" if run is None else f"no gradient (None) in {who}"
 
 
-def _both(reference: Measured, new: Measured) -> list[tuple[str, Measured]]:
-    return [("the reference", reference), ("the new run", new)]
-
-
-def _by_numbers(name: str, reference: Measured, new: Measured, facts: Mapping[str, float]) -> Outcome:
-    r, c = reference.gradient, new.gradient
-    bars = [bar for bar in (bar_of(reference), bar_of(new)) if bar is not None]
-    if any(not math.isfinite(bar) for bar in bars):
-        return Outcome(name, "unknown", message="runs that differ by rounding alone are not finite")
-    bar = max([*bars, _rounding_of(reference), _rounding_of(new)])
-    size, difference = max(norm(r), norm(c)), norm(minus(c, r))
+def _by_numbers(name: str, runs: Runs, bar: float, facts: Facts) -> Outcome:
+    reference, new = runs.values()
+    size, difference = max(reference.size, new.size), norm(minus(new.gradient, reference.gradient))
     distance = difference / bar if bar else (math.inf if difference else 0.0)
-    why = "" if distance <= BARS and bars else _not_measured(reference, new)
+    is_measured = bool(reference.repeated or new.repeated)
+    why = "" if distance <= BARS and is_measured else _not_measured(runs)
     shown = Outcome(name, "equal", distance, math.inf if not size else None if why else bar / size)
-    apart = [who for who, run in _both(reference, new) if any(not norm(one) <= BARS * bar for one in run.contrasts)]
-    dead = [who for who, sketch in (("the reference", r), ("the new run", c)) if not any(sketch)]
+    pair = _Pair(reference, new, bar, facts, shown)
+    apart = [who for who, run in runs.items() if any(not norm(one) <= BARS * bar for one in run.contrasts)]
+    dead = [who for who, run in runs.items() if not any(run.gradient)]
     if dead and not apart and not why and distance > BARS:
-        return _with(shown, "dead", message=f"all zeros in {dead[0]}")
+        return pair.is_("dead", f"all zeros in {dead[0]}")
     if apart:
         said = f"ranks hold different gradients in {' and in '.join(apart)}"
         if why:
-            return _with(shown, "unknown", message=f"{said}; {why}")
-        return _missing_reduction(shown, reference, new, bar, apart) or _with(shown, "ranks", message=said)
+            return pair.is_("unknown", f"{said}; {why}")
+        return (pair.missing_reduction(*apart) if len(apart) == 1 else None) or pair.is_("ranks", said)
     if distance <= BARS:
-        return _noisy(shown, reference, new, difference) or _blind(shown) or shown
-    if difference <= BARS * bar + reference.one_sided * norm(r) + new.one_sided * norm(c):
-        return _with(shown, "unknown", message=_ONE_SIDED)
+        return _noisy(pair, runs, difference) or pair.blind() or shown
+    if difference <= BARS * bar + reference.one_sided * reference.size + new.one_sided * new.size:
+        return pair.is_("unknown", _ONE_SIDED)
     if why:
-        return _plain_factor(shown, reference.shape, r, c, facts) or _with(shown, "unknown", message=why)
-    multiple = _factor(shown, reference, new, bar, facts)
+        return pair.plain_factor() or pair.is_("unknown", why)
+    multiple = pair.factor()
     if multiple and multiple.kind == "factor":
         return multiple
-    return (
-        _rows(shown, reference, new, bar)
-        or _mixture(shown, reference, new, bar)
-        or multiple
-        or _with(shown, "different")
-    )
+    return pair.wrong_rows() or pair.mixture() or multiple or pair.is_("different")
 
 
-def _not_measured(reference: Measured, new: Measured) -> str:
+def _not_measured(runs: Runs) -> str:
     """Why no bar is that of both runs, in words; empty if one is: it is of a finer dtype, or there is none."""
-    for (who, run), (other, measured) in permutations(_both(reference, new)):
+    for (who, run), (other, measured) in permutations(runs.items()):
         if measured.repeated and not run.repeated and run.epsilon > measured.epsilon:
             coarse, fine = (_DTYPES.get(e, f"a spacing of {e:.2g}") for e in (run.epsilon, measured.epsilon))
             return f"{who} computes in {coarse}, and the bars are of {other}'s {fine}: save {who} with --perturbed 4"
-    return "" if reference.repeated or new.repeated else _NOT_MEASURED
+    return "" if any(run.repeated for run in runs.values()) else _NOT_MEASURED
 
 
-def _blind(shown: Outcome) -> Outcome | None:
-    if shown.shows is None or shown.shows < BLIND:
-        return None
-    said = "zero in both runs" if math.isinf(shown.shows) else f"rounding makes {shown.bar:.1%} of it"
-    return _with(shown, "blind", message=said)
-
-
-def _noisy(shown: Outcome, reference: Measured, new: Measured, difference: float) -> Outcome | None:
+def _noisy(pair: "_Pair", runs: Runs, difference: float) -> Outcome | None:
     """Gradients that are equal only because one run is not even equal to itself, and the other is."""
-    moves = {who: _amplified(run) for who, run in _both(reference, new)}
+    moves = {who: run.amplified for who, run in runs.items()}
     quiet, loud = sorted(moves, key=lambda who: moves[who])
-    if shown.bar is None or not 0 < UNEVEN * moves[quiet] < moves[loud]:
+    if pair.shown.bar is None or not 0 < UNEVEN * moves[quiet] < moves[loud]:
         return None
-    of = dict(_both(reference, new))
-    expected = UNEVEN * moves[quiet] * max(reference.epsilon, new.epsilon) * norm(of[quiet].gradient)
-    if difference <= BARS * expected:
+    epsilon = max(run.epsilon for run in runs.values())
+    if difference <= BARS * UNEVEN * moves[quiet] * epsilon * runs[quiet].size:
         return None
     said = f"rounding or chance moves it {moves[loud] / moves[quiet]:.0g} times as far in {loud} as in {quiet}"
-    return _with(shown, "noisy", message=f"{said}, and the two differ: is {loud} the same twice?")
+    return pair.is_("noisy", f"{said}, and the two differ: is {loud} the same twice?")
 
 
-def _amplified(run: Measured) -> float:
-    """How much larger the relative change of the gradient is than that of the weights; 0 where nobody knows."""
-    size, bar = norm(run.gradient), bar_of(run)
-    return bar / size / run.epsilon if bar and size and run.epsilon else 0.0
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """One parameter's finite gradients in two runs; each method returns None where its verdict does not apply.
 
+    Attributes:
+        reference: The first run.
+        new: The second.
+        bar: What rounding does to the gradients.
+        facts: Numbers that a factor may be, by name.
+        shown: The outcome if the gradients are equal.
+    """
 
-def _with(outcome: Outcome, kind: Kind, **found: object) -> Outcome:
-    return Outcome(outcome.name, kind, outcome.distance, outcome.bar, **found)  # type: ignore[arg-type]
+    reference: Measured
+    new: Measured
+    bar: float
+    facts: Facts
+    shown: Outcome
 
+    def is_(self, kind: Kind, message: str = "", **found: Any) -> Outcome:
+        return replace(self.shown, kind=kind, message=message, **found)
 
-# Ranks that hold different copies.
+    def blind(self) -> Outcome | None:
+        shows = self.shown.shows
+        if shows is None or shows < BLIND:
+            return None
+        said = "zero in both runs" if math.isinf(shows) else f"rounding makes {self.shown.bar:.1%} of it"
+        return self.is_("blind", said)
 
-
-def _missing_reduction(
-    shown: Outcome, reference: Measured, new: Measured, bar: float, apart: Sequence[str]
-) -> Outcome | None:
-    """The sum or the mean of the copies of one run's ranks, if that is the other's gradient."""
-    if len(apart) > 1:
+    def missing_reduction(self, who: str) -> Outcome | None:
+        """The sum or the mean of the copies of one run's ranks, if that is the other's gradient."""
+        of_ranks, one = (self.new, self.reference) if who == "the new run" else (self.reference, self.new)
+        for reduction, times in (("sum", of_ranks.copies), ("mean", 1)):
+            reduced = [times * x for x in of_ranks.gradient]
+            if norm(minus(reduced, one.gradient)) <= BARS * self.bar * times:
+                said = f"a {reduction} over {of_ranks.copies} ranks is missing in {who}: that of its copies is right"
+                return self.is_("ranks", said, reduction=reduction)
         return None
-    of_ranks, one = (new, reference) if apart == ["the new run"] else (reference, new)
-    total = [x * of_ranks.copies for x in of_ranks.gradient]
-    for reduction, reduced, times in (("sum", total, of_ranks.copies), ("mean", of_ranks.gradient, 1)):
-        if norm(minus(reduced, one.gradient)) <= BARS * bar * times:
-            said = f"a {reduction} over {of_ranks.copies} ranks is missing in {apart[0]}: that of its copies is right"
-            return _with(shown, "ranks", reduction=reduction, message=said)
-    return None
 
+    def factor(self) -> Outcome | None:
+        """A factor with its bar; ``"different"`` where the numbers are so few that they may have it by chance."""
+        reference, new = self.reference, self.new
+        own, others = (bar_of(run) or 0.0 for run in (reference, new))
+        if not any(reference.gradient) or own >= _NOISE * reference.size or others >= _NOISE * new.size:
+            return None
+        factor, left = self._multiple()
+        own = max(abs(factor) * own, others, abs(factor) * reference.floor)
+        if not left <= BARS * own or not abs(factor - 1) * reference.size > BARS * self.bar:
+            return None
+        spread = max(_spread_along(reference), _spread_along(new), reference.rounding, new.rounding)
+        width = BARS * abs(factor) * spread
+        if abs(factor - 1) <= width:
+            return None
+        directions = min(math.prod(reference.shape), len(reference.gradient)) - 1
+        if (BARS * own / new.size) ** directions <= _BY_CHANCE:
+            return self._named("factor", factor, width)
+        named = self._named("different", factor, width)
+        return named if width <= _WIDEST_ALONE * abs(factor) else replace(named, factor_name="")
 
-# A factor.
+    def plain_factor(self) -> Outcome | None:
+        """A factor that no rounding makes: of 16 numbers or more, by half of itself or more, with a tenth left over."""
+        few = math.prod(self.reference.shape) < _MANY
+        if few or not any(self.reference.gradient) or not any(self.new.gradient):
+            return None
+        factor, left = self._multiple()
+        width = left / self.reference.size
+        if not width <= _WIDEST_NAMED * abs(factor) or not abs(factor - 1) >= max(0.5, 5 * width):
+            return None
+        return self._named("factor", factor, width)
 
+    def _multiple(self) -> tuple[float, float]:
+        """How often the reference is in the new gradient, and the norm of what is left of that."""
+        factor = along(self.new.gradient, self.reference.gradient)
+        return factor, norm(minus(self.new.gradient, [factor * x for x in self.reference.gradient]))
 
-def _factor(
-    shown: Outcome, reference: Measured, new: Measured, bar: float, facts: Mapping[str, float]
-) -> Outcome | None:
-    """A factor with its bar; ``"different"`` where the numbers are so few that they may have it by chance."""
-    r, c = reference.gradient, new.gradient
-    if not any(r):
-        return None
-    factor = along(c, r)
-    if any((bar_of(run) or 0.0) >= _NOISE * norm(run.gradient) for run in (reference, new)):
-        return None
-    own = max(abs(factor) * (bar_of(reference) or 0.0), bar_of(new) or 0.0, abs(factor) * _rounding_of(reference))
-    wrong = norm([x - factor * y for x, y in zip(c, r, strict=True)])
-    if not wrong <= BARS * own or not abs(factor - 1) * norm(r) > BARS * bar:
-        return None
-    spread = max(_spread_along(reference), _spread_along(new), reference.rounding, new.rounding)
-    width = BARS * abs(factor) * spread
-    if abs(factor - 1) <= width:
-        return None
-    directions = min(math.prod(reference.shape), len(r)) - 1
-    if (BARS * own / norm(c)) ** directions > _BY_CHANCE:
-        name = name_of_factor(factor, width, facts) if width <= _WIDEST_ALONE * abs(factor) else ""
-        return _with(shown, "different", factor=factor, factor_bar=width, factor_name=name)
-    return _with(shown, "factor", factor=factor, factor_bar=width, factor_name=name_of_factor(factor, width, facts))
+    def _named(self, kind: Kind, factor: float, width: float) -> Outcome:
+        name = name_of_factor(factor, width, self.facts)
+        return self.is_(kind, factor=factor, factor_bar=width, factor_name=name)
 
+    def wrong_rows(self) -> Outcome | None:
+        if not self.reference.rows or not self.new.rows or len(self.reference.rows[0]) < 2:
+            return None
+        (r, *of_reference), (c, *of_new) = self.reference.rows, self.new.rows
+        share = self.bar / math.sqrt(len(r))  # a row of few elements may have been lucky in all runs
+        wrong = []
+        for i, (x, y) in enumerate(zip(r, c, strict=True)):
+            apart = [norm(minus(run[i], base)) for runs, base in ((of_reference, x), (of_new, y)) for run in runs]
+            if not norm(minus(y, x)) <= BARS * max([share, *apart]):
+                wrong.append(i)
+        if not 0 < len(wrong) < len(r):
+            return None
+        return self.is_("rows", f"rows {in_ranges(wrong)} of {len(r)}", rows=tuple(wrong))
 
-def _plain_factor(
-    shown: Outcome, shape: Sequence[int], r: Vector, c: Vector, facts: Mapping[str, float]
-) -> Outcome | None:
-    """A factor that no rounding makes: of 16 numbers or more, by half of itself or more, with a tenth left over."""
-    if math.prod(shape) < _MANY or not any(r) or not any(c):
-        return None
-    factor = along(c, r)
-    width = norm([x - factor * y for x, y in zip(c, r, strict=True)]) / norm(r)
-    if not width <= _WIDEST_NAMED * abs(factor) or not abs(factor - 1) >= max(0.5, 5 * width):
-        return None
-    return _with(shown, "factor", factor=factor, factor_bar=width, factor_name=name_of_factor(factor, width, facts))
+    def mixture(self) -> Outcome | None:
+        """A mixture of the parts alone; or else with what is right, as where a gradient is added to that of before."""
+        parts = {**self.new.parts, **self.reference.parts}
+        if not parts:
+            return None
+        return self._mixture_of(parts) or self._mixture_of({"the reference": self.reference.gradient, **parts})
+
+    def _mixture_of(self, parts: Mapping[str, Vector]) -> Outcome | None:
+        if len(parts) > min(MOST_PARTS, math.prod(self.reference.shape) - 1):
+            return None
+        solved = least_squares([*parts.values()], self.new.gradient)
+        if solved is None:
+            return None
+        weights, spreads = solved
+        mixed = [dot(weights, one) for one in zip(*parts.values(), strict=True)]
+        left = norm(minus(self.new.gradient, mixed))
+        bar, largest = BARS * self.bar, max(map(abs, weights))
+        widths = [bar * spread for spread in spreads]
+        if not left <= bar * max(1.0, largest) or not max(widths) <= _WIDEST_NAMED * largest:
+            return None
+        known = dict(zip(parts, zip(weights, widths, strict=True), strict=True))
+        return self.is_("mixture", _about_mixture(known), weights=known)
 
 
 def _spread_along(run: Measured) -> float:
     """How much rounding multiplies the gradient by, at most: of few numbers more than a few runs show, by luck."""
     g = run.gradient
-    few = 1 + 4 / max(1, math.prod(run.shape))
-    return few * max((abs(along(minus(other, g), g)) for other in run.repeated), default=0.0) if any(g) else 0.0
+    return run.few * max((abs(along(minus(other, g), g)) for other in run.repeated), default=0.0) if any(g) else 0.0
 
 
-def name_of_factor(factor: float, width: float, facts: Mapping[str, float]) -> str:
+def name_of_factor(factor: float, width: float, facts: Facts) -> str:
     """Return what is as large as ``factor``: facts, their roots and inverses, and 2; empty unless one number fits.
 
     Args:
@@ -338,31 +404,13 @@ def name_of_factor(factor: float, width: float, facts: Mapping[str, float]) -> s
     return " or ".join(dict.fromkeys(name for _, name in near))
 
 
-def _candidates(facts: Mapping[str, float]) -> list[tuple[float, str]]:
+def _candidates(facts: Facts) -> list[tuple[float, str]]:
     found = []
     for name, value in facts.items():
         if value > 0 and value != 1:
             found += [(value, name), (1 / value, f"1 / {name}")]
             found += [(math.sqrt(value), f"√ {name}"), (1 / math.sqrt(value), f"1 / √ {name}")]
     return [*found, (2.0, "counted twice"), (0.5, "half"), (-1.0, "the sign")]
-
-
-# Rows.
-
-
-def _rows(shown: Outcome, reference: Measured, new: Measured, bar: float) -> Outcome | None:
-    if not reference.rows or not new.rows or len(reference.rows[0]) < 2:
-        return None
-    (r, *of_reference), (c, *of_new) = reference.rows, new.rows
-    share = bar / math.sqrt(len(r))  # a row of few elements may have been lucky in all runs
-    wrong = []
-    for i, (x, y) in enumerate(zip(r, c, strict=True)):
-        apart = [norm(minus(run[i], base)) for runs, base in ((of_reference, x), (of_new, y)) for run in runs]
-        if not norm(minus(y, x)) <= BARS * max([share, *apart]):
-            wrong.append(i)
-    if not wrong or len(wrong) == len(r):
-        return None
-    return _with(shown, "rows", rows=tuple(wrong), message=f"rows {in_ranges(wrong)} of {len(r)}")
 
 
 def in_ranges(numbers: Sequence[int], most: int = 8) -> str:
@@ -380,39 +428,6 @@ def in_ranges(numbers: Sequence[int], most: int = 8) -> str:
             runs.append([i, i])
     words = [f"{a}–{b}" if a < b else str(a) for a, b in runs[:most]]
     return ", ".join(words) + (f" and {len(runs) - most} more ranges" if len(runs) > most else "")
-
-
-# Mixtures.
-
-
-def _mixture(shown: Outcome, reference: Measured, new: Measured, bar: float) -> Outcome | None:
-    """A mixture of the parts alone; or else with what is right, as where a gradient is added to that of before."""
-    parts = {**new.parts, **reference.parts}
-    with_right = {"the reference": reference.gradient, **parts}
-    return (
-        (_mixture_of(parts, shown, reference, new, bar) or _mixture_of(with_right, shown, reference, new, bar))
-        if parts
-        else None
-    )
-
-
-def _mixture_of(
-    parts: Mapping[str, Vector], shown: Outcome, reference: Measured, new: Measured, bar: float
-) -> Outcome | None:
-    if not 1 <= len(parts) <= min(MOST_PARTS, math.prod(reference.shape) - 1):
-        return None
-    solved = least_squares(list(parts.values()), new.gradient)
-    if solved is None:
-        return None
-    weights, spreads = solved
-    mixed = [math.fsum(w * x for w, x in zip(weights, one, strict=True)) for one in zip(*parts.values(), strict=True)]
-    left = norm(minus(new.gradient, mixed))
-    widths = [BARS * bar * spread for spread in spreads]
-    largest = max(map(abs, weights))
-    if not left <= BARS * bar * max(1.0, largest) or not max(widths) <= _WIDEST_NAMED * largest:
-        return None
-    known = dict(zip(parts, zip(weights, widths, strict=True), strict=True))
-    return _with(shown, "mixture", weights=known, message=_about_mixture(known))
 
 
 def _about_mixture(weights: Mapping[str, tuple[float, float]]) -> str:
@@ -443,7 +458,3 @@ def _left_over(vector: Vector, others: Sequence[Vector]) -> Vector:
                 one = [x - times * y for x, y in zip(one, known, strict=True)]
         basis.append(one)
     return basis[-1]
-
-
-def _rounding_of(run: Measured) -> float:
-    return max(run.rounding, SKETCH_ROUNDING) * norm(run.gradient)

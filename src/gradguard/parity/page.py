@@ -10,7 +10,7 @@ from typing import Any
 
 from gradguard.errors import RecordError
 from gradguard.files.writing import write_whole
-from gradguard.parity.judge import BARS, Outcome
+from gradguard.parity.judge import BARS, Outcomes
 from gradguard.parity.report import ParityReport
 from gradguard.parity.saved import SavedGradients
 from gradguard.words import listed
@@ -85,7 +85,7 @@ def render(report: ParityReport, runs: Sequence[SavedGradients], names: Sequence
         total=f"{len(report.parameters):,}",
         power=f"{report.power:.1g}" if report.power < 1 else "",
         chart=_chart(report.parameters),
-        wrong=[o for o in report.parameters if _is_wrong(o)],
+        wrong=[o for o in report.parameters if o.is_wrong],
         blind=[o for o in report.parameters if o.kind == "blind"],
         right=equal,
         facts=_facts(runs),
@@ -94,14 +94,14 @@ def render(report: ParityReport, runs: Sequence[SavedGradients], names: Sequence
     )
 
 
-def _chart(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _chart(outcomes: Outcomes) -> dict[str, Any]:
     shown = [o for o in outcomes if o.distance is not None]
     step = (_WIDTH - _LEFT - 10) / max(1, len(shown) - 1)
     points = [
         (
             round(_LEFT + step * i, 1),
             _height(o.distance or 0.0),
-            _is_wrong(o),
+            o.is_wrong,
             f"{o.name}: {_short(o.distance)} bars",
         )
         for i, o in enumerate(shown)
@@ -110,14 +110,10 @@ def _chart(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {"width": _WIDTH, "height": _HEIGHT, "points": points, "lines": lines, "limit": _height(BARS)}
 
 
-def _is_wrong(outcome: Outcome) -> bool:
-    return outcome.kind not in ("equal", "blind")
-
-
 def _height(distance: float) -> float:
     """Where a distance lies, from the top down."""
-    power = math.log10(distance) if 0 < distance < math.inf else -math.inf if distance == 0 else math.inf
-    share = (min(max(power, _LOWEST), _HIGHEST) - _LOWEST) / (_HIGHEST - _LOWEST)
+    shown = min(max(distance, 10.0**_LOWEST), 10.0**_HIGHEST)
+    share = (math.log10(shown) - _LOWEST) / (_HIGHEST - _LOWEST)
     return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradguard.distributed.placements import gradient_of
 from gradguard.errors import InvalidValueError
-from gradguard.parity.shards import LocalParameter, Part
+from gradguard.parity.shards import LocalParameter
 from gradguard.parity.summation import Backwards, backwards
 from gradguard.state.generators import generator_states, have_drawn, restore_generators
 from gradguard.tensors.sketch import CHUNK, hashed
@@ -78,16 +78,10 @@ def digest(parameters: Iterable[LocalParameter]) -> int:
     total = 0
     for parameter in parameters:
         part, weights = parameter.weights()
-        total = total * 31 + _digest(part, weights)
+        kind = _INTEGERS.get(weights.dtype.itemsize, torch.int8)
+        sums = [(values.view(kind).long() * hashed(places)).sum() for values, places in part.pieces(weights)]
+        total = total * 31 + sum(map(int, sums))
     return total
-
-
-def _digest(part: Part, weights: Tensor) -> int:
-    kind = _INTEGERS.get(weights.dtype.itemsize, torch.int8)
-    total = torch.zeros((), dtype=torch.int64, device=weights.device)
-    for values, places in part.pieces(weights):
-        total += (values.view(kind).long() * hashed(places)).sum()
-    return int(total)
 
 
 # Everything else that a step reads and changes.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from gradguard.json_values import jsonable
 from gradguard.parity.judge import Outcome
-from gradguard.words import listed
+from gradguard.words import listed, verdict_text
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
@@ -68,14 +68,12 @@ class ParityReport:
         return self.verdict == "PASS"
 
     def __str__(self) -> str:
-        lines = [f"{self.verdict:<13} {finding}" for finding in self.findings]
         equal, blind = (sum(o.kind == kind for o in self.parameters) for kind in ("equal", "blind"))
         told = f"{equal:,} of {len(self.parameters):,} parameters are equal, at most {self.largest:.2g} bars apart"
         told += f", and nothing is known of {blind:,}" if blind else ""
         if self.power < 1:
             told += f"; an error of {self.power:.1g} of a gradient would show in the median one"
-        lines.append(f"{self.verdict:<13} {told}")
-        return "\n".join([*lines, *(f"{'note':<13} {note}" for note in self.notes)])
+        return verdict_text(self.verdict, self.findings, told, self.notes)
 
 
 def names(parameters: Sequence[str]) -> str:

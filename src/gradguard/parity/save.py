@@ -16,8 +16,7 @@ from gradguard.parity.replay import Replay, digest, precision_of
 from gradguard.parity.saved import SavedGradients, write
 from gradguard.parity.scales import DOUBLED, is_linear, scale_of
 from gradguard.parity.shards import LocalParameter, ShardOf, gathered, local_parameters
-from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights, versions
-from gradguard.tensors.sketch import HASH_VERSION
+from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 
 Step = Callable[[], Any]
 
@@ -129,11 +128,12 @@ def _check_arguments(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a run of the step has left: its loss, and sketches of the gradients and of some of their rows."""
+    """A run of the step: its loss, sketches of gradients and of some of their rows, and how many backward passes."""
 
     loss: float
     gradients: Sketches
     rows: Sequence[Sketches]
+    backwards: int
 
 
 class _Run:
@@ -158,11 +158,15 @@ class _Run:
         weights = self._whole.weights(local_weights(self._local))
         before = digest(self._local)
         with precision_of(self._model) as seen:
-            first, calls = self._seen(step)
+            first = self._seen(step)
         random = any(gathered(self.replay.has_drawn()))
-        self._check_after(any(gathered(digest(self._local) != before)))
+        if any(gathered(digest(self._local) != before)):
+            raise UnsupportedGradientError(
+                "step() changes the weights, which cannot be undone: let it run forward and backward, and leave "
+                "optimizer.step() out. The weights are those after it."
+            )
         contrasts = self._whole.contrasts(local_gradients(self._local))
-        parameters = self._whole.about([about(p) for p in self._local], calls)
+        parameters = self._whole.about([about(p) for p in self._local], first.backwards)
         if not any(p.has_gradient for p in parameters):
             raise InvalidValueError(
                 "step() left no gradient: expected forward and backward of this very model, and no zero_grad() after."
@@ -173,52 +177,40 @@ class _Run:
             parameters = [replace(p, one_sided=0.0) for p in parameters]
         for k in range(1, perturbed + 1):
             with self.replay.perturbed(epsilon, k):
-                runs.append(self._seen(step, scale_of(k) if scaled else 1.0)[0])
-        mixed = [self._seen(one)[0].gradients for one in parts.values()]
+                runs.append(self._seen(step, scale_of(k) if scaled else 1.0))
+        mixed = [self._seen(one).gradients for one in parts.values()]
         sketches = {"gradient": [run.gradients for run in runs], "weights": [weights], "contrasts": contrasts}
         losses = tuple(run.loss for run in runs)
-        return SavedGradients(
-            parameters=tuple(parameters),
-            sketches={**sketches, "parts": mixed} if mixed else sketches,
+        return self._whole.saved(
+            parameters,
+            {**sketches, "parts": mixed} if mixed else sketches,
+            {name: float(value) for name, value in facts.items()},
             rows={name: [run.rows[i] for run in runs] for i, name in enumerate(self._rows)},
             parts=tuple(parts),
-            facts={**self._whole.facts(), **{name: float(value) for name, value in facts.items()}},
             losses=losses if all(map(math.isfinite, losses)) else (),
             random=random,
             epsilon=epsilon,
-            hash_version=HASH_VERSION,
-            versions=versions(),
         )
 
-    def _once_more(self, step: Step, first: "_Seen") -> tuple[list["_Seen"], bool]:
+    def _once_more(self, step: Step, first: _Seen) -> tuple[list[_Seen], bool]:
         """Run the step again, and tell whether it may be scaled, which takes one run if it is the same twice."""
-        doubled, _ = self._seen(step, DOUBLED)
+        doubled = self._seen(step, DOUBLED)
         if is_linear(first.gradients, doubled.gradients):
             return [first, doubled], True
-        again, _ = self._seen(step)
+        again = self._seen(step)
         if is_linear(first.gradients, doubled.gradients, again.gradients):
             return [first, again, doubled], True
         return [first, again], False
 
-    def _seen(self, step: Step, scale: float = 1.0) -> tuple["_Seen", int]:
-        """Run the step, and return what it leaves, without the scale, and how many backward passes there were."""
+    def _seen(self, step: Step, scale: float = 1.0) -> _Seen:
+        """Run the step, and return what it leaves, without the scale."""
         returned, watched = self.replay.run(step, scale)
         gradients = self._whole.reduced(local_gradients(self._local), 1 / scale)
         rows = [self._whole.rows(name, 1 / scale) for name in self._rows]
-        return _Seen(self._loss(returned), gradients, rows), max(1, watched.count)
+        return _Seen(self._loss(returned), gradients, rows, max(1, watched.count))
 
     def _loss(self, returned: Any) -> float:
         """The mean over processes; NaN if a step returns no number."""
-        own = math.nan
-        if isinstance(returned, Tensor) and returned.numel() == 1:
-            own = float(returned.detach())
-        elif isinstance(returned, int | float):
-            own = float(returned)
-        return sum(gathered(own)) / rank_and_size()[1]
-
-    def _check_after(self, changed: bool) -> None:
-        if changed:
-            raise UnsupportedGradientError(
-                "step() changes the weights, which cannot be undone: let it run forward and backward, and leave "
-                "optimizer.step() out. The weights are those after it."
-            )
+        returned = returned.detach() if isinstance(returned, Tensor) else returned
+        is_number = returned.numel() == 1 if isinstance(returned, Tensor) else isinstance(returned, int | float)
+        return sum(gathered(float(returned) if is_number else math.nan)) / rank_and_size()[1]

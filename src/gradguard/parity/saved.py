@@ -111,8 +111,7 @@ def write(path: str | os.PathLike[str], saved: SavedGradients) -> None:
     """Write ``saved``, in one piece: whoever reads meanwhile sees the old file or the new one."""
     about = {key: value for key, value in asdict(saved).items() if key not in ("sketches", "rows")}
     runs = {**saved.sketches, **{f"{_ROWS}{name}": one for name, one in saved.rows.items()}}
-    numbers = {name: array("d", [x for run in one for sketch in run for x in sketch]) for name, one in runs.items()}
-    blocks = {name: NewBlock("F64", _shape(one), _little(numbers[name]).tobytes()) for name, one in runs.items()}
+    blocks = {name: NewBlock("F64", _shape(one), _bytes(one)) for name, one in runs.items()}
     with replacing(path) as file:
         write_blocks(file, {_KEY: json.dumps({"format": FORMAT, **about})}, blocks)
 
@@ -146,29 +145,26 @@ def _saved(about: dict[str, Any], blocks: dict[str, Runs]) -> SavedGradients:
     rows = {name.removeprefix(_ROWS): runs for name, runs in blocks.items() if name.startswith(_ROWS)}
     sketches = {name: runs for name, runs in blocks.items() if not name.startswith(_ROWS)}
     told = object_of(_ABOUT)(about)
-    _check_sketches(sketches, len(parameters), len(told["parts"]))
-    known = {p.name: p for p in parameters}
-    if len(known) != len(parameters) or not rows.keys() <= known.keys():
-        raise ValueError("names")
+    known = {p.name for p in parameters}
+    if len(known) < len(parameters) or not rows.keys() <= known or not _fit(sketches, len(parameters), told["parts"]):
+        raise ValueError("sketches of other parameters")
     runs = len(sketches["gradient"])
     if any(len(of) != runs or len({len(run) for run in of}) != 1 or len(_widths(of)) > 1 for of in rows.values()):
         raise ValueError("rows")
     return SavedGradients(parameters, sketches, rows, **told)
 
 
-def _check_sketches(sketches: dict[str, Runs], parameters: int, parts: int) -> None:
-    """Raise where there are not as many runs, parameters or sums as there must be."""
-    if not {"gradient", "weights"} <= sketches.keys() <= {"gradient", "weights", "contrasts", "parts"}:
-        raise ValueError("sketches")
-    for runs in sketches.values():
-        if any(len(run) != parameters for run in runs):
-            raise ValueError("sketches")
-    if len({width for runs in sketches.values() for width in _widths(runs)}) > 1:
-        raise ValueError("sums")
-    if not sketches["gradient"] or not sketches["weights"] or len(sketches.get("parts", ())) != parts:
-        raise ValueError("runs")
-    if not all(isfinite(x) for run in sketches["weights"][:1] for sketch in run for x in sketch):
-        raise ValueError("weights")
+def _fit(sketches: dict[str, Runs], parameters: int, parts: Sequence[str]) -> bool:
+    """Tell whether there are as many runs, parameters and sums as there must be, and the weights are finite."""
+    runs_of_all = [run for runs in sketches.values() for run in runs]
+    return (
+        {"gradient", "weights"} <= sketches.keys() <= {"gradient", "weights", "contrasts", "parts"}
+        and all(len(run) == parameters for run in runs_of_all)
+        and len(_widths(runs_of_all)) <= 1
+        and min(len(sketches["gradient"]), len(sketches["weights"])) > 0
+        and len(sketches.get("parts", ())) == len(parts)
+        and all(isfinite(x) for sketch in sketches["weights"][0] for x in sketch)
+    )
 
 
 def _widths(runs: Runs) -> set[int]:
@@ -201,6 +197,10 @@ _ABOUT: Mapping[str, Rule] = {
 
 def _shape(runs: Runs) -> list[int]:
     return [len(runs), len(runs[0]), len(runs[0][0])] if runs and runs[0] else [len(runs), 0, 0]
+
+
+def _bytes(runs: Runs) -> bytes:
+    return _little(array("d", [x for run in runs for sketch in run for x in sketch])).tobytes()
 
 
 def _lists(file: BlockFile, name: str) -> list[list["array[float]"]]:

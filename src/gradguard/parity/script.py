@@ -19,12 +19,11 @@ from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import GradguardError, UnsupportedGradientError
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.parity.replay import flip_weights, precision_of
-from gradguard.parity.saved import SavedGradients, write
+from gradguard.parity.saved import SavedParameter, write
 from gradguard.parity.shards import LocalParameter, gathered, local_parameters
 from gradguard.parity.summation import backwards
-from gradguard.parity.whole import About, WholeParameters, about, local_gradients, local_weights, versions
+from gradguard.parity.whole import WholeParameters, about, local_gradients, local_weights
 from gradguard.state.generators import generator_states, have_drawn
-from gradguard.tensors.sketch import HASH_VERSION
 from gradguard.torch_private import never_compiled
 
 
@@ -68,7 +67,7 @@ class ScriptGradients:
         self._stepped: list[Optimizer] = []
         self._gradients: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
-        self._about: dict[str, About] = {}
+        self._about: dict[str, SavedParameter] = {}
         self._facts: dict[str, float] = {}
         self._backwards, self._taken, self._clipped_before = 0, True, False
         self.refusal, self.done = "", False
@@ -109,18 +108,16 @@ class ScriptGradients:
         self._depth -= 1
 
     def _begin(self) -> None:
-        trained = {id(p) for one in self._optimizers() for group in one.param_groups for p in group["params"]}
+        trained = self._trained()
         if not trained:
-            return  # a forward pass before there is an optimizer, of whatever
+            return  # a forward pass before there is an optimizer
         roots = [m for m in self._modules() if any(id(p) in trained for p in m.parameters())]
         self._local = _named(roots)
         self._states = generator_states()
         self._stack.close()
         self._seen = [self._stack.enter_context(precision_of(root)) for root in roots]
         self._stack.enter_context(backwards(self._scale))
-        if self._run:
-            with torch.no_grad():
-                flip_weights(self._local, self._epsilon, self._run)
+        self._flip(self._local)
 
     # What the script does.
 
@@ -179,10 +176,9 @@ class ScriptGradients:
 
     def _compare(self, local: Sequence[LocalParameter]) -> None:
         """Note whether something has changed gradients since the last clip: in what was saved it would be hidden."""
-        for name, now in local_gradients(local).items():
-            then = self._after_clip.get(name)
-            if then is None or not torch.equal(then, now):
-                self._clipped_before = True
+        then = self._after_clip
+        if any(name not in then or not torch.equal(then[name], now) for name, now in local_gradients(local).items()):
+            self._clipped_before = True
 
     # The step.
 
@@ -199,27 +195,31 @@ class ScriptGradients:
         overflow = getattr(optimizer, "found_inf", None)
         if overflow is not None and float(overflow):
             return  # a fused optimizer leaves the step out by itself
-        if self._before_clip is not None:
+        found, factor = self._before_clip, 1.0
+        if found is not None:
             self._compare(own)
-        scale = getattr(optimizer, "grad_scale", None)  # which a fused optimizer takes off by itself
-        found = self._before_clip if self._before_clip is not None else local_gradients(own)
-        factor = 1.0 if scale is None or self._before_clip is not None else 1 / float(scale)
-        flips = self._run > 0
-        if flips:
-            flip_weights(own, self._epsilon, self._run, back=True)
-        for p in own:
-            if p.name in found:
-                self._gradients[p.name] = found[p.name] * factor
-            self._about[p.name] = about(p)
+        else:
+            scale = getattr(optimizer, "grad_scale", None)  # which a fused optimizer takes off by itself
+            found, factor = local_gradients(own), 1.0 if scale is None else 1 / float(scale)
+        self._gradients |= {p.name: found[p.name] * factor for p in own if p.name in found}
+        self._flip(own, back=True)
+        self._about |= {p.name: about(p) for p in own}
         self._weights |= local_weights(own)
-        if flips:
-            flip_weights(own, self._epsilon, self._run)
+        self._flip(own)
         self._stepped.append(optimizer)
         self._taken = True
-        trained = {id(p) for one in self._optimizers() for group in one.param_groups for p in group["params"]}
+        trained = self._trained()
         if all(p.name in self._about for p in self._local if id(p.parameter) in trained):
             self._save()
             raise Saved
+
+    def _flip(self, own: Sequence[LocalParameter], *, back: bool = False) -> None:
+        if self._run:
+            with torch.no_grad():
+                flip_weights(own, self._epsilon, self._run, back=back)
+
+    def _trained(self) -> set[int]:
+        return {id(p) for one in self._optimizers() for group in one.param_groups for p in group["params"]}
 
     def _of(self, optimizer: Optimizer) -> list[LocalParameter]:
         known = {id(p.parameter) for p in self._local}
@@ -237,23 +237,19 @@ class ScriptGradients:
         """One all-reduce for each kind of number: every process comes here after the same step."""
         local = [p for p in self._local if p.name in self._about]
         whole = WholeParameters(local)
-        parameters = whole.about(list(self._about.values()), self._backwards)
+        parameters = whole.about([*self._about.values()], self._backwards)
         if not any(p.has_gradient for p in parameters):
             raise UnsupportedGradientError("no parameter has a gradient at the first optimizer step.")
-        facts = {"micro-batches": float(max(self._backwards, 1)), **self._facts}
-        contrasts = whole.contrasts(self._gradients)
-        saved = SavedGradients(
-            parameters=tuple(parameters),
-            sketches={
+        saved = whole.saved(
+            parameters,
+            {
                 "gradient": [whole.reduced(self._gradients, 1 / self._scale)],
                 "weights": [whole.weights(self._weights)],
-                "contrasts": contrasts,
+                "contrasts": whole.contrasts(self._gradients),
             },
-            facts={**whole.facts(), **facts},
+            {"micro-batches": float(max(self._backwards, 1)), **self._facts},
             random=any(gathered(have_drawn(self._states))),
             epsilon=whole.epsilon(set().union(*self._seen)),
-            hash_version=HASH_VERSION,
-            versions=versions(),
             clipped=any(gathered(self._clipped_before)),
         )
         write(self._file, saved)
@@ -271,19 +267,19 @@ class ScriptGradients:
 
 def _named(roots: Sequence[nn.Module]) -> list[LocalParameter]:
     """This process' parts of the roots' parameters; where there are several roots, their class is in the name."""
-    found: dict[int, tuple[nn.Module, list[LocalParameter]]] = {}
+    found: list[tuple[str, list[LocalParameter]]] = []
     held: set[int] = set()
     for root in sorted(roots, key=lambda root: -sum(1 for _ in root.parameters())):
         own = [p for p in local_parameters(root, None) if p.flat is not None or id(p.parameter) not in held]
         if own:
-            found[id(root)] = root, own
+            found.append((type(root).__name__, own))
             held |= {id(p.parameter) for p in own}
-    kinds = Counter(type(root).__name__ for root, _ in found.values())
-    if twice := [kind for kind, count in kinds.items() if count > 1]:
+    [(kind, count), *_] = Counter(kind for kind, _ in found).most_common(1) or [("", 0)]
+    if count > 1:
         raise UnsupportedGradientError(
-            f"the script trains {kinds[twice[0]]} models of the class {twice[0]}, which cannot be told apart from "
+            f"the script trains {count} models of the class {kind}, which cannot be told apart from "
             "outside: call gradguard.save_gradients(file, model, step) for each."
         )
     if len(found) == 1:
-        return next(own for _, own in found.values())
-    return [replace(p, name=f"{type(root).__name__}.{p.name}") for root, own in found.values() for p in own]
+        return found[0][1]
+    return [replace(p, name=f"{kind}.{p.name}") for kind, own in found for p in own]

@@ -3,24 +3,25 @@
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradguard.distributed.local_shard import LocalShard
 from gradguard.distributed.placements import gradient_of
 from gradguard.distributed.processes import rank_and_size, sum_over
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.replay import epsilon_of
-from gradguard.parity.saved import SavedParameter
+from gradguard.parity.saved import SavedGradients, SavedParameter
 from gradguard.parity.shards import TASK, LocalParameter, Whole, agree_on, gathered
 from gradguard.parity.summation import most_of_sums, rounding_of_sums
-from gradguard.tensors.sketch import ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
+from gradguard.tensors.sketch import HASH_VERSION, ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
 
 Sketches = list[list[float]]
 """For each parameter, in the order of `WholeParameters.wholes`, its sums."""
-
-About = tuple[str, bool, str, float, str, float]
 
 _CONTRASTS = 2
 
@@ -55,7 +56,7 @@ class WholeParameters:
 
     def contrasts(self, own: Mapping[str, Tensor]) -> list[Sketches]:
         """Return sums over the copies of ranks with weights that add up to 0."""
-        return [self._sum(self._weighted(own, lambda w, r, j=j: _contrast(w, r, j))) for j in range(_CONTRASTS)]
+        return [self._contrast(own, which) for which in range(_CONTRASTS)]
 
     def weights(self, own: Mapping[str, Tensor]) -> Sketches:
         """Return the sketches of the weights, of what `local_weights` has returned.
@@ -64,8 +65,7 @@ class WholeParameters:
             UnsupportedGradientError: If ranks hold other copies of one parameter.
         """
         found = self.reduced(own)
-        apart = self._sum(self._weighted(own, lambda whole, rank: _contrast(whole, rank, 0)))
-        for name, sketch, contrast in zip(self.wholes, found, apart, strict=True):
+        for name, sketch, contrast in zip(self.wholes, found, self._contrast(own, 0), strict=True):
             size = math.hypot(*sketch)
             if math.isfinite(size) and math.hypot(*contrast) > 1e-9 * size:
                 raise UnsupportedGradientError(
@@ -83,17 +83,20 @@ class WholeParameters:
             if parameter.name == name and (gradient := parameter.gradient()) is not None:
                 part, values = gradient
                 own = row_sketches(part.pieces(values), whole.shape[0], math.prod(whole.shape[1:]), values.device)
-                table += own.to(self._device) * self._share(whole, self._rank)
+                table += own.to(self._device) * self._share(whole)
         return self._sum(times * table)
 
-    def _share(self, whole: Whole, rank: int) -> float:
-        return 1 / len(whole.sharers(rank))
+    def _share(self, whole: Whole) -> float:
+        return 1 / len(whole.sharers(self._rank))
 
-    def _weighted(self, own: Mapping[str, Tensor], weight: Callable[[Whole, int], float]) -> Tensor:
+    def _contrast(self, own: Mapping[str, Tensor], which: int) -> Sketches:
+        return self._sum(self._weighted(own, lambda whole: _contrast(whole, self._rank, which)))
+
+    def _weighted(self, own: Mapping[str, Tensor], weight: Callable[[Whole], float]) -> Tensor:
         table = torch.zeros(len(self.wholes), SUMS, dtype=torch.float64, device=self._device)
         for i, (name, whole) in enumerate(self.wholes.items()):
             if name in own:
-                table[i] = own[name].to(self._device) * weight(whole, self._rank)
+                table[i] = own[name].to(self._device) * weight(whole)
         return table
 
     def _sum(self, table: Tensor) -> Sketches:
@@ -101,7 +104,7 @@ class WholeParameters:
 
     # What else is worth knowing.
 
-    def about(self, own: Sequence[About], calls: int) -> list[SavedParameter]:
+    def about(self, own: Sequence[SavedParameter], calls: int) -> tuple[SavedParameter, ...]:
         """Return what is known of each parameter besides its numbers.
 
         Args:
@@ -109,25 +112,19 @@ class WholeParameters:
             calls: How many micro-batches add to a gradient.
         """
         most = max(gathered(calls))
-        told: dict[str, tuple[str, float, str, float]] = {}
-        has: set[str] = set()
-        for one in gathered(own):
-            for name, has_gradient, *about in one:
-                told.setdefault(name, tuple(about))
-                if has_gradient:
-                    has.add(name)
-                    told[name] = tuple(about)
-        found = []
-        for name, whole in self.wholes.items():
-            dtype, rounding, layout, of_weights = told[name]
-            summed = rounding_of_sums(rounding, most)
-            of_one_side = most_of_sums(rounding, most)
-            found.append(
-                SavedParameter(
-                    name, whole.shape, dtype, summed, name in has, whole.copies, layout, of_weights, of_one_side
-                )
+        told: dict[str, SavedParameter] = {}
+        for one in chain(*gathered(own)):
+            if one.has_gradient or one.name not in told:
+                told[one.name] = one
+        return tuple(
+            replace(
+                told[name],
+                rounding=rounding_of_sums(told[name].rounding, most),
+                one_sided=most_of_sums(told[name].rounding, most),
+                copies=whole.copies,
             )
-        return found
+            for name, whole in self.wholes.items()
+        )
 
     def epsilon(self, seen: set[torch.dtype]) -> float:
         """Return the spacing of the coarsest dtype on any process: of ``seen``, of weights and of gradients."""
@@ -135,8 +132,28 @@ class WholeParameters:
         gradients = {gradient.dtype for p in self._local if (gradient := gradient_of(p.parameter)) is not None}
         return max(gathered(epsilon_of(dtypes | gradients | seen or {torch.float32}, self._device)))
 
-    def facts(self) -> dict[str, float]:
-        """Return the world size and the sizes of meshes, by name."""
+    def saved(
+        self,
+        parameters: Sequence[SavedParameter],
+        sketches: Mapping[str, Sequence[Sketches]],
+        facts: Mapping[str, float],
+        **about: Any,
+    ) -> SavedGradients:
+        """Return all in one.
+
+        Args:
+            parameters: What is known of each.
+            sketches: By kind.
+            facts: Numbers that a factor may be; the world size and the sizes of meshes are known.
+            **about: Other fields.
+        """
+        facts = {**self._facts(), **facts}
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        return SavedGradients(
+            tuple(parameters), sketches, facts=facts, hash_version=HASH_VERSION, versions=versions, **about
+        )
+
+    def _facts(self) -> dict[str, float]:
         known = {"world size": float(self._world)}
         for parameter in self._local:
             mesh: Any = getattr(parameter.parameter, "device_mesh", None)
@@ -147,33 +164,26 @@ class WholeParameters:
 
 def local_weights(local: Sequence[LocalParameter]) -> dict[str, Tensor]:
     """Return the sketch of each part's weights, by name."""
-    found = {}
-    for parameter in local:
-        part, weights = parameter.weights()
-        found[parameter.name] = sketch_of(part.pieces(weights), weights.device)
-    return found
+    return {p.name: _sketch(*p.weights()) for p in local}
 
 
 def local_gradients(local: Sequence[LocalParameter]) -> dict[str, Tensor]:
     """Return the sketch of each part's gradient, by name."""
-    found = {}
-    for parameter in local:
-        if (gradient := parameter.gradient()) is not None:
-            found[parameter.name] = sketch_of(gradient[0].pieces(gradient[1]), gradient[1].device)
-    return found
+    return {p.name: _sketch(*found) for p in local if (found := p.gradient()) is not None}
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that may matter."""
-    return {"torch": torch.__version__, "python": platform.python_version()}
+def _sketch(part: LocalShard, values: Tensor) -> Tensor:
+    return sketch_of(part.pieces(values), values.device)
 
 
-def about(parameter: LocalParameter) -> About:
-    """Return the name of a part, whether it has a gradient, and what `SavedParameter` says of it."""
-    gradient, weights = parameter.gradient(), parameter.weights()[1]
+def about(parameter: LocalParameter) -> SavedParameter:
+    """Return what this process knows of a parameter besides its numbers; sums and copies are those of all."""
+    gradient, (shard, weights) = parameter.gradient(), parameter.weights()
     dtype = weights.dtype if gradient is None else gradient[1].dtype
-    of_weights = torch.finfo(weights.dtype).eps / 2
-    return parameter.name, gradient is not None, str(dtype), torch.finfo(dtype).eps / 2, parameter.layout(), of_weights
+    rounding, of_weights = (torch.finfo(one).eps / 2 for one in (dtype, weights.dtype))
+    return SavedParameter(
+        parameter.name, shard.shape, str(dtype), rounding, gradient is not None, 1, parameter.layout, of_weights
+    )
 
 
 def _contrast(whole: Whole, rank: int, which: int) -> float:

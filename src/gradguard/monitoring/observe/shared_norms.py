@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gradguard.distributed.megatron import megatron_placements
 from gradguard.distributed.placements import any_sharded
 from gradguard.distributed.plan import NormReduction, Plan, plan_for
+from gradguard.distributed.reduction import NO_COPIES
 from gradguard.distributed.reduction_group import several_processes
 from gradguard.distributed.wrappers import flat_placements
 from gradguard.errors import DistributedError, UnsupportedGradientError
@@ -153,7 +154,7 @@ class SharedNorms:
         if own is None:
             nothing = torch.zeros_like(plan.weights)
             own = NormReduction(plan.reducer, plan.weights, nothing, plan.balance_of_all), nothing
-        part, norms = replace(own[0], copies=None), own[1]  # the same numbers where a process has nothing to add
+        part, norms = replace(own[0], copies=NO_COPIES), own[1]  # the same numbers where a process has nothing to add
         marks = torch.full_like(norms, float(self._failed))
         found, lost = part.add_up((norms, 2.0), (marks, 1.0))
         return found, lost.amax()

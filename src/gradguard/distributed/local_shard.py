@@ -1,0 +1,101 @@
+"""Which elements of a whole tensor this process holds: one value, made by one reader for each engine."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradguard.distributed.megatron import cut_of
+from gradguard.distributed.placements import is_sharded, local_part
+from gradguard.tensors.sketch import flat_chunks, hashed
+from gradguard.torch_private import has_usual_shard_order
+
+
+@dataclass(frozen=True, eq=False)
+class LocalShard:
+    """A part of a whole tensor.
+
+    Attributes:
+        shape: Of the whole.
+        own: Of the part; its elements are in the whole's order.
+        along: For each dimension, which entries of the whole the part has, in one block or several; None where it has
+            all. Empty where it has all of each.
+        start: Of a flat shard, its first element in the whole.
+    """
+
+    shape: tuple[int, ...]
+    own: tuple[int, ...]
+    along: tuple[Tensor | None, ...] = ()
+    start: int = 0
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The same for the same part, on every process."""
+        digests = [None if i is None else (len(i), int(hashed(i.clone()).sum())) for i in self.along]
+        return self.own, self.start, tuple(digests)
+
+    def places(self, begin: int, count: int, device: torch.device) -> Tensor:
+        """Return the places in the whole of ``count`` of the part's elements, from ``begin`` on."""
+        left = torch.arange(begin, begin + count, device=device)
+        if not self.along:
+            return left + self.start
+        places, stride = torch.zeros_like(left), 1
+        for size, own, index in reversed(list(zip(self.shape, self.own, self.along, strict=True))):
+            here = left % own
+            places += stride * (here if index is None else index.to(device)[here])
+            left, stride = left // own, stride * size
+        return places
+
+    def pieces(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Cut ``values`` of the part into chunks with their places."""
+        for at, chunk in flat_chunks(values):
+            yield chunk, self.places(at, len(chunk), values.device)
+
+
+def cut_along(shape: Sequence[int], along: Sequence[Tensor | None]) -> LocalShard:
+    """Return the part of a whole of ``shape`` that has these entries of each dimension; None stands for all."""
+    own = tuple(size if index is None else len(index) for size, index in zip(shape, along, strict=True))
+    is_whole = all(index is None for index in along)
+    return LocalShard(tuple(shape), own, () if is_whole else tuple(along))
+
+
+def shard_of(tensor: Tensor) -> LocalShard:
+    """Return which part this process holds, as the placements of a DTensor or Megatron's attributes say; else all."""
+    along: list[Tensor | None] = [None] * tensor.dim()
+    if is_sharded(tensor):
+        mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+        for i, d, split_factor in _in_order(tensor.placements, mesh, tensor.dim()):  # type: ignore[attr-defined]
+            here = torch.arange(tensor.shape[d], device="cpu") if along[d] is None else along[d]
+            along[d] = _own_chunks(here, mesh.size(i), mesh.get_local_rank(i), split_factor)  # type: ignore[arg-type]
+        return cut_along(tensor.shape, along)
+    shape = list(tensor.shape)
+    if (cut := cut_of(tensor)) is not None:
+        shape[cut.dim], along[cut.dim] = cut.size, cut.entries
+    return cut_along(shape, along)
+
+
+def is_told(shard: LocalShard, tensor: Tensor) -> bool:
+    """Tell whether the placements of a tensor say which elements this process holds: it may be cut in another order."""
+    return shard.own == tuple(local_part(tensor).shape) and (not is_sharded(tensor) or has_usual_shard_order(tensor))
+
+
+def _in_order(placements: Sequence[Any], mesh: Any, dims: int) -> list[tuple[int, int, int]]:
+    """Return mesh dimension, tensor dimension and split factor of all that shards a tensor, as it was cut in order.
+
+    A `_StridedShard` says that later mesh dimensions have cut first, into as many parts as its split factor.
+    """
+    cuts = [(i, p.dim % dims, getattr(p, "split_factor", 1)) for i, p in enumerate(placements) if hasattr(p, "dim")]
+    first, then = [cut for cut in cuts if cut[2] == 1], []
+    for i, d, split_factor in reversed([cut for cut in cuts if cut[2] > 1]):
+        before = math.prod(mesh.size(j) for j, other, _ in cuts if other == d and j > i)
+        then.append((i, d, 1 if before == split_factor else split_factor))
+    return [*first, *then]
+
+
+def _own_chunks(entries: Tensor, ranks: int, rank: int, split_factor: int) -> Tensor:
+    """Return the entries that `torch.chunk` gives a rank; of a `_StridedShard`, every so-manieth of smaller chunks."""
+    chunks = torch.chunk(entries, ranks * split_factor) if len(entries) else ()
+    return torch.cat([entries[:0], *chunks[rank::ranks]])
