@@ -111,6 +111,15 @@ def test_a_group_that_comes_ends_no_run(name):
     assert resilience.events[-1].to_step > at
 
 
+def test_a_burst_that_a_group_ends_names_its_own_samples():
+    model, optimizer, resilience = network()
+    train(model, optimizer, resilience, [*USUAL, *[SPIKE] * 10])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    train(model, optimizer, resilience, [1.0], first_id=30)
+    event = resilience.events[-1]
+    assert (event.action, event.step, event.ids) == ("went on", 21, (20,))
+
+
 def test_weights_that_are_tried_when_a_group_comes_stay():
     model, optimizer, resilience = network(optimizer=lambda p: torch.optim.SGD(p, lr=1e-3))
     weights = train(model, optimizer, resilience, [*USUAL, *[SPIKE] * 10, *USUAL])
