@@ -81,7 +81,7 @@ def test_boolean_and_half_precision_factors_are_taken():
 TWO = [float64(1.0, 2.0), float64(1.0, 4.0)]
 BROKEN = {
     "a tensor": (Own(float64(1.0, 1.0)), InvalidTypeError, "Own.calc_clipping_factors returned Tensor: .*list of 1"),
-    "none": (Own([None]), InvalidTypeError, r"returned \['NoneType'\]: expected a list of 1 tensors"),
+    "none": (Own([None]), InvalidTypeError, "returned factors of NoneType: expected real tensors"),
     "too many": (Own([float64(1.0, 1.0)] * 2), InvalidValueError, "returned 2 tensors: expected 1, as many as norms"),
     "shape": (Own([float64(1.0)]), InvalidValueError, r"factors 0 of shape \(1,\) on cpu: expected \(2,\) on cpu"),
     "device": (Own([torch.ones(2, device="meta")]), InvalidValueError, "on meta: expected .* on cpu"),
@@ -102,7 +102,7 @@ BROKEN = {
     "little": (Own([float64(1.0, 0.500001)]), InvalidValueError, r"exceeds thresholds\[0\]=1 by 2e-06 of it"),
     "above 0": (Own([float64(0.0, 0.5)], (0.0,)), InvalidValueError, r"clipped norm 1 exceeds thresholds\[0\]=0: "),
     "thresholds": (Own(one_over, (1.0, 1.0)), InvalidValueError, "Own.thresholds has 2 numbers: expected 1"),
-    "threshold": (Own(one_over, 1.0), InvalidTypeError, "Own.thresholds is float: expected a list of 1 numbers"),
+    "threshold": (Own(one_over, 1.0), InvalidTypeError, "Own.thresholds has float: expected a list of 1 numbers"),
     "nan threshold": (Own(one_over, (NAN,)), InvalidValueError, r"Own.thresholds\[0\]=nan: expected a number >= 0"),
 }
 

@@ -233,7 +233,7 @@ class PerSampleGradientClipper:
             >>> clipper.pre_step().batch_size
             24
         """
-        if isinstance(number, bool) or not isinstance(number, int | float):
+        if type(number) not in (int, float):
             raise InvalidTypeError(f"constant: expected a float, got {type(number).__name__}. Call .item() on a tensor")
         if self._loss_check is not None:
             self._loss_check.declare(float(number))
@@ -356,14 +356,7 @@ class PerSampleGradientClipper:
             refuse_gathered(self.trained)
         elif self._group is None:
             refuse_wrapped(self.trained.values())
-        if self._group is None:
-            size = self._accumulation.batch_size or 0
-            if (noise := self._noise_scale).is_due:  # before a step divides the sums
-                counts = noise.counts(self._device, wide_dtype(self._device))
-                noise.finish(noise.sums(self._accumulation.sums, 1.0), self._accumulation.unit, counts, size)
-            taken = self._take(self._loss_scale / self._divisor(size))
-        else:
-            taken, size = self._reduced()
+        taken, size = self._summed()
         self._noise_scale.end_step()
         if self.statistics is not None:
             self.statistics = dataclasses.replace(self.statistics, noise_scale=self.noise_scale)
@@ -427,11 +420,7 @@ class PerSampleGradientClipper:
         """
         self._refuse_fast_mode()
         if self._gradients is None or self._tracker.collector.mini_batch is not None:
-            mini_batch = self._tracker.collector.completed()
-            self._verify(mini_batch)
-            if self._accumulation.batch_size is None:
-                self._prepare()
-            self._keep(mini_batch)
+            self._keep(self._completed())
         assert self._gradients is not None
         return self._gradients
 
@@ -552,7 +541,7 @@ class PerSampleGradientClipper:
             del self._assigned[name]
 
     def _verify(self, mini_batch: MiniBatch) -> None:
-        """Compare with the plain gradients of the same backward, on the first step of each kind and size."""
+        """Compare with the plain gradients of the same backward, and one sample with what it gives alone."""
         conclusive = True
         if mini_batch.batch_size > 0:
             try:
@@ -623,20 +612,22 @@ class PerSampleGradientClipper:
 
     # The whole batch
 
-    def _reduced(self) -> tuple[dict[str, Tensor], int]:
-        """The sums of all processes over the number of all samples, and that number, in one all-reduce."""
-        samples = float(self._accumulation.batch_size or 0)
-        count = torch.tensor([samples], dtype=torch.float64, device=self._device)
-        unit = self._accumulation.unit
+    def _summed(self) -> tuple[dict[str, Tensor], int]:
+        """The sums over the number of samples, and that number: of all processes, in one all-reduce."""
+        size, unit = self._accumulation.batch_size or 0, self._accumulation.unit
+        noise, measured = self._noise_scale, self._noise_scale.is_due
+        counts = noise.counts(self._device, wide_dtype(self._device)) if measured else []
+        if self._group is None:
+            if measured:
+                noise.finish(noise.sums(self._accumulation.sums, 1.0), unit, counts, size)
+            return self._take(self._loss_scale / self._divisor(size)), size
         taken = self._take(1.0)
-        if not (noise := self._noise_scale).is_due:
-            all_reduce_sum([*taken.values(), count], self._group)
-            size = int(count)
-        else:  # the other processes may have clipped a sample, so all send everything
-            sums = {name: total.clone() for name, total in noise.sums(taken, unit).items()}
-            counts = noise.counts(self._device, wide_dtype(self._device))
-            all_reduce_sum([*taken.values(), count, *sums.values(), *counts], self._group)
-            size = int(count)
+        # Other processes may have clipped a sample, so all send the sums before clipping too.
+        sums = {name: total.clone() for name, total in noise.sums(taken, unit).items()} if measured else {}
+        count = torch.tensor([float(size)], dtype=torch.float64, device=self._device)
+        all_reduce_sum([*taken.values(), count, *sums.values(), *counts], self._group)
+        size = int(count)
+        if measured:
             noise.finish(sums, 1.0, counts, size)
         factor = self._loss_scale / self._divisor(size)
         return {name: total.mul_(factor) for name, total in taken.items()}, size

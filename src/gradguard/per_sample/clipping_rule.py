@@ -190,16 +190,15 @@ def layer_of(name: str) -> str:
     return f"{holder}.".partition(".parametrizations.")[0].strip(".")
 
 
-def describe(group: Sequence[str], names: Sequence[str]) -> str:
-    """Return what to call a group of parameters in a message, where ``names`` are all that are trained."""
+def _described(group: Sequence[str], names: Sequence[str]) -> str:
+    """What to call a group of parameters in a message, where ``names`` are all that are trained."""
     layers = {layer_of(name) for name in group}
-    if len(group) == 1:
-        return f"parameter {group[0]!r}"
     if len(group) == len(names):
         return "all parameters"
-    if len(layers) == 1:
+    if len(group) > 1 and len(layers) == 1:
         return f"layer {layers.pop()!r}"
-    return f"parameters {', '.join(map(repr, group))}"
+    plural = "s" if len(group) > 1 else ""
+    return f"parameter{plural} {', '.join(map(repr, group))}"
 
 
 def check_keys(norm_clipper: NormClipper, found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -252,14 +251,11 @@ def _name(norm_clipper: NormClipper) -> str:
 
 def _check_form(norm_clipper: NormClipper, found: Any, norms: list[Tensor]) -> None:
     call = f"{_name(norm_clipper)}.calc_clipping_factors"
-    if not isinstance(found, list | tuple) or not all(isinstance(factors, Tensor) for factors in found):
-        got = [type(f).__name__ for f in found] if isinstance(found, list | tuple) else type(found).__name__
-        raise InvalidTypeError(f"{call} returned {got}: expected a list of {len(norms)} tensors, like the norms.")
-    if len(found) != len(norms):
-        raise InvalidValueError(f"{call} returned {len(found)} tensors: expected {len(norms)}, as many as norms.")
+    _check_list(f"{call} returned", found, "tensors", len(norms))
     for part, (factors, norm) in enumerate(zip(found, norms, strict=True)):
-        if factors.is_complex():
-            raise InvalidTypeError(f"{call} returned factors of {factors.dtype}: expected real ones, like the norms.")
+        if not isinstance(factors, Tensor) or factors.is_complex():
+            kind = factors.dtype if isinstance(factors, Tensor) else type(factors).__name__
+            raise InvalidTypeError(f"{call} returned factors of {kind}: expected real tensors, like the norms.")
         if factors.shape != norm.shape or factors.device != norm.device:
             raise InvalidValueError(
                 f"{call} returned factors {part} of shape {tuple(factors.shape)} on {factors.device}: expected "
@@ -267,17 +263,17 @@ def _check_form(norm_clipper: NormClipper, found: Any, norms: list[Tensor]) -> N
             )
 
 
+def _check_list(where: str, found: Any, of: str, count: int) -> None:
+    if not isinstance(found, list | tuple):
+        raise InvalidTypeError(f"{where} {type(found).__name__}: expected a list of {count} {of}, like the norms.")
+    if len(found) != count:
+        raise InvalidValueError(f"{where} {len(found)} {of}: expected {count}, as many as norms.")
+
+
 def _checked_thresholds(norm_clipper: NormClipper, count: int) -> list[float]:
-    thresholds = norm_clipper.thresholds
-    if not isinstance(thresholds, list | tuple):
-        raise InvalidTypeError(
-            f"{_name(norm_clipper)}.thresholds is {type(thresholds).__name__}: expected a list of {count} numbers."
-        )
-    if len(thresholds) != count:
-        raise InvalidValueError(
-            f"{_name(norm_clipper)}.thresholds has {len(thresholds)} numbers: expected {count}, as many as norms."
-        )
-    return [non_negative(f"{_name(norm_clipper)}.thresholds[{i}]", value) for i, value in enumerate(thresholds)]
+    where, thresholds = f"{_name(norm_clipper)}.thresholds", norm_clipper.thresholds
+    _check_list(f"{where} has", thresholds, "numbers", count)
+    return [non_negative(f"{where}[{i}]", value) for i, value in enumerate(thresholds)]
 
 
 def _check_values(norm_clipper: NormClipper, part: int, factors: Tensor, norm: Tensor, threshold: float) -> None:
@@ -287,7 +283,8 @@ def _check_values(norm_clipper: NormClipper, part: int, factors: Tensor, norm: T
         return
     sample = int((wrong | excess).nonzero()[0])
     factor, length = float(factors[sample]), float(norm[sample])
-    where = f"sample {sample}, {_part(norm_clipper, part)}, with norm {length:.7g}"
+    group = norm_clipper.groups[part] if norm_clipper.groups else norm_clipper.names
+    where = f"sample {sample}, {_described(group, norm_clipper.names)}, with norm {length:.7g}"
     if wrong[sample]:
         raise InvalidValueError(
             f"{_name(norm_clipper)} gave the factor {factor:.7g} to {where}: expected one >= 0 that float32 can hold."
@@ -297,10 +294,6 @@ def _check_values(norm_clipper: NormClipper, part: int, factors: Tensor, norm: T
         f"{_name(norm_clipper)} gave the factor {factor:.7g} to {where}. The clipped norm {factor * length:.7g} "
         f"exceeds thresholds[{part}]={threshold:.7g}{above}: lower the factor, or state a higher threshold."
     )
-
-
-def _part(norm_clipper: NormClipper, part: int) -> str:
-    return describe(norm_clipper.groups[part], norm_clipper.names) if norm_clipper.groups else "all parameters"
 
 
 def _rounded_down(factors: Tensor) -> Tensor:

@@ -71,35 +71,37 @@ class Plans:
 
     def __init__(self, run: DryRun) -> None:
         sees = [_grows(run, i) for i in range(len(run.calls))]
-        treatments, uses, operations = _treatments(run, sees)
-        draws = _draws(run, sees)
+        uses, draws = [set(call.uses) for call in run.calls], [call.draws for call in run.calls]
         found: dict[nn.Module, list[CallPlan]] = defaultdict(list)
-        for i, call in enumerate(run.calls):
-            if treatments[i] is Treatment.VMAP_FALLBACK and draws[i]:
+        self.uses: list[frozenset[Slot]] = []
+        treated: dict[int, tuple[Treatment, Rule | None, Mapping[str, PlannedOperation]]] = {}
+        for i, call in reversed(list(enumerate(run.calls))):  # a call comes after its caller
+            treated[i] = Treatment.NOTHING, None, {}
+            if (
+                not sees[i] and call.caller >= 0
+            ):  # position embeddings, for example: a part of the code that called them
+                uses[call.caller] |= uses[i]
+                draws[call.caller] |= draws[i]
+            elif not sees[i] and uses[i]:
                 raise UnsupportedGradientError(
-                    f"the code of {type(call.module).__name__} uses parameters by itself and draws random numbers "
-                    "(F.dropout, say), so it cannot be run again for each sample. Move dropout into a layer of its own "
-                    "(nn.Dropout)."
+                    f"{type(call.module).__name__} was called by itself and returned the same for any number of "
+                    "samples, or nothing that can be looked into, so its parameters' gradients belong to no sample. "
+                    "Call it inside the module's forward, and return tensors, tuples, lists or dicts."
                 )
-            within_fallback = call.caller >= 0 and treatments[call.caller] is Treatment.VMAP_FALLBACK
-            tapped = treatments[i] in (Treatment.RULE, Treatment.VMAP_FALLBACK)
+            elif uses[i]:
+                treated[i] = _treatment(run, i, uses[i], draws[i])
+                self.uses.append(frozenset(uses[i]))
+        for i, call in enumerate(run.calls):
+            treatment, rule, operations = treated[i]
+            within_fallback = call.caller >= 0 and treated[call.caller][0] is Treatment.VMAP_FALLBACK
+            tapped = treatment in (Treatment.RULE, Treatment.VMAP_FALLBACK)
             needed = call.caller < 0 or tapped or (within_fallback and sees[i])
             inputs, outputs = run.axes(i) if needed else ([], [])
-            rule = rule_for(call.module) if treatments[i] is Treatment.RULE else None
-            plan = CallPlan(
-                treatments[i],
-                sees[i],
-                tuple(inputs),
-                tuple(outputs),
-                frozenset(uses[i]),
-                rule,
-                call.in_place,
-                operations.get(i, {}),
-            )
+            used = frozenset(uses[i])
+            plan = CallPlan(treatment, sees[i], tuple(inputs), tuple(outputs), used, rule, call.in_place, operations)
             found[call.module].append(plan)
         self._calls = {m: plans[:1] if plans.count(plans[0]) == len(plans) else plans for m, plans in found.items()}
         self.modules = set(found)
-        self.uses = [frozenset(uses[i]) for i, t in enumerate(treatments) if t is not Treatment.NOTHING]
         self._counts = {m: len(plans) for m, plans in found.items()}
 
     def of(self, module: nn.Module, call: int) -> CallPlan | None:
@@ -121,45 +123,23 @@ class Plans:
         return plans[call]
 
 
-def _treatments(
-    run: DryRun, sees: list[bool]
-) -> tuple[list[Treatment], list[set[Slot]], dict[int, dict[str, PlannedOperation]]]:
-    """How each call is treated, which parameters its own code uses, and the known operations with these."""
-    uses = [set(call.uses) for call in run.calls]
-    operations: dict[int, dict[str, PlannedOperation]] = {}
-    treatments = [Treatment.NOTHING] * len(uses)
-    for i in reversed(range(len(uses))):  # a call comes after its caller
-        call = run.calls[i]
-        if not uses[i]:
-            continue
-        if sees[i]:
-            own = {(m, slot) for m in call.module.modules() for slot in parameter_slots(m)}
-            has_rule = rule_for(call.module) is not None and uses[i] <= own
-            known = planned(call.operations, run.runs[1][i].operations)
-            if has_rule:
-                treatments[i] = Treatment.RULE
-            elif known is not None and uses[i] == {(call.module, slot) for slot in known}:
-                treatments[i], operations[i] = Treatment.OPERATIONS, known
-            else:
-                treatments[i] = Treatment.VMAP_FALLBACK
-        elif call.caller < 0:
-            raise UnsupportedGradientError(
-                f"{type(call.module).__name__} was called by itself and returned the same for any number of samples, "
-                "or nothing that can be looked into, so its parameters' gradients belong to no sample. Call it inside "
-                "the module's forward, and return tensors, tuples, lists or dicts."
-            )
-        else:  # position embeddings, for example: a part of the code that called them
-            uses[call.caller] |= uses[i]
-    return treatments, uses, operations
-
-
-def _draws(run: DryRun, sees: list[bool]) -> list[bool]:
-    """Which calls draw random numbers; a layer that sees no samples (dropout of positions) is part of its caller."""
-    draws = [call.draws for call in run.calls]
-    for i in reversed(range(len(draws))):
-        if draws[i] and not sees[i] and run.calls[i].caller >= 0:
-            draws[run.calls[i].caller] = True
-    return draws
+def _treatment(
+    run: DryRun, i: int, uses: set[Slot], draws: bool
+) -> tuple[Treatment, Rule | None, Mapping[str, PlannedOperation]]:
+    """How a call that uses trained parameters is treated; its rule, or its known operations."""
+    call, rule = run.calls[i], rule_for(run.calls[i].module)
+    if rule is not None and uses <= {(m, slot) for m in call.module.modules() for slot in parameter_slots(m)}:
+        return Treatment.RULE, rule, {}
+    known = planned(call.operations, run.runs[1][i].operations)
+    if known is not None and uses == {(call.module, slot) for slot in known}:
+        return Treatment.OPERATIONS, None, known
+    if draws:
+        raise UnsupportedGradientError(
+            f"the code of {type(call.module).__name__} uses parameters by itself and draws random numbers "
+            "(F.dropout, say), so it cannot be run again for each sample. Move dropout into a layer of its own "
+            "(nn.Dropout)."
+        )
+    return Treatment.VMAP_FALLBACK, None, {}
 
 
 def _grows(run: DryRun, i: int) -> bool:
@@ -332,22 +312,19 @@ class LayerPlanner:
 
     def _outermost(self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int]) -> CallPattern:
         """What is known without following the layers inside."""
-        slots = {slot for slot, name in self._names.items() if name in self._trained}
-        run = DryRun(module, arguments, self._batch_first, size, slots, self._observed_by, whole, self._seed, False)
+        run = self._dry_run(module, arguments, size, whole, self._seed, follows=False)
         return CallPattern(module, whole, [], run.axes(0)[1], run.changes_buffers, unowned=run.untold)
 
     def _dry_runs(self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int]) -> CallPattern:
         """One plan; or several where layers are left out by chance, so that each is seen."""
-        slots = {slot for slot, name in self._names.items() if name in self._trained}
-        if any(
-            getattr(m, slot).is_complex() for m in module.modules() for slot in parameter_slots(m) if (m, slot) in slots
-        ):
+        slots = self._slots()
+        missing = {m for m in module.modules() if any((m, slot) in slots for slot in parameter_slots(m))}
+        if any(getattr(m, slot).is_complex() for m, slot in slots if m in missing):
             raise UnsupportedGradientError("the rules of layers are for real parameters, and some here are complex.")
         plans: list[Plans] = []
         changes, untold = False, dict[int, str]()
-        missing = {m for m in module.modules() if any((m, slot) in slots for slot in parameter_slots(m))}
         for seed in range(self._seed, self._seed + _SEEDS):
-            run = DryRun(module, arguments, self._batch_first, size, slots, self._observed_by, whole, 7919 * seed)
+            run = self._dry_run(module, arguments, size, whole, 7919 * seed)
             plan = Plans(run)
             changes |= run.changes_buffers
             untold |= run.untold
@@ -358,6 +335,16 @@ class LayerPlanner:
                 break
         first = plans[0].of(module, 0)
         return CallPattern(module, whole, plans, first.outputs if first else (), changes, unowned=untold)
+
+    def _slots(self) -> set[Slot]:
+        """Where trained parameters are held."""
+        return {slot for slot, name in self._names.items() if name in self._trained}
+
+    def _dry_run(
+        self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int], seed: int, follows: bool = True
+    ) -> DryRun:
+        slots = self._slots()
+        return DryRun(module, arguments, self._batch_first, size, slots, self._observed_by, whole, seed, follows)
 
     def _shared_of(self, plans: Plans) -> set[str]:
         uses = Counter(self._names[slot] for used in plans.uses for slot in used)

@@ -224,12 +224,10 @@ class GradientCollector:
         self, layer: UsedLayer, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
     ) -> None:
         """A layer with a rule: compute its contributions."""
-        mini_batch = self._of(task)
         if all(grad is None for grad in grads):
+            self._of(task)
             return
-        if layer.leaves is not None:
-            mini_batch.tapped.add(layer.leaves)
-        mini_batch.expect(layer.batch_size, layer.module)
+        mini_batch = self._reached(layer, task)
         args, kwargs = layer.arguments.fill(saved[: len(layer.arguments)])
         outputs: list[Tensor | None] = list(saved[len(layer.arguments) :])
         call = LayerCall(
@@ -255,14 +253,13 @@ class GradientCollector:
                     f"{sorted(layer.names)} are trained. Is the weight computed by an old-style hook (weight_norm, "
                     "spectral_norm, prune)? Use torch.nn.utils.parametrizations in its place."
                 )
-            sizes = (
-                [magnitude(c) for c in contributions.values()] if layer.leaves is not None else []
-            )  # before any is held
+            measured = layer.leaves is not None
+            sizes = [magnitude(c) for c in contributions.values()] if measured else []  # before any is held
             added = {
                 layer.names[name]: mini_batch.add(layer.names[name], contribution, device)
                 for name, contribution in contributions.items()
             }
-            if layer.leaves is not None:
+            if measured:
                 floats = [t for t in (*saved, *grads) if t is not None and t.is_floating_point()]
                 size = torch.stack(sizes).nan_to_num(0.0, 0.0, 0.0).max()
                 precision = max(layer.precision, *(torch.finfo(t.dtype).eps for t in floats))
@@ -284,10 +281,7 @@ class GradientCollector:
         self, fallback: VmapFallback, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
     ) -> None:
         """The gradient of what a module's own code returned; those of what it called layers with are still to come."""
-        mini_batch = self._of(task)
-        mini_batch.expect(fallback.batch_size, fallback.module)
-        if fallback.leaves is not None:
-            mini_batch.tapped.add(fallback.leaves)
+        mini_batch = self._reached(fallback, task)
         fallback.saved, fallback.grads = saved, list(grads)
         mini_batch.fallbacks.append(fallback)
 
@@ -296,12 +290,8 @@ class GradientCollector:
     ) -> None:
         """The gradients of what a looped call returned."""
         del saved
-        mini_batch = self._of(task)
-        mini_batch.expect(loop.batch_size, loop.module)
-        if loop.leaves is not None:
-            mini_batch.tapped.add(loop.leaves)
         loop.grads = list(grads)
-        mini_batch.loops.append(loop)
+        self._reached(loop, task).loops.append(loop)
 
     def receive_witnessed(
         self, call: LoopedCall, saved: Sequence[Tensor], grads: Sequence[Tensor | None], task: int
@@ -329,14 +319,19 @@ class GradientCollector:
         Returns:
             False if it came in the outermost backward, or there is no such call.
         """
-        mini_batch = self.mini_batch
-        if mini_batch is None or mini_batch.task == task:
-            return False
-        verified = [loop.leaves for loop in mini_batch.loops if loop.leaves is not None and name in loop.places]
-        if len(verified) != 1:
-            return False
-        verified[0].add(name, gradient)
-        return True
+        loops = [] if self.mini_batch is None or self.mini_batch.task == task else self.mini_batch.loops
+        verified = [loop.leaves for loop in loops if loop.leaves is not None and name in loop.places]
+        if len(verified) == 1:
+            verified[0].add(name, gradient)
+        return len(verified) == 1
+
+    def _reached(self, call: UsedLayer | VmapFallback | LoopedCall, task: int) -> MiniBatch:
+        """The mini-batch that the running backward belongs to, which has come to what a call returned."""
+        mini_batch = self._of(task)
+        mini_batch.expect(call.batch_size, call.module)
+        if call.leaves is not None:
+            mini_batch.tapped.add(call.leaves)
+        return mini_batch
 
     def _of(self, task: int) -> MiniBatch:
         """The mini-batch that the running backward belongs to."""

@@ -16,14 +16,15 @@ An attribute that counts would make each call a new state. One that has changed 
 been still.
 """
 
+from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import chain
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,32 +45,18 @@ Place = tuple[str, Hashable]
 """What holds a value, and under which name."""
 
 
-@dataclass
-class _Container:
+class _Container(NamedTuple):
     """Something whose values are looked at.
 
     Attributes:
         name: Of it.
         values: Live view of its values.
         items: Gives names and values.
-        seen: Values when they were last looked at.
-        forms: Of these, but loose ones, by name.
-        rebuild: What is looked at depends on it.
-        attributes: They are attributes of a module, some of which are looked into.
     """
 
     name: str
     values: Iterable[Any]
     items: Callable[[], Iterable[tuple[Hashable, Any]]]
-    rebuild: bool = False
-    attributes: bool = False
-    seen: list[tuple[Hashable, Any]] = field(default_factory=list)
-    forms: tuple[tuple[Hashable, Hashable], ...] = ()
-
-    def look(self, loose: Mapping[Place, int]) -> None:
-        """Take note of what it holds."""
-        self.seen = list(self.items())
-        self.forms = tuple([(k, form_of(v)) for k, v in self.seen if (self.name, k) not in loose])
 
 
 class ModuleState:
@@ -87,26 +74,21 @@ class ModuleState:
         self._module = module
         self._numbers: dict[Hashable, int] = {}
         self._loose: dict[Place, int] = {}
-        self._passed: dict[Place, int] = {}
-        self._rebuilt: dict[Place, int] = {}
+        self._passed: Counter[Place] = Counter()
+        self._rebuilt: Counter[Place] = Counter()
+        self._containers: list[_Container] = []
+        self._held: dict[Place, Any] = {}
+        self._forms: dict[Place, Hashable] = {}
         self._changed: set[Place] = set()
-        self._calls = 0
-        self.nearer = 0
-        self._build()
+        self._calls = self.nearer = 0
+        self._number = self._look_closely()
 
     def look(self) -> int:
         """Return the number of the state that the module is in, before a call."""
         self._calls += 1
-        if all(map(is_, chain(chain.from_iterable(self._views), (_END,)), self._known)) and all(
-            map(is_, map(type, self._modules), self._types)
-        ):
-            return self._number
-        return self._look_closely()
-
-    @property
-    def is_new(self) -> bool:
-        """Whether anything has changed since the model was last tried out."""
-        return bool(self._changed)
+        if not all(map(is_, self._values(), self._known)) or not all(map(is_, map(type, self._modules), self._types)):
+            self._number = self._look_closely()
+        return self._number
 
     def passed(self) -> int:
         """The model has been tried out in a new state, and passed.
@@ -116,76 +98,46 @@ class ModuleState:
         Returns:
             The number that this state has from now on.
         """
-        limits = {place: self._limit(place) for place in self._changed}
-        for place in self._changed:
-            self._passed[place] = self._passed.get(place, 0) + 1
-        loose = {place for place, limit in limits.items() if self._passed[place] >= limit}
+        self._passed.update(self._changed)
+        loose = [place for place in self._changed if self._passed[place] >= self._limit(place)]
         self._changed = set()
         if loose:
             self._loose |= dict.fromkeys(loose, self._calls)
-            self._build()
+            self._number = self._look_closely()
         return self._number
 
     def _limit(self, place: Place) -> int:
-        values = [v for c in self._containers if c.name == place[0] for k, v in c.seen if k == place[1]]
-        number = [isinstance(v, int | float | _Items) and not isinstance(v, bool) for v in values]
-        return _PASSED_AS_NUMBER if any(number) else _PASSED
+        value = self._held.get(place)
+        return _PASSED_AS_NUMBER if isinstance(value, int | float | _Items) and type(value) is not bool else _PASSED
+
+    def _values(self) -> Iterator[Any]:
+        return chain(chain.from_iterable([c.values for c in self._containers]), (_END,))
 
     def _look_closely(self) -> int:
-        """Something was rebound: see whether that makes another state."""
-        rebuild = [type(m) for m in self._modules] != self._types
-        forms = False
-        for container in self._containers:
-            seen = container.seen
-            now = list(container.items())
-            if len(now) == len(seen) and all(a[1] is b[1] and a[0] == b[0] for a, b in zip(now, seen, strict=True)):
-                continue
-            before = container.forms
-            rebuild |= container.rebuild
-            for key, values in _rebound(seen, now).items():
-                place = container.name, key
-                if place in self._loose:
-                    self.nearer += self._calls - self._loose[place]
-                    self._loose[place] = self._calls
-                elif container.attributes and any(map(_is_looked_into, values)):
-                    rebuild = True
-                    self._rebuilt[place] = self._rebuilt.get(place, 0) + 1
-                    if self._rebuilt[place] > _PASSED:  # a list that is made anew in each call
-                        self._loose[place] = self._calls
-            container.look(self._loose)
-            if container.forms != before:
-                forms = True
-                different = _differing(before, container.forms)
-                self._changed |= {(container.name, key) for key in different}
-        if rebuild:
-            self._build()
-        else:
-            self._known = self._flat()
-            if forms:
-                self._number = self._number_of()
-        return self._number
-
-    def _flat(self) -> list[Any]:
-        return [*chain.from_iterable(self._views), _END]
-
-    def _number_of(self) -> int:
-        state = tuple(self._types), tuple([(c.name, c.forms) for c in self._containers])
-        return self._numbers.setdefault(state, len(self._numbers))
-
-    def _build(self) -> None:
-        """Find what is to be looked at."""
-        before = {c.name: c for c in getattr(self, "_containers", [])}
+        """Something was rebound, or may have been: return the number of the state that this makes."""
+        names, held, forms = {c.name for c in self._containers}, self._held, self._forms
         self._modules = list(self._module.modules())
         self._types = [type(m) for m in self._modules]
         self._containers = [c for c in _containers(self._module, self._loose) if (c.name, "") not in self._loose]
-        self._views = [c.values for c in self._containers]
-        for container in self._containers:
-            container.look(self._loose)
-            if container.name in before:
-                different = {(container.name, k) for k in _differing(before[container.name].forms, container.forms)}
-                self._changed |= different - self._loose.keys()
-        self._known = self._flat()
-        self._number = self._number_of()
+        self._known = list(self._values())
+        self._held = {(c.name, key): value for c in self._containers for key, value in c.items()}
+        common = names.intersection([c.name for c in self._containers])
+        rebound = {p: (held.get(p, _END), self._held.get(p, _END)) for p in held.keys() | self._held.keys()}
+        rebound = {p: values for p, values in rebound.items() if p[0] in common and values[0] is not values[1]}
+        for place, values in rebound.items():
+            if place in self._loose:
+                self.nearer += self._calls - self._loose[place]
+                self._loose[place] = self._calls
+            elif any(map(_is_looked_into, values)):
+                self._rebuilt[place] += 1
+                if self._rebuilt[place] > _PASSED:  # a list that is made anew in each call
+                    self._loose[place] = self._calls
+        followed = {place: value for place, value in self._held.items() if place not in self._loose}
+        self._forms = {p: forms[p] if p in forms and held[p] is v else form_of(v) for p, v in followed.items()}
+        different = {p for p in rebound if forms.get(p, _END) != self._forms.get(p, _END)}
+        self._changed |= different - self._loose.keys()
+        state = tuple(self._types), tuple(self._forms.items())
+        return self._numbers.setdefault(state, len(self._numbers))
 
 
 def _containers(module: nn.Module, loose: Container[Place]) -> Iterator[_Container]:
@@ -194,8 +146,8 @@ def _containers(module: nn.Module, loose: Container[Place]) -> Iterator[_Contain
     classes: dict[type, None] = {}
     for prefix, layer in module.named_modules():
         name = prefix or "module"
-        yield _Container(name, vars(layer).values(), vars(layer).items, attributes=True)
-        yield _of_dict(f"{name}: layers", layer_slots(layer), rebuild=True)
+        yield _of_dict(name, vars(layer))
+        yield _of_dict(f"{name}: layers", layer_slots(layer))
         yield _of_dict(f"{name}: buffers", buffer_slots(layer))
         for i, table in enumerate(hook_tables_of(layer)):
             yield _of_hooks(f"{name}: hooks {i}", table)
@@ -212,8 +164,8 @@ def _containers(module: nn.Module, loose: Container[Place]) -> Iterator[_Contain
             yield _of_dict(f"class {kind.__module__}.{kind.__qualname__}", vars(kind))
 
 
-def _of_dict(name: str, held: Mapping[Any, Any], rebuild: bool = False) -> _Container:
-    return _Container(name, held.values(), held.items, rebuild)
+def _of_dict(name: str, held: Mapping[Any, Any]) -> _Container:
+    return _Container(name, held.values(), held.items)
 
 
 def _of_hooks(name: str, table: Mapping[int, Any]) -> _Container:
@@ -245,21 +197,6 @@ def _is_looked_into(value: Any) -> bool:
     return bool(held) and all(isinstance(one, (*_PLAIN, list, dict, tuple, set)) for one in held.values())
 
 
-def _differing(before: Iterable[tuple[Hashable, Any]], now: Iterable[tuple[Hashable, Any]]) -> set[Hashable]:
-    """The names under which another form is held, or none."""
-    old, new = dict(before), dict(now)
-    return {key for key in old.keys() | new.keys() if old.get(key, _END) != new.get(key, _END)}
-
-
-def _rebound(
-    before: Iterable[tuple[Hashable, Any]], now: Iterable[tuple[Hashable, Any]]
-) -> dict[Hashable, tuple[Any, Any]]:
-    """The names under which another object is held, with what was and what is."""
-    old, new = dict(before), dict(now)
-    pairs = {key: (old.get(key, _END), new.get(key, _END)) for key in old.keys() | new.keys()}
-    return {key: (was, value) for key, (was, value) in pairs.items() if was is not value}
-
-
 @dataclass(frozen=True, eq=False)
 class _Itself:
     """One object, kept so that no other takes its address."""
@@ -277,24 +214,25 @@ def form_of(value: Any, depth: int = 3) -> Hashable:
     """What of a value decides a graph."""
     if isinstance(value, _PLAIN):
         return type(value), value
-    if isinstance(value, tuple):
-        return type(value), tuple([form_of(one, depth - 1) for one in value]) if depth else len(value)
-    if isinstance(value, partial):
-        held = (value.func, *value.args, *value.keywords.values())
-        return partial, tuple([form_of(one, depth - 1) for one in held]) if depth else ()
-    if isinstance(value, MethodType):
-        return _Itself(value.__self__), form_of(value.__func__, depth)
-    if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        held = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return value.__code__, tuple([form_of(one, depth - 1) for one in held]) if depth else ()
     if isinstance(value, staticmethod | classmethod):
         return form_of(value.__func__, depth)
     if isinstance(value, property):
         return form_of(value.fget, depth)
+    if isinstance(value, MethodType):
+        return _Itself(value.__self__), form_of(value.__func__, depth)
     if isinstance(value, BuiltinFunctionType | type):
         return _Itself(value)
-    return type(value)
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        held = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    elif isinstance(value, partial):
+        held = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, tuple):
+        held = value
+    else:
+        return type(value)
+    kind = value.__code__ if isinstance(value, FunctionType) else type(value)
+    return kind, tuple([form_of(one, depth - 1) for one in held]) if depth else len(held)
 
 
 def _is_filled(cell: Any) -> bool:

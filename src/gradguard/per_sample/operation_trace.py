@@ -14,6 +14,7 @@ through it are known, only one that puts two functions next to each other which 
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from numbers import Number
 from types import FunctionType
@@ -181,7 +182,7 @@ class KnownOperations:
     def __init__(self) -> None:
         self._ways: set[int] = set()
         self._numbers: dict[tuple[int, int], list[Any]] = {}
-        self._changes: dict[tuple[int, int, int], int] = {}
+        self._changes: Counter[tuple[int, int, int]] = Counter()
         self._pairs: set[Any] = set()
         self._news = 0
 
@@ -192,7 +193,7 @@ class KnownOperations:
             new = len(self._ways) <= _MOST_WAYS
         elif way in self._ways:
             changed = self._changed(way, trace.numbers, batch_size)
-            new = any(self._changes.get((batch_size, way, i), 0) < _PASSED for i in changed)
+            new = any(self._changes[batch_size, way, i] < _PASSED for i in changed)
         else:
             new = len(self._ways) < _MOST_WAYS or not trace.pairs <= self._pairs
         self._news += new
@@ -212,6 +213,5 @@ class KnownOperations:
         if len(self._ways) < _MOST_WAYS:
             self._ways.add(way)
         if batch_size is not None and way in self._ways:
-            for i in self._changed(way, trace.numbers, batch_size):
-                self._changes[batch_size, way, i] = self._changes.get((batch_size, way, i), 0) + 1
+            self._changes.update([(batch_size, way, i) for i in self._changed(way, trace.numbers, batch_size)])
             self._numbers[batch_size, way] = trace.numbers

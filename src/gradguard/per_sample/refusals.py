@@ -2,13 +2,14 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
+from gradguard.arguments import check_whole
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
@@ -38,30 +39,28 @@ def check_options(
         InvalidTypeError: If one is of another type.
         InvalidValueError: If a word is not one of those that are known.
     """
-    if not isinstance(norm_clipper, NormClipper):
-        raise InvalidTypeError(
-            f"norm_clipper: expected a NormClipper such as gg.FlatNormClipper(1.0), got {norm_clipper!r}."
-        )
-    for name, value, expected in (
+    kinds: tuple[tuple[str, Any, Any, str], ...] = (
+        ("norm_clipper", norm_clipper, NormClipper, "a NormClipper such as gg.FlatNormClipper(1.0)"),
+        ("batch_first", batch_first, bool, "True or False"),
+        ("noise_scale", noise_scale, int, "True, False, or a number of steps"),
+        ("scaler", scaler, torch.amp.GradScaler | None, "a torch.amp.GradScaler"),
+    )
+    for name, value, kind, expected in kinds:
+        if not isinstance(value, kind):
+            raise InvalidTypeError(f"{name}={value!r}: expected {expected}, got {type(value).__name__}.")
+    check_whole("noise_scale", int(noise_scale), 0)
+    for name, value, words in (
         ("loss_reduction", loss_reduction, ("mean", "sum", "token_mean")),
         ("mode", mode, ("fast", "exact")),
         ("check", check, (True, False, "warn")),
     ):
-        if value not in expected:
-            raise InvalidValueError(f"{name}={value!r}: expected {' or '.join(map(repr, expected))}.")
+        if value not in words:
+            raise InvalidValueError(f"{name}={value!r}: expected {' or '.join(map(repr, words))}.")
     if loss_reduction == "token_mean" and check is not True:
         raise InvalidValueError(
             f"loss_reduction='token_mean' with check={check!r}: the numbers of rows are read from the loss's graph, "
             "which check=True does."
         )
-    if not isinstance(batch_first, bool):
-        raise InvalidTypeError(f"batch_first={batch_first!r}: expected True or False.")
-    if not isinstance(noise_scale, int):
-        raise InvalidTypeError(f"noise_scale={noise_scale!r}: expected True, False, or a number of steps.")
-    if noise_scale < 0:
-        raise InvalidValueError(f"noise_scale={noise_scale}: expected every how many steps it is measured, 1 or more.")
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise InvalidTypeError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}.")
 
 
 def refuse_unsupported(module: nn.Module) -> None:
@@ -212,22 +211,17 @@ def refuse_batch_norm(module: nn.Module) -> None:
             )
 
 
-class Waiting(Protocol):
-    """What may have clipped mini-batches that nobody has taken."""
+_watching: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Clippers, which may have clipped mini-batches that nobody has taken."""
 
-    def refuse_early_step(self, optimizer: Optimizer) -> None:
-        """Raise an error if ``optimizer`` is about to step without them."""
-
-
-_watching: "weakref.WeakSet[Waiting]" = weakref.WeakSet()
 _removals: list[Callable[[], None]] = []
 """Take off what is on all optimizers and GradScalers while anything is watching."""
 
 
-def watch_steps_and_scalers(clipper: Waiting) -> Callable[[], None]:
+def watch_steps_and_scalers(clipper: Any) -> Callable[[], None]:
     """Let ``clipper``, which is not kept alive, refuse early steps, and notice GradScalers; return what ends that."""
     if not _removals:
-        _removals.extend([EveryStep(_before, _after).remove, notice_scaled_losses()])
+        _removals.extend([EveryStep(_before, lambda optimizer: None).remove, notice_scaled_losses()])
     _watching.add(clipper)
 
     def end() -> None:
@@ -243,7 +237,3 @@ def _before(optimizer: Optimizer, evaluations: int) -> None:
     del evaluations
     for clipper in list(_watching):
         clipper.refuse_early_step(optimizer)
-
-
-def _after(optimizer: Optimizer) -> None:
-    del optimizer

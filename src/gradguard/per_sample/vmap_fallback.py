@@ -8,7 +8,7 @@ is exact and the layers are not run twice.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -106,14 +106,12 @@ class VmapFallback:
         Raises:
             UnsupportedGradientError: If the code cannot be run again for one sample, or gives something else then.
         """
-        names = list(self.aliases)
-        values = [self.values[name] for name in names]
         axes, results = self._axes()
         tensors = [*self.saved, *self.results, *results]
         owners = [_owned(t, axis, self.batch_size) for t, axis in zip(tensors, axes, strict=True)]
         with self._set_up():
-            gradients, errors = self._differentiate(names, values, owners)
-        by_name = dict(zip(names, gradients, strict=True))
+            gradients, errors = self._differentiate([self.values[name] for name in self.aliases], owners)
+        by_name = dict(zip(self.aliases, gradients, strict=True))
         self._check(errors, by_name)
         return by_name
 
@@ -133,36 +131,32 @@ class VmapFallback:
         filled = [torch.zeros_like(r) if g is None else g for g, r in zip(grads, self.results, strict=True)]
         return [*self.axes, *given, *results, *results], filled
 
-    def _differentiate(
-        self, names: list[str], values: list[Tensor], owners: list[tuple[Tensor, int | None, int | None]]
-    ) -> tuple[list[Tensor], Tensor]:
-        tensors, dims = [o[0] for o in owners], tuple(o[1] for o in owners)
-        inserted = [o[2] for o in owners]
+    def _differentiate(self, values: list[Tensor], owners: list["_Owned"]) -> tuple[list[Tensor], Tensor]:
         if not self.batch_size:
             return [v.new_zeros(0, *v.shape) for v in values], torch.zeros(0)
 
         def one_sample(parameters: list[Tensor], *pieces: Tensor) -> tuple[Tensor, Tensor]:
-            whole = [p if d is None else p.unsqueeze(d) for p, d in zip(pieces, inserted, strict=True)]
-            return self._surrogate(dict(zip(names, parameters, strict=True)), whole)
+            whole = [
+                piece if owned.inserted is None else piece.unsqueeze(owned.inserted)
+                for piece, owned in zip(pieces, owners, strict=True)
+            ]
+            return self._surrogate(dict(zip(self.aliases, parameters, strict=True)), whole)
 
         gradient = torch.func.grad(one_sample, has_aux=True)
-        row = sum(v.numel() * v.element_size() for v in values)
-        chunk = max(1, min(self.batch_size, _CHUNK // max(1, row)))
+        chunk = max(1, min(self.batch_size, _CHUNK // max(1, sum(v.nbytes for v in values))))
         try:
-            vectorized = torch.func.vmap(gradient, in_dims=(None, *dims), chunk_size=chunk)
-            gradients, errors = vectorized(values, *tensors)
+            vectorized = torch.func.vmap(gradient, in_dims=(None, *[o.dim for o in owners]), chunk_size=chunk)
+            gradients, errors = vectorized(values, *[o.tensor for o in owners])
         except UnsupportedGradientError:
             raise
         except Exception:  # what torch.func cannot do at once is done sample by sample
-            gradients, errors = self._loop(one_sample, values, tensors, dims)
+            gradients, errors = self._loop(one_sample, values, owners)
         return [wide(g) for g in gradients], errors
 
-    def _loop(
-        self, one_sample: OneSample, values: list[Tensor], tensors: list[Tensor], dims: Sequence[int | None]
-    ) -> tuple[list[Tensor], Tensor]:
+    def _loop(self, one_sample: OneSample, values: list[Tensor], owners: list["_Owned"]) -> tuple[list[Tensor], Tensor]:
         rows, errors = [], []
         for i in range(self.batch_size):
-            pieces = [t if d is None else t.select(d, i) for t, d in zip(tensors, dims, strict=True)]
+            pieces = [owned.tensor if owned.dim is None else owned.tensor.select(owned.dim, i) for owned in owners]
             leaves = [v.clone().requires_grad_() for v in values]
             with torch.enable_grad():
                 surrogate, error = one_sample(leaves, *pieces)
@@ -248,19 +242,15 @@ class VmapFallback:
         size = torch.stack([size.double() for size in sizes]).nan_to_num(0.0, 0.0).max() if sizes else 0.0
         off = [off_from_sum(Materialized(gradients[name]), plain.get(name), precision, size) for name in names]
         look = torch.stack([worst.double(), *off]).tolist()  # one look at the device
-        if look[0] > 1:
-            raise UnsupportedGradientError(
-                self._differs("for one sample it computes other values (does it draw random numbers, or mix samples?)")
-            )
-        for name, error in zip(names, look[1:], strict=True):
+        words = ["for one sample it computes other values (does it draw random numbers, or mix samples?)"]
+        words += [
+            f"the samples' gradients of {name} do not add up to its plain gradient. Does a value that it makes reach "
+            "the loss in another way than through what it returns (an attribute, a list, a hook)?"
+            for name in names
+        ]
+        for error, what in zip(look, words, strict=True):
             if error > 1:
-                raise UnsupportedGradientError(
-                    self._differs(
-                        f"the samples' gradients of {name} do not add up to its plain gradient. Does a value that it "
-                        "makes reach the loss in another way than through what it returns (an attribute, a list, a "
-                        "hook)?"
-                    )
-                )
+                raise UnsupportedGradientError(self._differs(what))
 
     def _autocast_precision(self) -> float:
         return torch.finfo(self.autocast[1]).eps if self.autocast else 0.0
@@ -278,15 +268,28 @@ def _is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _owned(tensor: Tensor, axis: BatchAxis | None, batch_size: int) -> tuple[Tensor, int | None, int | None]:
-    """The tensor, the dimension that torch.func maps over, and the dimension of size 1 that a sample lacks then."""
+class _Owned(NamedTuple):
+    """A tensor, and where its samples are.
+
+    Attributes:
+        tensor: The tensor.
+        dim: The dimension that torch.func maps over; None if it belongs to no sample.
+        inserted: The dimension of size 1 that a sample lacks then.
+    """
+
+    tensor: Tensor
+    dim: int | None
+    inserted: int | None = None
+
+
+def _owned(tensor: Tensor, axis: BatchAxis | None, batch_size: int) -> _Owned:
     if axis is None:
-        return tensor, None, None
+        return _Owned(tensor, None)
     if tensor.shape[axis.dim] == batch_size:
-        return tensor, axis.dim, axis.dim
+        return _Owned(tensor, axis.dim, axis.dim)
     if axis.last:
-        return tensor.unflatten(axis.dim, (-1, batch_size)), axis.dim + 1, None
-    return tensor.unflatten(axis.dim, (batch_size, -1)), axis.dim, None
+        return _Owned(tensor.unflatten(axis.dim, (-1, batch_size)), axis.dim + 1)
+    return _Owned(tensor.unflatten(axis.dim, (batch_size, -1)), axis.dim)
 
 
 @contextmanager

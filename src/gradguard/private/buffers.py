@@ -5,7 +5,8 @@ import warnings
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.torch_private import InstanceNormalization, buffer_slots, instance_norms, version_of
+from gradguard.per_sample.call_arguments import changes_of
+from gradguard.torch_private import buffer_slots, instance_norms
 
 
 def refuse_running_statistics(module: nn.Module) -> None:
@@ -15,7 +16,7 @@ def refuse_running_statistics(module: nn.Module) -> None:
         UnsupportedGradientError: If an instance normalization does, in training mode. (BatchNorm is refused anyway.)
     """
     for name, layer in module.named_modules():
-        if isinstance(layer, instance_norms()) and layer.training and _is_tracking(layer):
+        if isinstance(layer, instance_norms()) and layer.training and layer.running_mean is not None:
             raise UnsupportedGradientError(
                 f"{name or 'the model'} is an {type(layer).__name__} with track_running_stats=True in training mode: "
                 f"its running statistics are averages over samples without noise, and are saved with the model. Make "
@@ -34,13 +35,8 @@ class BufferWatch:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._places = [
-            (f"{prefix}.{slot}" if prefix else slot, layer, slot)
-            for prefix, layer in module.named_modules()
-            for slot in buffer_slots(layer)
-        ]
-        self._instance_norms = [m for m in module.modules() if isinstance(m, instance_norms())]
-        self._before: dict[str, tuple[Tensor | None, int]] = {}
+        self._before = _buffers_of(module)
+        self._told: set[str] = set()
 
     def begin(self) -> None:
         """A batch is handed out.
@@ -48,36 +44,34 @@ class BufferWatch:
         Raises:
             UnsupportedGradientError: If a layer has begun to keep statistics: the model was set to training mode.
         """
-        if self._instance_norms:
-            refuse_running_statistics(self._module)
-        self._before = {name: _state(layer, slot) for name, layer, slot in self._places}
+        refuse_running_statistics(self._module)
+        self._before = _buffers_of(self._module)
 
     def check(self) -> None:
         """The batch has gone through the model."""
-        changed = [name for name, layer, slot in self._places if self._has_changed(name, layer, slot)]
+        now = _buffers_of(self._module)
+        changed = [
+            name for name in now.keys() & self._before.keys() - self._told if self._has_changed(name, *now[name])
+        ]
         if not changed:
             return
-        self._places = [place for place in self._places if place[0] not in changed]
+        self._told.update(changed)
         warnings.warn(
-            f"buffer {', '.join(map(repr, changed))} of the model changed in a training step. If what it holds comes "
-            f"from the samples, epsilon does not cover it: it has no noise, later gradients may depend on it, and it "
-            f"is saved with the model. Keep it constant in training, or update it from parameters only.",
+            f"buffer {', '.join(map(repr, changed))} of the model changed in a training step. If what it holds "
+            f"comes from the samples, epsilon does not cover it: it has no noise, later gradients may depend on it, "
+            f"and it is saved with the model. Keep it constant in training, or update it from parameters only.",
             stacklevel=4,
         )
 
-    def _has_changed(self, name: str, layer: nn.Module, slot: str) -> bool:
-        before, version = self._before.get(name, (None, 0))
-        now, new_version = _state(layer, slot)
-        if now is None or not now.is_floating_point():
-            return False
-        return now is not before or new_version != version
+    def _has_changed(self, name: str, now: Tensor | None, version: int) -> bool:
+        before, old_version = self._before[name]
+        return now is not None and now.is_floating_point() and (now is not before or version != old_version)
 
 
-def _is_tracking(layer: InstanceNormalization) -> bool:
-    return layer.running_mean is not None or layer.running_var is not None
-
-
-def _state(layer: nn.Module, slot: str) -> tuple[Tensor | None, int]:
-    """The tensor that is a buffer now, and its version; tensors of inference mode have none and never change."""
-    buffer = buffer_slots(layer).get(slot)
-    return buffer, 0 if buffer is None or buffer.is_inference() else version_of(buffer)
+def _buffers_of(module: nn.Module) -> dict[str, tuple[Tensor | None, int]]:
+    """Each buffer, and how often it was written into."""
+    return {
+        f"{prefix}.{slot}".lstrip("."): (buffer, 0 if buffer is None else changes_of(buffer))
+        for prefix, layer in module.named_modules()
+        for slot, buffer in buffer_slots(layer).items()
+    }

@@ -1,7 +1,6 @@
 """Private training in one call."""
 
 import math
-import os
 import warnings
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from gradguard.distributed.groups import (
 )
 from gradguard.distributed.placements import is_sharded
 from gradguard.distributed.wrappers import refuse_wrapped
-from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.clipping_rule import NormClipper
 from gradguard.per_sample.norm_clippers import FlatNormClipper, QuantileNormClipper
@@ -131,27 +130,48 @@ def make_private(
     if group is None:
         refuse_wrapped(model.parameters())
     rank, world_size = rank_and_size(group)
+    parts = gradient_accumulation_steps
+    _refuse_both("how to clip", max_grad_norm=max_grad_norm, norm_clipper=norm_clipper)
+    _refuse_both("how long training is", epochs=epochs, steps=steps)
+    _refuse_both(
+        "how to cut batches", gradient_accumulation_steps=parts, max_physical_batch_size=max_physical_batch_size
+    )
+    for name, number in (
+        ("epochs", epochs),
+        ("steps", steps),
+        ("max_physical_batch_size", max_physical_batch_size),
+        ("gradient_accumulation_steps", parts),
+    ):
+        if number is not None:
+            check_whole(name, number)
+    if parts is not None and not poisson_sampling:
+        raise InvalidValueError(
+            f"gradient_accumulation_steps={parts} cuts Poisson batches, and poisson_sampling=False has none: leave "
+            f"one of them out."
+        )
     module, size = unwrapped(model), check_loader(loader, poisson_sampling, world_size)
-    rule = _norm_clipper(max_grad_norm, norm_clipper, world_size, secure)
-    _check_parts(max_physical_batch_size, gradient_accumulation_steps, poisson_sampling)
+    rule = FlatNormClipper(1.0 if max_grad_norm is None else max_grad_norm) if norm_clipper is None else norm_clipper
+    refuse_local_thresholds(rule, world_size)
     parameters = _check_parameters(module, optimizer)
     refuse_running_statistics(module)
 
-    parts = gradient_accumulation_steps
     batch_size = min(loader.batch_size * world_size * (parts or 1), size)  # type: ignore[operator]
-    key = from_first_rank(
-        key_from(seed, "sampling") if seed is not None else os.urandom(32), group, parameters[0].device
-    )
+    key = from_first_rank(key_from(seed, "sampling"), group, parameters[0].device)
     noise = GaussianNoise(seed, secure=secure)
     batches = None
     if poisson_sampling:
         batches = PoissonBatches(size, batch_size / size, seed=seed, rank=rank, world_size=world_size, key=key)
     rate, of_epoch = (1.0, 1) if batches is None else (batches.sample_rate, batches.steps)
     multiplier, planned = _noise_multiplier(
-        noise_multiplier, target_epsilon, target_delta, rate, _planned(epochs, steps, of_epoch), accountant
+        noise_multiplier, target_epsilon, target_delta, rate, steps if epochs is None else epochs * of_epoch, accountant
     )
     of_gradients = multiplier
     if isinstance(rule, QuantileNormClipper):
+        if secure and rule.generator is not None:
+            raise InvalidValueError(
+                "secure=True with a QuantileNormClipper that has a generator: make it without one, then the noise on "
+                "its count comes from the operating system."
+            )
         rule.expected_batch_size = batch_size
         of_gradients = rule.noise_multiplier_for_gradients(multiplier)
     _check_delta(target_delta, size)
@@ -175,23 +195,15 @@ def make_private(
     return private
 
 
-def _norm_clipper(
-    max_grad_norm: float | None, norm_clipper: NormClipper | None, world_size: int, secure: bool
-) -> NormClipper:
-    if norm_clipper is None:
-        return FlatNormClipper(1.0 if max_grad_norm is None else max_grad_norm)
-    if max_grad_norm is not None:
-        raise InvalidValueError(
-            f"max_grad_norm={max_grad_norm} and norm_clipper={norm_clipper!r} both say how to clip: give one of them."
-        )
-    if isinstance(norm_clipper, QuantileNormClipper):
-        refuse_local_thresholds(norm_clipper, world_size)
-        if secure and norm_clipper.generator is not None:
-            raise InvalidValueError(
-                "secure=True with a QuantileNormClipper that has a generator: make it without one, then the noise on "
-                "its count comes from the operating system."
-            )
-    return norm_clipper
+def _refuse_both(what: str, **given: Any) -> None:
+    """Check that at most one of two arguments was given.
+
+    Raises:
+        InvalidValueError: If both were.
+    """
+    if None not in given.values():
+        both = " and ".join([f"{name}={value!r}" for name, value in given.items()])
+        raise InvalidValueError(f"{both} both say {what}: give one of them.")
 
 
 def _check_parameters(module: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -205,33 +217,6 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer) -> list[nn.Parame
             f"gradients would be neither clipped nor noised. Make one model that holds all that is trained."
         )
     return list(module.parameters())
-
-
-def _check_parts(max_physical_batch_size: int | None, parts: int | None, poisson_sampling: bool) -> None:
-    if max_physical_batch_size is not None:
-        check_whole("max_physical_batch_size", max_physical_batch_size)
-    if parts is None:
-        return
-    check_whole("gradient_accumulation_steps", parts)
-    if max_physical_batch_size is not None:
-        raise InvalidValueError(
-            f"gradient_accumulation_steps={parts} and max_physical_batch_size={max_physical_batch_size} both say how "
-            f"to cut logical batches: give one of them."
-        )
-    if not poisson_sampling:
-        raise InvalidValueError(
-            f"gradient_accumulation_steps={parts} cuts Poisson batches, and poisson_sampling=False has none: leave "
-            f"one of them out."
-        )
-
-
-def _planned(epochs: int | None, steps: int | None, of_epoch: int) -> int | None:
-    """Return the number of steps that share the target epsilon."""
-    if epochs is not None and steps is not None:
-        raise InvalidValueError(f"epochs={epochs} and steps={steps} both say how long training is: give one of them.")
-    if steps is not None:
-        return check_whole("steps", steps)
-    return None if epochs is None else check_whole("epochs", epochs) * of_epoch
 
 
 def _noise_multiplier(

@@ -5,8 +5,8 @@ as fast as the ordinary weight gradient. Where a map has few positions and a wei
 networks), norms come from pairs of positions of the unfolded input instead, without any gradient.
 """
 
-from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from gradguard.per_sample.contributions import (
     wide,
 )
 from gradguard.per_sample.layers.call import LayerCall
-from gradguard.torch_private import Convolution, convolutions
+from gradguard.torch_private import Convolution
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _PATCHES = 16 << 20
@@ -35,8 +35,8 @@ def convolution(call: LayerCall) -> dict[str, Contribution]:
     inputs, grad = channel_frames(call)
     contributions: dict[str, Contribution] = {}
     if "weight" in call.wanted:
-        kernel = _kernel(call.module, inputs, grad)
-        contributions["weight"] = Materialized(kernel.correlations()) if kernel.depthwise else ConvolutionWeight(kernel)
+        weight = ConvolutionWeight(call.module, inputs, grad)
+        contributions["weight"] = Materialized(weight.correlations()) if weight.depthwise else weight
     if "bias" in call.wanted:
         contributions["bias"] = Materialized(channel_sums(grad))
     return contributions
@@ -71,47 +71,41 @@ def channel_sums(values: Tensor) -> Tensor:
 class ConvolutionWeight(Recomputed):
     """Per-sample gradients of a convolution's weight.
 
+    Args:
+        module: The convolution.
+        inputs: ``[B, k, C, *size]``.
+        grad: Of its output, likewise.
+
     Attributes:
-        few_positions: Whether norms cost less from pairs of positions than from gradients.
+        few_positions: Norms take less time from pairs of positions than from gradients.
     """
 
-    def __init__(self, kernel: "_Kernel") -> None:
-        super().__init__(kernel.shape, len(kernel.grad), kernel.rows, kernel.weighted_sum)
-        self.few_positions = kernel.few_positions
-        self._kernel = kernel
+    def __init__(self, module: Any, inputs: Tensor, grad: Tensor) -> None:
+        dimensions = len(module.kernel_size)
+        if grad.dim() != dimensions + 3:
+            raise UnsupportedGradientError(
+                f"{type(module).__name__} got a gradient of shape {tuple(grad.shape[2:])} for each map; expected a "
+                f"channel and {dimensions} more dimensions. Give the layer an input with a batch dimension, "
+                "x.unsqueeze(0)."
+            )
+        self.shape, self.batch_size, self.chunk = module.weight.shape, len(grad), len(grad)
+        self._inputs, self._grad, self._groups = inputs, grad, module.groups
+        self._stride, self._dilation = module.stride, module.dilation
+        self._transposed = isinstance(module, _TRANSPOSED)
+        self._padding, self._margins = _padding(module) if not self._transposed else (module.padding, [])
+        self._mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        self._output_padding = _output_padding(module, inputs, grad) if self._transposed else (0,) * dimensions
+        # T(l + r) = l r would be as many products for the norms of [l, r]; the 3, measured, pays for the unfolding.
+        height, width = self.shape[0] // self._groups, prod(self.shape[1:])
+        self.few_positions = 3 * self._positions * (height + width) <= height * width
 
     def squared_norms(self) -> Tensor:
         """Return them from pairs of positions where these are few; else from ``chunk`` samples' gradients at a time."""
         if not (self.few_positions and self.batch_size):
             return super().squared_norms()
-        chunk = self._kernel.samples_in(_PATCHES)
-        return torch.cat([self._kernel.ghost_norms(i, i + chunk) for i in range(0, self.batch_size, chunk)])
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    """One call of a convolution: tensors ``[B, k, C, *size]`` and what the kernel must know."""
-
-    inputs: Tensor
-    grad: Tensor
-    shape: torch.Size
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    transposed: bool
-    output_padding: tuple[int, ...]
-    margins: list[int]
-    mode: str
-
-    @property
-    def few_positions(self) -> bool:
-        """Whether 3T(l + r) <= l r: then the norms of ``[l, r]`` take less time from T² pairs of positions.
-
-        They need fewer products from T(l + r) = l r on; the 3, measured, pays for the unfolding.
-        """
-        height, width = self.shape[0] // self.groups, prod(self.shape[1:])
-        return 3 * self._positions * (height + width) <= height * width
+        unfolded = 4 * self._groups * self._positions * prod(self.shape[1:])
+        chunk = max(1, _PATCHES // max(1, unfolded))
+        return torch.cat([self._ghost_norms(i, i + chunk) for i in range(0, self.batch_size, chunk)])
 
     @property
     def _disjoint(self) -> bool:
@@ -119,16 +113,16 @@ class _Kernel:
 
         The kernel takes up to five times as long there, measured; with fewer channels unfolding takes longer than it.
         """
-        apart = all(size <= step for size, step in zip(self.shape[2:], self.stride, strict=True))
+        apart = all(size <= step for size, step in zip(self.shape[2:], self._stride, strict=True))
         height, width = self.shape[0], prod(self.shape[1:])
         few = self._positions * (height + width) <= height * width
-        return apart and few and self.groups == 1 and not self.transposed and self.grad.is_cpu
+        return apart and few and self._groups == 1 and not self._transposed and self._grad.is_cpu
 
     @property
     def depthwise(self) -> bool:
         """Whether each channel has filters of its own, and a convolution on the CPU may take any size of filter."""
-        own = self.groups > 1 and self.shape[1] == 1 and not self.transposed
-        return own and self.inputs.shape[1] == 1 and self.grad.is_cpu and len(self.grad) > 0
+        own = self._groups > 1 and self.shape[1] == 1 and not self._transposed
+        return own and self._inputs.shape[1] == 1 and self._grad.is_cpu and self.batch_size > 0
 
     def correlations(self) -> Tensor:
         """Return the gradients of all samples: each channel of the input convolved with that of the output's gradient.
@@ -136,12 +130,12 @@ class _Kernel:
         Stride and dilation change places. PyTorch's own weight gradient of depthwise filters takes 4 to 17 times as
         long on the CPU, the plain step's included; and these gradients are small beside the maps that they come from.
         """
-        samples, filters = len(self.grad), self.shape[0]
-        inputs = self._with_margins(wide(self.inputs).flatten(0, 2).unsqueeze(0))
-        filter_of = wide(self.grad).flatten(0, 2).unsqueeze(1)
-        convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(self.stride) - 1]
+        samples, filters = len(self._grad), self.shape[0]
+        inputs = self._with_margins(wide(self._inputs).flatten(0, 2).unsqueeze(0))
+        filter_of = wide(self._grad).flatten(0, 2).unsqueeze(1)
+        convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(self._stride) - 1]
         gradients = convolve(
-            inputs, filter_of, None, self.dilation, self.padding, self.stride, groups=samples * self.groups
+            inputs, filter_of, None, self._dilation, self._padding, self._stride, groups=samples * self._groups
         )
         for dim, length in enumerate(self.shape[2:], 2):  # a stride may leave out the last of the input
             gradients = gradients.narrow(dim, 0, length)
@@ -149,15 +143,12 @@ class _Kernel:
 
     @property
     def _positions(self) -> int:
-        left = self.inputs if self.transposed else self.grad
+        left = self._inputs if self._transposed else self._grad
         return left.shape[1] * prod(left.shape[3:])
 
-    def samples_in(self, size: int) -> int:
-        """How many samples' unfolded inputs fit into ``size`` bytes, at least one."""
-        return max(1, size // max(1, 4 * self.groups * self._positions * prod(self.shape[1:])))
-
     def rows(self, start: int, stop: int) -> Tensor:
-        inputs, grad = self.inputs[start:stop], self.grad[start:stop]
+        """Return what one kernel gives for all of them."""
+        inputs, grad = self._inputs[start:stop], self._grad[start:stop]
         samples = len(grad)
         if samples == 0:
             return wide(grad).new_zeros(0, *self.shape)
@@ -168,18 +159,19 @@ class _Kernel:
         gradients = self._weight_gradient(inputs, wide(grad).transpose(0, 1).flatten(1, 2), samples)
         return gradients.view(samples, *self.shape)
 
-    def weighted_sum(self, factors: Tensor, bad: Tensor | None) -> Tensor:
-        if len(self.grad) == 0:
-            return wide(self.grad).new_zeros(self.shape)
+    def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
+        """Return what the layer's own weight-gradient kernel gives for scaled rows."""
+        if len(self._grad) == 0:
+            return wide(self._grad).new_zeros(self.shape)
         if self._disjoint:
-            return self._outer(0, len(self.grad)).weighted_sum(factors, bad).view(self.shape)
-        inputs = self._with_margins(blank_rows(self.inputs, bad).flatten(0, 1))
-        return self._weight_gradient(inputs, scale_rows(self.grad, factors, bad).flatten(0, 1), 1)
+            return self._outer(0, len(self._grad)).weighted_sum(factors, bad).view(self.shape)
+        inputs = self._with_margins(blank_rows(self._inputs, bad).flatten(0, 1))
+        return self._weight_gradient(inputs, scale_rows(self._grad, factors, bad).flatten(0, 1), 1)
 
-    def ghost_norms(self, start: int, stop: int) -> Tensor:
+    def _ghost_norms(self, start: int, stop: int) -> Tensor:
         outer = self._outer(start, stop)
         outer.ghost = True
-        return outer.with_recomputed(outer.squared_norms()).view(-1, self.groups).sum(1)
+        return outer.with_recomputed(outer.squared_norms()).view(-1, self._groups).sum(1)
 
     def _weight_gradient(self, inputs: Tensor, grad: Tensor, samples: int) -> Tensor:
         # Only the shape of the weight is read; its values are not.
@@ -189,74 +181,47 @@ class _Kernel:
             inputs,
             weight,
             None,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.transposed,
-            self.output_padding,
-            samples * self.groups,
+            self._stride,
+            self._padding,
+            self._dilation,
+            self._transposed,
+            self._output_padding,
+            samples * self._groups,
             [False, True, False],
         )[1]
 
     def _with_margins(self, inputs: Tensor) -> Tensor:
-        return functional.pad(inputs, self.margins, self.mode) if any(self.margins) else inputs
+        return functional.pad(inputs, self._margins, self._mode) if any(self._margins) else inputs
 
     def _outer(self, start: int, stop: int) -> Outer:
         """Return the same as outer products over positions, one pseudo-sample for each sample and group.
 
         A transposed convolution is a convolution of the output's gradient, whose output's gradient is the input.
         """
-        inputs, grad = wide(self.inputs[start:stop]), wide(self.grad[start:stop])
-        left, right = (inputs, grad) if self.transposed else (grad, inputs)
+        inputs, grad = wide(self._inputs[start:stop]), wide(self._grad[start:stop])
+        left, right = (inputs, grad) if self._transposed else (grad, inputs)
         samples, maps, size = left.shape[0], left.shape[1], left.shape[3:]
         patches = self._patches(right.flatten(0, 1), size).unflatten(0, (samples, maps))
-        left = left.unflatten(2, (self.groups, -1)).movedim(3, -1).movedim(2, 1)
-        right = patches.unflatten(2, (self.groups, -1)).movedim(3, 3 + len(size)).movedim(2, 1)
-        height, width = self.shape[0] // self.groups, prod(self.shape[1:])
-        pseudo, count = samples * self.groups, maps * prod(size)
+        left = left.unflatten(2, (self._groups, -1)).movedim(3, -1).movedim(2, 1)
+        right = patches.unflatten(2, (self._groups, -1)).movedim(3, 3 + len(size)).movedim(2, 1)
+        height, width = self.shape[0] // self._groups, prod(self.shape[1:])
+        pseudo, count = samples * self._groups, maps * prod(size)
         return Outer(left.reshape(pseudo, count, height), right.reshape(pseudo, count, width))
 
     def _patches(self, values: Tensor, size: torch.Size) -> Tensor:
         """``[N, C, *size, *kernel]``, a view of the padded values: what each position of the output looks at."""
         values = self._with_margins(values)
-        zeros = [amount for amount in reversed(self.padding) for _ in range(2)]
+        zeros = [amount for amount in reversed(self._padding) for _ in range(2)]
         values = functional.pad(values, zeros) if any(zeros) else values
         for i, length in enumerate(self.shape[2:]):
-            span = self.dilation[i] * (length - 1) + 1
-            windows = values.unfold(2 + i, span, self.stride[i])[..., :: self.dilation[i]]
+            span = self._dilation[i] * (length - 1) + 1
+            windows = values.unfold(2 + i, span, self._stride[i])[..., :: self._dilation[i]]
             # An output padding may leave room for more windows than the transposed convolution has inputs.
             values = windows.narrow(2 + i, 0, size[i])
         return values
 
 
-def _kernel(module: nn.Module, inputs: Tensor, grad: Tensor) -> _Kernel:
-    assert isinstance(module, convolutions())
-    dimensions = len(module.kernel_size)
-    if grad.dim() != dimensions + 3:
-        raise UnsupportedGradientError(
-            f"{type(module).__name__} got a gradient of shape {tuple(grad.shape[2:])} for each map; expected a channel "
-            f"and {dimensions} more dimensions. Give the layer an input with a batch dimension, x.unsqueeze(0)."
-        )
-    transposed = isinstance(module, _TRANSPOSED)
-    padding, margins = ((0,) * dimensions, []) if transposed else _margins(module)
-    if transposed:
-        padding = tuple(int(amount) for amount in module.padding)
-    return _Kernel(
-        inputs=inputs,
-        grad=grad,
-        shape=module.weight.shape,
-        stride=module.stride,
-        padding=padding,
-        dilation=module.dilation,
-        groups=module.groups,
-        transposed=transposed,
-        output_padding=_output_padding(module, inputs, grad) if transposed else (0,) * dimensions,
-        margins=margins,
-        mode="constant" if module.padding_mode == "zeros" else module.padding_mode,
-    )
-
-
-def _margins(module: Convolution) -> tuple[tuple[int, ...], list[int]]:
+def _padding(module: Convolution) -> tuple[tuple[int, ...], list[int]]:
     """The padding that the kernel does itself, and what must be padded before (last dimension first, both sides)."""
     amounts: list[int] = []
     for i in reversed(range(len(module.kernel_size))):

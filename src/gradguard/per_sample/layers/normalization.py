@@ -4,6 +4,7 @@ Batch normalisation has no rule, because its samples share their statistics and 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,42 +14,37 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.contributions import Contribution, Materialized, wide
 from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.layers.convolution import channel_frames, channel_sums
-from gradguard.torch_private import instance_norms
 
 _DIMENSIONS = ((nn.InstanceNorm1d, 3), (nn.InstanceNorm2d, 4), (nn.InstanceNorm3d, 5))
 
 
 def layer_norm(call: LayerCall) -> dict[str, Contribution]:
     r"""``torch.nn.LayerNorm``: :math:`g_i = \sum_t \hat x_{it} \circ G_{it}`, and :math:`\sum_t G_{it}`."""
-    module = call.module
-    assert isinstance(module, nn.LayerNorm)
+    module: Any = call.module
     return layer_norm_over(call, list(module.normalized_shape), module.eps)
 
 
 def layer_norm_over(call: LayerCall, shape: list[int], eps: float) -> dict[str, Contribution]:
     """``torch.nn.functional.layer_norm`` over the last dimensions, of ``shape``."""
-    _refuse_samples_inside(call, tuple(shape))
     return _over_last(call, shape, lambda values: torch.native_layer_norm(values, shape, None, None, eps)[0])
 
 
 def rms_norm(call: LayerCall) -> dict[str, Contribution]:
     """``torch.nn.RMSNorm``, the same without a mean; ``eps=None`` is the smallest step of the computing dtype."""
-    module = call.module
-    assert isinstance(module, nn.RMSNorm)
+    module: Any = call.module
     return rms_norm_over(call, list(module.normalized_shape), module.eps)
 
 
 def rms_norm_over(call: LayerCall, shape: list[int], eps: float | None) -> dict[str, Contribution]:
     """``torch.nn.functional.rms_norm`` over the last dimensions, of ``shape``."""
-    _refuse_samples_inside(call, tuple(shape))
     return _over_last(call, shape, lambda values: torch.rms_norm(values, shape, None, eps))
 
 
 def group_norm(call: LayerCall) -> dict[str, Contribution]:
     """``torch.nn.GroupNorm``: sums over positions, one number for each channel."""
-    module = call.module
-    assert isinstance(module, nn.GroupNorm)
-    return _over_positions(call, lambda values: _grouped(values, module.num_groups, module.eps))
+    module: Any = call.module
+    # torch.nn.functional's own refuses a single value for each channel, which here is the forward's business.
+    return _over_positions(call, lambda x: torch.group_norm(x, module.num_groups, None, None, module.eps, False))
 
 
 def instance_norm(call: LayerCall) -> dict[str, Contribution]:
@@ -60,33 +56,28 @@ def instance_norm(call: LayerCall) -> dict[str, Contribution]:
     Raises:
         UnsupportedGradientError: If the input has no batch dimension.
     """
-    module = call.module
-    assert isinstance(module, instance_norms())
-    expected = next((count for kind, count in _DIMENSIONS if isinstance(module, kind)), None)
+    module: Any = call.module
+    expected = next(count for kind, count in _DIMENSIONS if isinstance(module, kind))
     grad = call.grads[0]
-    if expected is not None and grad is not None and grad.dim() != expected:
+    if grad is not None and grad.dim() != expected:
         raise UnsupportedGradientError(
-            f"{type(module).__name__} got an output of shape {tuple(grad.shape)}; expected {expected} dimensions, "
+            f"{call.name} got an output of shape {tuple(grad.shape)}; expected {expected} dimensions, "
             "[B, C, ...]. Give the layer an input with a batch dimension, x.unsqueeze(0)."
         )
-    if not module.training and module.running_mean is not None and module.running_var is not None:
-        mean, variance = wide(module.running_mean), wide(module.running_var)
-        return _over_positions(call, lambda values: _standardised(values, mean, variance, module.eps))
-    return _over_positions(call, lambda values: _grouped(values, values.shape[1], module.eps))
-
-
-def _refuse_samples_inside(call: LayerCall, shape: tuple[int, ...]) -> None:
-    """Samples that lie in a normalised dimension share one mean: there is no gradient of each."""
-    grad = call.grads[0]
-    for axis in (call.axes[0], call.grad_axes[0]):
-        if axis is not None and grad is not None and axis.dim >= grad.dim() - len(shape):
-            raise UnsupportedGradientError(
-                f"{type(call.module).__name__} normalises over its last {len(shape)} dimensions, and the samples lie "
-                f"in one of them, dimension {axis.dim}. Move them to the front before the layer, x.movedim(dim, 0)."
-            )
+    if module.training or module.running_mean is None:
+        return _over_positions(call, lambda x: torch.group_norm(x, x.shape[1], None, None, module.eps, False))
+    mean, variance = wide(module.running_mean), wide(module.running_var)
+    return _over_positions(call, lambda x: functional.batch_norm(x, mean, variance, eps=module.eps))
 
 
 def _over_last(call: LayerCall, shape: list[int], normalise: Callable[[Tensor], Tensor]) -> dict[str, Contribution]:
+    for axis in (call.axes[0], call.grad_axes[0]):
+        if axis is not None and call.grads[0] is not None and axis.dim >= call.grads[0].dim() - len(shape):
+            raise UnsupportedGradientError(
+                f"{call.name} normalises over its last {len(shape)} dimensions, and the samples lie "
+                f"in one of them, dimension {axis.dim}, so they share one mean. Move them to the front before the "
+                "layer, x.movedim(dim, 0)."
+            )
     grad = wide(call.grad())
     middle = list(range(1, grad.dim() - len(shape)))
     contributions: dict[str, Contribution] = {}
@@ -107,12 +98,3 @@ def _over_positions(call: LayerCall, normalise: Callable[[Tensor], Tensor]) -> d
     if "bias" in call.wanted:
         contributions["bias"] = Materialized(channel_sums(grad))
     return contributions
-
-
-def _grouped(values: Tensor, groups: int, eps: float) -> Tensor:
-    # torch.nn.functional's own refuses a single value for each channel, which here is the forward's business.
-    return torch.group_norm(values, groups, None, None, eps, False)
-
-
-def _standardised(values: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
-    return functional.batch_norm(values, mean, variance, eps=eps)
