@@ -399,8 +399,7 @@ class LayerCapture:
         receive = partial(self.collector.receive_nested_call, layer)
         for i, value in zip(tapped, tap(receive, (), self._anchor(values[0]), values), strict=True):
             tensors[i] = value
-        # What is called may write into it: an activation in place behind a normalization.
-        caller.tapped += [value.detach().clone() if self.verifying else value.detach() for value in values]
+        caller.tapped += [value.detach() for value in values]
         return arguments.fill(tensors)
 
     def _tap_layer(self, running: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -443,12 +442,8 @@ class LayerCapture:
         fallback.batch_size = self._samples(running.plan, fallback.arguments.tensors)
         returned, given = fallback.output.release(), {id(tensor) for tensor, _ in running.given}
         fallback.computed = [i for i, tensor in enumerate(returned) if id(tensor) not in given]
-        fallback.compared = self.verifying
-        own = [returned[i].detach() for i in fallback.computed]
-        if self.verifying:  # what follows may write into them
-            fallback.results = [*running.tapped, *(tensor.clone() for tensor in own)]
-        else:
-            fallback.results = [tensor.new_empty(()).expand(tensor.shape) for tensor in (*running.tapped, *own)]
+        results = (*running.tapped, *(returned[i].detach() for i in fallback.computed))
+        fallback.results = [tensor.new_empty(()).expand(tensor.shape) for tensor in results]
         saved = [tensor for tensor, _ in running.given]
         fallback.arguments.release()
         return self._tap_outputs(output, saved, partial(self.collector.receive_fallback, fallback))

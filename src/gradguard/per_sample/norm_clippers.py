@@ -91,6 +91,8 @@ class _PartNormClipper(NormClipper):
 
     def calc_clipping_factors(self, norms: list[Tensor]) -> list[Tensor]:
         """Return ``min(1, C_l / norm)`` for each part."""
+        if len(norms) != len(self.thresholds):
+            raise InvalidValueError(f"got norms of {len(norms)} {self._part}s, and {len(self.thresholds)} thresholds.")
         return [self.largest_factors(n, c).clamp_(max=1) for n, c in zip(norms, self.thresholds, strict=True)]
 
     @property

@@ -24,8 +24,8 @@ from gradguard.torch_private import call_slot
 Aliases = Mapping[str, Sequence[tuple[nn.Module, str]]]
 """The attributes of modules that hold each parameter."""
 
-OneSample = Callable[..., tuple[Tensor, Tensor]]
-"""From parameters and one sample's tensors to what is differentiated, and an error beside it."""
+OneSample = Callable[..., Tensor]
+"""From parameters and one sample's tensors to what is differentiated."""
 
 _CHUNK = 64 << 20
 """Bytes of per-sample gradients that torch.func computes at a time."""
@@ -71,9 +71,8 @@ class VmapFallback:
         quietly: A block in which the clipper's own hooks do nothing.
         nested_calls: The layers that it called, in order.
         saved: Its input tensors, and what the left-out layers returned.
-        results: What it computed and called layers with, then what it computed and returned; of use for its values only
-            if they are ``compared``.
-        compared: Compare the results with those of the run for one sample.
+        results: Tensors of the shape and dtype of what it computed and called layers with, then of what it computed and
+            returned.
         grads: The gradient of each tensor that it returned.
         passed: The parameters among its arguments: their names, by position.
         leaves: What stood in the places of the parameters, with the plain gradients of this run after backward.
@@ -94,7 +93,6 @@ class VmapFallback:
     nested_calls: list[NestedCall] = field(default_factory=list)
     saved: Sequence[Tensor] = ()
     results: Sequence[Tensor] = ()
-    compared: bool = False
     grads: Sequence[Tensor | None] = ()
     passed: Mapping[int, str] = field(default_factory=dict)
     leaves: Leaves | None = None
@@ -106,13 +104,12 @@ class VmapFallback:
         Raises:
             UnsupportedGradientError: If the code cannot be run again for one sample, or gives something else then.
         """
-        axes, results = self._axes()
-        tensors = [*self.saved, *self.results, *results]
-        owners = [_owned(t, axis, self.batch_size) for t, axis in zip(tensors, axes, strict=True)]
+        axes, grads = self._axes()
+        owners = [_owned(t, axis, self.batch_size) for t, axis in zip([*self.saved, *grads], axes, strict=True)]
         with self._set_up():
-            gradients, errors = self._differentiate([self.values[name] for name in self.aliases], owners)
+            gradients = self._differentiate([self.values[name] for name in self.aliases], owners)
         by_name = dict(zip(self.aliases, gradients, strict=True))
-        self._check(errors, by_name)
+        self._check(by_name)
         return by_name
 
     def _axes(self) -> tuple[list[BatchAxis | None], list[Tensor]]:
@@ -129,65 +126,47 @@ class VmapFallback:
                     "it has a gradient: that belongs to no single sample. Compute it where it is used."
                 )
         filled = [torch.zeros_like(r) if g is None else g for g, r in zip(grads, self.results, strict=True)]
-        return [*self.axes, *given, *results, *results], filled
+        return [*self.axes, *given, *results], filled
 
-    def _differentiate(self, values: list[Tensor], owners: list["_Owned"]) -> tuple[list[Tensor], Tensor]:
+    def _differentiate(self, values: list[Tensor], owners: list["_Owned"]) -> list[Tensor]:
         if not self.batch_size:
-            return [v.new_zeros(0, *v.shape) for v in values], torch.zeros(0)
+            return [v.new_zeros(0, *v.shape) for v in values]
 
-        def one_sample(parameters: list[Tensor], *pieces: Tensor) -> tuple[Tensor, Tensor]:
+        def one_sample(parameters: Sequence[Tensor], *pieces: Tensor) -> Tensor:
             whole = [
                 piece if owned.inserted is None else piece.unsqueeze(owned.inserted)
                 for piece, owned in zip(pieces, owners, strict=True)
             ]
             return self._surrogate(dict(zip(self.aliases, parameters, strict=True)), whole)
 
-        gradient = torch.func.grad(one_sample, has_aux=True)
         chunk = max(1, min(self.batch_size, _CHUNK // max(1, sum(v.nbytes for v in values))))
+        dims = (None, *[owned.dim for owned in owners])
         try:
-            vectorized = torch.func.vmap(gradient, in_dims=(None, *[o.dim for o in owners]), chunk_size=chunk)
-            gradients, errors = vectorized(values, *[o.tensor for o in owners])
+            vectorized = torch.func.vmap(torch.func.grad(one_sample), in_dims=dims, chunk_size=chunk)
+            gradients = vectorized(values, *[owned.tensor for owned in owners])
         except UnsupportedGradientError:
             raise
         except Exception:  # what torch.func cannot do at once is done sample by sample
-            gradients, errors = self._loop(one_sample, values, owners)
-        return [wide(g) for g in gradients], errors
+            rows = [_gradient(one_sample, values, owners, i) for i in range(self.batch_size)]
+            gradients = [torch.stack(column) for column in zip(*rows, strict=True)]
+        return [wide(g) for g in gradients]
 
-    def _loop(self, one_sample: OneSample, values: list[Tensor], owners: list["_Owned"]) -> tuple[list[Tensor], Tensor]:
-        rows, errors = [], []
-        for i in range(self.batch_size):
-            pieces = [owned.tensor if owned.dim is None else owned.tensor.select(owned.dim, i) for owned in owners]
-            leaves = [v.clone().requires_grad_() for v in values]
-            with torch.enable_grad():
-                surrogate, error = one_sample(leaves, *pieces)
-            rows.append(torch.autograd.grad(surrogate, leaves, allow_unused=True, materialize_grads=True))
-            errors.append(error.detach())
-        return [torch.stack(column) for column in zip(*rows, strict=True)], torch.stack(errors)
-
-    def _surrogate(self, parameters: dict[str, Tensor], tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The inner product of the results with their gradients, and how far the results are from the recorded."""
+    def _surrogate(self, parameters: dict[str, Tensor], tensors: list[Tensor]) -> Tensor:
+        """The inner product of the results with their gradients."""
         inputs, tensors = tensors[: len(self.axes)], tensors[len(self.axes) :]
         given = []
         for layer in self.nested_calls:
             given.append(tensors[: len(layer.output_axes)])
             tensors = tensors[len(layer.output_axes) :]
-        count = len(tensors) // 2
-        recorded, grads = tensors[:count], tensors[count:]
         results = self._run(parameters, inputs, given)
-        total = error = torch.zeros((), device=next(iter(parameters.values())).device)
-        for result, known, grad in zip(results, recorded, grads, strict=True):
-            if result.shape != known.shape:
+        total = torch.zeros((), device=next(iter(parameters.values())).device)
+        for result, grad in zip(results, tensors, strict=True):
+            if result.shape != grad.shape:
                 raise UnsupportedGradientError(self._differs("a result has another shape for one sample"))
-            if not _is_inexact(result) or not result.numel():
-                continue
-            product = wide(result) * wide(grad).conj()
-            total = total + (product.real if product.is_complex() else product).sum()
-            if self.compared:
-                scale = wide(known).abs().amax().clamp_min(1e-30)
-                off = (wide(result).detach() - wide(known)).abs().amax() / scale
-                eps = max(torch.finfo(known.dtype).eps, self._autocast_precision())
-                error = torch.maximum(error, off.to(error.dtype) / min(1e3 * eps, eps**0.5))
-        return total, error
+            if _is_inexact(result):
+                product = wide(result) * wide(grad).conj()
+                total = total + (product.real if product.is_complex() else product).sum()
+        return total
 
     def _run(self, parameters: dict[str, Tensor], inputs: list[Tensor], given: list[list[Tensor]]) -> list[Tensor]:
         """Run the code; return the tensors that layers were called with, then those that it returned."""
@@ -230,30 +209,28 @@ class VmapFallback:
             stack.enter_context(torch.random.fork_rng(devices))
             yield
 
-    def _check(self, errors: Tensor, gradients: Mapping[str, Tensor]) -> None:
-        """Compare results with those that were recorded, and the sum of all samples with the plain gradient."""
-        tensors = [*self.saved, *self.results, *(g for g in self.grads if g is not None)]
-        precision = max([self._autocast_precision(), *(torch.finfo(t.dtype).eps for t in tensors if _is_inexact(t))])
-        worst = errors.max() if errors.numel() else errors.new_zeros(())
-        names = list(gradients) if self.leaves is not None and self.batch_size else []
-        plain = self.leaves.plain if self.leaves is not None else {}
-        sizes = [magnitude(Materialized(gradients[name])) for name in names]
-        sizes += [wide(g).norm() for g in self.grads if g is not None]
-        size = torch.stack([size.double() for size in sizes]).nan_to_num(0.0, 0.0).max() if sizes else 0.0
-        off = [off_from_sum(Materialized(gradients[name]), plain.get(name), precision, size) for name in names]
-        look = torch.stack([worst.double(), *off]).tolist()  # one look at the device
-        words = ["for one sample it computes other values (does it draw random numbers, or mix samples?)"]
-        words += [
-            f"the samples' gradients of {name} do not add up to its plain gradient. Does a value that it makes reach "
-            "the loss in another way than through what it returns (an attribute, a list, a hook)?"
-            for name in names
-        ]
-        for error, what in zip(look, words, strict=True):
+    def _check(self, gradients: Mapping[str, Tensor]) -> None:
+        """Compare the sum of all samples with the plain gradient."""
+        if self.leaves is None or not self.batch_size:
+            return
+        grads = [grad for grad in self.grads if grad is not None]
+        tensors = [t for t in (*self.saved, *self.results, *grads) if _is_inexact(t)]
+        precision = max(
+            [torch.finfo(self.autocast[1]).eps if self.autocast else 0.0, *(torch.finfo(t.dtype).eps for t in tensors)]
+        )
+        found = {name: Materialized(gradient) for name, gradient in gradients.items()}
+        sizes = [*map(magnitude, found.values()), *(wide(grad).norm() for grad in grads)]
+        size = torch.stack([size.double() for size in sizes]).nan_to_num(0.0, 0.0).max()
+        off = [off_from_sum(rows, self.leaves.plain.get(name), precision, size) for name, rows in found.items()]
+        for name, error in zip(found, torch.stack(off).tolist(), strict=True):  # one look at the device
             if error > 1:
-                raise UnsupportedGradientError(self._differs(what))
-
-    def _autocast_precision(self) -> float:
-        return torch.finfo(self.autocast[1]).eps if self.autocast else 0.0
+                raise UnsupportedGradientError(
+                    self._differs(
+                        f"the samples' gradients of {name} do not add up to its plain gradient. Does it draw random "
+                        "numbers or mix samples, or does a value that it makes reach the loss in another way than "
+                        "through what it returns (an attribute, a list, a hook)?"
+                    )
+                )
 
     def _differs(self, what: str) -> str:
         names = ", ".join(self.aliases)
@@ -280,6 +257,14 @@ class _Owned(NamedTuple):
     tensor: Tensor
     dim: int | None
     inserted: int | None = None
+
+
+def _gradient(one_sample: OneSample, values: list[Tensor], owners: list[_Owned], sample: int) -> tuple[Tensor, ...]:
+    pieces = [owned.tensor if owned.dim is None else owned.tensor.select(owned.dim, sample) for owned in owners]
+    leaves = [v.clone().requires_grad_() for v in values]
+    with torch.enable_grad():
+        surrogate = one_sample(leaves, *pieces)
+    return torch.autograd.grad(surrogate, leaves, allow_unused=True, materialize_grads=True)
 
 
 def _owned(tensor: Tensor, axis: BatchAxis | None, batch_size: int) -> _Owned:

@@ -8,6 +8,7 @@ one backward through it gives the gradients of their results, and with the value
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ class Replay:
         return self._noted(_Map(None, bias), self._rows(bias, None).expand(1, rows, -1), None)
 
     def _rows(self, name: str, third: int | None) -> Tensor:
-        values = self._call.module.get_parameter(name).detach()
+        values = attrgetter(name)(self._call.module).detach()  # no parameter under an old-style weight_norm
         return values.chunk(3)[third] if third is not None and name.startswith("in_proj_") else values
 
     def _noted(self, used: _Map, output: Tensor, values: Tensor | None) -> Tensor:
