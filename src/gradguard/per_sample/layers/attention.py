@@ -44,7 +44,8 @@ def attention(call: LayerCall) -> dict[str, Contribution]:
             "samples; expected three dimensions. Type query.unsqueeze(0) with batch_first=True."
         )
     first = module.batch_first
-    dimensions = {name: (x, 0 if first else 1) for name, x in zip(_Arguments._fields[:3], arguments, strict=False)}
+    dim = 0 if first else 1
+    dimensions = {"query": (arguments.query, dim), "key": (arguments.key, dim), "value": (arguments.value, dim)}
     axis = sample_axis(call, dimensions, f"batch_first={first}")
     repeated = _Attention(module, arguments)
     return replayed(call, axis, repeated.dropout, repeated.run)

@@ -64,7 +64,7 @@ def instance_norm(call: LayerCall) -> dict[str, Contribution]:
             f"{call.name} got an output of shape {tuple(grad.shape)}; expected {expected} dimensions, "
             "[B, C, ...]. Give the layer an input with a batch dimension, x.unsqueeze(0)."
         )
-    if module.training or module.running_mean is None:
+    if module.training or module.running_mean is None or module.running_var is None:
         return _over_positions(call, lambda x: torch.group_norm(x, x.shape[1], None, None, module.eps, False))
     mean, variance = wide(module.running_mean), wide(module.running_var)
     return _over_positions(call, lambda x: functional.batch_norm(x, mean, variance, eps=module.eps))
