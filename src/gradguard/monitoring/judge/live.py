@@ -140,13 +140,16 @@ class Track:
         if None in norms or not all(map(math.isfinite, norms)):
             self.level.blame(i, [name for name, norm in zip(names, norms, strict=False) if not _is_finite(norm)])
             return
-        absent = [place for place in line.get("absent", ()) if place in range(len(names))]
+        known = range(len(names))
+        absent = [place for place in line.get("absent", ()) if place in known]
         self.layers.norms(i, norms, absent)
         self.setup.tensors(i, norms, absent)
         if len(norms) == len(names):
             self.corruption.follow(i, norms)
-        self.diagnostics.updates(i, line.get("weight") or (), line.get("update") or ())
-        self.diagnostics.zeros(i, line.get("zero_rows") or (), line.get("zeros") or ())
+        if line.get("weight") and line.get("update"):
+            self.diagnostics.updates(i, line["weight"], line["update"])
+        if line.get("zero_rows") or line.get("zeros"):
+            self.diagnostics.zeros(i, line.get("zero_rows", ()), line.get("zeros", ()))
 
     def event(self, event: dict[str, Any]) -> None:
         """Follow an event."""

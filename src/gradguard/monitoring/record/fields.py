@@ -60,7 +60,10 @@ def parse_line(raw: bytes) -> tuple[dict[str, Any], int]:
 
 def _checked(fields: dict[str, Any], table: Mapping[str, Rule]) -> tuple[dict[str, Any], int]:
     """Return what is kept of ``fields``, and how many were left out."""
-    kept, dropped = {}, 0
+    try:
+        return {key: table.get(key, _not_deep)(value) for key, value in fields.items()}, 0
+    except ValueError:
+        kept, dropped = {}, 0
     for key, value in fields.items():
         try:
             kept[key] = table.get(key, _not_deep)(value)

@@ -90,7 +90,8 @@ class Layers:
             self._tensors = sum(norm > 0 for norm in norms)
         if not all(self._alive):
             self._alive = [alive or norm > 0 for alive, norm in zip(self._alive, norms, strict=True)]
-        self._detach(i, absent)
+        if absent or self._absences:
+            self._detach(i, absent)
         zero = []
         if 0.0 in norms:
             zero = [place for place, norm in enumerate(norms) if not norm and place not in absent]
