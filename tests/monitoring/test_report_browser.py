@@ -281,6 +281,7 @@ def saved(page, name, kind, folder):
         ("histograms", "dominance", "parameter,steps,share of the squared norm", "transformer.h.0.mlp.0.weight,"),
         ("a sick run", "clip-share", "first step,last step,steps,share,regime", "0,9,10,1,normalising"),
         ("evil names", "layers", "step,transformer.h.0.attention.in_proj_weight,", "0,0,1,non-finite"),
+        ("histograms", "depth", "parameter,when,gradient of an element", "transformer.h.0.mlp.0.weight,last tenth,"),
     ],
 )
 def test_a_chart_is_saved_as_a_table(open_page, tmp_path, page_name, chart, head, row):
