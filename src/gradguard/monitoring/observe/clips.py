@@ -136,6 +136,7 @@ class PendingClips:
 
     def __init__(self) -> None:
         self._clipped: list[Clipped] = []
+        self._lock = threading.RLock()  # several threads may train at once
 
     def drop_changed(self) -> bool:
         """Forget gradients that were written or replaced since their clip.
@@ -143,41 +144,44 @@ class PendingClips:
         Returns:
             Whether there were any: the script skipped the step of their clip, or clips each micro-batch.
         """
-        changed = [part.drop_changed() for part in self._clipped]
-        self._clipped = [part for part in self._clipped if part.gradients]
+        with self._lock:
+            changed = [part.drop_changed() for part in self._clipped]
+            self._clipped = [part for part in self._clipped if part.gradients]
         return any(changed)
 
     def add(self, clip: ScriptClip, gradients: Sequence[Tensor], norms: Norms | None) -> None:
         """Note that ``clip`` has acted on ``gradients``, which had ``norms``."""
-        for part in self._clipped:  # views of one buffer count their writes together, so all parts are asked
-            part.count_anew()
-        if gradients:
-            refs = list(map(weakref.ref, gradients))
-            self._clipped.append(Clipped(clip, refs, versions_of(gradients), norms, len(gradients)))
+        refs = list(map(weakref.ref, gradients))
+        with self._lock:
+            for part in self._clipped:  # views of one buffer count their writes together, so all parts are asked
+                part.count_anew()
+            if gradients:
+                self._clipped.append(Clipped(clip, refs, versions_of(gradients), norms, len(gradients)))
 
     def take(self, gradients: Sequence[Tensor | None]) -> StepClips:
         """Return what was clipped of ``gradients`` and is still so, and forget it: their step is here.
 
         With it goes all that has changed: what backward passes without a step brought, the step has taken.
         """
-        self.drop_changed()
-        pending, self._clipped = self._clipped, []
-        found, own = [], dict[int, int]()
-        for part in pending:
-            living = part.living()
-            if len(living) == len(gradients) and all(map(is_, living, gradients)):  # as nearly always
-                found.append((part, range(len(living))))
-                continue
-            own = own or {id(gradient): k for k, gradient in enumerate(gradients) if gradient is not None}
-            places = [own.get(id(gradient), -1) for gradient in living]
-            if left := [k for k, place in enumerate(places) if place < 0]:
-                rest = Clipped(part.clip, part.gradients, part.versions, part.norms, part.covered)
-                rest.keep(left)
-                self._clipped.append(rest)
-            if here := [k for k, place in enumerate(places) if place >= 0]:
-                part.keep(here)
-                found.append((part, [places[k] for k in here]))
-        return StepClips(len(gradients), found)
+        with self._lock:
+            self.drop_changed()
+            pending, self._clipped = self._clipped, []
+            found, own = [], dict[int, int]()
+            for part in pending:
+                living = part.living()
+                if len(living) == len(gradients) and all(map(is_, living, gradients)):  # as nearly always
+                    found.append((part, range(len(living))))
+                    continue
+                own = own or {id(gradient): k for k, gradient in enumerate(gradients) if gradient is not None}
+                places = [own.get(id(gradient), -1) for gradient in living]
+                if left := [k for k, place in enumerate(places) if place < 0]:
+                    rest = Clipped(part.clip, part.gradients, part.versions, part.norms, part.covered)
+                    rest.keep(left)
+                    self._clipped.append(rest)
+                if here := [k for k, place in enumerate(places) if place >= 0]:
+                    part.keep(here)
+                    found.append((part, [places[k] for k in here]))
+            return StepClips(len(gradients), found)
 
     def clear(self) -> None:
         """Forget everything."""
