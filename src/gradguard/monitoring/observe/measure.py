@@ -1,8 +1,6 @@
 """What is measured of gradients: the norm of each at every step, and now and then what is too costly for every step.
 
-The norm of a gradient costs one read of memory: by the compiled kernels where there are some, else by one multi-tensor
-call of PyTorch's in float64. Wherever these could be wrong (overflow, underflow, half precision, another layout), the
-number comes from `tensor_norms`.
+The norm of a gradient costs one read of memory: by the compiled kernels where there are some, else by `tensor_norms`.
 
 The diagnostics (largest element, share of zeros, weight and update norms, a histogram) are of the gradients as the
 optimizer gets them, after any clip, without a loss scale.
@@ -19,12 +17,9 @@ from torch import Tensor
 from gradguard.distributed.placements import refuse_sharded
 from gradguard.tensors.layout import are_readable, readable_values
 from gradguard.tensors.norms import norms_at_once, tensor_norms
-from gradguard.torch_private import foreach_norm
 
 Norms = Tensor | list[float]
 """Numbers where Python may look at them at no cost (on the CPU); else a vector on the device, to be read later."""
-
-_PLAIN = {torch.float32, torch.float64}
 
 
 def total(norms: Norms) -> Tensor | float:
@@ -52,18 +47,9 @@ def gradient_norms(tensors: Sequence[Tensor]) -> Norms:
     """
     if (known := norms_at_once(tensors)) is not None:
         return known
-    if _are_plain(tensors):
-        norms = torch.stack(foreach_norm(tensors, 2, dtype=torch.float64)).tolist()
-        if all(0 < norm < math.inf for norm in norms):  # else squares may have overflowed or underflowed
-            return norms
     refuse_sharded(tensors)
     norms = tensor_norms(tensors)
     return norms.tolist() if are_readable(*tensors) else norms
-
-
-def _are_plain(tensors: Sequence[Tensor]) -> bool:
-    plain = all([t.dtype in _PLAIN and t.layout is torch.strided and t.is_contiguous() for t in tensors])
-    return plain and set(map(type, tensors)) == {Tensor} and are_readable(*tensors)
 
 
 MOST_BYTES = 256 * 2**20
