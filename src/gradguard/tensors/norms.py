@@ -3,9 +3,10 @@ r"""p-norms of many tensors as one vector, :math:`\bigl(\sum_i |x_i|^p\bigr)^{1/
 Three engines give the same number, and each first takes the norm of every tensor:
 
 * **Compiled kernels** on the CPU, where they are built and take all of the tensors (`gradguard.tensors.kernels`).
-* **PyTorch on the CPU**: float32 sums over rows of 1,024 elements, put together in float64. No accumulator sees more
-  than a few dozen additions. A norm that overflowed, or that is so small that powers were lost, is computed again in
-  float64 with every element divided by the largest; Python may look at it for free.
+* **PyTorch on the CPU**: short tensors in float64; long ones in float32 over rows of 1,024 elements, put together in
+  float64. No float32 accumulator sees more than a few dozen additions. A norm that overflowed, or that is so small that
+  powers were lost, is computed again in float64 with every element divided by the largest; Python may look at it for
+  free.
 * **PyTorch on accelerators** and in compiled code: one multi-tensor launch for each dtype, accumulated in float64.
   float64 holds the square of every float32, so there is nothing to look at, and the host never waits. Beyond p = 8 its
   powers can leave float64 too; and MPS has no float64, so that there float32 squares bound the range, to norms between
@@ -38,6 +39,9 @@ from gradguard.torch_private import foreach_norm
 
 ROW = 1024
 """Elements that are summed in float32 before float64 takes over."""
+
+SHORT = 1 << 14
+"""Tensors up to this length are summed in float64, all in one call: more for each element, less for each tensor."""
 
 BLOCK = 1 << 20
 """Elements that are read at a time on the CPU, so that what is made of them stays in the cache."""
@@ -139,10 +143,8 @@ def _host_norms(tensors: Sequence[Tensor], p: float) -> Tensor:
     norms, floor = torch.zeros(len(tensors), dtype=torch.float64, device="cpu"), 0.0
     for (_, dtype), group in grouped(tensors).items():
         sizes = [tensors[i].numel() for i in group]
-        short = [i for i, size in zip(group, sizes, strict=True) if p == 2 and 0 < size <= ROW]
-        if short:
-            accumulator = torch.float32 if dtype in HALVES else dtype
-            norms[short] = torch.stack(foreach_norm([tensors[i] for i in short], p, accumulator)).double()
+        if short := [i for i, size in zip(group, sizes, strict=True) if 0 < size <= SHORT]:
+            norms[short] = torch.stack(foreach_norm([tensors[i] for i in short], p, torch.float64))
         for i in set(group).difference(short):
             norms[i] = _unchecked_norm(tensors[i], p)
         floor = max(floor, _trusted_above(max(sizes), p, dtype))
