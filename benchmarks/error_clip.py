@@ -122,7 +122,7 @@ CLOCK = time.perf_counter
 
 def usual_threshold(net: nn.Module) -> float:
     """A tenth of the normal size of gradients: it binds somewhere, not everywhere."""
-    calibration = gg.calibrate(steps=1, factor=0.1)
+    calibration = gg.calibrate_error_clip(steps=1, factor=0.1)
     loss = net.loss()
     with gg.error_clip(loss, calibration):
         loss.backward()

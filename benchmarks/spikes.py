@@ -34,7 +34,7 @@ from spikes_rules import RULES, Rule
 from spikes_scenarios import SCENARIOS, Run, Scenario
 
 RECOVERED, SMOOTH = 1.02, 20
-OURS = ("SkipSpikes", "SkipSpikes, cap 32", "Resilience")
+OURS = ("SkipSpikes", "SkipSpikes, cap 32", "SpikeRecovery")
 NOT_PEERS = (*OURS, "oracle")
 ALIKE = 0.002
 """Differences of this share of the twin's loss are none."""
@@ -208,9 +208,9 @@ def train_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def cost(pairs: int = 400, tensors: int = 18) -> Iterator[str]:
-    """Steps of the same weights and gradients, in turn with a guard, one that skips spikes, and `Resilience`."""
+    """Steps of the same weights and gradients, in turn with a guard, one that skips spikes, and `SpikeRecovery`."""
     torch.set_num_threads(1)
-    ways = {"guard": _guarded, "with SkipSpikes": _skipping, "Resilience": _laddered}
+    ways = {"guard": _guarded, "with SkipSpikes": _skipping, "SpikeRecovery": _laddered}
     steps = {name: make(tensors) for name, make in ways.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(pairs):
@@ -242,7 +242,7 @@ def _skipping(tensors: int) -> Any:
     guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), spikes=gg.SkipSpikes())
 
     def step() -> None:
-        guard.loss(loss)
+        guard.record_loss(loss)
         optimizer.step()
 
     return step
@@ -250,10 +250,10 @@ def _skipping(tensors: int) -> Any:
 
 def _laddered(tensors: int) -> Any:
     model, optimizer, loss = _model(tensors)
-    ladder = gg.Resilience(model, optimizer, gg.ClipByGlobalNorm(1.0))
+    ladder = gg.SpikeRecovery(model, optimizer, gg.ClipByGlobalNorm(1.0))
 
     def step() -> None:
-        ladder.loss(loss)
+        ladder.record_loss(loss)
         optimizer.step()
         ladder.step()
 

@@ -398,7 +398,7 @@ def skips_of(name: str, runs: int, seed: int = 0, *, told: bool = False, steps: 
     def decide(losses: list[float], norms: list[float], weight: float, kind: str) -> list[bool]:
         skips = []
         for judge, loss, norm in zip(judges, losses, norms, strict=True):
-            judge.loss(loss, weight if told else 1.0, kind if told and kind else None)
+            judge.record_loss(loss, weight if told else 1.0, kind if told and kind else None)
             skips.append(judge.judge_numbers([norm], bad=False))
         return skips
 

@@ -173,7 +173,7 @@ class Skipping(Rule):
         )
 
     def step(self, i: int, loss: Tensor) -> None:
-        self.guard.loss(loss.detach())
+        self.guard.record_loss(loss.detach())
         before = self.guard.skipped_steps
         self.run.optimizer.step()
         if self.guard.skipped_steps > before:
@@ -181,14 +181,14 @@ class Skipping(Rule):
 
 
 class Laddered(Rule):
-    """`Resilience`."""
+    """`SpikeRecovery`."""
 
     def __init__(self, run: Run, clip: float | None = None, **options: Any) -> None:
         super().__init__(run, clip)
-        self.ladder = gg.Resilience(run.model, run.optimizer, gg.ClipByGlobalNorm(clip or math.inf), **options)
+        self.ladder = gg.SpikeRecovery(run.model, run.optimizer, gg.ClipByGlobalNorm(clip or math.inf), **options)
 
     def step(self, i: int, loss: Tensor) -> None:
-        self.ladder.loss(loss.detach())
+        self.ladder.record_loss(loss.detach())
         before = self.ladder.guard.skipped_steps
         self.run.optimizer.step()
         if self.ladder.guard.skipped_steps > before:
@@ -207,6 +207,6 @@ RULES: dict[str, Callable[[Run], Rule]] = {
     "Lightning": with_clip(Lightning),
     "SkipSpikes": with_clip(Skipping),
     "SkipSpikes, cap 32": with_clip(Skipping, cap=32),
-    "Resilience": with_clip(Laddered),
+    "SpikeRecovery": with_clip(Laddered),
     "oracle": with_clip(Oracle),
 }

@@ -87,9 +87,9 @@ def norms_through_time(rule: gg.BaseErrorClip | None, length: int, seed: int) ->
 
 
 def proposed_threshold(length: int, seed: int) -> float:
-    """Return what `gg.calibrate` says after looking at one backward."""
+    """Return what `gg.calibrate_error_clip` says after looking at one backward."""
     torch.manual_seed(seed)
-    calibration = gg.calibrate(steps=1)
+    calibration = gg.calibrate_error_clip(steps=1)
     inputs, targets = echo(length)
     outputs, _ = ChaoticRNN()(inputs)
     backward((outputs - targets).square().mean(), calibration)
@@ -141,8 +141,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=800, help="time steps that the gradient goes back through")
     parser.add_argument("--steps", type=int, default=60)
-    # About 1 / (batch · length): the share of one element in a mean loss. `gg.calibrate` proposes four times as much
-    # here, because it goes by the largest gradient next to the loss: that survives too, and ends at 0.24, not 0.19.
+    # About 1 / (batch · length): the share of one element in a mean loss. `gg.calibrate_error_clip` proposes four times
+    # as much here, because it goes by the largest gradient next to the loss: that survives too, and ends at 0.24, not
+    # 0.19.
     parser.add_argument("--clip", type=float, default=1e-4, help="bound of the error clip")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/exploding_rnn.html"))
@@ -150,7 +151,7 @@ def main() -> None:
 
     torch.set_num_threads(1)  # the matrices are small
     rule, run = gg.ErrorClipByValue(args.clip), (args.length, args.steps, args.seed)
-    print(f"gg.calibrate proposes {proposed_threshold(args.length, args.seed):.1e}, used is {args.clip:.1e}")
+    print(f"gg.calibrate_error_clip proposes {proposed_threshold(args.length, args.seed):.1e}, used is {args.clip:.1e}")
     print(f"{'run':12}loss at the end (0.33 is what a constant answer gets)")
     arms = {"plain": (None, None), "norm clip": (None, MAX_NORM), "error clip": (rule, None), "both": (rule, MAX_NORM)}
     losses = {}

@@ -68,7 +68,7 @@ def test_a_batch_is_the_same_whether_another_was_spoiled(bench):
             torch.testing.assert_close(plain.loss_of(i, False), spoiled.loss_of(i, False), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("rule", ["oracle", "OLMo", "SkipSpikes", "Resilience"])
+@pytest.mark.parametrize("rule", ["oracle", "OLMo", "SkipSpikes", "SpikeRecovery"])
 def test_a_run_with_one_bad_sample_skips_it_and_nothing_else(bench, rule):
     spikes, rules, scenarios = bench
     run = small(scenarios, bad=[70])

@@ -14,7 +14,7 @@ _PUBLIC = {  # the module that holds them: public names
     "gradguard.audit.norm": "audit_norm",
     "gradguard.backward_clip.append_backward": "append_backward minimize",
     "gradguard.backward_clip.block": "error_clip",
-    "gradguard.backward_clip.calibration": "calibrate",
+    "gradguard.backward_clip.calibration": "calibrate_error_clip",
     "gradguard.backward_clip.compiled": "attach_error_clip",
     "gradguard.backward_clip.module_callback": "ModuleCallback",
     "gradguard.backward_clip.rules": "BaseErrorClip ErrorClipByNorm ErrorClipByValue",
@@ -41,7 +41,7 @@ _PUBLIC = {  # the module that holds them: public names
     "gradguard.per_sample.norm_clippers": (
         "AutoNormClipper FlatNormClipper PerLayerNormClipper PerParameterNormClipper QuantileNormClipper"
     ),
-    "gradguard.resilience.ladder": "Resilience",
+    "gradguard.resilience.ladder": "SpikeRecovery",
     "gradguard.resilience.snapshot": "Snapshot",
     "gradguard.spikes.detector": "SpikeDetector",
     "gradguard.spikes.skip": "SkipSpikes",

@@ -11,7 +11,7 @@ from gradguard.audit.norm import audit_norm as audit_norm
 from gradguard.backward_clip.append_backward import append_backward as append_backward
 from gradguard.backward_clip.append_backward import minimize as minimize
 from gradguard.backward_clip.block import error_clip as error_clip
-from gradguard.backward_clip.calibration import calibrate as calibrate
+from gradguard.backward_clip.calibration import calibrate_error_clip as calibrate_error_clip
 from gradguard.backward_clip.compiled import attach_error_clip as attach_error_clip
 from gradguard.backward_clip.module_callback import ModuleCallback as ModuleCallback
 from gradguard.backward_clip.rules import BaseErrorClip as BaseErrorClip
@@ -51,7 +51,7 @@ from gradguard.per_sample.norm_clippers import FlatNormClipper as FlatNormClippe
 from gradguard.per_sample.norm_clippers import PerLayerNormClipper as PerLayerNormClipper
 from gradguard.per_sample.norm_clippers import PerParameterNormClipper as PerParameterNormClipper
 from gradguard.per_sample.norm_clippers import QuantileNormClipper as QuantileNormClipper
-from gradguard.resilience.ladder import Resilience as Resilience
+from gradguard.resilience.ladder import SpikeRecovery as SpikeRecovery
 from gradguard.resilience.snapshot import Snapshot as Snapshot
 from gradguard.spikes.detector import SpikeDetector as SpikeDetector
 from gradguard.spikes.skip import SkipSpikes as SkipSpikes
@@ -85,16 +85,16 @@ __all__ = [
     "PerParameterNormClipper",
     "PerSampleGradientClipper",
     "QuantileNormClipper",
-    "Resilience",
     "SkipSpikes",
     "Snapshot",
     "SpikeDetector",
+    "SpikeRecovery",
     "ZClip",
     "append_backward",
     "apply_gradient_clipping",
     "attach_error_clip",
     "audit_norm",
-    "calibrate",
+    "calibrate_error_clip",
     "check_grad",
     "clip_grad_adaptive_",
     "clip_grad_norm_",

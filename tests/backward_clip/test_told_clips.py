@@ -145,7 +145,7 @@ def test_a_backward_that_fails_does_not_count_in_the_next(told):
     "run",
     [
         lambda loss: gg.error_clip(loss, gg.ErrorClipByValue(1e-2)),
-        lambda loss: gg.error_clip(loss, gg.calibrate(steps=1)),
+        lambda loss: gg.error_clip(loss, gg.calibrate_error_clip(steps=1)),
     ],
     ids=["without statistics", "calibration"],
 )

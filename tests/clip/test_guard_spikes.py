@@ -164,7 +164,7 @@ def test_lbfgs_is_judged_once_a_step(search):
     def closure():
         optimizer.zero_grad()
         loss = factor * ((weight - 0.3).square().sum() + 1)
-        guard.loss(loss.detach())
+        guard.record_loss(loss.detach())
         loss.backward()
         return loss
 
@@ -217,8 +217,8 @@ def test_the_loss_is_the_weighted_mean_of_the_micro_batches():
     seen = []
     for step in range(3):
         loss = torch.tensor(2.0, requires_grad=True)
-        assert guard.loss(loss, weight=30) is loss
-        assert guard.loss(6.0, torch.tensor(10)) == 6.0
+        assert guard.record_loss(loss, weight=30) is loss
+        assert guard.record_loss(6.0, torch.tensor(10)) == 6.0
         put(net, step)
         optimizer.step()
         seen.append(float(guard.spikes.detector.state["history"][0, step]))
@@ -237,8 +237,8 @@ def test_a_micro_batch_without_tokens_counts_nothing(as_tensor, monkeypatch):
     guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), spikes=small())
     for size in [1.0] * WARM + [100.0]:
         put(net, 0)
-        guard.loss(torch.tensor(NAN), weight=0.0)  # cross_entropy of targets that are all ignored
-        guard.loss(torch.tensor(size), weight=5.0)
+        guard.record_loss(torch.tensor(NAN), weight=0.0)  # cross_entropy of targets that are all ignored
+        guard.record_loss(torch.tensor(size), weight=5.0)
         optimizer.step()
     assert guard.last_skip == "spike"
 
@@ -248,7 +248,7 @@ def test_a_loss_alone_is_enough():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(0.5), spikes=small())
     for step, loss in enumerate([2.0] * 6 + [3.0, 2.0]):
-        guard.loss(loss)
+        guard.record_loss(loss)
         put(net, step)
         optimizer.step()
         assert guard.last_skip == ("spike" if loss > 2 else None)
@@ -261,7 +261,7 @@ def test_losses_of_a_step_that_a_scaler_left_out_are_forgotten():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.zeros(1))
     for step, loss in enumerate([1.0, 99.0, 3.0]):
-        guard.loss(loss)
+        guard.record_loss(loss)
         put(net, step)
         if loss == 99.0:
             spoil(net, math.inf)
@@ -375,7 +375,7 @@ def test_what_is_refused():
         with pytest.raises(InvalidValueError, match="belongs to the Guard of another optimizer"):
             gg.Guard(other, gg.ClipByGlobalNorm(1.0), spikes=shared)
     with pytest.raises(InvalidValueError, match="does not look for spikes"):
-        gg.Guard(other, gg.ClipByGlobalNorm(1.0)).loss(1.0)
+        gg.Guard(other, gg.ClipByGlobalNorm(1.0)).record_loss(1.0)
     for loss, weight, words in [
         (torch.ones(3), 1.0, r"loss is a tensor of shape \[3\].*loss.mean\(\)"),
         (torch.ones((), dtype=torch.complex64), 1.0, "loss is a tensor"),
@@ -383,9 +383,9 @@ def test_what_is_refused():
         (1.0, math.inf, "weight=inf"),
     ]:
         with pytest.raises(InvalidValueError, match=words):
-            guard.loss(loss, weight)
+            guard.record_loss(loss, weight)
     with pytest.raises(InvalidTypeError, match="loss='1': expected a number"):
-        guard.loss("1")
+        guard.record_loss("1")
 
 
 def test_a_step_inside_a_backward_is_refused():
@@ -454,19 +454,22 @@ def plain(net, optimizer):
 
 def skipping(net, optimizer):
     guard, loss = gg.Guard(optimizer, gg.ClipByGlobalNorm(0.5), model=net, spikes=small()), torch.tensor(1.0)
-    return lambda: (guard.loss(loss), optimizer.step())
+    return lambda: (guard.record_loss(loss), optimizer.step())
 
 
 def laddered(net, optimizer):
-    ladder, loss = gg.Resilience(net, optimizer, gg.ClipByGlobalNorm(0.5), detector=small().detector), torch.tensor(1.0)
-    return lambda: (ladder.loss(loss), optimizer.step(), ladder.step())
+    ladder, loss = (
+        gg.SpikeRecovery(net, optimizer, gg.ClipByGlobalNorm(0.5), detector=small().detector),
+        torch.tensor(1.0),
+    )
+    return lambda: (ladder.record_loss(loss), optimizer.step(), ladder.step())
 
 
 @pytest.mark.parametrize(("attach", "most"), [(skipping, 6), (laddered, 8)])
 def test_on_the_cpu_a_step_costs_few_operations_more(monkeypatch, attach, most):
     """Each small one takes some microseconds: reading a number, or copying the clipper's state.
 
-    `Resilience` takes the norm of the weights as well: one call of the compiled kernels, which are not used while
+    `SpikeRecovery` takes the norm of the weights as well: one call of the compiled kernels, which are not used while
     operations are counted, so it is left out.
     """
     monkeypatch.setattr(weight_watch, "total_norm", lambda weights: torch.zeros((), dtype=torch.float64))

@@ -75,7 +75,7 @@ class Run:
         self.loss.fill_(LOSSES[step])
 
     def step(self):
-        self.guard.loss(self.loss)
+        self.guard.record_loss(self.loss)
         self.optimizer.step()
 
     def now(self):
@@ -138,10 +138,10 @@ def test_a_loss_that_replays_would_not_see_is_refused(told, words):
     run = Run(gg.ClipByGlobalNorm(0.5))
     run.step()
     if told == "outside":
-        run.guard.loss(run.loss)
+        run.guard.record_loss(run.loss)
     with recording():
         if told == "as a number":
-            run.guard.loss(1.0)
+            run.guard.record_loss(1.0)
         with pytest.raises(UnsupportedGradientError, match=words):
             run.optimizer.step()
 
@@ -151,7 +151,7 @@ def test_a_loss_in_a_graph_without_the_step_is_refused():
     run = Run(gg.ClipByGlobalNorm(0.5))
     run.step()
     with recording() as graph:
-        run.guard.loss(run.loss)
+        run.guard.record_loss(run.loss)
     graph.replay()
     with pytest.raises(
         UnsupportedGradientError, match=r"the loss is recorded .* the step is not: .* after each replay"
@@ -176,9 +176,9 @@ def test_without_a_loss_the_norm_decides():
 def test_resilience_is_refused():
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    resilience = gg.Resilience(net, optimizer)
+    resilience = gg.SpikeRecovery(net, optimizer)
     put(net, 0)
     optimizer.step()
     resilience.step()
-    with recording(), pytest.raises(UnsupportedGradientError, match="Resilience counts its steps on the host"):
+    with recording(), pytest.raises(UnsupportedGradientError, match="SpikeRecovery counts its steps on the host"):
         optimizer.step()

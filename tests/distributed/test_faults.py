@@ -161,7 +161,7 @@ def other_collectives(folder):
     batches = gg.resilience.Batches()
     for step in range(2):
         batches.saw([step])
-        batches.loss(torch.tensor(1.0))
+        batches.record_loss(torch.tensor(1.0))
         batches.end_step()
     snapshot = gg.Snapshot(model, torch.optim.SGD(model.parameters(), lr=0.0))
     snapshot.take()

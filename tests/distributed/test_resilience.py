@@ -1,4 +1,4 @@
-"""`Resilience` on two processes: all name the one that had the sample, and it alone writes the evidence."""
+"""`SpikeRecovery` on two processes: all name the one that had the sample, and it alone writes the evidence."""
 
 import torch
 from torch import nn
@@ -16,15 +16,21 @@ def trained(folder, sharded, spike):
         torch.distributed.fsdp.fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     bad, detector = BadSamples(), gg.SpikeDetector(warmup=8, window=16, cap=6, alone=1)
-    resilience = gg.Resilience(
-        model, optimizer, gg.ClipByGlobalNorm(1.0), detector=detector, bad=bad, every=10, evidence=folder
+    resilience = gg.SpikeRecovery(
+        model,
+        optimizer,
+        gg.ClipByGlobalNorm(1.0),
+        detector=detector,
+        bad_samples=bad,
+        snapshot_every=10,
+        evidence=folder,
     )
     for number in range(1, 22):
         optimizer.zero_grad()
         for k in range(2):
             x = torch.full((1, 2), spike if (number, rank, k) == (21, 1, 1) else 1.0)
             resilience.batch([100 * number + 10 * rank + k], x)
-            resilience.loss(model(x).square().mean()).backward()
+            resilience.record_loss(model(x).square().mean()).backward()
         optimizer.step()
         event = resilience.step()
     return event.ids, event.rank, [(one.id, one.rank) for one in bad]

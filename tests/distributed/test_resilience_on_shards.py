@@ -1,4 +1,4 @@
-"""`Snapshot` and `Resilience` over processes: each keeps its own part, and all do the same on the same step."""
+"""`Snapshot` and `SpikeRecovery` over processes: each keeps its own part, and all do the same on the same step."""
 
 import copy
 
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Network, backward
 
 import gradguard as gg
-from gradguard.resilience.ladder import Resilience
+from gradguard.resilience.ladder import SpikeRecovery
 from gradguard.resilience.snapshot import Snapshot
 from sharded import local, mesh
 
@@ -72,7 +72,7 @@ def ladder(kind):
         fully_shard(model, mesh=mesh("hsdp") if kind == "HSDP" else mesh("row"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     detector = gg.SpikeDetector(warmup=8, window=16, cap=6, alone=1)
-    resilience = Resilience(model, optimizer, gg.ClipByGlobalNorm(1.0), detector=detector, every=10)
+    resilience = SpikeRecovery(model, optimizer, gg.ClipByGlobalNorm(1.0), detector=detector, snapshot_every=10)
     last = dist.get_rank() == dist.get_world_size() - 1
     told = []
     for step in range(60):
@@ -81,7 +81,7 @@ def ladder(kind):
         x = torch.ones(2, 3) * (1 + 0.01 * dist.get_rank())
         loss = (1 + 0.1 * wrapped(x).square().mean()) * (50.0 if spike else 1.0)
         resilience.batch([100 * dist.get_rank() + step])
-        resilience.loss(loss).backward()
+        resilience.record_loss(loss).backward()
         optimizer.step()
         event = resilience.step()
         told.append(None if event is None else (event.what, event.action, event.step, event.to_step))

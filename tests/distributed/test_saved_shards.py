@@ -37,7 +37,7 @@ class Run:
     def steps(self, first, count):
         for step in range(first, first + count):
             self.optimizer.zero_grad()
-            self.guard.loss(1.0 + step + dist.get_rank())
+            self.guard.record_loss(1.0 + step + dist.get_rank())
             backward(self.model, "FSDP2", step)
             self.optimizer.step()
             self.schedule.step()
@@ -52,12 +52,12 @@ def there_and_back(folder):
     run = Run(0)
     torch.manual_seed(dist.get_rank())
     run.steps(0, 2)
-    snapshot = gg.Snapshot(*run.parts, more=[run.schedule, run.guard])
+    snapshot = gg.Snapshot(*run.parts, extra_state=[run.schedule, run.guard])
     snapshot.take()
     expected = run.steps(2, 3)
     snapshot.save(folder)
     run = Run(1)
-    loaded = gg.Snapshot.load(folder, *run.parts, more=[run.schedule, run.guard])
+    loaded = gg.Snapshot.load(folder, *run.parts, extra_state=[run.schedule, run.guard])
     for _ in range(2):
         loaded.restore()
         found = run.steps(2, 3)

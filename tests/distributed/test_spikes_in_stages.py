@@ -57,7 +57,7 @@ def train(is_named):
     for step in range(18):
         loss = run.backward(step, 100.0 if step == NORM else 1.0, {FIRST: 0, LAST: 1}.get(step))
         if loss is not None:
-            guard.loss(50.0 if step == LOSS else loss)
+            guard.record_loss(50.0 if step == LOSS else loss)
         before = memory(run.optimizer)
         run.optimizer.step()
         reasons.append(guard.last_skip)
@@ -81,12 +81,12 @@ def test_all_stages_skip_the_same_steps_by_the_same_bits(pool, world, is_named):
 def survive(kind):
     """A burst, or NaN that stays, on one stage alone; what each stage did about it, and how its weights are."""
     run = Staged()
-    resilience = gg.Resilience(
+    resilience = gg.SpikeRecovery(
         run.module,
         run.optimizer,
         gg.ClipByGlobalNorm(1.0),
         detector=gg.SpikeDetector(warmup=8, window=16, cap=6, alone=1),
-        every=10,
+        snapshot_every=10,
         guard_options={"max_consecutive_skips": None, **run.named(kind != "NaN, not named")},
     )
     told, at = [], {}
@@ -95,7 +95,7 @@ def survive(kind):
         loss = run.backward(step, bad_stage=0 if wrong and kind != "burst" else None)
         if loss is not None:
             resilience.batch([step])
-            resilience.loss(loss * (50.0 if wrong and kind == "burst" else 1.0))
+            resilience.record_loss(loss * (50.0 if wrong and kind == "burst" else 1.0))
         run.optimizer.step()
         event = resilience.step()
         told.append(None if event is None else (event.what, event.action, event.step, event.to_step, event.ids))

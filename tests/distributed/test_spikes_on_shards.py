@@ -31,7 +31,9 @@ def train(way, kind):
         if what == "norm":
             for p in inner.parameters():
                 local(p.grad).mul_(100)
-        guard.loss(9.0 if what == "loss of one rank" and dist.get_rank() == 1 else 1.0, weight=1 + dist.get_rank())
+        guard.record_loss(
+            9.0 if what == "loss of one rank" and dist.get_rank() == 1 else 1.0, weight=1 + dist.get_rank()
+        )
         before = copy.deepcopy((memory(optimizer), guard.clipper.state_dict()))
         optimizer.step()
         reasons.append(guard.last_skip)
@@ -79,7 +81,7 @@ def one_is_bad():
     guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), spikes=spikes)
     for step in range(3):
         weight.grad = torch.full((2,), math.nan if step == 1 and dist.get_rank() else 1.0 + dist.get_rank())
-        guard.loss(2.0)
+        guard.record_loss(2.0)
         optimizer.step()
     return spikes.detector.state["count"].tolist(), spikes.detector.state["history"][:, :2].tolist()
 

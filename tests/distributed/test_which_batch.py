@@ -21,7 +21,7 @@ def ring(bad_rank):
         for number in range(2):
             bad = (step, number, rank) == (9, 1, bad_rank)
             batches.saw([1000 * rank + 10 * step + number], batch=torch.full((2, 4), float(rank)))
-            batches.loss(9.0 if bad else 2.0 + 0.01 * rank)
+            batches.record_loss(9.0 if bad else 2.0 + 0.01 * rank)
         batches.end_step()
     return batches
 

@@ -1,4 +1,4 @@
-"""Resilience in the trainers: each does on the same samples what a loop by hand does."""
+"""SpikeRecovery in the trainers: each does on the same samples what a loop by hand does."""
 
 import logging
 
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 def options():
-    return {"detector": gg.SpikeDetector(warmup=8, window=16, cap=6, alone=1), "every": 10}
+    return {"detector": gg.SpikeDetector(warmup=8, window=16, cap=6, alone=1), "snapshot_every": 10}
 
 
 def optimizer_of(model):
@@ -42,10 +42,10 @@ def optimizer_of(model):
 def by_hand():
     model = Net()
     optimizer, scheduler = optimizer_of(model)
-    resilience = gg.Resilience(model, optimizer, gg.ClipByGlobalNorm(1.0), more=[scheduler], **options())
+    resilience = gg.SpikeRecovery(model, optimizer, gg.ClipByGlobalNorm(1.0), extra_state=[scheduler], **options())
     for size in SIZES:
         optimizer.zero_grad()
-        resilience.loss(model(torch.full((1, 1), size))["loss"]).backward()
+        resilience.record_loss(model(torch.full((1, 1), size))["loss"]).backward()
         optimizer.step()
         resilience.step()
         scheduler.step()
@@ -91,10 +91,10 @@ def test_accelerate(expected, tmp_path):
     accelerator = accelerate.Accelerator(cpu=True)
     net = Net()
     model, optimizer, scheduler = accelerator.prepare(net, *optimizer_of(net))
-    made = resilience(accelerator, model, optimizer, gg.ClipByGlobalNorm(1.0), more=[scheduler], **options())
+    made = resilience(accelerator, model, optimizer, gg.ClipByGlobalNorm(1.0), extra_state=[scheduler], **options())
     for size in SIZES:
         optimizer.zero_grad()
-        accelerator.backward(made.loss(model(torch.full((1, 1), size))["loss"]))
+        accelerator.backward(made.record_loss(model(torch.full((1, 1), size))["loss"]))
         optimizer.step()
         made.step()
         scheduler.step()

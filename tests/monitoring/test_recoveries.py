@@ -1,4 +1,4 @@
-"""What `Resilience` did stands in the record, the report's summary, JSON and dashboards, and costs what it says."""
+"""What `SpikeRecovery` did stands in the record, the report's summary, JSON and dashboards, and costs what it says."""
 
 import json
 
@@ -24,11 +24,13 @@ def train(sizes, watch, **options):
     torch.nn.init.constant_(model.weight, 1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     detector = gg.SpikeDetector(warmup=8, window=16, cap=6, alone=1)
-    resilience = gg.Resilience(model, optimizer, gg.ClipByGlobalNorm(1.0), detector=detector, lag=2, **options)
+    resilience = gg.SpikeRecovery(
+        model, optimizer, gg.ClipByGlobalNorm(1.0), detector=detector, detection_delay=2, **options
+    )
     with watch(resilience, model):
         for size in sizes:
             optimizer.zero_grad()
-            resilience.loss(size * (1 + model.weight.square().sum() * 0.1)).backward()
+            resilience.record_loss(size * (1 + model.weight.square().sum() * 0.1)).backward()
             optimizer.step()
             resilience.step()
     return resilience
@@ -74,7 +76,7 @@ RUNS = {
 def test_the_record_and_its_summaries_say_what_was_done(name, watch, tmp_path):
     sizes, told, counts = RUNS[name]
     path = tmp_path / "run.jsonl"
-    resilience = train(sizes, watch(path), every=10)
+    resilience = train(sizes, watch(path), snapshot_every=10)
     record = read_record(path)
     assert record.dropped == 0
     events = [event for event in record.events if event["kind"] in ("burst", "rolled_back", "data_shift")]
@@ -93,9 +95,9 @@ def test_the_record_and_its_summaries_say_what_was_done(name, watch, tmp_path):
 
 def test_what_was_lost_is_what_the_weights_lack(tmp_path):
     """A run without the lost steps, and without the burst, has the same weights."""
-    lost = train(RUNS["a roll-back"][0], by_monitor(tmp_path / "a.jsonl"), every=10)
+    lost = train(RUNS["a roll-back"][0], by_monitor(tmp_path / "a.jsonl"), snapshot_every=10)
     (event,) = [event for event in lost.events if event.lost and event.what == "burst"]
-    twin = train([1.0] * (50 - event.lost), by_monitor(tmp_path / "b.jsonl"), every=10)
+    twin = train([1.0] * (50 - event.lost), by_monitor(tmp_path / "b.jsonl"), snapshot_every=10)
     one, other = (run.guard.optimizer.param_groups[0]["params"][0].item() for run in (lost, twin))
     assert one == other
 

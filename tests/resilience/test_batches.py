@@ -228,9 +228,9 @@ def test_micro_batches_and_their_losses():
     batches = Batches()
     loss = torch.tensor([3.0], requires_grad=True)
     batches.saw([4, 7])
-    batches.loss(loss)
+    batches.record_loss(loss)
     batches.saw(["a"], 5)
-    batches.loss(torch.tensor(6.0))
+    batches.record_loss(torch.tensor(6.0))
     with torch.no_grad():
         loss *= 100  # what is remembered does not follow
     assert batches.end_step() == 0
@@ -302,7 +302,7 @@ def test_ids_that_nothing_could_be_excluded_by(ids, came):
 )
 def test_a_loss_that_is_no_number(loss, came):
     with pytest.raises(InvalidTypeError, match=f"the loss of a micro-batch is {came}"):
-        Batches().loss(loss)
+        Batches().record_loss(loss)
 
 
 def test_the_ring_forgets_and_says_so():

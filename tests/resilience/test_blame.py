@@ -1,4 +1,4 @@
-"""Whom `Resilience` blames for a spike, and the evidence that it writes."""
+"""Whom `SpikeRecovery` blames for a spike, and the evidence that it writes."""
 
 import pytest
 import torch
@@ -8,22 +8,24 @@ import gradguard as gg
 from gradguard.resilience import BadSamples, Culprit, MicroBatch
 from gradguard.resilience.culprit import to_leave_out
 from gradguard.resilience.evidence import read_evidence
-from gradguard.resilience.ladder import Resilience
+from gradguard.resilience.ladder import SpikeRecovery
 from gradguard.resilience.replay_step import replay_step
 
 USUAL, SPIKE = 1.0, 20.0
 
 
-def resilient(lag=0, **options):
+def resilient(detection_delay=0, **options):
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     detector = gg.SpikeDetector(warmup=8, window=16, cap=6, alone=1)
-    options = {"every": 10, "bad": BadSamples(), **options}
+    options = {"snapshot_every": 10, "bad_samples": BadSamples(), **options}
     return (
         model,
         optimizer,
-        Resilience(model, optimizer, gg.ClipByGlobalNorm(1.0), detector=detector, lag=lag, **options),
+        SpikeRecovery(
+            model, optimizer, gg.ClipByGlobalNorm(1.0), detector=detector, detection_delay=detection_delay, **options
+        ),
     )
 
 
@@ -37,7 +39,7 @@ def step(model, optimizer, resilience, sizes, number):
     for k, size in enumerate(sizes):
         x = torch.tensor([size])
         resilience.batch([100 * number + k], x)
-        resilience.loss(loss_of(model, x)).backward()
+        resilience.record_loss(loss_of(model, x)).backward()
     optimizer.step()
     return resilience.step()
 
@@ -49,7 +51,7 @@ def test_the_micro_batch_that_stands_out_is_named_and_no_other():
     event = step(model, optimizer, resilience, [USUAL, 60.0, USUAL], 21)
     assert (event.what, event.ids, event.rank) == ("spike", (2101,), 0)
     assert str(event).endswith("skipped; samples 2101 of rank 0")
-    assert [(one.id, one.step, one.rank) for one in resilience.bad] == [(2101, 21, 0)]
+    assert [(one.id, one.step, one.rank) for one in resilience.bad_samples] == [(2101, 21, 0)]
 
 
 def test_where_all_stand_out_the_whole_step_is_left_out():
@@ -58,7 +60,7 @@ def test_where_all_stand_out_the_whole_step_is_left_out():
         step(model, optimizer, resilience, [USUAL, USUAL], number)
     event = step(model, optimizer, resilience, [SPIKE, SPIKE], 21)
     assert (event.ids, event.rank) == ((2100, 2101), None)
-    assert {one.id for one in resilience.bad} == {2100, 2101}
+    assert {one.id for one in resilience.bad_samples} == {2100, 2101}
 
 
 def test_of_a_burst_the_good_steps_before_the_trial_are_not_blamed():
@@ -68,7 +70,7 @@ def test_of_a_burst_the_good_steps_before_the_trial_are_not_blamed():
     event = resilience.events[-1]
     assert (event.action, event.rank) == ("rolled back", 0)
     assert event.ids == tuple(100 * number for number in range(21, 31))
-    assert {one.id for one in resilience.bad} == {*event.ids}
+    assert {one.id for one in resilience.bad_samples} == {*event.ids}
 
 
 def batch(number, loss=1.0):
@@ -142,10 +144,10 @@ def test_batches_that_were_not_told_are_a_warning(tmp_path):
     model, optimizer, resilience = resilient(evidence=tmp_path)
     for _ in range(20):
         optimizer.zero_grad()
-        resilience.loss(loss_of(model, torch.ones(1))).backward()
+        resilience.record_loss(loss_of(model, torch.ones(1))).backward()
         optimizer.step()
         resilience.step()
-    resilience.loss(loss_of(model, 20 * torch.ones(1))).backward()
+    resilience.record_loss(loss_of(model, 20 * torch.ones(1))).backward()
     optimizer.step()
     with pytest.warns(RuntimeWarning, match=r"was not kept"):
         resilience.step()

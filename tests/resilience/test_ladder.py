@@ -1,4 +1,4 @@
-"""`Resilience`: what it does on which step, told by a table of runs, and what that leaves of the weights."""
+"""`SpikeRecovery`: what it does on which step, told by a table of runs, and what that leaves of the weights."""
 
 import copy
 
@@ -10,7 +10,7 @@ import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError
 from gradguard.resilience import BadSamples
 from gradguard.resilience.event import Event
-from gradguard.resilience.ladder import Resilience
+from gradguard.resilience.ladder import SpikeRecovery
 
 CAP, WARMUP, LAG = 6, 8, 2
 
@@ -21,8 +21,8 @@ def network(**options):
     nn.init.constant_(model.weight, 1.0)
     optimizer = options.pop("optimizer", lambda p: torch.optim.AdamW(p, lr=1e-3))(model.parameters())
     options.setdefault("detector", gg.SpikeDetector(warmup=WARMUP, window=16, cap=CAP, alone=1))
-    options.setdefault("every", 10)
-    return model, optimizer, Resilience(model, optimizer, gg.ClipByGlobalNorm(1.0), lag=LAG, **options)
+    options.setdefault("snapshot_every", 10)
+    return model, optimizer, SpikeRecovery(model, optimizer, gg.ClipByGlobalNorm(1.0), detection_delay=LAG, **options)
 
 
 def train(model, optimizer, resilience, sizes, first_id=0):
@@ -32,7 +32,7 @@ def train(model, optimizer, resilience, sizes, first_id=0):
         optimizer.zero_grad()
         resilience.batch([i])
         loss = size * (1 + model.weight.square().sum() * 0.1)
-        resilience.loss(loss).backward()
+        resilience.record_loss(loss).backward()
         optimizer.step()
         resilience.step()
         weights.append(model.weight.item())
@@ -184,7 +184,7 @@ class TestTheLearningRate:
         train(model, optimizer, resilience, [*[SPIKE] * 10, *USUAL * 5])
         assert resilience.events[-1].action == "rolled back, slowed down"
         assert optimizer.param_groups[0]["lr"] == 1e-3
-        slow = [i for i, rate in enumerate(rates) if rate == 1e-3 * resilience.slow]
+        slow = [i for i, rate in enumerate(rates) if rate == 1e-3 * resilience.lr_factor]
         assert slow == [*range(slow[0], slow[0] + 64)]
         assert set(rates) == {1e-3, 5e-4}
 
@@ -193,8 +193,8 @@ class TestTheLearningRate:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         detector = gg.SpikeDetector(warmup=WARMUP, window=16, cap=CAP, alone=1)
-        resilience = Resilience(
-            model, optimizer, gg.ClipByGlobalNorm(1e-3), detector=detector, more=[scheduler], lag=LAG
+        resilience = SpikeRecovery(
+            model, optimizer, gg.ClipByGlobalNorm(1e-3), detector=detector, extra_state=[scheduler], detection_delay=LAG
         )
         sizes = [*USUAL, *[SPIKE] * 10, *USUAL]
         for size in sizes:
@@ -246,7 +246,7 @@ def test_gradients_that_stay_nan_are_answered_by_going_back():
 
 def test_the_samples_of_what_was_left_out_are_named():
     bad = BadSamples()
-    model, optimizer, resilience = network(bad=bad)
+    model, optimizer, resilience = network(bad_samples=bad)
     train(model, optimizer, resilience, [*USUAL, SPIKE, *USUAL, *[SPIKE] * 10, *USUAL])
     assert resilience.events[0].ids == (20,)
     assert {*range(41, 51)} <= {*resilience.events[-1].ids}
@@ -257,7 +257,7 @@ def test_the_samples_of_what_was_left_out_are_named():
 def test_micro_batches_are_one_step():
     model, optimizer, resilience = network()
     for _ in range(3):
-        resilience.loss(model.weight.square().sum()).backward()
+        resilience.record_loss(model.weight.square().sum()).backward()
         assert resilience.step() is None
     optimizer.step()
     resilience.step()
@@ -313,7 +313,7 @@ def test_a_run_that_is_resumed_goes_on_counting():
     rest = [*USUAL, *[SPIKE] * 10, *USUAL]
     assert train(other, its, again, rest, 41) == train(model, optimizer, resilience, rest, 41)
     assert again.events == resilience.events
-    with pytest.raises(InvalidValueError, match=r"not the state of a Resilience: expected .* got \['a'\]"):
+    with pytest.raises(InvalidValueError, match=r"not the state of a SpikeRecovery: expected .* got \['a'\]"):
         again.load_state_dict({"a": 1})
 
 
@@ -330,21 +330,21 @@ def test_what_is_detached_does_nothing_more():
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"slow": 0.0}, InvalidValueError, r"slow=0\.0: expected a number above 0"),
-        ({"lag": -1}, InvalidValueError, r"lag=-1"),
-        ({"every": 0}, InvalidValueError, r"every=0"),
-        ({"more": [torch.utils.data.DataLoader([1])]}, InvalidTypeError, r"more has a DataLoader: going back must not"),
+        ({"lr_factor": 0.0}, InvalidValueError, r"lr_factor=0\.0: expected a number above 0"),
+        ({"detection_delay": -1}, InvalidValueError, r"detection_delay=-1"),
+        ({"snapshot_every": 0}, InvalidValueError, r"snapshot_every=0"),
+        ({"extra_state": [torch.utils.data.DataLoader([1])]}, InvalidTypeError, r"extra_state has a DataLoader: going"),
         (
-            {"more": [torch.optim.SGD([torch.ones(1)])]},
+            {"extra_state": [torch.optim.SGD([torch.ones(1)])]},
             InvalidTypeError,
-            r"more has an optimizer, .*: make one that steps",
+            r"extra_state has an optimizer, .*: make one that steps",
         ),
     ],
 )
 def test_arguments_that_cannot_be_meant(options, kind, words):
     model = nn.Linear(1, 1)
     with pytest.raises(kind, match=words):
-        Resilience(model, torch.optim.SGD(model.parameters()), **options)
+        SpikeRecovery(model, torch.optim.SGD(model.parameters()), **options)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -380,12 +380,12 @@ def muon_run(sizes, kind):
     optimizer = kind(*by_shape)
     detector = gg.SpikeDetector(warmup=WARMUP, window=16, cap=CAP, alone=1)
     clipper = gg.Groups({"*weight": gg.ClipByGlobalNorm(1.0)}, rest=gg.ClipByGlobalNorm(1.0))
-    resilience = Resilience(model, optimizer, clipper, detector=detector, every=10, lag=LAG)
+    resilience = SpikeRecovery(model, optimizer, clipper, detector=detector, snapshot_every=10, detection_delay=LAG)
     after = []
     for size in sizes:
         optimizer.zero_grad()
         loss = size * (1 + 0.01 * model(torch.ones(2, 3)).square().mean())
-        resilience.loss(loss).backward()
+        resilience.record_loss(loss).backward()
         optimizer.step()
         resilience.step()
         state = (model.state_dict(), optimizer.muon.state_dict(), optimizer.adamw.state_dict())
@@ -410,7 +410,7 @@ def test_several_optimizers_are_refused_and_told_of_the_way():
     with pytest.raises(
         InvalidTypeError, match=r"optimizer is a list, .*: make one that steps all \(docs/resilience.md"
     ):
-        Resilience(model, both)
+        SpikeRecovery(model, both)
 
 
 def test_an_event_is_a_sentence():

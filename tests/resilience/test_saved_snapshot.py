@@ -48,7 +48,7 @@ class Run:
 
     def go(self, count):
         for data in batches(self.cursor.at, count):
-            self.guard.loss(random.random() + float(torch.rand((), generator=self.own)))
+            self.guard.record_loss(random.random() + float(torch.rand((), generator=self.own)))
             train(self.model, self.optimizer, [data])
             self.schedule.step()
             self.cursor.at += 1
@@ -61,7 +61,7 @@ def go_on_elsewhere(folder, pipe):
     found = []
     for number, name in enumerate(CHOSEN):
         run = Run(name, seed=7)
-        gg.Snapshot.load(f"{folder}/{number}", run.model, run.optimizer, more=run.more).restore()
+        gg.Snapshot.load(f"{folder}/{number}", run.model, run.optimizer, extra_state=run.more).restore()
         found.append(run.go(4))
     torch.save(found, f"{folder}/found.pt")
     pipe.send("done")
@@ -73,7 +73,7 @@ def test_a_new_process_goes_on_with_the_same_bits(tmp_path):
     for number, name in enumerate(CHOSEN):
         run = Run(name, seed=1)
         run.go(3)
-        snapshot = gg.Snapshot(run.model, run.optimizer, more=run.more)
+        snapshot = gg.Snapshot(run.model, run.optimizer, extra_state=run.more)
         snapshot.take()
         expected.append(run.go(4))
         snapshot.save(tmp_path / str(number))  # what was taken, not what is now
@@ -231,7 +231,7 @@ def test_another_run_is_refused_before_anything_is_changed(tmp_path, name):
     model, optimizer = make()
     before = content(model, optimizer)
     with pytest.raises(InvalidValueError, match=words):
-        gg.Snapshot.load(tmp_path / "a", model, optimizer, more=more)
+        gg.Snapshot.load(tmp_path / "a", model, optimizer, extra_state=more)
     same(content(model, optimizer), before)
 
 

@@ -208,7 +208,7 @@ class TestMore:
         model, optimizer = small()
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         average.update_parameters(model)
-        snapshot = Snapshot(model, optimizer, more=[average])
+        snapshot = Snapshot(model, optimizer, extra_state=[average])
         snapshot.take()
         expected = copy.deepcopy(average.state_dict())
         pointers = [p.data_ptr() for p in average.parameters()]
@@ -247,7 +247,7 @@ class TestMore:
             return rates
 
         steps(2)
-        snapshot = Snapshot(model, optimizer, more=[scheduler])
+        snapshot = Snapshot(model, optimizer, extra_state=[scheduler])
         snapshot.take()
         first = steps(5)
         now = copy.deepcopy((scheduler.state_dict(), optimizer.state_dict()["param_groups"]))
@@ -261,10 +261,12 @@ class TestMore:
         model, optimizer = small()
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         snapshot = Snapshot(model, optimizer)
-        with pytest.raises(InvalidValueError, match=r"a learning-rate scheduler drives this AdamW .* more=\(scheduler"):
+        with pytest.raises(
+            InvalidValueError, match=r"a learning-rate scheduler drives this AdamW .* extra_state=\(scheduler"
+        ):
             snapshot.take()
         assert not snapshot.taken
-        Snapshot(model, optimizer, more=[scheduler]).take()
+        Snapshot(model, optimizer, extra_state=[scheduler]).take()
 
     def test_a_grad_scaler_and_a_clipper(self):
         model, optimizer = small()
@@ -281,7 +283,7 @@ class TestMore:
                 scaler.update()
 
         steps(0, 3)
-        snapshot = Snapshot(model, optimizer, more=[scaler, clipper])
+        snapshot = Snapshot(model, optimizer, extra_state=[scaler, clipper])
         snapshot.take()
         kept = copy.deepcopy((scaler.state_dict(), clipper.state_dict()))
         found = []
@@ -295,7 +297,7 @@ class TestMore:
     def test_several_optimizers(self):
         model = nn.Linear(3, 2)
         first, second = torch.optim.Adam([model.weight]), torch.optim.SGD([model.bias], lr=0.1, momentum=0.9)
-        snapshot = Snapshot(model, first, more=[second])
+        snapshot = Snapshot(model, first, extra_state=[second])
         step(model, first)
         step(model, second)
         snapshot.take()
@@ -317,7 +319,7 @@ class TestMore:
                 self.state = state
 
         thing, (model, optimizer) = Kept(), small()
-        snapshot = Snapshot(model, optimizer, more=[thing])
+        snapshot = Snapshot(model, optimizer, extra_state=[thing])
         snapshot.take()
         for _ in range(3):
             thing.state["history"] += 1
@@ -329,14 +331,14 @@ class TestMore:
 
     def test_anything_else_is_refused(self):
         model, optimizer = small()
-        with pytest.raises(InvalidTypeError, match=r"more has a int: expected objects with state_dict"):
-            Snapshot(model, optimizer, more=[3])
+        with pytest.raises(InvalidTypeError, match=r"extra_state has a int: expected objects with state_dict"):
+            Snapshot(model, optimizer, extra_state=[3])
 
 
 def test_random_numbers_come_again_unless_the_data_must_go_on():
     model, optimizer = small()
     own = torch.Generator().manual_seed(3)
-    snapshot = Snapshot(model, optimizer, more=[own])
+    snapshot = Snapshot(model, optimizer, extra_state=[own])
     draw = lambda: (random.random(), numpy.random.rand(), float(torch.rand(())), float(torch.rand((), generator=own)))  # noqa: E731
     snapshot.take()
     first, second = draw(), draw()

@@ -214,10 +214,10 @@ def test_every_kind_of_value_comes_back(tmp_path):
     model, optimizer = small()
     holder = Holder()
     holder.at = remembered()
-    saved(tmp_path / "a", model, optimizer, more=[holder])
+    saved(tmp_path / "a", model, optimizer, extra_state=[holder])
     other, others = small()
     back = Holder()
-    gg.Snapshot.load(tmp_path / "a", other, others, more=[back]).restore()
+    gg.Snapshot.load(tmp_path / "a", other, others, extra_state=[back]).restore()
     assert repr(back.at) == repr(remembered())
     for name in ("mappings", "containers"):
         assert back.at[name] == remembered()[name]
@@ -240,7 +240,7 @@ def test_what_has_no_plain_form_is_refused_when_it_is_saved(tmp_path, value, wor
     model, optimizer = small()
     holder = Holder()
     holder.at = value
-    snapshot = gg.Snapshot(model, optimizer, more=[holder])
+    snapshot = gg.Snapshot(model, optimizer, extra_state=[holder])
     snapshot.take()
     with pytest.raises(UnsupportedGradientError, match=f"cannot be written to a file .*{words}"):
         snapshot.save(tmp_path / "a")

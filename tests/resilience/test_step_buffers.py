@@ -25,7 +25,7 @@ class Trained:
         self.model, self.micro_batches = network(), micro_batches
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         detector = gg.SpikeDetector(warmup=8, cap=5, alone=1)
-        self.resilience = gg.Resilience(
+        self.resilience = gg.SpikeRecovery(
             self.model, self.optimizer, gg.ClipByGlobalNorm(1.0), detector=detector, **options
         )
 
@@ -34,7 +34,7 @@ class Trained:
         for part in range(self.micro_batches):
             x = torch.randn(16, 4, generator=torch.Generator().manual_seed(10 * i + part)) * size
             loss = (self.model(x) - x.sum(1, keepdim=True)).square().mean() / self.micro_batches
-            self.resilience.loss(loss).backward()
+            self.resilience.record_loss(loss).backward()
             if part + 1 < self.micro_batches:
                 assert self.resilience.step() is None
         self.optimizer.step()
@@ -52,7 +52,7 @@ def same(ours, theirs):
 def where(request, monkeypatch):
     """Whether the host may look at whether a step was skipped; there is no accelerator, so the CPU passes for one."""
     if request.param == "device":
-        monkeypatch.setattr(gg.Guard, "skipped", property(lambda guard: torch.as_tensor(guard._skipped)))
+        monkeypatch.setattr(gg.Guard, "skipped", property(lambda guard: torch.as_tensor(guard._outcome.skipped)))
         monkeypatch.setattr(step_buffers, "are_readable", lambda *tensors: False)
 
 
@@ -76,7 +76,7 @@ def test_a_run_without_the_bad_batch_has_the_same_statistics(micro_batches, bad)
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_roll_back_gives_back_statistics_from_before_the_burst(lag):
-    ours = Trained(lag=lag)
+    ours = Trained(detection_delay=lag)
     told, usual = [], 0.0
     for i in range(40):
         event = ours.step(i, 1000.0 if 14 <= i < 23 else 1.0)

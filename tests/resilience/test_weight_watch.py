@@ -1,4 +1,4 @@
-"""What `Resilience` notices beside spikes: weights that something else has changed, and steps that it did not see."""
+"""What `SpikeRecovery` notices beside spikes: weights that something else has changed, and steps it did not see."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def regression(seed, **options):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     options.setdefault("detector", gg.SpikeDetector(warmup=16, window=32, cap=5))
-    return model, optimizer, gg.Resilience(model, optimizer, gg.ClipByGlobalNorm(1.0), every=20, **options)
+    return model, optimizer, gg.SpikeRecovery(model, optimizer, gg.ClipByGlobalNorm(1.0), snapshot_every=20, **options)
 
 
 def train(model, optimizer, resilience, steps, change=None, at=0):
@@ -24,7 +24,7 @@ def train(model, optimizer, resilience, steps, change=None, at=0):
             change(model)
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         optimizer.zero_grad()
-        resilience.loss(loss).backward()
+        resilience.record_loss(loss).backward()
         optimizer.step()
         resilience.step()
 
@@ -42,7 +42,7 @@ def behind(model):
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_weights_that_something_else_changed_bring_older_ones_in(change, lag, seed):
-    model, optimizer, resilience = regression(seed, lag=lag)
+    model, optimizer, resilience = regression(seed, detection_delay=lag)
     train(model, optimizer, resilience, 100, change, at=70)
     event = resilience.events[-1]
     assert (event.what, event.action, event.changed) == ("burst", "rolled back", True)
@@ -58,7 +58,7 @@ def test_a_burst_of_bad_data_is_no_change_of_the_weights():
         x = torch.randn(16, 4)
         loss = (model(x) - x.sum(1, keepdim=True) - (200 if step < 9 else 0)).square().mean()
         optimizer.zero_grad()
-        resilience.loss(loss).backward()
+        resilience.record_loss(loss).backward()
         optimizer.step()
         resilience.step()
     assert [event.action for event in resilience.events][-1] == "rolled back"
@@ -87,7 +87,7 @@ def test_a_change_is_seen_and_a_step_is_none(dtype):
 def steps(resilience, model, optimizer, count):
     for _ in range(count):
         optimizer.zero_grad()
-        resilience.loss(model(torch.randn(16, 4)).square().mean()).backward()
+        resilience.record_loss(model(torch.randn(16, 4)).square().mean()).backward()
         optimizer.step()
 
 
@@ -116,12 +116,12 @@ def test_a_loss_of_an_evaluation_is_of_no_step():
     train(model, optimizer, resilience, 40)
     model.eval()
     with torch.no_grad():
-        resilience.loss(torch.tensor(1e6))
+        resilience.record_loss(torch.tensor(1e6))
     model.train()
     train(model, optimizer, resilience, 5)
     assert resilience.events == []
     with torch.no_grad():  # of a training step, as the model says
-        resilience.loss(torch.tensor(1e6))
+        resilience.record_loss(torch.tensor(1e6))
     train(model, optimizer, resilience, 1)
     assert [event.action for event in resilience.events] == ["skipped"]
 
@@ -130,12 +130,12 @@ def test_a_loss_of_an_evaluation_is_of_no_step():
 def test_a_loss_that_is_not_finite_is_told_where_the_gradients_are(value):
     model, optimizer, resilience = regression(0)
     train(model, optimizer, resilience, 2)
-    resilience.loss(value)
+    resilience.record_loss(value)
     with pytest.warns(RuntimeWarning, match="a loss that is NaN or infinite, and all gradients of its step are finite"):
         optimizer.step()
     resilience.step()
     assert resilience.guard.skipped_steps == 0
-    resilience.loss(value)  # said once
+    resilience.record_loss(value)  # said once
     optimizer.step()
     resilience.step()
 

@@ -47,9 +47,9 @@ def test_each_kind_is_judged_as_if_there_were_no_other(way, seed):
     apart = {kind: gg.SkipSpikes(SpikeDetector(alone=1)) for kind in SIZES}
     found, expected = [], []
     for kind, loss, norm in drawn(seed):
-        together.loss(loss, kind=kind)
+        together.record_loss(loss, kind=kind)
         found.append(judged(together, norm))
-        apart[kind].loss(loss)
+        apart[kind].record_loss(loss)
         expected.append(apart[kind].judge_numbers([norm], bad=False))
     assert found == expected
     assert sum(found) >= 5  # or it proves nothing
@@ -60,13 +60,13 @@ def test_without_kinds_the_larger_one_stands_out():
     told = []
     for step in range(200):
         loss = 100.0 if step % 25 == 24 else 1.0 + step % 7 / 100
-        spikes.loss(loss)
+        spikes.record_loss(loss)
         told.append(spikes.judge_numbers([loss], bad=False))
     assert sum(told) > 2
     kinds = gg.SkipSpikes(SpikeDetector(alone=1))
     for step in range(200):
         loss = 100.0 if step % 25 == 24 else 1.0 + step % 7 / 100
-        kinds.loss(loss, kind="rare" if loss > 50 else None)
+        kinds.record_loss(loss, kind="rare" if loss > 50 else None)
         assert not kinds.judge_numbers([loss], bad=False)
 
 
@@ -75,7 +75,7 @@ def test_a_step_of_several_kinds_has_a_scale_of_its_own_whatever_their_order():
     for step in range(120):
         both = ["a", "b"] if step % 2 else ["b", "a"]
         for kind in both if step % 3 else ["a"]:
-            spikes.loss(1000.0 if step % 3 else 1.0, kind=kind)
+            spikes.record_loss(1000.0 if step % 3 else 1.0, kind=kind)
         assert not spikes.judge_numbers([1.0 + step % 5 / 100], bad=False)
     assert spikes.signal_names(["norm"]) == [
         *("loss", "norm", "loss of a", "norm of a", "loss of a + b", "norm of a + b")
@@ -87,9 +87,9 @@ def test_a_run_that_is_resumed_decides_as_the_other(cut):
     whole = gg.SkipSpikes(SpikeDetector(alone=1))
     resumed = gg.SkipSpikes(SpikeDetector(alone=1))
     for step, (kind, loss, norm) in enumerate(drawn(7)):
-        whole.loss(loss, kind=kind)
+        whole.record_loss(loss, kind=kind)
         expected = whole.judge_numbers([norm], bad=False)
-        resumed.loss(loss, kind=kind)
+        resumed.record_loss(loss, kind=kind)
         assert resumed.judge_numbers([norm], bad=False) == expected, step
         if step == cut:
             state, resumed = resumed.state_dict(), gg.SkipSpikes(SpikeDetector(alone=1))
@@ -101,10 +101,10 @@ def test_a_run_that_is_resumed_decides_as_the_other(cut):
 def test_what_is_no_kind_is_refused():
     spikes = gg.SkipSpikes()
     with pytest.raises(InvalidTypeError, match=r"kind=3: expected text, such as the name of a task, got int"):
-        spikes.loss(1.0, kind=3)
+        spikes.record_loss(1.0, kind=3)
     for number in range(64):
-        spikes.loss(1.0, kind=f"task {number}")
+        spikes.record_loss(1.0, kind=f"task {number}")
         spikes.judge_numbers([1.0], bad=False)
-    spikes.loss(1.0, kind="one more")
+    spikes.record_loss(1.0, kind="one more")
     with pytest.raises(InvalidValueError, match=r"kind='one more' would be the 65th kind of step"):
         spikes.judge_numbers([1.0], bad=False)

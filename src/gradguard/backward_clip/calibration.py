@@ -28,7 +28,7 @@ _Step = tuple[list[_Label], Tensor]
 """What passed in one step, and the largest element of each, in the order of the backward."""
 
 
-def calibrate(model: nn.Module | None = None, *, steps: int = 20, factor: float = 1.0) -> "Calibration":
+def calibrate_error_clip(model: nn.Module | None = None, *, steps: int = 20, factor: float = 1.0) -> "Calibration":
     r"""Return a rule that clips nothing, records for ``steps`` blocks what passes, and proposes a threshold.
 
     .. math:: \text{threshold} = k \cdot \operatorname*{median}_{\text{steps}}\;
@@ -52,7 +52,7 @@ def calibrate(model: nn.Module | None = None, *, steps: int = 20, factor: float 
     Example:
         >>> import gradguard as gg, torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
-        >>> calibration = gg.calibrate(steps=3)
+        >>> calibration = gg.calibrate_error_clip(steps=3)
         >>> for _ in range(3):
         ...     loss = model(torch.randn(4, 2)).square().mean()
         ...     with gg.error_clip(loss, calibration):
@@ -65,11 +65,11 @@ def calibrate(model: nn.Module | None = None, *, steps: int = 20, factor: float 
 
 
 class Calibration(BaseErrorClip, Observer):
-    """What `calibrate` recorded: the largest element of each gradient, step by step. Print it for a table.
+    """What `calibrate_error_clip` recorded: the largest element of each gradient, step by step. Print it for a table.
 
     Example:
         >>> import gradguard as gg, torch
-        >>> calibration = gg.calibrate(steps=1)
+        >>> calibration = gg.calibrate_error_clip(steps=1)
         >>> loss = torch.ones(3, requires_grad=True).exp().square().sum()
         >>> with gg.error_clip(loss, calibration):
         ...     loss.backward()

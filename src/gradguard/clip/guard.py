@@ -119,7 +119,7 @@ class Guard:
     GradScaler, fused optimizer         thresholds are for unscaled gradients; unscaling needs no pass of its own
     clipped by hand before unscaling    a warning says so, once
     LBFGS, NaN inside a line search     the whole step is undone
-    BatchNorm's running statistics      hold what a skipped step's forward has written; `Resilience` undoes that
+    BatchNorm's running statistics      hold what a skipped step's forward has written; `SpikeRecovery` undoes that
     too many skips in a row             an error with the history (on an accelerator some steps late)
     ``copy.deepcopy(optimizer)``        the copy has no guard; attach one and load this one's ``state_dict()``
     two guards on one optimizer         an error: use ``Chain`` or ``Groups``
@@ -200,7 +200,7 @@ class Guard:
         self._counts = Counts(max_consecutive_skips)
         self.spikes = check_spikes(spikes)
         self._spike_watch = SpikeWatch(spikes, clipper)
-        # A spike's gradients are left as they are, for `Resilience`, and an error leaves everything.
+        # A spike's gradients are left as they are, for `SpikeRecovery`, and an error leaves everything.
         self._clips_before_it_skips = nonfinite != "raise" and spikes is None
         self._detector = ScaledClipDetector()
         self._late = LateReader(self._read_late)
@@ -531,7 +531,7 @@ class Guard:
         """
         return self._outcome.why()
 
-    def loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
+    def record_loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
         """Tell the loss of one micro-batch before its step, for ``spikes=``; return it as it came.
 
         The step is judged by the weighted mean over its micro-batches and over all processes: see `SkipSpikes`. A loss
@@ -544,7 +544,7 @@ class Guard:
             kind: Which of several tasks it is of, where their losses differ in size; see `SkipSpikes`.
 
         Returns:
-            ``loss``, so that ``guard.loss(loss).backward()`` is one line.
+            ``loss``, so that ``guard.record_loss(loss).backward()`` is one line.
 
         Raises:
             InvalidValueError: If the guard has no ``spikes=``, or ``loss`` is not one number.
@@ -555,7 +555,7 @@ class Guard:
                 "spikes=SkipSpikes(SpikeDetector()), or leave guard.loss away."
             )
         if not self.is_evaluation(loss):
-            self.spikes.loss(loss, weight, kind)
+            self.spikes.record_loss(loss, weight, kind)
         return loss
 
     def is_evaluation(self, loss: Tensor | float) -> bool:

@@ -29,7 +29,7 @@ from gradguard.integrations.accelerate_private import PrivateClip, make_private 
 
 __all__ = [
     "AcceleratedGuard",
-    "AcceleratedResilience",
+    "AcceleratedRecovery",
     "PerSampleClip",
     "PrivateClip",
     "clip_per_sample",
@@ -140,12 +140,12 @@ def guard(
     return made
 
 
-class AcceleratedResilience(gg.Resilience):
-    """A `gradguard.Resilience` with an `AcceleratedGuard`; `resilience` makes it.
+class AcceleratedRecovery(gg.SpikeRecovery):
+    """A `gradguard.SpikeRecovery` with an `AcceleratedGuard`; `resilience` makes it.
 
     Example:
-        >>> from gradguard.integrations.accelerate import AcceleratedGuard, AcceleratedResilience
-        >>> AcceleratedResilience._guard_type is AcceleratedGuard
+        >>> from gradguard.integrations.accelerate import AcceleratedGuard, AcceleratedRecovery
+        >>> AcceleratedRecovery._guard_type is AcceleratedGuard
         True
     """
 
@@ -158,10 +158,10 @@ def resilience(
     optimizer: torch.optim.Optimizer,
     clipper: gg.rules.Clipper | None = None,
     *,
-    more: Iterable[Any] = (),
+    extra_state: Iterable[Any] = (),
     **options: Any,
-) -> AcceleratedResilience:
-    """Skip the spikes of a run and undo its bursts: `gradguard.Resilience` after ``accelerator.prepare(...)``.
+) -> AcceleratedRecovery:
+    """Skip the spikes of a run and undo its bursts: `gradguard.SpikeRecovery` after ``accelerator.prepare(...)``.
 
     It finds the optimizer inside Accelerate's and the accelerator's GradScaler, is saved and loaded with
     ``accelerator.save_state`` and ``load_state`` (snapshots stay in memory), and refuses
@@ -173,8 +173,8 @@ def resilience(
         model: The prepared model.
         optimizer: What ``accelerator.prepare`` returned for the optimizer.
         clipper: What to do with the gradients; None for ``gg.ClipByMedian()``.
-        more: Schedulers, prepared or not, and what else goes back.
-        options: What `gradguard.Resilience` takes by name.
+        extra_state: Schedulers, prepared or not, and what else goes back.
+        options: What `gradguard.SpikeRecovery` takes by name.
 
     Returns:
         The resilience, which the accelerator saves and loads.
@@ -190,14 +190,16 @@ def resilience(
         >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1, bias=False)
         >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         >>> guarded = resilience(accelerator, model, optimizer, gg.ClipByGlobalNorm(1.0))
-        >>> accelerator.backward(guarded.loss(model(torch.tensor([[3.0, 4.0]])).sum()))
+        >>> accelerator.backward(guarded.record_loss(model(torch.tensor([[3.0, 4.0]])).sum()))
         >>> optimizer.step()
         >>> guarded.step(), guarded.steps
         (None, 1)
     """
     check_types(accelerator, optimizer)
     found = [] if accelerator.scaler is None else [accelerator.scaler]
-    made = AcceleratedResilience(model, inner_optimizer(optimizer), clipper, more=[*more, *found], **options)
+    made = AcceleratedRecovery(
+        model, inner_optimizer(optimizer), clipper, extra_state=[*extra_state, *found], **options
+    )
     accelerator.register_for_checkpointing(made)
     return made
 

@@ -249,7 +249,7 @@ class GradGuardCallback(TrainersClip):
 
 
 class ResilienceCallback(ResilienceClips, GradGuardCallback):
-    """A `GradGuardCallback` with `gradguard.Resilience`: spikes are skipped, bursts undone.
+    """A `GradGuardCallback` with `gradguard.SpikeRecovery`: spikes are skipped, bursts undone.
 
     It hears the loss of each backward, and acts at the end of each batch; schedulers keep their place when weights go
     back, and so does the data. The checkpoint holds clipper and detector; snapshots stay in memory. Under 16-mixed the
@@ -257,13 +257,14 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
 
     Args:
         clipper: The rule; None for ``gg.ClipByMedian()``.
-        options: What `gradguard.Resilience` takes by name: ``detector``, ``more``, ``every``, ``slow``, ...
+        options: What `gradguard.SpikeRecovery` takes by name: ``detector``, ``extra_state``, ``snapshot_every``,
+            ``lr_factor``, ...
         nonfinite: As for `Guard`.
         max_consecutive_skips: As for `Guard`.
         log: As for `GradGuardCallback`.
 
     Attributes:
-        resilience: The `gradguard.Resilience` of the current or the last fit; None before the first.
+        resilience: The `gradguard.SpikeRecovery` of the current or the last fit; None before the first.
 
     Raises:
         InvalidTypeError: If ``clipper`` is none.
@@ -272,7 +273,7 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
         >>> import gradguard as gg
         >>> from lightning.pytorch import Trainer
         >>> from gradguard.integrations.lightning import ResilienceCallback
-        >>> callback = ResilienceCallback(gg.ClipByGlobalNorm(1.0), {"every": 100})
+        >>> callback = ResilienceCallback(gg.ClipByGlobalNorm(1.0), {"snapshot_every": 100})
         >>> trainer = Trainer(max_epochs=1, callbacks=[callback])
     """
 
@@ -293,7 +294,7 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
         """Take the loss of a micro-batch."""
         del pl_module
         if self.resilience is not None and _scaler_of(trainer) is None:
-            self.resilience.loss(loss.detach())
+            self.resilience.record_loss(loss.detach())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Log, and act on what was measured some steps ago.

@@ -52,14 +52,14 @@ class OnlyGuard(gg.Guard):
         super().detach()
 
 
-class OnlyResilience(gg.Resilience):
-    """A `gradguard.Resilience` whose guard is an `OnlyGuard`.
+class OnlyRecovery(gg.SpikeRecovery):
+    """A `gradguard.SpikeRecovery` whose guard is an `OnlyGuard`.
 
     Example:
         >>> import gradguard as gg, torch
-        >>> from gradguard.integrations.one_clip import OnlyGuard, OnlyResilience
+        >>> from gradguard.integrations.one_clip import OnlyGuard, OnlyRecovery
         >>> layer = torch.nn.Linear(2, 1)
-        >>> resilience = OnlyResilience(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+        >>> resilience = OnlyRecovery(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
         >>> isinstance(resilience.guard, OnlyGuard)
         True
     """
@@ -68,13 +68,13 @@ class OnlyResilience(gg.Resilience):
 
 
 class ResilienceClips(OnlyClip):
-    """What the callbacks with `gradguard.Resilience` of all trainers have.
+    """What the callbacks with `gradguard.SpikeRecovery` of all trainers have.
 
     Attributes:
-        resilience: The `gradguard.Resilience` of the current or the last training; None before the first.
+        resilience: The `gradguard.SpikeRecovery` of the current or the last training; None before the first.
     """
 
-    resilience: gg.Resilience | None
+    resilience: gg.SpikeRecovery | None
     _resilience_options: dict[str, Any]
 
     def _not_begun(self) -> dict[str, Any]:
@@ -83,8 +83,8 @@ class ResilienceClips(OnlyClip):
     def _resilient(self, model: Any, optimizer: Optimizer, clipper: Any, found: Iterable[Any], guard: Any) -> gg.Guard:
         """Begin, with what the trainer has ``found`` to go back besides, and the options of the ``guard``."""
         options = dict(self._resilience_options)
-        more = [one for one in (*found, *options.pop("more", ())) if one is not None]
-        self.resilience = OnlyResilience(model, optimizer, clipper, more=more, guard_options=guard, **options)
+        extra = [one for one in (*found, *options.pop("extra_state", ())) if one is not None]
+        self.resilience = OnlyRecovery(model, optimizer, clipper, extra_state=extra, guard_options=guard, **options)
         return self.resilience.guard
 
     def _end_resilience(self) -> None:

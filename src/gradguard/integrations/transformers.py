@@ -254,7 +254,7 @@ class GradGuardCallback(TrainersClip):
 
 
 class ResilienceCallback(ResilienceClips, GradGuardCallback):
-    """A `GradGuardCallback` with `gradguard.Resilience`: spikes are skipped, bursts undone.
+    """A `GradGuardCallback` with `gradguard.SpikeRecovery`: spikes are skipped, bursts undone.
 
     The loss is what ``Trainer.training_step`` returns, for each micro-batch; the Trainer's scheduler keeps its place
     when weights go back, and so does the data. A checkpoint holds the clipper and the detector, as `GradGuardCallback`
@@ -262,12 +262,13 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
 
     Args:
         clipper: What to do with the gradients; None for ``gg.ClipByMedian()``.
-        options: What `gradguard.Resilience` takes by name: ``detector``, ``more``, ``every``, ``slow``, ...
+        options: What `gradguard.SpikeRecovery` takes by name: ``detector``, ``extra_state``, ``snapshot_every``,
+            ``lr_factor``, ...
         nonfinite: As for `gradguard.Guard`.
         max_consecutive_skips: As for `gradguard.Guard`.
 
     Attributes:
-        resilience: The `gradguard.Resilience` of the current or the last training; None before the first.
+        resilience: The `gradguard.SpikeRecovery` of the current or the last training; None before the first.
 
     Raises:
         InvalidTypeError: If ``clipper`` is no clipper.
@@ -275,7 +276,7 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
     Example:
         >>> import gradguard as gg
         >>> from gradguard.integrations.transformers import ResilienceCallback
-        >>> callback = ResilienceCallback(gg.ClipByGlobalNorm(1.0), {"every": 100})
+        >>> callback = ResilienceCallback(gg.ClipByGlobalNorm(1.0), {"snapshot_every": 100})
         >>> # Trainer(model, arguments, train_dataset=data, callbacks=[callback])
     """
 
@@ -304,7 +305,7 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
     def _training_step(self, original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Tensor:
         loss = original(trainer, *args, **kwargs)
         if self.resilience is not None and self._acting:
-            self.resilience.loss(loss.detach())
+            self.resilience.record_loss(loss.detach())
         return loss
 
     def _guard(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> gg.Guard:

@@ -83,7 +83,7 @@ class Batches:
         >>> batches = Batches()
         >>> for ids in ([4, 7], [1, 3]):
         ...     batches.saw(ids)
-        ...     batches.loss(torch.tensor(float(sum(ids))))
+        ...     batches.record_loss(torch.tensor(float(sum(ids))))
         >>> batches.end_step()
         0
         >>> [(one.ids, one.loss) for one in batches.of_step(0)]
@@ -113,7 +113,7 @@ class Batches:
             one.content, one.versions = batch, versions_of(tensors_in(batch))
         self._ring[-1].append(one)
 
-    def loss(self, loss: Tensor | float) -> None:
+    def record_loss(self, loss: Tensor | float) -> None:
         """Say the loss of the micro-batch under way; where there is none, or it has one, of another one without ids.
 
         Raises:

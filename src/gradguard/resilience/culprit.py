@@ -97,7 +97,7 @@ def find_culprit(
         >>> for step in range(9):
         ...     for micro_batch in range(2):
         ...         batches.saw([4 * step + 2 * micro_batch, 4 * step + 2 * micro_batch + 1])
-        ...         batches.loss(9.0 if (step, micro_batch) == (8, 1) else 1.0)
+        ...         batches.record_loss(9.0 if (step, micro_batch) == (8, 1) else 1.0)
         ...     number = batches.end_step()
         >>> find_culprit(batches, 8).ids
         (34, 35)
@@ -218,7 +218,11 @@ def _judge(
     out = sorted((pair for pair in known if pair[0] > k), key=lambda pair: -pair[0])
     if not known:
         why = f"only {losses} losses are known" if any(one.loss is not None for one in here) else "no loss is known"
-        return (), f"{why}, and {ENOUGH} tell what is usual: say each with guard.loss(loss) or batches.loss(loss)."
+        return (
+            (),
+            f"{why}, and {ENOUGH} tell what is usual: pass each to guard.record_loss(loss) or "
+            "batches.record_loss(loss).",
+        )
     if not out:
         highest = max(score for score, _ in known)
         return (), f"the loss of no micro-batch stands out (the highest by {highest:.1f} deviations)."

@@ -22,7 +22,8 @@ from gradguard.tensors.host_copy import is_captured
 
 NO_ROLL_BACK = (
     "--resilient skips spikes and steps that are not finite. It does not go back to older weights: where the schedule, "
-    "an averaged model or the data stand cannot be known from outside. For that use gradguard.Resilience in the script."
+    "an averaged model or the data stand cannot be known from outside. For that use gradguard.SpikeRecovery in the "
+    "script."
 )
 
 
@@ -122,7 +123,7 @@ class GuardEachOptimizer:
             return
         if len(self._known) == 1:
             for loss in losses:
-                guard.loss(loss)
+                guard.record_loss(loss)
         elif _spikes_of(guard).norm_is_hidden:
             self.refused[type(optimizer).__name__] = (
                 "a GradScaler and the script's clip hide its norm, and of several optimizers nobody knows whose loss "

@@ -1,4 +1,4 @@
-"""What `Resilience` did or saw, for its list of events and for those who watch."""
+"""What `SpikeRecovery` did or saw, for its list of events and for those who watch."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from gradguard.recovery_events import RecoveryEvent, RecoveryKind
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that `Resilience` did, or saw.
+    """Something that `SpikeRecovery` did, or saw.
 
     Attributes:
         step: The step at which it began, counted from 1; steps that are undone count on.
@@ -20,7 +20,7 @@ class Event:
         signal: What was too high: ``"loss"``, ``"norm"`` or the name of a group.
         score: How far, in the detector's deviations.
         ids: The samples of the micro-batches that `find_culprit` blames, of whichever process; where nobody stands
-            out, those that this process had on the steps in question. As far as `Resilience.batch` told.
+            out, those that this process had on the steps in question. As far as `SpikeRecovery.batch` told.
         rank: The process that had the blamed ones; None if nobody is blamed, or several are.
         to_step: After which step the weights are from that a roll-back went to.
         recovery: Steps from the first spike until the action ended the matter; None where it goes on.

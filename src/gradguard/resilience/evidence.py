@@ -132,7 +132,7 @@ def write_evidence(
         >>> for step in range(12):
         ...     x = torch.full((1, 1), 100.0 if step == 11 else 1.0 + step / 100)
         ...     batches.saw([step], batch=x)
-        ...     batches.loss(model(x).square().mean())
+        ...     batches.record_loss(model(x).square().mean())
         ...     number = batches.end_step()
         >>> culprit = find_culprit(batches, 11)
         >>> with tempfile.TemporaryDirectory() as folder:

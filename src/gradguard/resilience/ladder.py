@@ -63,7 +63,7 @@ class _Measured:
     scores: list[float]
 
 
-class Resilience:
+class SpikeRecovery:
     r"""Guard an optimizer against spikes: skip them, slow down, go back to a snapshot, leave the samples out.
 
     Call `loss` for each micro-batch, and `step` once after each step of the optimizer. What happens:
@@ -77,19 +77,19 @@ class Resilience:
        step that spikes it was no end yet: the newer weights come back bit by bit, and training goes on.
     4. If the last trial fails, the data have **shifted**: training goes on as usual.
     5. Gradients that are not finite on 18 steps in a row are answered by going back at once.
-    6. From the second roll-back within 1,000 steps on the **learning rate** is ``slow`` times as high for 64 steps: it
-       may be the weights, and not the data. Schedulers do not see it.
+    6. From the second roll-back within 1,000 steps on the **learning rate** is ``lr_factor`` times as high for 64
+       steps: it may be the weights, and not the data. Schedulers do not see it.
     7. More than ``budget`` roll-backs within 1,000 steps end the run with an error that tells the whole story.
 
-    A legitimate shift of the data so costs ``cap`` skipped steps, and ``lag`` + 1 steps a trial.
+    A legitimate shift of the data so costs ``cap`` skipped steps, and ``detection_delay`` + 1 steps a trial.
 
     **Guarantees.**
 
     * All processes do the same on the same step: they judge numbers that were added up over all of them, and read what
-      the device said of step t after step t + ``lag``, never earlier where it happens to be there. The host waits for
-      a step that is ``lag`` old.
+      the device said of step t after step t + ``detection_delay``, never earlier where it happens to be there. The host
+      waits for a step that is ``detection_delay`` old.
     * A skipped step changes nothing; what its forward wrote to buffers (BatchNorm's statistics) is undone by `step`. A
-      roll-back gives back weights, buffers, optimizer state, scaler, ``more``, clipper and detector bit by bit
+      roll-back gives back weights, buffers, optimizer state, scaler, ``extra_state``, clipper and detector bit by bit
       (`Snapshot`).
     * Never two snapshots of a suspicious time: one is older than the detection delay, and none is taken while spikes
       are near.
@@ -105,8 +105,8 @@ class Resilience:
     bursts below ``detector.cap``        skipped whole; nothing to roll back
     bursts longer than the last trial    taken for a shift of the data, and learnt
     the loss is not told                 judged by gradient norms alone
-    a scheduler                          pass it in ``more``; its schedule goes on, it is not rewound
-    a data loader in ``more``            refused: going back must not bring the same data again
+    a scheduler                          pass it in ``extra_state``; its schedule goes on, it is not rewound
+    a data loader in ``extra_state``            refused: going back must not bring the same data again
     several optimizers                   refused, unless one has the others as attributes, and steps them
     accumulation                         call `step` after the real steps, or after each micro-batch: no difference
     ``add_param_group``                  snapshots are let go, and a new one is taken: a burst from before is learnt,
@@ -119,17 +119,17 @@ class Resilience:
         optimizer: Its optimizer.
         clipper: The clipper; None for ``ClipByMedian()``.
         detector: What tells a spike; None for ``SpikeDetector(cap=5)``. Those without ``adopted`` only ever skip.
-        more: What else goes back, as for `Snapshot`: schedulers, a GradScaler, an averaged model.
-        bad: Where to note the samples of bursts and spikes; None for nowhere.
-        every: Steps between two snapshots.
-        lag: Steps from a measurement to what is done about it; None for 2 on an accelerator, so that the host does not
-            wait, and 0 on the CPU. Weights from just before a burst are there if it is below ``detector.cap`` - 2; else
-            those of the last snapshot.
-        slow: What the learning rate is multiplied by after a second roll-back; 1 leaves it.
+        extra_state: What else goes back, as for `Snapshot`: schedulers, a GradScaler, an averaged model.
+        bad_samples: Where to note the samples of bursts and spikes; None for nowhere.
+        snapshot_every: Steps between two snapshots.
+        detection_delay: Steps from a measurement to what is done about it; None for 2 on an accelerator, so that the
+            host does not wait, and 0 on the CPU. Weights from just before a burst are there if it is below
+            ``detector.cap`` - 2; else those of the last snapshot.
+        lr_factor: What the learning rate is multiplied by after a second roll-back; 1 leaves it.
         budget: Roll-backs within 1,000 steps that are no error.
         evidence: A folder for what ``gradguard replay-step`` reads: one file, as large as the weights twice, at the
-            first spike of a burst, and at most one in ``every`` steps. `batch` must then be given the batches, which
-            are kept for as long as their samples. A file that cannot be written is a warning.
+            first spike of a burst, and at most one in ``snapshot_every`` steps. `batch` must then be given the batches,
+            which are kept for as long as their samples. A file that cannot be written is a warning.
         process_group: The processes that train this model together, as for `SkipSpikes`.
         guard_options: What `Guard` takes beside: ``nonfinite``, ``max_consecutive_skips``, ``mesh``, ...
 
@@ -147,10 +147,10 @@ class Resilience:
         >>> import gradguard as gg, torch
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> optimizer = torch.optim.Adam(model.parameters())
-        >>> resilience = gg.Resilience(model, optimizer, detector=gg.SpikeDetector(warmup=4))
+        >>> resilience = gg.SpikeRecovery(model, optimizer, detector=gg.SpikeDetector(warmup=4))
         >>> for size in [1.0, 1.0, 1.0, 1.0, 50.0, 1.0, 1.0]:
         ...     optimizer.zero_grad()
-        ...     resilience.loss(model(torch.full((1, 1), size)).square().mean()).backward()
+        ...     resilience.record_loss(model(torch.full((1, 1), size)).square().mean()).backward()
         ...     optimizer.step()
         ...     _ = resilience.step()
         >>> [(event.what, event.action, event.step) for event in resilience.events]
@@ -169,38 +169,41 @@ class Resilience:
         clipper: Clipper | None = None,
         *,
         detector: Detector | None = None,
-        more: Iterable[Any] = (),
-        bad: BadSamples | None = None,
-        every: int = 50,
-        lag: int | None = None,
-        slow: float = 0.5,
+        extra_state: Iterable[Any] = (),
+        bad_samples: BadSamples | None = None,
+        snapshot_every: int = 50,
+        detection_delay: int | None = None,
+        lr_factor: float = 0.5,
         budget: int = 3,
         evidence: str | os.PathLike[str] | None = None,
         process_group: Any = None,
         guard_options: Mapping[str, Any] | None = None,
     ) -> None:
-        _check_more(more := list(more))
+        _check_extra_state(extra_state := list(extra_state))
         if isinstance(optimizer, list | tuple):
             raise InvalidTypeError(_several(f"optimizer is a {type(optimizer).__name__}"))
-        if lag is None:
-            lag = 0 if all(p.is_cpu for p in model.parameters()) else 2
-        self.every, self.lag = check_whole("every", every, 1), check_whole("lag", lag, 0)
+        if detection_delay is None:
+            detection_delay = 0 if all(p.is_cpu for p in model.parameters()) else 2
+        self.snapshot_every = check_whole("snapshot_every", snapshot_every, 1)
+        self.detection_delay = check_whole("detection_delay", detection_delay, 0)
         self.budget = check_whole("budget", budget, 0)
-        if not 0 < slow <= 1:
-            raise InvalidValueError(f"slow={slow!r}: expected a number above 0 and at most 1, such as 0.5.")
-        self.slow = slow
+        if not 0 < lr_factor <= 1:
+            raise InvalidValueError(f"lr_factor={lr_factor!r}: expected a number above 0 and at most 1, such as 0.5.")
+        self.lr_factor = lr_factor
         clipper = ClipByMedian() if clipper is None else clipper
         self._detector = SpikeDetector(cap=5) if detector is None else detector
         self._cap = getattr(self._detector, "cap", 0)
         self._group, self._optimizer, self._model = process_group, optimizer, model
-        self._evidence = None if evidence is None else EvidenceFolder(evidence, self.every)
+        self._evidence = None if evidence is None else EvidenceFolder(evidence, self.snapshot_every)
         self._spikes = _HostSpikes(self._detector, WeightWatch(optimizer), process_group)
         self.guard = self._guard_type(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
         self._slow_down, self._buffers = SlowDown(optimizer), StepBuffers(model)
-        everything = [self._detector, clipper, *more]
-        self._shelf = _Shelf(lambda: Snapshot(model, optimizer, more=everything), self._cap + self.lag)
-        self.batches = Batches(steps=_TRIALS[-1] + self._cap + self.lag + 32, keep=evidence is not None)
-        self.bad, self.events = bad, list[Event]()
+        everything = [self._detector, clipper, *extra_state]
+        self._shelf = _Shelf(
+            lambda: Snapshot(model, optimizer, extra_state=everything), self._cap + self.detection_delay
+        )
+        self.batches = Batches(steps=_TRIALS[-1] + self._cap + self.detection_delay + 32, keep=evidence is not None)
+        self.bad_samples, self.events = bad_samples, list[Event]()
         self._pending: deque[tuple[int, Tensor | list[float], CopyEvent | None]] = deque()
         self._verdict: Any = None  # the last that was read
         self._begin_at(0, 0)
@@ -222,11 +225,11 @@ class Resilience:
 
     # -- what the loop tells --------------------------------------------------------------------------------------
 
-    def loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
-        """Tell the loss of one micro-batch before its step; return it as it came. See `Guard.loss`."""
+    def record_loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
+        """Tell the loss of one micro-batch before its step; return it as it came. See `Guard.record_loss`."""
         if not self.guard.is_evaluation(loss):
-            self.batches.loss(loss)
-        return self.guard.loss(loss, weight, kind)
+            self.batches.record_loss(loss)
+        return self.guard.record_loss(loss, weight, kind)
 
     def batch(self, ids: Any = None, batch: Any = None) -> None:
         """Tell which samples the next micro-batch holds, before its `loss`, and what it is, where it is to be kept.
@@ -238,7 +241,7 @@ class Resilience:
         self.batches.saw(ids, batch=batch)
 
     def step(self) -> Event | None:
-        """Act on what the device has said of the step ``lag`` steps ago; call it after each ``optimizer.step()``.
+        """Act on what is known of the step ``detection_delay`` steps ago; call it after each ``optimizer.step()``.
 
         Returns:
             What was done; None for nothing.
@@ -259,7 +262,7 @@ class Resilience:
         self.batches.end_step()
         self._pending.append((self.steps, *self._measured()))
         event = None
-        if len(self._pending) > self.lag and (measured := _read(*self._pending.popleft())) is not None:
+        if len(self._pending) > self.detection_delay and (measured := _read(*self._pending.popleft())) is not None:
             event = self._process(measured)
         self._go_on()
         self._buffers.keep()
@@ -271,7 +274,7 @@ class Resilience:
     def _note(self, event: Event) -> None:
         self.events.append(event)
         if event.action != "skipped":  # which the clip's own event tells
-            slowed = f"; the learning rate is {self.slow:g} times as high for {_SLOW_STEPS} steps"
+            slowed = f"; the learning rate is {self.lr_factor:g} times as high for {_SLOW_STEPS} steps"
             tell_recovery(recovery_of(event, self._optimizer, slowed))
 
     def _measured(self) -> tuple[Tensor | list[float], CopyEvent | None]:
@@ -359,8 +362,8 @@ class Resilience:
         if burst is not None and not burst.is_tried and self.steps >= burst.trials[0][0]:
             burst.begin_trial(self._shelf, self.steps)
             self._pending.clear()  # of weights that are gone
-        self._slow_down.factor = self.slow if self.steps < self._slow_until else 1.0
-        if burst is None and self._shelf.is_due(self.steps, self.every, self._calm_since):
+        self._slow_down.factor = self.lr_factor if self.steps < self._slow_until else 1.0
+        if burst is None and self._shelf.is_due(self.steps, self.snapshot_every, self._calm_since):
             self._shelf.take(self.steps, self.steps)
 
     def _judge_trial(self, burst: "_Burst", now: _Measured) -> Event | None:
@@ -396,7 +399,7 @@ class Resilience:
         self._burst, self._nonfinite, self._calm_since = None, 0, self.steps
         self._shelf.drop_after(base.step)
         recent = sum(e.to_step is not None and self.steps - e.step < 1000 for e in self.events)
-        action = "rolled back, slowed down" if recent and self.slow < 1 else "rolled back"
+        action = "rolled back, slowed down" if recent and self.lr_factor < 1 else "rolled back"
         event = self._event(first, what, action, seen, to_step=base.step, **more)
         if recent:
             self._slow_until = self.steps + _SLOW_STEPS
@@ -421,7 +424,7 @@ class Resilience:
         culprits = find_culprits(self.batches, steps, group=self._group)
         blamed, unclear = to_leave_out(culprits)
         reason = f"{what}: {signal} {score:.1f} deviations above the median"
-        if (bad := self.bad) is not None:  # on all processes, on the same step
+        if (bad := self.bad_samples) is not None:  # on all processes, on the same step
             for one in (*blamed, *unclear):
                 bad.add(one.ids or (), reason=reason, step=one.step, rank=one.rank, group=self._group)
         if self._evidence is not None and what == "spike" and culprits:
@@ -435,7 +438,7 @@ class Resilience:
     def _write_evidence(self, evidence: EvidenceFolder, step: int, culprit: Culprit) -> None:
         base = self._shelf.before(step)
         older = {} if base is None else {base.step + 1: base.snapshot}
-        before = culprit.step if self.lag == 0 else None  # else later steps may have changed the weights
+        before = culprit.step if self.detection_delay == 0 else None  # else later steps may have changed the weights
         evidence.write(self.batches, culprit, self._model, older, before)
 
     def _worst(self, seen: _Measured) -> tuple[str, float]:
@@ -460,7 +463,7 @@ class Resilience:
         """
         if set(state_dict) != {"guard", "steps", "slow_until", "events"}:
             raise InvalidValueError(
-                "this is not the state of a Resilience: expected 'guard', 'steps', 'slow_until' and 'events', got "
+                "this is not the state of a SpikeRecovery: expected 'guard', 'steps', 'slow_until' and 'events', got "
                 f"{sorted(state_dict)}. Pass what state_dict() returned."
             )
         self.guard.load_state_dict(state_dict["guard"])
@@ -481,13 +484,13 @@ class _HostSpikes(SkipSpikes):
     def __init__(self, detector: Detector, weights: WeightWatch, process_group: Any) -> None:
         super().__init__(detector, process_group=process_group)
         self.weights = weights
-        self.followed = 0  # the last step of the guard after which `Resilience.step` was called
+        self.followed = 0  # the last step of the guard after which `SpikeRecovery.step` was called
 
     def check_captured(self, device: torch.device) -> None:
         if is_captured(device):
             raise UnsupportedGradientError(
-                "the step is recorded in a CUDA graph, and Resilience counts its steps on the host, which replays do "
-                "not reach: it would never act. Leave the step out of the graph, or take Guard(..., spikes=) alone."
+                "the step is recorded in a CUDA graph, and SpikeRecovery counts its steps on the host, which replays "
+                "do not reach: it would never act. Leave the step out of the graph, or take Guard(..., spikes=) alone."
             )
         super().check_captured(device)
 
@@ -506,7 +509,7 @@ class _HostSpikes(SkipSpikes):
 
 
 _FORGOTTEN = 4
-"""Steps of the optimizer, the present one included, after which `Resilience.step` was forgotten."""
+"""Steps of the optimizer, the present one included, after which `SpikeRecovery.step` was forgotten."""
 
 
 def _forgotten(steps: int) -> str:
@@ -622,12 +625,12 @@ def _several(what: str) -> str:
     )
 
 
-def _check_more(more: list[Any]) -> None:
-    for one in more:
+def _check_extra_state(extra_state: list[Any]) -> None:
+    for one in extra_state:
         if isinstance(one, Optimizer):
-            raise InvalidTypeError(_several("more has an optimizer"))
+            raise InvalidTypeError(_several("extra_state has an optimizer"))
         if isinstance(one, torch.utils.data.DataLoader):
             raise InvalidTypeError(
-                f"more has a {type(one).__name__}: going back must not bring back the data that did the harm, so the "
-                "loader goes on. Leave it out of more=."
+                f"extra_state has a {type(one).__name__}: going back must not bring back the data that did the harm, "
+                "so the loader goes on. Leave it out of extra_state=."
             )

@@ -166,7 +166,7 @@ def compare_names(what: str, stored: Iterable[str], live: Iterable[str]) -> None
     if then != now:
         raise InvalidValueError(
             f"the snapshot is of another run: {what} were {', '.join(then) or 'none'}, here {', '.join(now) or 'none'}."
-            " Nothing was changed. Make the model, the optimizer and more= as they were when it was saved."
+            " Nothing was changed. Make the model, the optimizer and extra_state= as they were when it was saved."
         )
 
 

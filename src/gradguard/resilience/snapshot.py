@@ -23,7 +23,7 @@ class Snapshot:
     r"""Keep a copy of a training state in memory, and go back to it as often as wanted.
 
     Weights, buffers, the optimizer's state and the numbers of its groups, the generators of Python, NumPy, the CPU
-    and the accelerators in use, and whatever ``more`` lists. `take` replaces what an earlier one has kept.
+    and the accelerators in use, and whatever ``extra_state`` lists. `take` replaces what an earlier one has kept.
 
     **Guarantees.**
 
@@ -36,7 +36,7 @@ class Snapshot:
     * `save` and `load` carry it to another process, with the same bits; damaged or mixed files are refused.
     * Of sharded weights (FSDP2, tensor parallelism) each process keeps its own part; nothing is sent.
     * The host does not wait for CUDA; copies go to pinned memory in the order of the stream, so no later step can
-      tear one. (A GradScaler in ``more`` reads one number.)
+      tear one. (A GradScaler in ``extra_state`` reads one number.)
 
     **Memory.** As much as the weights, buffers and optimizer state of this process: 12 bytes a parameter for AdamW in
     float32. For a model on an accelerator it is on the host. `nbytes` tells it.
@@ -52,8 +52,8 @@ class Snapshot:
     frozen weights                      kept too: something else may write to them (a teacher, a projection)
     gradients                           set to 0 by `restore`, in place: they were of other weights
     parameters or groups come or go     an error at `restore`; take a new snapshot
-    a scheduler that is not in `more`   an error at `take`: it would go on from numbers that have gone back
-    StatefulDataLoader in `more`        goes back too, from its next ``iter()`` on; the data do not otherwise
+    a scheduler that is not in `extra_state`   an error at `take`: it would go on from numbers that have gone back
+    StatefulDataLoader in `extra_state`        goes back too, from its next ``iter()`` on; the data do not otherwise
     LBFGS, SparseAdam, wrapped states   kept as they are, lists and all
     FSDP1, meta tensors, lazy layers    refused
     Python attributes of modules        not kept; ``get_extra_state`` is
@@ -62,7 +62,7 @@ class Snapshot:
     Args:
         model: The module that is trained; wrapped by DDP, FSDP2 or `torch.compile` or not.
         optimizer: Its optimizer, of a wrapper the one inside.
-        more: What else belongs to the state: schedulers, a GradScaler, modules (an averaged model), further
+        extra_state: What else belongs to the state: schedulers, a GradScaler, modules (an averaged model), further
             optimizers, `torch.Generator`, clippers, anything with ``state_dict`` and ``load_state_dict``.
 
     Attributes:
@@ -85,12 +85,12 @@ class Snapshot:
         (True, 0)
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, more: Iterable[Any] = ()) -> None:
-        more = list(more)
-        _check(model, optimizer, more)
-        modules = [model, *(one for one in more if isinstance(one, nn.Module))]
-        optimizers = [optimizer, *(one for one in more if isinstance(one, Optimizer))]
-        others = [OtherState(one) for one in more if not isinstance(one, nn.Module | Optimizer)]
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, extra_state: Iterable[Any] = ()) -> None:
+        extra_state = list(extra_state)
+        _check(model, optimizer, extra_state)
+        modules = [model, *(one for one in extra_state if isinstance(one, nn.Module))]
+        optimizers = [optimizer, *(one for one in extra_state if isinstance(one, Optimizer))]
+        others = [OtherState(one) for one in extra_state if not isinstance(one, nn.Module | Optimizer)]
         self._model = ModuleState(model)
         self._optimizers = [OptimizerState(one, modules) for part in optimizers for one in optimizers_in(part)]
         self._parts: list[Part] = [self._model, *map(ModuleState, modules[1:]), *self._optimizers]
@@ -114,7 +114,7 @@ class Snapshot:
         """Keep the state as it is now, between two steps.
 
         Raises:
-            InvalidValueError: If a scheduler of the optimizer is not in ``more``.
+            InvalidValueError: If a scheduler of the optimizer is not in ``extra_state``.
             UnsupportedGradientError: If there are weights that cannot be copied, or a CUDA graph is being recorded.
         """
         self._refuse_left_out_schedulers()
@@ -135,8 +135,8 @@ class Snapshot:
         Args:
             rewind_generators: Whether random numbers come again. A run that goes on with new data does without: data
                 loaders draw the order of the next epoch from the same generators.
-            rewind_schedule: Whether schedulers in ``more``, and the numbers of the groups that they write (learning
-                rate, momentum, weight decay), go back as well.
+            rewind_schedule: Whether schedulers in ``extra_state``, and the numbers of the groups that they write
+                (learning rate, momentum, weight decay), go back as well.
 
         Raises:
             InvalidValueError: If nothing was taken, or parameters or groups have come or gone since.
@@ -191,7 +191,7 @@ class Snapshot:
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        more: Iterable[Any] = (),
+        extra_state: Iterable[Any] = (),
         process_group: Any = None,
     ) -> Self:
         """Return the snapshot that `save` has written, for `restore`; the run itself is not changed yet.
@@ -203,7 +203,7 @@ class Snapshot:
             directory: As given to `save`.
             model: The same model, sharded over as many processes on the same mesh.
             optimizer: The same optimizer, which may be new, with its parameters in the same order (not from a set).
-            more: The same things in the same order.
+            extra_state: The same things in the same order.
             process_group: As for `save`.
 
         Raises:
@@ -223,7 +223,7 @@ class Snapshot:
             True
             >>> folder.cleanup()
         """
-        snapshot, number, error = cls(model, optimizer, more=more), 0, None
+        snapshot, number, error = cls(model, optimizer, extra_state=extra_state), 0, None
         try:
             number = snapshot._unpack(Path(directory), process_group)
         except Exception as problem:  # or the others would wait for this process
@@ -270,23 +270,23 @@ class Snapshot:
                 raise InvalidValueError(
                     f"a learning-rate scheduler drives this {type(state.optimizer).__name__} and is not in the "
                     "snapshot: it would go on from a learning rate that has gone back. Pass it: "
-                    "Snapshot(model, optimizer, more=(scheduler,))."
+                    "Snapshot(model, optimizer, extra_state=(scheduler,))."
                 )
 
 
-def _check(model: object, optimizer: object, more: Sequence[Any]) -> None:
+def _check(model: object, optimizer: object, extra_state: Sequence[Any]) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"model is {type(model).__name__}: expected the torch.nn.Module that is trained.")
-    for one in [optimizer, *(m for m in more if isinstance(m, Optimizer))]:
+    for one in [optimizer, *(m for m in extra_state if isinstance(m, Optimizer))]:
         if not isinstance(one, Optimizer):
             raise InvalidTypeError(f"optimizer is {type(one).__name__}: expected a torch.optim.Optimizer.")
         if isinstance(getattr(one, "optimizer", None), Optimizer):
             raise InvalidTypeError(
                 f"optimizer is {type(one).__name__}, which wraps another: pass the one inside, wrapper.optimizer."
             )
-    for one in more:
+    for one in extra_state:
         if not isinstance(one, torch.Generator) and not has_state(one):
             raise InvalidTypeError(
-                f"more has a {type(one).__name__}: expected objects with state_dict() and load_state_dict(), modules, "
-                "optimizers or torch.Generator."
+                f"extra_state has a {type(one).__name__}: expected objects with state_dict() and load_state_dict(), "
+                "modules, optimizers or torch.Generator."
             )

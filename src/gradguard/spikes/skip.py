@@ -24,8 +24,8 @@ _MOST_KINDS = 64
 class SkipSpikes:
     r"""Leave out an optimizer step whose loss or gradient norm is a spike: ``Guard(..., spikes=SkipSpikes())``.
 
-    The signals are the loss, where ``guard.loss(loss)`` tells it, and the norm of all gradients, unscaled and before
-    the clip; under `Groups` the norm of each group. Over all processes the loss is the weighted mean
+    The signals are the loss, where ``guard.record_loss(loss)`` tells it, and the norm of all gradients, unscaled and
+    before the clip; under `Groups` the norm of each group. Over all processes the loss is the weighted mean
 
     .. math:: \bar L = \sum_{r, i} w_{r i} L_{r i} \Big/ \sum_{r, i} w_{r i}
 
@@ -36,10 +36,10 @@ class SkipSpikes:
     Only those that know the loss tell it. Its weight is the step's: one of few samples is judged by a wider scale.
 
     **Kinds.** Steps of several tasks or players, whose losses differ in size, are told apart by
-    ``guard.loss(loss, kind="rare task")``: each is compared with its own past only, from its own warm-up on. A step
-    whose micro-batches are of several kinds is of a kind of its own; one of which processes tell different kinds, or
-    some none, counts as one without a kind. A process that does not know the loss tells the kind by
-    ``guard.loss(0.0, weight=0, kind=...)``.
+    ``guard.record_loss(loss, kind="rare task")``: each is compared with its own past only, from its own warm-up on. A
+    step whose micro-batches are of several kinds is of a kind of its own; one of which processes tell different kinds,
+    or some none, counts as one without a kind. A process that does not know the loss tells the kind by
+    ``guard.record_loss(0.0, weight=0, kind=...)``.
 
     **Guarantees.** Those of the detector; and a step that is not finite is none of its business: it leaves no trace.
     Where it acts, all ranks take such a step for what it is, also a rank whose own gradients are finite.
@@ -54,7 +54,7 @@ class SkipSpikes:
         detector: The detector.
         act: As given; it may be changed at any time, on all processes at once.
         changed: Whether weights of any process changed between the step judged last and the one before, outside of
-            the optimizer; 0-dim bool where only the device knows. `Resilience` looks for that; else it is False.
+            the optimizer; 0-dim bool where only the device knows. `SpikeRecovery` looks for that; else it is False.
         nonfinite: Whether a gradient of any process was not finite on the step judged last; 0-dim bool, None if there
             is one process only.
 
@@ -69,7 +69,7 @@ class SkipSpikes:
         >>> guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), spikes=spikes)
         >>> for size in [1.0, 1.0, 1.0, 1.0, 50.0]:
         ...     optimizer.zero_grad()
-        ...     guard.loss(model(torch.full((1, 1), size)).square().mean()).backward()
+        ...     guard.record_loss(model(torch.full((1, 1), size)).square().mean()).backward()
         ...     optimizer.step()
         >>> guard.last_skip, guard.skipped_steps
         ('spike', 1)
@@ -98,7 +98,7 @@ class SkipSpikes:
         """Return the call that makes such an object; a process group has no text."""
         return f"SkipSpikes({self.detector!r}{'' if self.act else ', act=False'})"
 
-    def loss(self, loss: Tensor | float, weight: float | Tensor = 1.0, kind: str | None = None) -> None:
+    def record_loss(self, loss: Tensor | float, weight: float | Tensor = 1.0, kind: str | None = None) -> None:
         """Take the loss of one micro-batch of the step that comes.
 
         Args:
@@ -150,7 +150,7 @@ class SkipSpikes:
         raise UnsupportedGradientError(
             f"the {'step' if captured else 'loss'} is recorded in a CUDA graph and the "
             f"{'loss' if captured else 'step'} is not: each step would be judged by the loss of the first. Call "
-            f"guard.loss(loss) {how}, before the step."
+            f"guard.record_loss(loss) {how}, before the step."
         )
 
     def forget_loss(self) -> None:

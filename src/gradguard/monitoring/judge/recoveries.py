@@ -1,4 +1,4 @@
-"""What `Resilience` did in a run, from the events of its record: counts, and one or two sentences."""
+"""What `SpikeRecovery` did in a run, from the events of its record: counts, and one or two sentences."""
 
 from dataclasses import dataclass
 
