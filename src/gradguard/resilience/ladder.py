@@ -106,7 +106,7 @@ class SpikeRecovery:
     bursts longer than the last trial    taken for a shift of the data, and learnt
     the loss is not told                 judged by gradient norms alone
     a scheduler                          pass it in ``extra_state``; its schedule goes on, it is not rewound
-    a data loader in ``extra_state``            refused: going back must not bring the same data again
+    a data loader in ``extra_state``     refused: going back must not bring the same data again
     several optimizers                   refused, unless one has the others as attributes, and steps them
     accumulation                         call `step` after the real steps, or after each micro-batch: no difference
     ``add_param_group``                  snapshots are let go, and a new one is taken: a burst from before is learnt,

@@ -43,21 +43,21 @@ class Snapshot:
 
     **Edge cases.**
 
-    ==================================  ========================================================================
-    case                                what happens
-    ==================================  ========================================================================
-    taken before the first step         there is no optimizer state yet, and going back leaves none
-    the same, ``capturable=True``       refused at `restore` on an accelerator: a CUDA graph may hold that state
-    tied weights                        kept once
-    frozen weights                      kept too: something else may write to them (a teacher, a projection)
-    gradients                           set to 0 by `restore`, in place: they were of other weights
-    parameters or groups come or go     an error at `restore`; take a new snapshot
-    a scheduler that is not in `extra_state`   an error at `take`: it would go on from numbers that have gone back
-    StatefulDataLoader in `extra_state`        goes back too, from its next ``iter()`` on; the data do not otherwise
-    LBFGS, SparseAdam, wrapped states   kept as they are, lists and all
-    FSDP1, meta tensors, lazy layers    refused
-    Python attributes of modules        not kept; ``get_extra_state`` is
-    ==================================  ========================================================================
+    ==========================================  ======================================================================
+    case                                        what happens
+    ==========================================  ======================================================================
+    taken before the first step                 there is no optimizer state yet, and going back leaves none
+    the same, ``capturable=True``               refused at `restore` on an accelerator: a CUDA graph may hold that state
+    tied weights                                kept once
+    frozen weights                              kept too: something else may write to them (a teacher, a projection)
+    gradients                                   set to 0 by `restore`, in place: they were of other weights
+    parameters or groups come or go             an error at `restore`; take a new snapshot
+    a scheduler that is not in `extra_state`    an error at `take`: it would go on from old numbers
+    StatefulDataLoader in `extra_state`         goes back too, from its next ``iter()`` on; the data do not otherwise
+    LBFGS, SparseAdam, wrapped states           kept as they are, lists and all
+    FSDP1, meta tensors, lazy layers            refused
+    Python attributes of modules                not kept; ``get_extra_state`` is
+    ==========================================  ======================================================================
 
     Args:
         model: The module that is trained; wrapped by DDP, FSDP2 or `torch.compile` or not.
