@@ -28,6 +28,17 @@ class Wrong(torch.autograd.Function):
         return grad * ctx.saved_tensors[0], None
 
 
+class Nearly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2.0001 * grad * ctx.saved_tensors[0]
+
+
 class Half(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -140,7 +151,10 @@ def test_a_report_as_json(check):
 
 
 def test_a_declared_error(check):
-    assert check("checked.ops:Wrong", "--input", "x=3:float64", "--rtol", "0.6")[0] == 0
+    assert check("checked.ops:Nearly", "--input", "x=3:float64")[0] == 1
+    assert check("checked.ops:Nearly", "--input", "x=3:float64", "--rtol", "1e-3")[0] == 0
+    code, shown, _ = check("checked.ops:Wrong", "--input", "x=3:float64", "--rtol", "0.6")
+    assert (code, "would show only from" in shown) == (3, True)  # so wide a tolerance verifies nothing
     assert "rtol is 2.0" in check("torch:sin", "--input", "x=3:float64", "--rtol", "2")[2]
 
 

@@ -72,6 +72,7 @@ class Differences:
         self.function, self.base, self.cotangent, self.gradient = function, base, cotangent, gradient
         self.point = function.point
         outputs = {o.dtype.to_real() for o in function.outputs}
+        self.rtol = rtol
         self.relative = max(rtol, *(RELATIVE[dtype] for dtype in outputs))
         self.input_eps = max(torch.finfo(one.value.dtype).eps for one in function.inputs)
         self.coarsest = max(self.input_eps, *(torch.finfo(dtype).eps for dtype in outputs))

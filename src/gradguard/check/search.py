@@ -54,7 +54,7 @@ class Search:
     agreed: list[Disagreement] = field(default_factory=list)
     unclear: list[Finding] = field(default_factory=list)
     singly: list[float] = field(default_factory=list)
-    """Relative bars of elements that were examined by themselves and agreed."""
+    """Relative error that was allowed to each element that was examined by itself and agreed."""
     kinks: list[int] = field(default_factory=list)
     """Elements at a kink or a tie, where a subgradient was accepted."""
     has_every_element: bool = False
@@ -281,7 +281,7 @@ class Search:
             self.notes.append(_finding(shown, *place, _NOTES[shown.kind].format(low=shown.low, high=shown.high)))
         if not shown.is_wrong and shown.kind != "undecided" and shown.numerical == shown.numerical:
             size = abs(shown.analytical) if shown.kind == "ok" else 0.0  # something to compare with
-            self.singly.append(shown.bar / size if size > self.negligible else 0.0)
+            self.singly.append(max(shown.bar / size, self.differences.rtol) if size > self.negligible else 0.0)
 
     def _place(self, position: int) -> tuple[str, tuple[int, ...]]:
         return self.differences.function.name_of(position)
