@@ -56,7 +56,6 @@ OF_TORCH = {
     "foreach_copy_": lambda file: file.foreach_copy_([torch.ones(1)], [torch.ones(1)]),
     "foreach_clamp_": lambda file: file.foreach_clamp_([torch.ones(1)], 0.0, 1.0),
     "assert_async": lambda file: file.assert_async(torch.tensor(True), "a bound"),
-    "largest_in_bags": lambda file: file.largest_in_bags(torch.ones(2, 1), torch.tensor([0]), torch.tensor([0]), -1),
     "are_operations_watched": lambda file: file.are_operations_watched(),
     "tree": lambda file: each_of_tree(file),
     "current_graph_task": lambda file: file.current_graph_task(),
@@ -75,7 +74,6 @@ OF_TORCH = {
     "batch_norms": lambda file: file.batch_norms(),
     "instance_norms": lambda file: file.instance_norms(),
     "dropouts": lambda file: file.dropouts(),
-    "convolutions": lambda file: file.convolutions(),
     "transposed_convolutions": lambda file: file.transposed_convolutions(),
     "is_within_compiled_code": lambda file: file.is_within_compiled_code(),
     "grads_of": lambda file: file.grads_of([torch.ones(1)]),
@@ -252,12 +250,6 @@ def test_assert_async():
     torch_private.assert_async(torch.tensor(True), "a bound")
     with pytest.raises(RuntimeError, match="a bound"):
         torch_private.assert_async(torch.tensor(False), "a bound")
-
-
-def test_largest_in_bags():
-    table = torch.tensor([[1.0, 5.0], [3.0, 4.0], [9.0, 9.0], [2.0, 6.0]])
-    ids, offsets = torch.tensor([0, 1, 2, 3, 0]), torch.tensor([0, 3])
-    assert torch_private.largest_in_bags(table, ids, offsets, 2).tolist() == [[1, 0], [3, 3]]
 
 
 # Addresses, for the compiled kernels.
@@ -614,7 +606,6 @@ KINDS = [
     ("batch_norms", [nn.BatchNorm2d(1), nn.LazyBatchNorm1d(), nn.SyncBatchNorm(1)]),
     ("instance_norms", [nn.InstanceNorm2d(1), nn.LazyInstanceNorm1d()]),
     ("dropouts", [nn.Dropout(), nn.Dropout1d(), nn.AlphaDropout(), nn.FeatureAlphaDropout()]),
-    ("convolutions", [nn.Conv1d(1, 1, 1), nn.LazyConv3d(1, 1), nn.ConvTranspose2d(1, 1, 1)]),
     ("transposed_convolutions", [nn.ConvTranspose3d(1, 1, 1), nn.LazyConvTranspose1d(1, 1)]),
 ]
 

@@ -61,7 +61,6 @@ NEEDS = {
     "foreach_copy_": Need("torch", "_foreach_copy_", "copying many tensors at once"),
     "foreach_clamp_": Need("torch", "_foreach_clamp_min_ _foreach_clamp_max_", "clamping many tensors at once"),
     "assert_async": Need("torch", "_assert_async", "a bound that is a tensor", "Pass a number. "),
-    "largest_in_bags": Need("torch", "_embedding_bag", 'nn.EmbeddingBag(mode="max")', 'Use mode="sum" or "mean". '),
 
     "version_of": Need("torch.Tensor", "_version", "noticing that a tensor was changed in place"),
     "sparse_values": Need("torch.Tensor", "_values", "clipping sparse gradients"),
@@ -103,7 +102,6 @@ NEEDS = {
     "batch_norms": Need("torch.nn.modules.batchnorm", "_BatchNorm", "telling batch normalization"),
     "instance_norms": Need("torch.nn.modules.instancenorm", "_InstanceNorm", "telling instance normalization"),
     "dropouts": Need("torch.nn.modules.dropout", "_DropoutNd", "telling dropout"),
-    "convolutions": Need("torch.nn.modules.conv", "_ConvNd", "telling convolutions"),
     "transposed_convolutions": Need("torch.nn.modules.conv", "_ConvTransposeNd", "telling transposed convolutions"),
 
     "gradients_are_scaled": Need("torch.amp", "GradScaler._per_optimizer_states grad_scaler.OptState",
@@ -216,12 +214,6 @@ def foreach_clamp_(tensors: list[Tensor], low: float, high: float) -> None:
     raise_to, lower_to = torch._foreach_clamp_min_, torch._foreach_clamp_max_
     raise_to(tensors, low)
     lower_to(tensors, high)
-
-
-@_needs
-def largest_in_bags(table: Tensor, ids: Tensor, offsets: Tensor, padding: int) -> Tensor:
-    """Return which id each column of ``embedding_bag(..., mode="max")`` came from; the public one leaves that out."""
-    return torch._embedding_bag(table, ids, offsets, False, 2, False, None, False, padding)[3]
 
 
 # Tensors.
@@ -645,8 +637,6 @@ instance_norms: Callable[[], type[InstanceNormalization]] = _kind("instance_norm
 """Return that of instance normalization."""
 dropouts: Callable[[], type[nn.Dropout]] = _kind("dropouts")
 """Return that of dropout."""
-convolutions: Callable[[], type[Convolution]] = _kind("convolutions")
-"""Return that of convolutions, transposed ones too."""
 transposed_convolutions: Callable[[], type[_Transposed]] = _kind("transposed_convolutions")
 """Return that of transposed convolutions."""
 

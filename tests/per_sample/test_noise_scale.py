@@ -387,7 +387,10 @@ def test_other_trained_parameters_begin_anew():
 
 @pytest.mark.parametrize(
     ("option", "kind", "words"),
-    [(-1, InvalidValueError, "noise_scale=-1: expected a whole number >= 0"), (1.5, InvalidTypeError, "number of steps")],
+    [
+        (-1, InvalidValueError, "noise_scale=-1: expected a whole number >= 0"),
+        (1.5, InvalidTypeError, "number of steps"),
+    ],
 )
 def test_wrong_options(option, kind, words):
     with pytest.raises(kind, match=words):
