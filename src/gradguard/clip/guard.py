@@ -552,7 +552,7 @@ class Guard:
         if self.spikes is None:
             raise InvalidValueError(
                 "this Guard does not look for spikes, so it has no use for the loss: make it with "
-                "spikes=SkipSpikes(SpikeDetector()), or leave guard.loss away."
+                "spikes=SkipSpikes(SpikeDetector()), or leave guard.record_loss away."
             )
         if not self.is_evaluation(loss):
             self.spikes.record_loss(loss, weight, kind)

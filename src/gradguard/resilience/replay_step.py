@@ -278,7 +278,7 @@ def _different_loss(evidence: Evidence, at: StateResult) -> str:
             return (
                 f"on the same weights, batch and random numbers the loss is {now.loss:.4g} and was {was.loss:.4g}: the "
                 "step function is not the one that trained, or something is not deterministic. It is compared as it "
-                "was given to batches.loss or guard.loss."
+                "was given to batches.record_loss or guard.record_loss."
             )
     return ""
 
