@@ -2,7 +2,11 @@
 
 import random
 import re
+from array import array
+from collections import deque
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -586,3 +590,65 @@ def test_an_error_clip_around_the_backward(target, first):
         (squares(model(x)).mean() if loss is None else loss).backward()
     for _ in range(2):
         step(model, clipper, x)
+
+
+REBOUND = {
+    "an array of NumPy": np.array,
+    "an array of the standard library": lambda order: array("q", order),
+    "numbers of NumPy in a list": lambda order: [np.int64(i) for i in order],
+    "an array in a dict": lambda order: {"order": np.array(order)},
+    "a list in settings": lambda order: SimpleNamespace(order=order),
+    "an array in settings": lambda order: SimpleNamespace(order=np.array(order)),
+    "a deque": deque,
+    "a set of pairs": lambda order: frozenset(enumerate(order)),
+}
+HIDDEN = {"order": list(range(B))}
+BY_VALUE = {
+    "an index of NumPy": lambda h: h[np.array(within(HIDDEN["order"], len(h)))],
+    "as_tensor of an array": lambda h: h[torch.as_tensor(np.array(within(HIDDEN["order"], len(h))))],
+    "tensor of an array": lambda h: h[torch.tensor(np.array(within(HIDDEN["order"], len(h))))],
+}
+
+
+def within(order, count):
+    return [int(i) % count for i in order][:count]
+
+
+class Ordered(nn.Module):
+    """Adds other samples to each where its order is not that of the samples."""
+
+    def __init__(self, index, order):
+        super().__init__()
+        self.a, self.b, self.index, self.order = nn.Linear(3, 4), nn.Linear(4, 2), index, order
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        return self.b(h + h[np.array(within(plain(self.order), len(x)))] + (self.index(h) if self.index else 0))
+
+
+def plain(order):
+    order = getattr(order, "order", order)
+    order = order["order"] if isinstance(order, dict) else order
+    return [i for _, i in sorted(order)] if isinstance(order, frozenset) else order
+
+
+@pytest.mark.parametrize("change", [*REBOUND, *BY_VALUE])
+def test_another_order_between_two_witnesses_is_seen_on_its_step(change, monkeypatch):
+    made, other = REBOUND.get(change, list), [*range(1, B), 0]
+    model = Ordered(BY_VALUE.get(change), made(list(range(B)))).double()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+
+    def go():
+        model(torch.randn(B, 3, dtype=torch.float64)).square().sum(1).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+
+    for _ in range(8):
+        go()
+    if change in BY_VALUE:
+        monkeypatch.setitem(HIDDEN, "order", other)
+    else:
+        model.order = made(other)
+    with pytest.raises(UnsupportedGradientError, match=MIXED) as refused:
+        go()
+    assert "was run alone" not in str(refused.value)

@@ -288,8 +288,8 @@ def test_no_damaged_byte_becomes_a_number(tmp_path):
         else:  # a byte that nobody reads
             same(content(other, others), kept)
     assert refused > 100
-    for length in (0, 7, len(whole) // 2, len(whole) - 1):
-        file.write_bytes(whole[:length])
+    for other in (b"", whole[:7], whole[: len(whole) // 2], whole[:-1], whole + b"\0", whole + bytes(100_000)):
+        file.write_bytes(other)
         with pytest.raises(InvalidValueError, match="cannot be read: a file is missing or damaged"):
             gg.Snapshot.load(tmp_path / "a", model, optimizer)
 

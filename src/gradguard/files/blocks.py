@@ -90,7 +90,7 @@ class BlockFile:
 
     Raises:
         OSError: It cannot be read, or it is no regular file.
-        ValueError: It is another file, or it is cut off.
+        ValueError: It is another file, or it is cut off, or longer than its blocks.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -108,6 +108,9 @@ class BlockFile:
                 raise ValueError("its texts are none")
             self.about: dict[str, str] = about
             self.blocks = {name: self._block(one, 8 + length) for name, one in header.items()}
+            ends = sorted((block.start, block.end) for block in self.blocks.values())
+            if [8 + length, *(end for _, end in ends)] != [*(start for start, _ in ends), self._size]:
+                raise ValueError("its blocks are not all of it")
         except BaseException:
             self._file.close()
             raise

@@ -6,22 +6,27 @@ replaced. So everything that such a change rebinds is compared, by identity, wit
 * the attributes of each module and of its class, the layers and the buffers in it, its hooks, and hooks on all modules;
 * the contents of lists, dicts and settings (objects that hold nothing but plain values) that are attributes.
 
-Where something was rebound, its *form* tells whether that matters: the value of a plain one (bool, int, float, str,
-None, a dtype, a tuple of these), the code of a function with the plain values that it closes over, else the type. Each
-combination of forms is a *state*; the model is tried out once for each. What no attribute shows (a global variable) is
-seen by what the forward does (`operation_trace`), or left to the witness.
+Where something was rebound, its *form* tells whether that matters: the value of a plain one (a number, str, None, a
+dtype), the bytes of an array that is no tensor (NumPy's), the forms of what a tuple, list, dict, set or deque holds,
+the code of a function with the forms of what it closes over (of a list, dict, set or deque the type: it may take notes
+there), else the type. Each combination of forms is a *state*; the
+model is tried out once for each. What no attribute shows (a global variable) is seen by what the forward does
+(`operation_trace`), or left to the witness.
 
 An attribute that counts would make each call a new state. One that has changed and passed the trial several times is
 *loose*: it tells no states apart any more, and its changes bring the next witness nearer, by as many calls as it had
 been still.
 """
 
-from collections import Counter
+import hashlib
+from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import chain
+from numbers import Number
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -194,7 +199,8 @@ def _is_looked_into(value: Any) -> bool:
     if isinstance(value, (Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, *_PLAIN)):
         return False
     held = getattr(value, "__dict__", None)
-    return bool(held) and all(isinstance(one, (*_PLAIN, list, dict, tuple, set)) for one in held.values())
+    kinds = (*_PLAIN, list, dict, tuple, set, frozenset, deque)
+    return bool(held) and all(isinstance(one, kinds) or content_of(one) is not None for one in held.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,10 +216,22 @@ class _Itself:
         return id(self.value)
 
 
+def content_of(value: Any) -> bytes | None:
+    """Return a digest of the numbers in an array that is no tensor, such as NumPy's; None of anything else."""
+    if not (isinstance(value, array | bytearray | memoryview) or hasattr(type(value), "__array_interface__")):
+        return None
+    try:
+        return hashlib.blake2b(memoryview(value).tobytes(), digest_size=16).digest()
+    except (TypeError, ValueError):  # of dates, or of objects
+        return None
+
+
 def form_of(value: Any, depth: int = 3) -> Hashable:
     """What of a value decides a graph."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, (*_PLAIN, Number)):
         return type(value), value
+    if (content := content_of(value)) is not None:
+        return type(value), content
     if isinstance(value, staticmethod | classmethod):
         return form_of(value.__func__, depth)
     if isinstance(value, property):
@@ -224,15 +242,25 @@ def form_of(value: Any, depth: int = 3) -> Hashable:
         return _Itself(value)
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        held = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        held = _without_notes((*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()))
     elif isinstance(value, partial):
-        held = (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, tuple):
+        held = _without_notes((value.func, *value.args, *value.keywords.values()))
+    elif isinstance(value, set | frozenset):
+        forms = frozenset([form_of(one, depth - 1) for one in value]) if depth else len(value)
+        return type(value), forms
+    elif isinstance(value, dict):
+        held = tuple(value.items())
+    elif isinstance(value, tuple | list | deque):
         held = value
     else:
         return type(value)
     kind = value.__code__ if isinstance(value, FunctionType) else type(value)
-    return kind, tuple([form_of(one, depth - 1) for one in held]) if depth else len(held)
+    return kind, tuple([form_of(one, depth - 1) for one in held]) if depth and len(held) <= _MOST_ITEMS else len(held)
+
+
+def _without_notes(held: Iterable[Any]) -> list[Any]:
+    """What code closes over, with the type of what it may take notes in: a hook that fills a list, for example."""
+    return [type(one) if isinstance(one, list | dict | set | deque) else one for one in held]
 
 
 def _is_filled(cell: Any) -> bool:

@@ -5,7 +5,8 @@ branch calls other functions, or the same with other numbers. So a forward that 
 found to treat samples apart, needs no further look; one that does anything else is looked at on that very step.
 
 What is read are the function, the modules that start, and the arguments: of a tensor, the `torch.autograd.Function`
-that made it, how long ago it was made, and, if it has no gradient, how often it was written into. Layers with a rule of
+that made it, how long ago it was made, and, if it has no gradient, how often it was written into; of an array that is
+no tensor (NumPy's) what it holds. Layers with a rule of
 their own are not looked into. The shapes and the values of tensors are not read.
 
 Numbers that changed and passed several times, such as lengths and schedules, count no more. A model that does something
@@ -26,7 +27,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from gradguard.per_sample.call_arguments import changes_of
-from gradguard.per_sample.module_state import form_of
+from gradguard.per_sample.module_state import content_of, form_of
 from gradguard.torch_private import never_compiled, pop_function_mode
 
 _MOST_WAYS = 16
@@ -129,6 +130,9 @@ class OperationTrace(TorchFunctionMode):
             return Number
         if isinstance(value, FunctionType):
             return form_of(value)
+        if (content := content_of(value)) is not None:
+            self.numbers.append(content)
+            return kind
         try:
             hash(value)
         except TypeError:
