@@ -132,7 +132,11 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
             continue
         bounds = [representable(x, dtype) for x in numbers]
         if are_readable(*alike):
-            alike = [t for t in alike if _exceeds(t, *bounds)]
+            smallest, largest = _extremes(alike, symmetric=_are_opposite(*bounds))
+            inside = (smallest >= bounds[0]) & (
+                largest <= bounds[1]
+            )  # never of NaN, beside which others may be outside
+            alike = list(compress(alike, (~inside).tolist()))
         together, alone = _for_kernels(alike)
         if together:
             foreach_clamp_(together, *bounds)
@@ -176,7 +180,7 @@ def exceeds(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor
 
 def _extremes(tensors: Sequence[Tensor], symmetric: bool) -> tuple[Tensor, Tensor]:
     """The smallest and the largest element of each tensor; if only the larger counts, in one kernel for all."""
-    if symmetric and not are_readable(*tensors):
+    if symmetric:
         largest = torch.stack(foreach_norm(tensors, math.inf))
         return -largest, largest
     smallest, largest = zip(*map(torch.aminmax, tensors), strict=True)
@@ -194,9 +198,3 @@ def _bound_tensor(bound: float | Tensor, device: torch.device, dtype: torch.dtyp
     if torch.finfo(bound.dtype).max > largest:
         bound = torch.where(bound.isinf(), bound, bound.clamp(-largest, largest))
     return move(bound, device, dtype)
-
-
-def _exceeds(tensor: Tensor, low: float, high: float) -> bool:
-    """Tell whether an element of ``tensor`` lies outside the bounds or is NaN."""
-    smallest, largest = torch.aminmax(tensor)
-    return not (low <= float(smallest) and float(largest) <= high)
