@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import pretend_device
 from gradguard import native
 from gradguard.tensors import layout
 from samples import sample
@@ -29,13 +30,17 @@ for kind in (torch.cuda, torch.xpu, torch.mtia):
 
 def pytest_addoption(parser):
     parser.addoption("--part", metavar="I/N", default="1/1", help="run every N-th test, from the I-th on")
-    parser.addoption("--device", default="", help="where tests make tensors, models and generators: cuda")
+    parser.addoption("--device", default="", help="where tests make tensors and models: cuda, or lazy (pretend_device)")
 
 
 def pytest_configure(config):
-    if device := config.getoption("device", ""):
-        torch.set_default_device(device)
+    device = config.getoption("device", "")
+    if device == pretend_device.DEVICE.type:
+        pretend_device.Makes().__enter__()
+    elif device:
         torch.Generator = _generators(torch.Generator, device)
+    if device:
+        torch.set_default_device(device)
 
 
 def _generators(original, device):

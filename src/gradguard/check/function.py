@@ -59,7 +59,10 @@ class Layout:
 
 
 class Function:
-    """A callable and a point; counts how often the callable is called forward and backward."""
+    """A callable and a point; counts how often the callable is called forward and backward.
+
+    Flat vectors of inputs, outputs and gradients are float64 on the CPU, wherever the tensors are.
+    """
 
     def __init__(
         self,
@@ -136,7 +139,9 @@ class Function:
             for i, v in enumerate(self._values)
             if isinstance(v, Tensor) and i not in positions and i not in self._kept
         ]
-        are_plain = not any(one.value.is_complex() or not one.value.is_contiguous() for one in self.inputs)
+        are_plain = all(
+            one.value.is_cpu and one.value.is_contiguous() and not one.value.is_complex() for one in self.inputs
+        )
         self.is_wide = all(one.value.dtype in (torch.float64, torch.complex128) for one in self.inputs)
         """Whether the inputs hold every float64 number."""
         self._point: Tensor | None = None
@@ -153,11 +158,11 @@ class Function:
     def join(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return tensors that belong to the inputs as one float64 vector, zeros for None."""
         parts = []
-        for tensor, one, size in zip(tensors, self.inputs, self.sizes, strict=True):
+        for tensor, size in zip(tensors, self.sizes, strict=True):
             if tensor is None:
-                parts.append(torch.zeros(size, dtype=torch.float64, device=one.value.device))
+                parts.append(torch.zeros(size, dtype=torch.float64, device="cpu"))
             elif tensor.dtype is torch.float64 and not (tensor.requires_grad or tensor.is_sparse):
-                parts.append(tensor.reshape(-1))
+                parts.append(tensor.reshape(-1).cpu())
             else:
                 parts.append(_flat(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -170,9 +175,11 @@ class Function:
             value = one.value
             if value.is_complex():
                 part = torch.view_as_complex(part.clone().reshape(*value.shape, 2))
-            part = part.reshape(value.shape).to(value.dtype)
+            part = part.reshape(value.shape).to(value.device, value.dtype)
             if not value.is_contiguous():
-                part = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu").copy_(part)
+                part = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(
+                    part
+                )
             tensors.append(part)
         return tensors
 
@@ -312,7 +319,7 @@ class Function:
         for part, one in zip(cotangent.split_with_sizes(self.output_sizes), self.outputs, strict=True):
             if one.dtype.is_complex:
                 part = torch.view_as_complex(part.clone().reshape(*one.shape, 2))
-            shaped.append(part.reshape(one.shape).to(one.dtype).to(one.device))
+            shaped.append(part.reshape(one.shape).to(one.device, one.dtype))
         return shaped
 
     def rounding_of(self, values: Tensor) -> Tensor:
@@ -359,8 +366,8 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     if tensor.dtype is torch.float64:
-        return tensor.reshape(-1)
-    return _real(tensor).reshape(-1).double()
+        return tensor.reshape(-1).cpu()
+    return _real(tensor).reshape(-1).to("cpu", torch.float64)
 
 
 def _dense(value: Tensor) -> Tensor:
