@@ -1,8 +1,8 @@
 """A device that computes what the CPU computes, and refuses what a GPU would: operands that lie on the CPU.
 
-Tensors on it say that their device is "lazy:0", a name for which PyTorch's autograd needs no driver. So values, backwards
-and hooks are real, and one operation over both devices raises, as on CUDA. A 0-dim tensor of the CPU may meet one of
-the device, and an index may lie on the CPU. `pytest --device lazy` runs any test on it.
+Tensors on it say that their device is "lazy:0", a name for which PyTorch's autograd needs no driver. So values,
+backwards and hooks are real, and one operation over both devices raises, as on CUDA. A 0-dim tensor of the CPU may meet
+one of the device, and an index may lie on the CPU. `pytest --device lazy` runs tests on it.
 """
 
 import torch
@@ -15,7 +15,7 @@ MAY_MIX = {"copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_
 
 
 class OnDevice(Tensor):
-    """A tensor that says that it is on the device; ``held`` has its values, without the lazy bits of sign and conjugate."""
+    """A tensor that says that it is on the device; ``held`` has its values, without the bits of sign and conjugate."""
 
     @staticmethod
     def __new__(cls, held):
@@ -29,6 +29,9 @@ class OnDevice(Tensor):
 
     def __repr__(self):
         return f"OnDevice({self.held!r})"
+
+    def tolist(self):
+        return self.cpu().tolist()
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -26,10 +26,10 @@ def test_each_test_file_has_a_name_of_its_own():
     assert [name for name, count in names.items() if count > 1] == []
 
 
-FACTORIES = """
-    arange asarray empty empty_strided eye full linspace logspace normal ones rand randint randn randperm scalar_tensor
-    tensor tril_indices triu_indices zeros
-""".split()
+FACTORIES = {
+    "arange", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones",
+    "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+}  # fmt: skip
 
 
 def test_each_new_tensor_names_its_device():

@@ -12,6 +12,7 @@ from gradguard.errors import InvalidValueError
 from gradguard.parity.shards import LocalParameter
 from gradguard.parity.summation import Backwards, backwards
 from gradguard.state.generators import generator_states, have_drawn, restore_generators
+from gradguard.tensors.precision import TF32_EPSILON, Kind, is_tf32_allowed
 from gradguard.tensors.sketch import CHUNK, hashed
 from gradguard.torch_private import is_compiled
 
@@ -169,11 +170,16 @@ def _note(output: Any, seen: set[torch.dtype]) -> None:
                 seen.add(torch.get_autocast_dtype(value.device.type))
 
 
-def epsilon_of(dtypes: Iterable[torch.dtype], device: torch.device) -> float:
-    """Return the distance from 1 to the next number in the coarsest of ``dtypes``, and of TF32 where it is on."""
+def epsilon_of(dtypes: Iterable[torch.dtype], device: torch.device, convolves: bool = False) -> float:
+    """Return the distance from 1 to the next number in the coarsest of ``dtypes``, and of TF32 where it is on.
+
+    Args:
+        dtypes: What is computed in.
+        device: Where.
+        convolves: Whether there may be convolutions, for which TF32 is on by default.
+    """
     known = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
     if not known:
         raise InvalidValueError("no trained parameter is of a floating dtype, so there is no gradient to save.")
-    shortcuts = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}
-    shortcut = shortcuts[torch.get_float32_matmul_precision()] if device.type == "cuda" else 0.0
-    return max([*known, shortcut])
+    kinds: list[Kind] = ["product", "convolution"] if convolves else ["product"]
+    return max([*known, TF32_EPSILON if is_tf32_allowed(device, *kinds) else 0.0])

@@ -130,7 +130,8 @@ class WholeParameters:
         """Return the spacing of the coarsest dtype on any process: of ``seen``, of weights and of gradients."""
         dtypes = {p.weights()[1].dtype for p in self._local}
         gradients = {gradient.dtype for p in self._local if (gradient := gradient_of(p.parameter)) is not None}
-        return max(gathered(epsilon_of(dtypes | gradients | seen or {torch.float32}, self._device)))
+        convolves = any(p.parameter.dim() > 2 for p in self._local)
+        return max(gathered(epsilon_of(dtypes | gradients | seen or {torch.float32}, self._device, convolves)))
 
     def saved(
         self,

@@ -23,6 +23,7 @@ from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
 from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.vmap_fallback import NestedCall, VmapFallback
+from gradguard.tensors.precision import TF32_EPSILON, Kind, is_tf32_allowed
 from gradguard.torch_private import call_after_backward, current_graph_task
 
 _LEAST = 32 << 20
@@ -245,6 +246,7 @@ class GradientCollector:
         )
         assert layer.plan.rule is not None
         device = next(grad.device for grad in grads if grad is not None)
+        is_rounded = is_tf32_allowed(device, *_kinds_of(layer.module))
         with torch.autocast(device.type, enabled=False), exact_products():
             contributions = layer.plan.rule.contributions(call)
             if contributions.keys() != layer.names.keys():
@@ -263,6 +265,7 @@ class GradientCollector:
                 floats = [t for t in (*saved, *grads) if t is not None and t.is_floating_point()]
                 size = torch.stack(sizes).nan_to_num(0.0, 0.0, 0.0).max()
                 precision = max(layer.precision, *(torch.finfo(t.dtype).eps for t in floats))
+                precision = max(precision, TF32_EPSILON) if is_rounded else precision
                 mini_batch.to_verify.append((layer, added, precision, size))
 
     def receive_nested_call(
@@ -363,3 +366,15 @@ class GradientCollector:
 
         call_after_backward(completed)
         return mini_batch
+
+
+def _kinds_of(module: nn.Module) -> list[Kind]:
+    """Return what the backward of a layer may compute in TF32: its name tells, or it may be anything."""
+    name = type(module).__name__
+    if "Conv" in name:
+        return ["convolution"]
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return ["recurrent", "product"]
+    if isinstance(module, nn.Linear | nn.Bilinear | nn.MultiheadAttention | nn.Embedding):
+        return ["product"]
+    return ["product", "convolution", "recurrent"]

@@ -61,7 +61,8 @@ class Rehearsal:
         if tracker.planner.sharded:
             return  # a second run would be a collective
         try:
-            self._try(tracker, call)
+            with exact_products():
+                self._try(tracker, call)
         except UnsupportedGradientError as error:
             if not self._only_warn:
                 tracker.planner.forget()
