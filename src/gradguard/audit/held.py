@@ -97,10 +97,10 @@ Holder = tuple[int, Held]
 """A rank, and a piece that it holds."""
 
 Processes = Sequence[Sequence[Held]]
-"""The pieces of each rank, by rank."""
+"""What each rank holds."""
 
 Groups = Mapping[str, Claim]
-"""Claims of a user about ordinary tensors, by a pattern of their names: parts or copies across processes."""
+"""What a user says of ordinary tensors across processes, by a pattern of names."""
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class Part:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that hold a copy."""
+        """Who holds it."""
         return [rank for rank, _ in self.holders]
 
     @property
@@ -166,12 +166,12 @@ class Tensor:
 
     @property
     def name(self) -> str:
-        """The names of a tied tensor joined by ``=``, or its only name."""
+        """All its names."""
         return " = ".join(self.names)
 
     @property
     def holders(self) -> list[Holder]:
-        """All pieces of the tensor, each with its rank."""
+        """Each rank that holds any of it, with each of its pieces."""
         return [holder for part in self.parts for holder in part.holders]
 
     @property
@@ -191,16 +191,16 @@ class Tensor:
 
     @property
     def ranks(self) -> set[int]:
-        """The ranks that hold a part or a copy of the tensor."""
+        """Who holds any of it."""
         return {rank for rank, _ in self.holders}
 
     def counts(self, setting: Setting) -> Candidates:
-        """Return how often known mistakes would count this tensor, each count with its explanation."""
+        """Return the counts that known mistakes make of it, with their words."""
         return candidates(setting, self.copies, len(self.parts), len(self.names))
 
     @property
     def layout(self) -> str:
-        """The tensor's layout over the processes, in words; equal within a class."""
+        """How it lies on the processes, in words; tensors of one class have the same."""
         split = f"in {len(self.parts)} parts" if len(self.parts) > 1 else ""
         copied = f"replicated on {self.copies} processes" if self.copies > 1 else ""
         tied = f"tied under {len(self.names)} names" if len(self.names) > 1 else ""
@@ -307,8 +307,6 @@ def relation(one: Held, other: Held, said: Claim | None = None) -> Relation:
     alike = other.is_like(one)
     if said == "sharded" or one.numel != other.numel:
         return "distinct"
-    if not one.numel:
-        return "same"
     if said == "replicated":
         return "same" if alike else "differ"
     if not one.weight.is_close(other.weight, APART):
