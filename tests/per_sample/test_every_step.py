@@ -228,28 +228,34 @@ def test_what_counts_is_tried_out_a_few_times_only():
     assert_exact(model, found, x)
 
 
-def test_a_counter_that_counts_no_more_costs_no_second_search_for_layers(monkeypatch):
+def count(module, args):
+    module.calls = getattr(module, "calls", 1000) + 1
+
+
+def keep(module, args):
+    module.kept, module.name = args[0], str(len(args))
+
+
+@pytest.mark.parametrize("hook", [count, keep])
+def test_what_cannot_change_the_state_costs_no_second_search_for_layers(hook, monkeypatch):
+    """A counter that counts no more, and values of the form that they had."""
     searches, search = [0], nn.Module.named_modules
 
     def counted(self, *args, **kwargs):
         searches[0] += 1
         return search(self, *args, **kwargs)
 
-    def of_one_step(model):
+    def of_one_step(hook):
+        model = fresh()
+        model.register_forward_pre_hook(hook)
         clipper = clipper_of(model)
         steps(model, clipper, 40)
         before = searches[0]
         step(model, clipper, batch())
         return searches[0] - before
 
-    def count(module, args):
-        module.calls = getattr(module, "calls", 1000) + 1
-
-    still, counting = fresh(), fresh()
-    still.register_forward_pre_hook(lambda module, args: None)
-    counting.register_forward_pre_hook(count)
     monkeypatch.setattr(nn.Module, "named_modules", counted)
-    assert of_one_step(counting) == of_one_step(still)
+    assert of_one_step(hook) == of_one_step(lambda module, args: None)
 
 
 def test_flags_that_take_turns_are_tried_out_once_each():

@@ -72,8 +72,8 @@ class ModuleState:
         module: The outermost module.
 
     Attributes:
-        nearer: By how many calls changes of loose attributes have brought the next witness nearer; whoever brings it
-            nearer sets it to 0.
+        nearer: By how many calls changes of loose attributes bring the next witness nearer; the caller that brings it
+            nearer sets this to 0.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -159,7 +159,7 @@ class ModuleState:
         return chain(chain.from_iterable([c.values for c in self._containers]), (_END,))
 
     def _look_closely(self) -> int:
-        """Something was rebound, or may have been: return the number of the state that this makes."""
+        """Read every value anew, and return the number of the state that they make."""
         names, held, forms = {c.name for c in self._containers}, self._held, self._forms
         self._modules = list(self._module.modules())
         self._types = [type(m) for m in self._modules]
