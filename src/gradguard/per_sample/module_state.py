@@ -120,9 +120,12 @@ class ModuleState:
         return _PASSED_AS_NUMBER if isinstance(value, int | float | _Items) and type(value) is not bool else _PASSED
 
     def _keeps_its_state(self) -> bool:
-        """Record the values that were rebound, if none of them can change the state; otherwise return False.
+        """Record the values that were rebound, if none of them can change the state.
 
         Loose attributes cannot, nor can a value of the same form as the one before, such as the last output.
+
+        Returns:
+            Whether none can; nothing is recorded otherwise.
         """
         now = list(self._values())
         if len(now) != len(self._known):
