@@ -352,7 +352,7 @@ def test_a_mini_batch_that_stands_in_adds_nothing(place, mode):
     assert error(filled(made.model), expected) < 1e-12
     with pytest.raises(InvalidValueError, match="there are no gradients to clip"):
         clipper.skip_batch(after_backward=True)
-    made.losses(made.inputs).square().mean().backward()
+    made.losses(made.inputs).mean().square().backward()
     with pytest.raises(UnsupportedGradientError, match="the loss is not the mean"):
         clipper.skip_batch(after_backward=True)
 
