@@ -349,6 +349,18 @@ def test_call_before_backwards():
     assert torch.autograd._engine_run_backward is engine
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_call_before_backwards_of_a_compiled_step():
+    told, weight = [], torch.ones(2, requires_grad=True)
+    end = torch_private.call_before_backwards(lambda roots: told.append((len(roots), torch.compiler.is_compiling())))
+    step = torch.compile(lambda: (weight * 2).sum().backward(), backend="eager")
+    step()
+    step()
+    end()
+    step()
+    assert told == [(1, False)] * 2
+
+
 def test_register_prehooks():
     x, seen = torch.ones(2, requires_grad=True), []
     y, z = x * 2, x * 3

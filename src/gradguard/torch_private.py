@@ -295,6 +295,7 @@ def call_before_backwards(function: Callable[[Any], None]) -> Callable[[], None]
     """Call ``function`` with the roots of each backward that begins, tensors or edges; return what ends that."""
     key = object()
 
+    @never_compiled  # a compiled step breaks its graph at backward, and Dynamo would trace the listeners
     def tell_and_run(roots: Any, *args: Any, **kwargs: Any) -> Any:
         for one in list(_before_backwards.values()):
             one(roots)

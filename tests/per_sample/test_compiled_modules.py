@@ -110,6 +110,22 @@ def test_is_exact_for_every_size(compiled: Callable, backend, when):
     clipper.detach()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_step_with_its_backward_is_clipped_as_one_that_is_not():
+    """The compiler breaks the graph at the backward, and must not trace the code that looks at its roots."""
+    torch.compiler.reset()
+    plain, model = network(), network()
+    compiled = torch.compile(step, backend="eager")
+    clippers = [gg.PerSampleGradientClipper(one, gg.FlatNormClipper(0.1)) for one in (plain, model)]
+    for size in (B, B, 3, B):
+        found, expected = compiled(model, clippers[1], size), step(plain, clippers[0], size)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    backward = torch.compile(lambda: model(data()).square().sum(1).mean().square().backward(), backend="eager")
+    backward()
+    with pytest.raises(UnsupportedGradientError, match="the loss is not the mean over samples"):
+        clippers[1].clip_and_accumulate()
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("compiled", WAYS)
 def test_it_is_compiled_again_after_detach(compiled):

@@ -228,6 +228,36 @@ def test_what_counts_is_tried_out_a_few_times_only():
     assert_exact(model, found, x)
 
 
+def count(module, args):
+    module.calls = getattr(module, "calls", 1000) + 1
+
+
+def keep(module, args):
+    module.kept, module.name = args[0], str(len(args))
+
+
+@pytest.mark.parametrize("hook", [count, keep])
+def test_what_cannot_change_the_state_costs_no_second_search_for_layers(hook, monkeypatch):
+    """A counter that counts no more, and values of the form that they had."""
+    searches, search = [0], nn.Module.named_modules
+
+    def counted(self, *args, **kwargs):
+        searches[0] += 1
+        return search(self, *args, **kwargs)
+
+    def of_one_step(hook):
+        model = fresh()
+        model.register_forward_pre_hook(hook)
+        clipper = clipper_of(model)
+        steps(model, clipper, 40)
+        before = searches[0]
+        step(model, clipper, batch())
+        return searches[0] - before
+
+    monkeypatch.setattr(nn.Module, "named_modules", counted)
+    assert of_one_step(hook) == of_one_step(lambda module, args: None)
+
+
 def test_flags_that_take_turns_are_tried_out_once_each():
     model = fresh()
     clipper = clipper_of(model)
@@ -601,6 +631,8 @@ REBOUND = {
     "an array in settings": lambda order: SimpleNamespace(order=np.array(order)),
     "a deque": deque,
     "a set of pairs": lambda order: frozenset(enumerate(order)),
+    "a long tuple": lambda order: (*order, *range(B, 100)),
+    "the bytes of an array in another shape": lambda order: np.ones((1, 4) if order[0] == 0 else (2, 2)),
 }
 HIDDEN = {"order": list(range(B))}
 BY_VALUE = {
@@ -623,12 +655,17 @@ class Ordered(nn.Module):
 
     def forward(self, x):
         h = self.a(x).tanh()
-        return self.b(h + h[np.array(within(plain(self.order), len(x)))] + (self.index(h) if self.index else 0))
+        order = torch.from_numpy(
+            np.array(within(plain(self.order), len(x)))
+        )  # which no trace of torch's functions shows
+        return self.b(h + h[order] + (self.index(h) if self.index else 0))
 
 
 def plain(order):
     order = getattr(order, "order", order)
     order = order["order"] if isinstance(order, dict) else order
+    if np.ndim(order) == 2:
+        return [(i + len(order) - 1) % B for i in range(B)]
     return [i for _, i in sorted(order)] if isinstance(order, frozenset) else order
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError
+from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample import capture
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.norm_clippers import FlatNormClipper, PerLayerNormClipper, PerParameterNormClipper
@@ -335,6 +335,26 @@ def test_an_empty_mini_batch_among_others(mode):
     clipper.skip_batch()
     assert clipper.pre_step().batch_size == B
     assert error(filled(made.model), expected) < 1e-12
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_mini_batch_that_stands_in_adds_nothing(place, mode):
+    """A process without samples runs others in their place, so that it calls the model as often as the rest."""
+    max_norm, expected = expected_average()
+    made = build(NAME)
+    clipper = make(made, max_norm, mode=mode)
+    parts = [(0, 1), (1, B)]
+    parts.insert(place, (0, 2))
+    for i, (start, stop) in enumerate(parts):
+        reduce(made.losses(made.part(start, stop)), "mean").backward()
+        clipper.skip_batch(after_backward=True) if i == place else clipper.clip_and_accumulate()
+    assert clipper.pre_step().batch_size == B
+    assert error(filled(made.model), expected) < 1e-12
+    with pytest.raises(InvalidValueError, match="there are no gradients to clip"):
+        clipper.skip_batch(after_backward=True)
+    made.losses(made.inputs).mean().square().backward()
+    with pytest.raises(UnsupportedGradientError, match="the loss is not the mean"):
+        clipper.skip_batch(after_backward=True)
 
 
 @pytest.mark.parametrize("name", ["linear 3-D", "lenet", "embedding", "encoder layer", "lstm"])

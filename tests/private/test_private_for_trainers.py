@@ -54,6 +54,23 @@ def test_parts_without_samples_are_given_and_do_not_count():
     torch.testing.assert_close(weights(again), weights(model), rtol=1e-5, atol=1e-6)
 
 
+def test_parts_without_samples_leave_a_moving_threshold_alone():
+    """Parts that do not count neither move the threshold of a quantile within a step nor lose its count."""
+
+    def clipper():
+        generator = torch.Generator().manual_seed(1)
+        return gg.QuantileNormClipper(0.1, 0.5, learning_rate=0.5, count_noise=2.0, generator=generator)
+
+    whole, model = private_run(batch_size=3, data=data_set(30), norm_clipper=clipper())
+    train(whole, model, 2)
+    in_parts, again = private_run(
+        batch_size=1, data=data_set(30), norm_clipper=clipper(), gradient_accumulation_steps=3
+    )
+    assert train_as_a_trainer(in_parts, again, 2) == 20
+    assert in_parts.clipper.norm_clipper.thresholds == pytest.approx(whole.clipper.norm_clipper.thresholds, rel=1e-6)
+    torch.testing.assert_close(weights(again), weights(model), rtol=1e-5, atol=1e-6)
+
+
 def test_an_epoch_saved_at_its_end_is_over():
     """A trainer never asks for a batch after the last, so nobody else could tell."""
     private, model = private_run(batch_size=4, gradient_accumulation_steps=3)

@@ -28,6 +28,7 @@ from functools import partial
 from itertools import chain
 from numbers import Number
 from operator import is_
+from pickle import PickleBuffer
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ _PASSED_AS_NUMBER, _PASSED = 3, 16
 """Trials after which what has changed is loose: a number, which may count; anything else, which mostly takes turns."""
 
 _MOST_ITEMS = 64
-"""Items of a list or dict that is looked into."""
+"""Items of a list, dict or deque that is looked into."""
 
 _END = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
@@ -71,8 +72,8 @@ class ModuleState:
         module: The outermost module.
 
     Attributes:
-        nearer: By how many calls changes of loose attributes have brought the next witness nearer; whoever brings it
-            nearer sets it to 0.
+        nearer: By how many calls changes of loose attributes bring the next witness nearer; the caller that brings it
+            nearer sets this to 0.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -91,7 +92,10 @@ class ModuleState:
     def look(self) -> int:
         """Return the number of the state that the module is in, before a call."""
         self._calls += 1
-        if not all(map(is_, self._values(), self._known)) or not all(map(is_, map(type, self._modules), self._types)):
+        typed = all(map(is_, map(type, self._modules), self._types))
+        if typed and all(map(is_, self._values(), self._known)):
+            return self._number
+        if not (typed and self._keeps_its_state()):
             self._number = self._look_closely()
         return self._number
 
@@ -115,24 +119,65 @@ class ModuleState:
         value = self._held.get(place)
         return _PASSED_AS_NUMBER if isinstance(value, int | float | _Items) and type(value) is not bool else _PASSED
 
+    def _keeps_its_state(self) -> bool:
+        """Record the values that were rebound, if none of them can change the state.
+
+        Loose attributes cannot, nor can a value of the same form as the one before, such as the last output.
+
+        Returns:
+            Whether none can; nothing is recorded otherwise.
+        """
+        now = list(self._values())
+        if len(now) != len(self._known):
+            return False
+        rebound: dict[Place, Any] = {}
+        for owner in {self._owners[i] for i, (a, b) in enumerate(zip(now, self._known, strict=True)) if a is not b}:
+            container = self._containers[owner]
+            items = {(container.name, key): value for key, value in container.items()}
+            if [*items] != self._places[owner]:
+                return False
+            rebound |= {place: value for place, value in items.items() if self._held[place] is not value}
+        if any(self._matters(place, self._held[place], value) for place, value in rebound.items()):
+            return False
+        for place in rebound.keys() & self._loose.keys():
+            self._brings_nearer(place)
+        self._held |= rebound
+        self._known = now
+        return True
+
+    def _matters(self, place: Place, before: Any, value: Any) -> bool:
+        """Tell whether a rebound value may change the state of the module, or the set of values that are compared."""
+        if isinstance(before, nn.Module) or isinstance(value, nn.Module):
+            return True
+        if place in self._loose:
+            return False
+        return _is_looked_into(before) or _is_looked_into(value) or form_of(value) != self._forms[place]
+
+    def _brings_nearer(self, place: Place) -> None:
+        """Count the change of a loose attribute."""
+        self.nearer += self._calls - self._loose[place]
+        self._loose[place] = self._calls
+
     def _values(self) -> Iterator[Any]:
         return chain(chain.from_iterable([c.values for c in self._containers]), (_END,))
 
     def _look_closely(self) -> int:
-        """Something was rebound, or may have been: return the number of the state that this makes."""
+        """Read every value anew, and return the number of the state that they make."""
         names, held, forms = {c.name for c in self._containers}, self._held, self._forms
         self._modules = list(self._module.modules())
         self._types = [type(m) for m in self._modules]
         self._containers = [c for c in _containers(self._module, self._loose) if (c.name, "") not in self._loose]
         self._known = list(self._values())
-        self._held = {(c.name, key): value for c in self._containers for key, value in c.items()}
+        self._owners = [i for i, container in enumerate(self._containers) for _ in container.values]
+        items = [{(c.name, key): value for key, value in c.items()} for c in self._containers]
+        self._places = [[*held] for held in items]
+        self._held = dict(chain.from_iterable([one.items() for one in items]))
         common = names.intersection([c.name for c in self._containers])
         rebound = {p: (held.get(p, _END), self._held.get(p, _END)) for p in held.keys() | self._held.keys()}
         rebound = {p: values for p, values in rebound.items() if p[0] in common and values[0] is not values[1]}
         for place, values in rebound.items():
             if place in self._loose:
-                self.nearer += self._calls - self._loose[place]
-                self._loose[place] = self._calls
+                self._brings_nearer(place)
             elif any(map(_is_looked_into, values)):
                 self._rebuilt[place] += 1
                 if self._rebuilt[place] > _PASSED:  # a list that is made anew in each call
@@ -200,7 +245,7 @@ def _is_looked_into(value: Any) -> bool:
         return False
     held = getattr(value, "__dict__", None)
     kinds = (*_PLAIN, list, dict, tuple, set, frozenset, deque)
-    return bool(held) and all(isinstance(one, kinds) or content_of(one) is not None for one in held.values())
+    return bool(held) and all(isinstance(one, kinds) or _is_array(one) for one in held.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,14 +261,21 @@ class _Itself:
         return id(self.value)
 
 
-def content_of(value: Any) -> bytes | None:
-    """Return a digest of the numbers in an array that is no tensor, such as NumPy's; None of anything else."""
-    if not (isinstance(value, array | bytearray | memoryview) or hasattr(type(value), "__array_interface__")):
+def _is_array(value: Any) -> bool:
+    """Tell whether ``value`` is an array that is no tensor, such as NumPy's."""
+    return isinstance(value, array | bytearray | memoryview) or hasattr(type(value), "__array_interface__")
+
+
+def content_of(value: Any) -> Hashable:
+    """Return format, shape and a digest of the numbers of an array that is no tensor; None of anything else."""
+    if not _is_array(value):
         return None
     try:
-        return hashlib.blake2b(memoryview(value).tobytes(), digest_size=16).digest()
-    except (TypeError, ValueError):  # of dates, or of objects
+        seen = memoryview(value)
+        read = PickleBuffer(seen).raw() if seen.c_contiguous else seen.tobytes()  # raw() copies nothing
+    except (TypeError, ValueError):  # of dates: they have no buffer
         return None
+    return seen.format, seen.shape, hashlib.blake2b(read, digest_size=16).digest()
 
 
 def form_of(value: Any, depth: int = 3) -> Hashable:
@@ -255,7 +307,8 @@ def form_of(value: Any, depth: int = 3) -> Hashable:
     else:
         return type(value)
     kind = value.__code__ if isinstance(value, FunctionType) else type(value)
-    return kind, tuple([form_of(one, depth - 1) for one in held]) if depth and len(held) <= _MOST_ITEMS else len(held)
+    whole = depth and (len(held) <= _MOST_ITEMS or not isinstance(value, list | dict | deque))
+    return kind, tuple([form_of(one, depth - 1) for one in held]) if whole else len(held)
 
 
 def _without_notes(held: Iterable[Any]) -> list[Any]:

@@ -72,7 +72,7 @@ class Witness:
         self.mini_batch, self.last_good = 1, 0
         self.by_value, self._since_tried = False, 0
         self._beside: bool | None = None
-        self._unsubscribe: Callable[[], None] | None = None
+        self._unsubscribe: Callable[[], object] | None = None
 
     @property
     def is_due(self) -> bool:
@@ -97,7 +97,7 @@ class Witness:
         self._next = max(self.mini_batch, self._next - mini_batches)
 
     def watch(self, collector: GradientCollector) -> None:
-        """See whether the next backward comes into the module beside its outputs, as for a value that a hook kept."""
+        """Look, until `forget`, whether a backward enters the module beside its outputs, as for a value a hook kept."""
         if self._unsubscribe is not None:
             return
 
@@ -108,8 +108,7 @@ class Witness:
             if own is not None and into is not None and current_graph_task() == -1 and not taps_are_silent():
                 own._beside = bool(own._beside) or reaches_inside(roots, into)
 
-        self._unsubscribe = call_before_backwards(begins)
-        weakref.finalize(self, self._unsubscribe)
+        self._unsubscribe = weakref.finalize(self, call_before_backwards(begins))
 
     def forget(self) -> None:
         """Nothing is recorded any more."""

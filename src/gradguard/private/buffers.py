@@ -50,9 +50,8 @@ class BufferWatch:
     def check(self) -> None:
         """The batch has gone through the model."""
         now = _buffers_of(self._module)
-        changed = [
-            name for name in now.keys() & self._before.keys() - self._told if self._has_changed(name, *now[name])
-        ]
+        known = self._before.keys() - self._told
+        changed = [name for name in now if name in known and self._has_changed(name, *now[name])]
         if not changed:
             return
         self._told.update(changed)

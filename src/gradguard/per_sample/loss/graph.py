@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from gradguard.tensors.layout import wide_dtype
-from gradguard.torch_private import current_graph_task, input_metadata_of, saved_constant, saved_settings, saved_value
+from gradguard.torch_private import (
+    current_graph_task,
+    input_metadata_of,
+    never_compiled,
+    saved_constant,
+    saved_settings,
+    saved_value,
+)
 
 TAPS = frozenset(["TapBackward"])
 """Nodes by which the clipper sees a value of the module: what lies behind them is the module's."""
@@ -111,10 +118,11 @@ class BackwardRoots:
         original: Any = torch.autograd.backward
         self._original, self._thread = original, threading.get_ident()
 
+        @never_compiled  # traced, it would look at nothing: a compiled step breaks its graph at backward
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
             mine = self._replacement is backward and threading.get_ident() == self._thread
-            if not mine or self._is_inside or torch.compiler.is_compiling() or current_graph_task() != -1:
+            if not mine or self._is_inside or current_graph_task() != -1:
                 return original(tensors, grad_tensors, *args, **kwargs)
             roots = _roots(tensors, grad_tensors)
             if roots:
