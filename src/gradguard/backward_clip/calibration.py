@@ -25,7 +25,7 @@ _NEXT_TO_THE_LOSS = 10
 _Label = tuple[str, str]
 """The names of an operation and of its module."""
 _Step = tuple[list[_Label], Tensor]
-"""What passed in one step, and the largest element of each, in the order of the backward."""
+"""The gradients of one step, in the order of the backward, each with its largest element."""
 
 
 def calibrate_error_clip(model: nn.Module | None = None, *, steps: int = 20, factor: float = 1.0) -> "Calibration":
@@ -65,7 +65,9 @@ def calibrate_error_clip(model: nn.Module | None = None, *, steps: int = 20, fac
 
 
 class Calibration(BaseErrorClip, Observer):
-    """What `calibrate_error_clip` recorded: the largest element of each gradient, step by step. Print it for a table.
+    """A record of the largest element of each gradient, step by step, as `calibrate_error_clip` makes it.
+
+    Printing it shows a table.
 
     Example:
         >>> import gradguard as gg, torch

@@ -26,7 +26,7 @@ Roots = Sequence[tuple[Node, int]]
 
 
 class NodeObserver(Protocol):
-    """What an observer writes down about one operation in one module."""
+    """The line of an observer's notes about one operation in one module."""
 
     @property
     def module(self) -> str:
@@ -349,13 +349,18 @@ def enter_checkpoint(node: Any, install: Callable[[Roots, Inputs], Any]) -> _Rep
 def explained(
     error: Exception, rule: BaseErrorClip, name: str, place: str, grads: Gradients, sources: str = ""
 ) -> Exception:
-    """Return ``error`` with the operation and the module at which it happened."""
-    made = f"; made by the backward of {sources}" if sources else ""
+    """Return ``error`` with the operation and the module at which it happened.
+
+    ``sources`` are the operations whose backward made the gradient; only an error about its values names them.
+    """
     where = f"the gradient of the output of {name}" + (f" in {place}" if place else "")
     if any(grad is not None and grad.is_sparse for grad in grads):
         return UnsupportedGradientError(f"{where} is sparse, and {rule} is for dense gradients: leave that value out.")
     if isinstance(error, NonFiniteGradientError | InvalidTypeError):
-        return type(error)(f"{where}: {error}{made}")
+        text = str(error)
+        if sources and isinstance(error, NonFiniteGradientError):
+            text = f"{text.removesuffix('.')}; made by the backward of {sources}"
+        return type(error)(f"{where}: {text}")
     error.add_note(f"{where}, under {rule}")
     return error
 

@@ -1,4 +1,4 @@
-"""What an error clip did: for each operation and module, how much was clipped and how much was not finite."""
+"""Statistics of an error clip: how much was clipped, and how much was not finite, for each operation and module."""
 
 import math
 from collections.abc import Callable
@@ -58,7 +58,7 @@ class ErrorClipStats:
     def __init__(self, model: nn.Module | None = None) -> None:
         self._timeline = ModuleTimeline(model) if model is not None else None
         self.compiled = CompiledCounts(self.place)
-        """What compiled code counts."""
+        """The counts that compiled code adds."""
         self.reset()
 
     def reset(self) -> None:
@@ -196,7 +196,7 @@ class _OpCounts:
 
 
 class _Block(Observer):
-    """What one block, or one backward through an attached clip, adds to statistics, and tells listeners."""
+    """Counts the clips of one block, or of one backward through an attached clip, and tells those who listen."""
 
     def __init__(self, stats: ErrorClipStats, rule: BaseErrorClip) -> None:
         self.stats, self.rule = stats, rule

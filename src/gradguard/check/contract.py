@@ -29,7 +29,7 @@ _TOLERANCE = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 8.0, torch
 _ONES = "a grad_output of stride 0, as sum() makes"
 _STRIDED = "only when grad_output is strided"
 _POWERS = {torch.float64: (-20, 10), torch.float32: (-20, 4), torch.bfloat16: (-2, 2), torch.float16: (-2, -1)}
-"""What cotangents are multiplied by, exactly, within the range of the dtype: in float16 more may overflow inside."""
+"""Powers of two by which cotangents are multiplied, exactly; small ones for float16, which may overflow inside."""
 
 _ROUNDED_TIMES = 3
 _ROUNDING = 32

@@ -35,7 +35,7 @@ _UNDERFLOWS = 1e-140
 
 MULTIPLE = 4.0
 RELATIVE = {torch.float64: 5e-9, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
-"""What a gradient may be off by beside the bar, relative to its norm along the direction."""
+"""The error of a gradient that is no finding, in addition to the bar, relative to its norm along the direction."""
 
 
 class Disagreement(NamedTuple):
@@ -55,12 +55,15 @@ class Disagreement(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """What derivatives at smaller and smaller steps tend to, as seen from one step."""
+    """The limit of derivatives as the step goes to 0, estimated from one step and the larger step before it."""
 
     value: float
     bar: float
+    """How far off ``value`` may be."""
     step: float
+    """The smaller of the two steps."""
     rounding: float
+    """The part of ``bar`` that is due to rounding."""
 
 
 class Differences:
@@ -211,7 +214,9 @@ class Differences:
 
 
 def extrapolated(derivatives: Sequence[tuple[float, float, float]], order: int, amplified: float = 2.0) -> list[Limit]:
-    """Return what (step, derivative, rounding), largest steps first, tend to: extrapolated once.
+    """Return the limit that each two neighbouring steps give, by one Richardson extrapolation.
+
+    ``derivatives`` are (step, derivative, rounding), largest steps first.
 
     ``order`` is that of the truncation error: 2 for central differences, 1 for one-sided ones. Rounding counts
     ``amplified`` times that of the smaller step.

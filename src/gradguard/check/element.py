@@ -30,7 +30,7 @@ LITTLE_OF_TYPICAL = 1e-3
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What one direction shows: ``kind`` is one of ok, kink, jump, singular, nan, mismatch, undecided."""
+    """The verdict on one direction: ``kind`` is one of ok, kink, jump, singular, nan, mismatch, undecided."""
 
     kind: str
     is_wrong: bool
@@ -54,7 +54,7 @@ class _Step:
     rounding: float
     """Of the derivatives at this step, from all outputs that any of the steps moves, as measured."""
     floor: float = 0.0
-    """The same, as the dtype of the outputs has it: the least that it can be."""
+    """The rounding that the dtype of the outputs implies: the least that ``rounding`` can be."""
 
     @property
     def central(self) -> float:

@@ -63,7 +63,7 @@ class Conditioning:
 
     @property
     def power(self) -> Power:
-        """What would have been seen."""
+        """The relative errors from which on a wrong gradient would have been seen."""
         size = self._finite.abs()
         relative = (self.allowed / size)[size > 0]
         return Power(self.dtype, float(relative.median()) if relative.numel() else 1.0, max(self.in_all, default=1.0))
