@@ -6,7 +6,8 @@ import weakref
 import pytest
 import torch
 
-from gradguard.monitoring.observe.clips import PendingClips
+from gradguard.monitoring.observe.clips import Clipped, PendingClips
+from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.observe.step import ScriptClip
 
 
@@ -111,3 +112,25 @@ def test_a_clip_of_one_view_of_a_buffer_is_no_write_to_the_others():
     pending.add(ScriptClip("norm", 1.0, None), views[:1], [2.0])
     views[1].add_(1)
     assert pending.drop_changed()  # nobody can tell which one was written
+
+
+def test_a_clip_for_each_gradient_does_not_walk_through_the_clips_before_it(monkeypatch):
+    walked = []
+    for name in ("drop_changed", "count_anew"):
+        monkeypatch.setattr(Clipped, name, lambda part: walked.append(part))
+    pending, gradients = PendingClips(), [torch.zeros(2) for _ in range(50)]
+    for gradient in gradients:
+        assert not pending.drop_changed()
+        pending.add(ScriptClip("norm", 1.0, None), [gradient], [1.0])
+    assert walked == []
+
+
+def test_a_clip_that_raises_keeps_no_gradient_alive():
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.full((3,), torch.nan)
+    gradient = weakref.ref(weight.grad)
+    with observe(Observer(None, {})):
+        with pytest.raises(RuntimeError, match="non-finite"):
+            torch.nn.utils.clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
+        weight.grad = None
+        assert gradient() is None

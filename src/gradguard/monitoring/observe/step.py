@@ -62,9 +62,8 @@ class ScriptClip:
 
     @classmethod
     def told(cls, event: ClipEvent) -> Self:
-        """Return what a clip of gradguard's tells."""
-        norm = copied(event.norm) if event.norm_type == 2 else None
-        return cls(event.rule, copied(event.threshold), norm, copied(event.coefficient))
+        """Return what a clip of gradguard's tells, without its norm, which a clip within a step has no use for."""
+        return cls(event.rule, copied(event.threshold), coefficient=copied(event.coefficient))
 
 
 @dataclass(slots=True)
