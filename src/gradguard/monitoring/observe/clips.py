@@ -157,6 +157,14 @@ class PendingClips:
         known = [version for part in self._clipped for version in part.versions]
         return all(map(is_not, living, repeat(None))) and versions_of(living) == known
 
+    def has_norms_of(self, gradients: Sequence[Tensor]) -> bool:
+        """Tell whether the first pending clip covered exactly ``gradients``, and their norms before it are known."""
+        with self._lock:
+            if not self._clipped or self._clipped[0].norms is None:
+                return False
+            living = self._clipped[0].living()
+            return len(living) == len(gradients) and all(map(is_, living, gradients))
+
     def add(self, clip: ScriptClip, gradients: Sequence[Tensor], norms: Norms | None) -> None:
         """Note that ``clip`` has acted on ``gradients``, which had ``norms``."""
         refs = list(map(weakref.ref, gradients))
@@ -292,7 +300,8 @@ class HeardClips:
             there = without_none(gradients)
             if len(there) < len(parameters):
                 running.parameters = [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
-            running.norms = None if tells_norms else gradient_norms(there)
+            if not (tells_norms or self._pending.has_norms_of(there)):  # a step's norms are those before its first clip
+                running.norms = gradient_norms(there)
         return replaced
 
     def end_foreign(self, returned: Any) -> None:
