@@ -88,13 +88,16 @@ class StepClips:
     @property
     def clips(self) -> list[ScriptClip]:
         """The clips in their order, without those that raised and those that only measure (``max_norm=inf``)."""
-        calls = [part.clip for part, _ in self.parts]
-        return [clip for clip in calls if clip.rule and not _only_measures(clip)]
+        return [part.clip for part, _ in self._acting()]
 
     @property
-    def are_apart(self) -> bool:
-        """Whether some gradients were clipped by other clips than others."""
-        return any(set(places) != set(self.parts[0][1]) for _, places in self.parts[1:])
+    def reach(self) -> list[Sequence[int]]:
+        """The places in the step that each of these clips acted on; empty where all acted on the same."""
+        reach = [places for _, places in self._acting()]
+        return reach if any(set(places) != set(reach[0]) for places in reach[1:]) else []
+
+    def _acting(self) -> list[tuple[Clipped, Sequence[int]]]:
+        return [(part, places) for part, places in self.parts if part.clip.rule and not _only_measures(part.clip)]
 
     @property
     def single_known(self) -> ScriptClip | None:
@@ -355,7 +358,7 @@ class HeardClips:
         """
         parameters, shared, scale = given.parameters, given.shared, getattr(optimizer, "grad_scale", None)
         clipped = self.take(given.gradients) if clipped is None else clipped
-        clips, measured = clipped.clips, now is None
+        clips, reach, measured = clipped.clips, clipped.reach, now is None
         alone = clipped.single_known if shared is None and len(clips) <= 1 else None
         before = None if alone is None else clipped.norms(None)
         told = post = None
@@ -373,7 +376,8 @@ class HeardClips:
             places=(),
             post=post,
             clips=clips,
-            clips_apart=clipped.are_apart,
+            reach=reach,
+            after=unscaled(now, scale) if reach and before is not None else None,
             norm_after=before is None,
             total=told,
             late=(bool(parameters) and not parameters[0].is_cpu) or (measured and isinstance(norms, Tensor)),
