@@ -16,6 +16,7 @@ from gradguard.clip.each_optimizer import ClipEachOptimizer
 from gradguard.clip_events import ClipEvent, announce, listen, tell
 from gradguard.errors import NonFiniteGradientError
 from gradguard.integrations.timm import dispatch_clip_grad
+from gradguard.monitoring.judge.diagnosis import diagnose
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.observe.observer import Observer, observe
@@ -286,6 +287,83 @@ def test_several_clips_of_a_loop(name, watch, tmp_path):
         assert [one[:2] for one in step.get("clips", [])] == (clips or [])
     assert [step["norm"] for step in steps] == pytest.approx(twin.before, rel=1e-4)
     assert [step["post_norm"] for step in steps] == pytest.approx(twin.after, rel=1e-2)
+
+
+HALVES = [("clip_grad_norm_", 0, 0.1), ("clip_grad_value_", 2, 0.01)]
+OF_PARTS = {
+    "each its half": (HALVES, True),
+    "each its half, measured before": ([("clip_grad_norm_", None, math.inf), *HALVES], True),
+    "a value clip that never binds": ([HALVES[0], ("clip_grad_value_", 2, 1e6)], True),
+    "a third of all": ([*HALVES, ("clip_grad_norm_", None, 0.05)], False),
+    "a half, then all": ([HALVES[1], ("clip_grad_norm_", None, 0.05)], False),
+    "all, then a half": ([("clip_grad_norm_", None, 0.5), HALVES[1]], False),
+    "a half, then all by value": ([HALVES[0], ("clip_grad_value_", None, 0.01)], False),
+}
+"""Functions, the layer that each gets (None: all), its threshold; and whether no gradient is clipped twice."""
+
+
+@pytest.mark.parametrize(("functions", "watch"), [(gg, "run"), (gg, "monitor"), (clip_grad, "run")])
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_clips_of_different_parameters(name, functions, watch, tmp_path):
+    calls, disjoint = OF_PARTS[name]
+    ratios = []
+
+    def clip(model):
+        ratios.append([])
+        for function, layer, threshold in calls:
+            parameters = list((model if layer is None else model[layer]).parameters())
+            before = whole(p.grad for p in parameters).norm()
+            getattr(functions, function)(parameters, threshold)
+            if threshold < math.inf:
+                ratios[-1].append(float(whole(p.grad for p in parameters).norm() / before))
+
+    steps, twin = training(a_function(clip), watcher(watch, tmp_path))
+    for step, expected in zip(steps, ratios, strict=True):
+        assert step.get("clips_disjoint", False) is disjoint
+        assert "threshold" not in step
+        assert [clip[2] for clip in step["clips"]] == pytest.approx(expected, rel=1e-3)
+    assert [step["norm"] for step in steps] == pytest.approx(twin.before, rel=1e-4)
+    assert [step["post_norm"] for step in steps] == pytest.approx(twin.after, rel=1e-2)
+
+
+def test_two_clips_that_meet_and_tell_nothing_have_no_coefficient_of_their_own(tmp_path):
+    def clip(model):
+        clip_grad.clip_grad_value_(model.parameters(), 0.1)
+        clip_grad.clip_grad_value_(model[0].parameters(), 0.01)
+
+    steps, twin = training(a_function(clip), by_run(tmp_path))
+    assert [step["clips"] for step in steps] == [[["value", 0.1, None], ["value", 0.01, None]]] * STEPS
+    assert [step["post_norm"] for step in steps] == pytest.approx(twin.after, rel=1e-2)
+
+
+@pytest.mark.parametrize("watch", ["run", "monitor"])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_clips_of_different_parameters_are_not_said_to_be_twice(guarded, watch, tmp_path):
+    """A guard behind them clips all gradients again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    path = tmp_path / "run.jsonl"
+
+    def loop():
+        if guarded:
+            gg.Guard(optimizer, gg.ClipByGlobalNorm(0.02))
+        for _ in range(100):
+            optimizer.zero_grad()
+            (model(x := torch.randn(16, 4)) - x.sum(1, keepdim=True)).square().mean().backward()
+            gg.clip_grad_norm_(model[0], 0.05)
+            gg.clip_grad_value_(model[2], 0.01)
+            optimizer.step()
+
+    if watch == "run":
+        by_run(tmp_path)(model, optimizer, loop)
+    else:
+        with gg.Monitor(optimizer, sink=path, model=model):
+            loop()
+    record = read_record(path)
+    told = {one.kind for one in findings(record)}, {cause.key for cause in diagnose(record).causes}
+    assert ["clipped_twice" in told[0], "clip_twice" in told[1]] == [guarded, guarded]
+    assert verdict(record).sentence.startswith(f"{2 + guarded} clips, on 100 steps")
 
 
 def test_the_watchers_own_clip_beside_the_scripts(tmp_path):

@@ -188,6 +188,10 @@ CASES = {
         changed(clipped(1.0, flat()), lambda step: step.update(
             coefficient=0.01, clips=[["norm", 1.0, 0.9], ["value", 0.001, 0.01]])),
         "clip_twice", "clipped 2 times for each step"),
+    "clip twice on half of the steps, one clip on the others": (
+        changed(clipped(1.0, flat()), lambda step: step.update(
+            coefficient=0.01, clips=[["norm", 1.0, 1.0], ["value", 0.001, 0.01]]), slice(0, COUNT, 2)),
+        "clip_twice", "at 1.0. bound on 0 %, the second .value at 0.001. bound on 100 %; together .* by 0.01"),
     "gradients kept": (
         run(falling(), kept_gradients=True), "accumulation", r"Call optimizer.zero_grad\(\) once for each step"),
     "micro-batches summed": (

@@ -278,6 +278,8 @@ def test_losses_of_micro_batches_give_their_mean_and_a_buffer_may_be_reused():
         ({"loss": torch.tensor(1j)}, "left out: expected one number"),
         ({"epoch": [1]}, r"log\(epoch=...\) is left out: expected one number, got list"),
         ({"skipped": 1}, "the record has a field 'skipped' of its own"),
+        ({"backwards": 8}, "the record has a field 'backwards' of its own"),
+        ({"clips": 2}, "the record has a field 'clips' of its own"),
     ],
 )
 def test_what_is_no_number_is_left_out_with_one_warning(logged, message):

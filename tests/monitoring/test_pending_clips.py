@@ -1,13 +1,18 @@
 """What was clipped and not yet stepped, against a dictionary with an entry for each gradient."""
 
+import math
 import random
 import weakref
 
 import pytest
 import torch
 
-from gradguard.monitoring.observe.clips import PendingClips
+from gradguard.monitoring.observe import clips
+from gradguard.monitoring.observe.clips import Clipped, PendingClips
+from gradguard.monitoring.observe.measure import gradient_norms
+from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.observe.step import ScriptClip
+from gradguard.monitoring.record.file import read_record
 
 
 class EachByItself:
@@ -111,3 +116,53 @@ def test_a_clip_of_one_view_of_a_buffer_is_no_write_to_the_others():
     pending.add(ScriptClip("norm", 1.0, None), views[:1], [2.0])
     views[1].add_(1)
     assert pending.drop_changed()  # nobody can tell which one was written
+
+
+def test_a_clip_for_each_gradient_does_not_walk_through_the_clips_before_it(monkeypatch):
+    walked = []
+    for name in ("drop_changed", "count_anew"):
+        monkeypatch.setattr(Clipped, name, lambda part: walked.append(part))
+    pending, gradients = PendingClips(), [torch.zeros(2) for _ in range(50)]
+    for gradient in gradients:
+        assert not pending.drop_changed()
+        pending.add(ScriptClip("norm", 1.0, None), [gradient], [1.0])
+    assert walked == []
+
+
+def test_a_clip_that_raises_keeps_no_gradient_alive():
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.full((3,), torch.nan)
+    gradient = weakref.ref(weight.grad)
+    with observe(Observer(None, {})):
+        with pytest.raises(RuntimeError, match="non-finite"):
+            torch.nn.utils.clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
+        weight.grad = None
+        assert gradient() is None
+
+
+FIRST_CLIPS = {
+    "value": (lambda weights: torch.nn.utils.clip_grad_value_(weights, 3.0), [2, 2]),
+    "only measures": (lambda weights: torch.nn.utils.clip_grad_norm_(weights, torch.inf), [2, 2]),
+    "one of them": (lambda weights: torch.nn.utils.clip_grad_norm_(weights[0], 6.0), [1, 2, 2]),
+}
+
+
+@pytest.mark.parametrize("first", FIRST_CLIPS)
+def test_a_second_clip_of_the_same_gradients_measures_nothing(first, monkeypatch, tmp_path):
+    """A step's norms are those before its first clip: gradients are measured once more only if that left some out."""
+    weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    for weight in weights:
+        weight.grad = torch.full((4,), 6.0)
+    measured = []
+    monkeypatch.setattr(clips, "gradient_norms", lambda given: measured.append(len(given)) or gradient_norms(given))
+    observer = Observer(tmp_path / "run.jsonl", {}, diagnostics_every=0)
+    clip, expected = FIRST_CLIPS[first]
+    with observe(observer):
+        clip(weights)
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        torch.optim.SGD(weights, lr=0.1).step()
+    observer.close(0, False)
+    [step] = read_record(tmp_path / "run.jsonl").steps
+    assert step["norm"] == pytest.approx(math.sqrt(8 * 36), rel=1e-3)
+    assert step["post_norm"] == pytest.approx(1.0, rel=1e-3)
+    assert measured == expected  # the last measurement is that of the step

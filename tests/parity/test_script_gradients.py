@@ -465,6 +465,7 @@ def test_what_follows_the_options_is_the_script():
         (["--save-gradients", "x", "--perturbed", "-1"], "expected a number of runs"),
         (["--save-gradients", "nowhere/x"], "there is no folder"),
         (["--perturbed", "3"], "belongs to --save-gradients"),
+        (["--perturbed", "0"], "belongs to --save-gradients"),
         (["--launch", "torchrun"], "belongs to --save-gradients"),
         (["--launch", "torchrun", "--audit-norm"], "belongs to --save-gradients"),
         (["--save-gradients", "x", "--launch", "nosuchlauncher -n 2"], "there is no such command"),

@@ -71,7 +71,7 @@ def cut(argv: Sequence[str]) -> tuple[list[str], ProgramLine]:
 
 def first_given(options: argparse.Namespace, *names: str) -> str:
     """Return the first of some options that somebody has typed, such as ``--no-report``; "" where there is none."""
-    given = [name for name in names if getattr(options, name) not in (None, False)]
+    given = [name for name in names if (value := getattr(options, name)) is not None and value is not False]  # 0 is
     return f"--{given[0].replace('_', '-')}" if given else ""
 
 

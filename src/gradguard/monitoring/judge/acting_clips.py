@@ -69,6 +69,24 @@ def acting_clips(record: Record, steps: Lines | None = None) -> list[ActingClip]
     return found.told()
 
 
+def clipped_twice(steps: Lines) -> Lines:
+    """Return the steps on which a gradient was clipped more than once.
+
+    Clips of different parameters do not meet: each compares what backward left.
+
+    Args:
+        steps: Steps of a record.
+
+    Example:
+        >>> twice = {"t": "step", "i": 0, "clips": [["norm", 1.0, 0.5], ["norm", 4.0, 1.0]]}
+        >>> apart = {"t": "step", "i": 1, "clips": [["norm", 1.0, 0.5], ["value", 0.1, 0.9]], "clips_disjoint": True}
+        >>> [step["i"] for step in clipped_twice(Lines([twice, apart, {"t": "step", "i": 2, "rule": "norm"}]))]
+        [0]
+    """
+    pairs = zip(steps.column("clips"), steps.column("clips_disjoint"), strict=True)
+    return steps.where([bool(clips) and not disjoint for clips, disjoint in pairs])
+
+
 def shares_in_words(clips: Sequence[ActingClip], steps: int) -> str:
     """Return how often each of several clips bound.
 

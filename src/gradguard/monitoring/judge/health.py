@@ -56,7 +56,7 @@ def findings(record: Record) -> list[Finding]:
     clipping_always_on  warning   bound on more than half of the steps (info with an optimizer that cancels a scale)
     clipping_inactive   info      a fixed threshold never bound in at least 200 steps
     norm_drift          info      the windowed median moved by more than 2x under one fixed threshold
-    clipped_twice       warning   two clips acted on the same steps (info: none of them ever bound)
+    clipped_twice       warning   two clips acted on the same gradients (info: none of them ever bound)
     ==================  ========  ======================================================================================
 
     And how the loop is set up (`detectors.loop_setup`): ``gradient_without_optimizer``, ``optimizer_without_gradient``,

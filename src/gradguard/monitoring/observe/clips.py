@@ -88,13 +88,16 @@ class StepClips:
     @property
     def clips(self) -> list[ScriptClip]:
         """The clips in their order, without those that raised and those that only measure (``max_norm=inf``)."""
-        calls = [part.clip for part, _ in self.parts]
-        return [clip for clip in calls if clip.rule and not _only_measures(clip)]
+        return [part.clip for part, _ in self._acting()]
 
     @property
-    def are_apart(self) -> bool:
-        """Whether some gradients were clipped by other clips than others."""
-        return any(set(places) != set(self.parts[0][1]) for _, places in self.parts[1:])
+    def reach(self) -> list[Sequence[int]]:
+        """The places in the step that each of these clips acted on; empty where all acted on the same."""
+        reach = [places for _, places in self._acting()]
+        return reach if any(set(places) != set(reach[0]) for places in reach[1:]) else []
+
+    def _acting(self) -> list[tuple[Clipped, Sequence[int]]]:
+        return [(part, places) for part, places in self.parts if part.clip.rule and not _only_measures(part.clip)]
 
     @property
     def single_known(self) -> ScriptClip | None:
@@ -145,16 +148,33 @@ class PendingClips:
             Whether there were any: the script skipped the step of their clip, or clips each micro-batch.
         """
         with self._lock:
+            if self._are_unchanged():
+                return False
             changed = [part.drop_changed() for part in self._clipped]
             self._clipped = [part for part in self._clipped if part.gradients]
         return any(changed)
+
+    def _are_unchanged(self) -> bool:
+        """Tell in one pass whether no gradient was written or replaced: a script may clip each of hundreds alone."""
+        living: list[Any] = [gradient() for part in self._clipped for gradient in part.gradients]
+        known = [version for part in self._clipped for version in part.versions]
+        return all(map(is_not, living, repeat(None))) and versions_of(living) == known
+
+    def has_norms_of(self, gradients: Sequence[Tensor]) -> bool:
+        """Tell whether the first pending clip covered exactly ``gradients``, and their norms before it are known."""
+        with self._lock:
+            if not self._clipped or self._clipped[0].norms is None:
+                return False
+            living = self._clipped[0].living()
+            return len(living) == len(gradients) and all(map(is_, living, gradients))
 
     def add(self, clip: ScriptClip, gradients: Sequence[Tensor], norms: Norms | None) -> None:
         """Note that ``clip`` has acted on ``gradients``, which had ``norms``."""
         refs = list(map(weakref.ref, gradients))
         with self._lock:
-            for part in self._clipped:  # views of one buffer count their writes together, so all parts are asked
-                part.count_anew()
+            if not self._are_unchanged():  # by this clip, also of another part: views of one buffer count together
+                for part in self._clipped:
+                    part.count_anew()
             if gradients:
                 self._clipped.append(Clipped(clip, refs, versions_of(gradients), norms, len(gradients)))
 
@@ -199,14 +219,12 @@ class RunningClip:
 
     Attributes:
         clip: What is known of it.
-        parameters: Those that it acts on.
-        gradients: Their gradients as it began; None for one without.
+        parameters: Those that it acts on. Their gradients are not kept: a clip that raises never ends.
         norms: The 2-norms of the gradients before it, where these were measured.
     """
 
     clip: ScriptClip
     parameters: Sequence[Tensor]
-    gradients: Sequence[Tensor | None]
     norms: Norms | None = None
 
 
@@ -274,18 +292,19 @@ class HeardClips:
         self.count += 1
         replaced = self._pending.drop_changed()
         clip = ScriptClip() if call is None else ScriptClip(call.rule, copied(call.threshold), copied(call.norm))
-        running = RunningClip(clip, parameters, grads_of(parameters))
+        running = RunningClip(clip, parameters)
         self._thread.running.append(running)
         if shared is not None:
             running.norms = shared.norms
             if call is not None and call.norm is None and call.norm_type == 2 and not call.whole:
                 clip.norm = total(shared.norms)
         elif not spread:
-            there = without_none(running.gradients)
+            gradients = grads_of(parameters)
+            there = without_none(gradients)
             if len(there) < len(parameters):
-                running.parameters = [p for p, g in zip(parameters, running.gradients, strict=True) if g is not None]
-                running.gradients = there
-            running.norms = None if tells_norms else gradient_norms(there)
+                running.parameters = [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
+            if not (tells_norms or self._pending.has_norms_of(there)):  # a step's norms are those before its first clip
+                running.norms = gradient_norms(there)
         return replaced
 
     def end_foreign(self, returned: Any) -> None:
@@ -294,17 +313,19 @@ class HeardClips:
             running = self._thread.running.pop()
             if running.clip.norm is None:
                 running.clip.norm = copied(returned)
-            self._finish(running, running.gradients)
+            self._finish(running)
 
     def end(self, event: ClipEvent) -> None:
         """The clip of the last `begin` is done and tells this."""
         if event.elements is None and self._thread.running:  # else an error clip, of gradients on their way
             running = self._thread.running.pop()
             running.clip = ScriptClip.told(event)
+            running.clip.norm = copied(event.norm) if event.norm_type == 2 else None
             running.norms = _norms_told(running.parameters, event) if running.norms is None else running.norms
-            self._finish(running, grads_of(running.parameters))  # which it may have replaced
+            self._finish(running)
 
-    def _finish(self, running: RunningClip, gradients: Sequence[Tensor | None]) -> None:
+    def _finish(self, running: RunningClip) -> None:
+        gradients = grads_of(running.parameters)  # which the clip may have replaced
         there = without_none(gradients)
         places = [k for k, gradient in enumerate(gradients) if gradient is not None]
         norms = running.norms if len(there) == len(gradients) else _some(running.norms, places)
@@ -337,7 +358,7 @@ class HeardClips:
         """
         parameters, shared, scale = given.parameters, given.shared, getattr(optimizer, "grad_scale", None)
         clipped = self.take(given.gradients) if clipped is None else clipped
-        clips, measured = clipped.clips, now is None
+        clips, reach, measured = clipped.clips, clipped.reach, now is None
         alone = clipped.single_known if shared is None and len(clips) <= 1 else None
         before = None if alone is None else clipped.norms(None)
         told = post = None
@@ -355,7 +376,8 @@ class HeardClips:
             places=(),
             post=post,
             clips=clips,
-            clips_apart=clipped.are_apart,
+            reach=reach,
+            after=unscaled(now, scale) if reach and before is not None else None,
             norm_after=before is None,
             total=told,
             late=(bool(parameters) and not parameters[0].is_cpu) or (measured and isinstance(norms, Tensor)),

@@ -4,6 +4,7 @@ The one place where tensors become numbers.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -62,9 +63,8 @@ class ScriptClip:
 
     @classmethod
     def told(cls, event: ClipEvent) -> Self:
-        """Return what a clip of gradguard's tells."""
-        norm = copied(event.norm) if event.norm_type == 2 else None
-        return cls(event.rule, copied(event.threshold), norm, copied(event.coefficient))
+        """Return what a clip of gradguard's tells, without its norm, which a clip within a step has no use for."""
+        return cls(event.rule, copied(event.threshold), coefficient=copied(event.coefficient))
 
 
 @dataclass(slots=True)
@@ -79,7 +79,8 @@ class StepMeasurement:
         losses: Losses that backward was called on since the step before.
         lr: Learning rate of the first parameter group: a number, or a copy of the script's tensor.
         clips: The script's own clips, in their order.
-        clips_apart: Whether they acted on different parameters, so that no threshold is that of the step.
+        reach: The places in ``norms`` that each of them acted on; empty where all acted on the same.
+        after: 2-norm of each gradient after the clips, where there is a `reach`.
         applied: The clip that the watcher applies itself, behind them.
         guard: The clip of a `Guard` that acted within the step; None if none did.
         skipped: Whether a guard left the step out.
@@ -108,7 +109,8 @@ class StepMeasurement:
     losses: Sequence[Any] = ()
     lr: Any = None
     clips: Sequence[ScriptClip] = ()
-    clips_apart: bool = False
+    reach: Sequence[Sequence[int]] = ()
+    after: Norms | None = None
     applied: ScriptClip | None = None
     guard: ScriptClip | None = None
     skipped: Any = None
@@ -270,7 +272,7 @@ def _user_threshold(step: StepMeasurement) -> Any:
     """
     norm, max_norm = step.scalars.pop("norm", None), step.scalars.pop("max_norm", None)
     if step.clips or step.guard is not None:  # which tell more
-        return step.clips[-1].threshold if step.clips and not step.clips_apart else None
+        return step.clips[-1].threshold if step.clips and not step.reach else None
     if norm is not None:
         before, after = float(norm), total_of(step)
         step.total, step.clips = before, [ScriptClip("norm", max_norm, before)]
@@ -321,9 +323,10 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
         "norm": total,
         "post_norm": None if coefficient is None else total * (within if step.norm_after else coefficient),
         "coefficient": coefficient,
-        "threshold": None if step.clips_apart and len(step.clips) > 1 else binding.threshold,
+        "threshold": None if step.reach else binding.threshold,
         "rule": binding.rule,
         "clips": [[clip.rule, clip.threshold, clip.coefficient] for clip in clips] if len(clips) > 1 else None,
+        "clips_disjoint": True if _are_disjoint(step) else None,
         "user_max_norm": _number(user_max_norm),
         "amp_scale": _number(step.amp_scale),
         "skipped": True if overflowed or _number(step.skipped) else None,
@@ -352,19 +355,21 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
         The clips that acted: the script's own, the one that the watcher applies, the guard's; what gradients were
         multiplied by in all, if that is known; and by those of them that acted within the step.
     """
-    script = [_Clip(clip.rule, _threshold(clip.threshold), _of_clip(clip, step, total)) for clip in step.clips]
-    clips = [clip for clip in script if clip.rule not in FIXED or clip.threshold != math.inf]  # others only measure
+    clips = [_Clip(clip.rule, _threshold(clip.threshold), _of_clip(clip, step, total)) for clip in step.clips]
+    if step.reach and step.after is not None:
+        clips = list(_measured(clips, step.reach, _numbers(step.norms), _numbers(step.after)))
+    clips = [clip for clip in clips if clip.rule not in FIXED or clip.threshold != math.inf]  # others only measure
     known = math.prod(clip.coefficient for clip in clips if clip.coefficient is not None)
     unknown = [k for k, clip in enumerate(clips) if clip.coefficient is None]
     coefficient = None
-    if clips and not unknown and (known >= 1 or step.post is None):  # two measured norms would differ by their rounding
-        coefficient = known
+    if clips and not unknown and (known >= 1 or (step.post is None and not step.reach)):
+        coefficient = known  # two measured norms would differ by their rounding
     elif clips and step.post is not None:
         coefficient = min(1.0, float(step.post) / total) if total > 0 else 1.0
-    if coefficient is not None and len(unknown) == 1 and known > 0:
+    if coefficient is not None and len(unknown) == 1 and known > 0 and not step.reach:
         own = min(1.0, coefficient / known)
         if len(clips) > 1 and own > 1 - ROUNDING:
-            own, coefficient = 1.0, coefficient if step.clips_apart else known
+            own, coefficient = 1.0, known
         clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=own)
     within = 1.0
     for clip in without_none((step.applied, step.guard)):
@@ -378,6 +383,37 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
         for rule, threshold, one in clips
     ]
     return shown, coefficient if finite else None, within
+
+
+def _measured(
+    clips: Sequence[_Clip], reach: Sequence[Sequence[int]], before: Sequence[float], after: Sequence[float]
+) -> Iterator[_Clip]:
+    """Yield the clips, with a coefficient from norms for each that told none and met no other such clip.
+
+    It is the norm of the clip's own gradients after all clips, over what the others' coefficients leave of their norm
+    before.
+    """
+    factors, untold = [1.0] * len(before), Counter[int]()
+    for clip, places in zip(clips, reach, strict=True):
+        if clip.coefficient is None:
+            untold.update(set(places))
+            continue
+        for place in places:
+            factors[place] *= clip.coefficient
+    for clip, places in zip(clips, reach, strict=True):
+        if clip.coefficient is None and all(untold[place] == 1 for place in places):
+            given = math.hypot(*[factors[place] * before[place] for place in places])
+            own = math.hypot(*[after[place] for place in places]) / given if given > 0 else 1.0
+            yield clip._replace(coefficient=own if own < 1 - ROUNDING else 1.0)
+        else:
+            yield clip
+
+
+def _are_disjoint(step: StepMeasurement) -> bool:
+    """Tell whether several clips acted, each on parameters of its own."""
+    if not step.reach or step.applied is not None or step.guard is not None:  # those two act on all of them
+        return False
+    return len(set().union(*step.reach)) == sum(len(set(places)) for places in step.reach)
 
 
 def _threshold(value: Any) -> float | None:

@@ -242,6 +242,7 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
         "threshold": _number,
         "rule": _word,
         "clips": list_of(row_of(_text, _number, _amount)),
+        "clips_disjoint": truth,
         "user_max_norm": _number,
         "amp_scale": _amount,
         "skipped": truth,

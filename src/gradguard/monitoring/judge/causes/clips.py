@@ -1,13 +1,15 @@
 """A clip of the script's own that does harm: one that starves the optimizer, or two that work against each other."""
 
 import statistics
+from itertools import compress
 
-from gradguard.monitoring.judge.acting_clips import acting_clips, shares_in_words
+from gradguard.monitoring.judge.acting_clips import acting_clips, clipped_twice, shares_in_words
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.followed import follows_clip
 from gradguard.monitoring.judge.numbers import capital, percent, plain_threshold
 from gradguard.monitoring.judge.signals import Signals
 from gradguard.monitoring.record.lines import without_none
+from gradguard.monitoring.record.steps import bound_on, taken_steps
 
 ALWAYS = 0.5
 """Of the steps: a clip that binds on more sets their size."""
@@ -15,13 +17,17 @@ ALWAYS = 0.5
 STARVING = 0.1
 """A coefficient below that leaves SGD a tenth of its learning rate."""
 
+SEVERAL = 0.3
+"""Of the steps: with more than one clip on more, no clip alone sets what the optimizer gets."""
+
 OF_EPS = 3.0
 """Below so many eps an optimizer that divides by the size of the gradient hardly moves."""
 
 
 def clip_starves(signals: Signals) -> Cause | None:
     """Return whether a clip leaves the optimizer too little: below its eps, or as a learning rate that is too low."""
-    if signals.bound_share <= ALWAYS or _several(signals) or follows_clip(signals):
+    several = sum(map(bool, signals.record.steps.column("clips"))) > SEVERAL * signals.count
+    if signals.bound_share <= ALWAYS or several or follows_clip(signals):
         return None
     coefficient = statistics.median(signals.bound)
     thresholds = without_none(signals.record.steps.column("threshold"))
@@ -82,25 +88,20 @@ def _below_eps(signals: Signals, coefficient: float, at: str, bound: Evidence) -
     )
 
 
-def _several(signals: Signals) -> bool:
-    clips = [len(one) for one in signals.record.steps.column("clips") if one]
-    return len(clips) > 0.3 * signals.count
-
-
 def clip_twice(signals: Signals) -> Cause | None:
-    """Return whether two clips act on the same steps, and both bind."""
-    if not _several(signals):
+    """Return whether two clips act on the same gradients, and one of them binds."""
+    if len(clipped_twice(signals.record.steps)) <= SEVERAL * signals.count:
         return None
-    clips = acting_clips(signals.record)
-    binding = [clip for clip in clips if (clip.bound or 0) > 0.05 * signals.count]
+    twice = clipped_twice(taken_steps(signals.record))
+    clips = acting_clips(signals.record, twice)
+    binding = [clip for clip in clips if (clip.bound or 0) > 0.05 * len(twice)]
     if not binding:
         return None
-    coefficient = statistics.median(signals.bound or [1.0])
+    coefficients = list(compress(twice.column("coefficient"), bound_on(twice)))
+    coefficient = statistics.median(coefficients or [1.0])
     harmed = coefficient < STARVING or signals.fallen < 0.3
-    words = (
-        f"{len(clips)} clips act on the same steps: {shares_in_words(clips, max(1, signals.taken))}; together "
-        f"they multiply gradients by {coefficient:.2g}."
-    )
+    words = f"{len(clips)} clips act on the same steps: {shares_in_words(clips, len(twice))}"
+    words += f"; together they multiply gradients by {coefficient:.2g}." if coefficients else "."
     return Cause(
         "clip_twice",
         "likely" if len(binding) > 1 or harmed else "possible",

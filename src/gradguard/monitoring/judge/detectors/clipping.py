@@ -6,7 +6,7 @@ from collections import deque
 from itertools import compress
 from operator import or_
 
-from gradguard.monitoring.judge.acting_clips import acting_clips, shares_in_words
+from gradguard.monitoring.judge.acting_clips import acting_clips, clipped_twice, shares_in_words
 from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, named, said, steps
 from gradguard.monitoring.judge.norm_statistics import drift_of
 from gradguard.monitoring.judge.numbers import number, only, plain_threshold
@@ -119,7 +119,7 @@ def clipping_of_whole(part: Part) -> list[Episode]:
 
 def _clipped_twice(part: Part, taken: Lines) -> list[Episode]:
     """Which of several clips bound how often, where more than one acted."""
-    twice = taken.where(list(map(bool, taken.column("clips"))))
+    twice = clipped_twice(taken)
     if not twice:
         return []
     clips = acting_clips(part.record, twice)
