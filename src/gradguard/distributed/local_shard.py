@@ -1,4 +1,4 @@
-"""Which elements of a whole tensor this process holds: one value, made by one reader for each engine."""
+"""`LocalShard`: which elements of a whole tensor this process holds, read from its layout."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class LocalShard:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The same for the same part, on every process."""
+        """A value that two processes have in common if and only if they hold the same elements of one whole."""
         digests = [None if i is None else (len(i), int(hashed(i.clone()).sum())) for i in self.along]
         return self.own, self.start, tuple(digests)
 
@@ -64,7 +64,7 @@ def cut_along(shape: Sequence[int], along: Sequence[Tensor | None]) -> LocalShar
 
 
 def shard_of(tensor: Tensor) -> LocalShard:
-    """Return which part this process holds, as the placements of a DTensor or Megatron's attributes say; else all."""
+    """Return which part of ``tensor`` this process holds, by DTensor placements or Megatron's attributes; else all."""
     if is_sharded(tensor):
         return cut_along(tensor.shape, [_entries(tensor, d) for d in range(tensor.dim())])
     along: list[Tensor | None] = [None] * tensor.dim()
@@ -75,7 +75,7 @@ def shard_of(tensor: Tensor) -> LocalShard:
 
 
 def is_told(shard: LocalShard, tensor: Tensor) -> bool:
-    """Tell whether the placements of a tensor say which elements this process holds: it may be cut in another order."""
+    """Tell whether ``shard`` is the part held: its shape is the tensor's, and DTensor cut in the usual order."""
     return shard.own == tuple(local_part(tensor).shape) and (not is_sharded(tensor) or has_usual_shard_order(tensor))
 
 
