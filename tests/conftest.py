@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 if sys.platform == "linux":
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a machine need not be able to resolve its own name
@@ -28,6 +29,27 @@ for kind in (torch.cuda, torch.xpu, torch.mtia):
 
 def pytest_addoption(parser):
     parser.addoption("--part", metavar="I/N", default="1/1", help="run every N-th test, from the I-th on")
+    parser.addoption("--device", default="", help="where tests make tensors, models and generators: cuda")
+
+
+def pytest_configure(config):
+    if device := config.getoption("device", ""):
+        torch.set_default_device(device)
+        torch.Generator = _generators(torch.Generator, device)
+
+
+def _generators(original, device):
+    """Stand in for `torch.Generator`: what a test makes without a device is of the tests' device."""
+
+    class OfAnyDevice(type):
+        def __instancecheck__(cls, one):
+            return isinstance(one, original)
+
+        def __call__(cls, asked=None):
+            in_a_test = Path(sys._getframe(1).f_code.co_filename).is_relative_to(Path(__file__).parent)
+            return original(asked or (device if in_a_test else "cpu"))
+
+    return OfAnyDevice("Generator", (), {})
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -93,6 +115,10 @@ def _same_terminal(monkeypatch):
 @pytest.fixture(params=["native", "host", "device"])
 def path(request, monkeypatch) -> str:
     """Run a test thrice: by the compiled kernels, by torch's on the CPU, and as on an accelerator, without a look."""
+    if not torch.zeros(()).is_cpu:
+        if request.param != "device":
+            pytest.skip("for the CPU")
+        return request.param
     if request.param == "native":
         if not native.status().in_use:
             pytest.skip(str(native.status()))
@@ -116,6 +142,8 @@ def without_kernels(monkeypatch) -> None:
 @pytest.fixture(params=["native", "torch"])
 def kernels(request) -> str:
     """Run a test twice: with the compiled kernels, where there are some, and without."""
+    if request.param == "native" and not torch.zeros(()).is_cpu:
+        pytest.skip("for the CPU")
     if request.param == "torch":
         request.getfixturevalue("without_kernels")
     return request.param

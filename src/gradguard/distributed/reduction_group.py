@@ -185,7 +185,7 @@ def _roots_of(meshes: Iterable[Any]) -> list[Any]:
 
 def varies_along(grid: Tensor, ranks: Iterable[int]) -> list[bool]:
     """Tell for each dimension of a mesh whether ``ranks`` have several coordinates along it."""
-    where = torch.isin(grid, torch.tensor(sorted(ranks))).nonzero()
+    where = torch.isin(grid, torch.tensor(sorted(ranks), device="cpu")).nonzero()
     return [len(set(column.tolist())) > 1 for column in where.unbind(dim=1)]
 
 
