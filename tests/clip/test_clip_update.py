@@ -67,6 +67,18 @@ RULES = {
     "rms": (lambda bound: gg.ClipByRMS(bound), by_rms),
     "global norm": (lambda bound: gg.ClipByGlobalNorm(6 * bound), lambda u, bound: by_global_norm(u, 6 * bound)),
     "value": (lambda bound: gg.ClipByValue(bound), by_value),
+    "chain": (
+        lambda bound: gg.Chain(gg.ClipByValue(2 * bound), gg.ClipByGlobalNorm(3 * bound)),
+        lambda u, bound: by_global_norm(by_value(u, 2 * bound), 3 * bound),
+    ),
+    "chain, the first idle": (
+        lambda bound: gg.Chain(gg.ClipByValue(1e9), gg.ClipByGlobalNorm(3 * bound)),
+        lambda u, bound: by_global_norm(u, 3 * bound),
+    ),
+    "chain in a group": (
+        lambda bound: gg.Groups({"*": gg.Chain(gg.ClipByValue(1e9), gg.ClipByGlobalNorm(3 * bound))}),
+        lambda u, bound: by_global_norm(u, 3 * bound),
+    ),
 }
 
 
@@ -82,7 +94,7 @@ def twin_step(optimizer, rule, bound):
         p.data.copy_(torch.where(left == u, p.detach().double(), b - left * r))
 
 
-@pytest.mark.sampled(57)
+@pytest.mark.sampled(114)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -87,7 +87,7 @@ def wholes(step=0):
 
 
 def pieces(whole: Tensor, name: str, ranks: int) -> list[Tensor]:
-    """What each rank holds, written as Megatron's ``_initialize_affine_weight_cpu`` does it."""
+    """Return the part of each rank, written as Megatron's ``_initialize_affine_weight_cpu`` does it."""
     _, dim, blocks = CUTS[name]
     if dim is None:
         return [whole] * ranks

@@ -60,6 +60,7 @@ LAYOUTS: dict[str, Any] = {
     "copies": lambda: ("row", [Replicate()]),
     "hsdp": lambda: ("hsdp", [Replicate(), Shard(0)]),
     "fsdp, tp rows": lambda: ("grid", [_StridedShard(0, split_factor=_tensor_parallel()), Shard(0)]),
+    "strided rows": lambda: ("row", [_StridedShard(0, split_factor=2)]),
     "fsdp, tp columns": lambda: ("grid", [Shard(0), Shard(1)]),
     "fsdp, tp copies": lambda: ("grid", [Shard(0), Replicate()]),
     "tp rows": lambda: ("tp", [Shard(0)]),

@@ -15,6 +15,7 @@ RULES = {
     "adaptive": lambda: gg.ClipAdaptive(0.05),
     "median, a share of the weights": lambda: gg.ClipByMedian(update=0.003),
     "groups": lambda: gg.Groups({"first": gg.ClipByRMS(0.1)}, rest=gg.ClipByGlobalNorm(2.0)),
+    "chain": lambda: gg.Chain(gg.ClipByValue(0.5), gg.ClipByGlobalNorm(1.0)),
 }
 
 

@@ -16,7 +16,7 @@ from threads import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 from training import Network, batch
 
@@ -104,6 +104,20 @@ def test_local_norms_of_dtensors_fail_wherever_something_is_split(threads):
             assert audit.verdict == ("FAIL" if split else audit.verdict), seed
             assert not split or {f.kind for f in audit.findings} & {"local", "disagree", "factor"}
             assert same, seed
+
+
+def test_an_empty_part_is_no_doubt(threads):
+    def audit(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+        weight, gradient = torch.randn(2, 1, 5, generator=torch.Generator().manual_seed(0))
+        row = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None))
+        row.grad = distribute_tensor(gradient, mesh, [Shard(0)], src_data_rank=None)
+        model = listed([row])
+        return gg.audit_norm(model, lambda: gg.clip_grad_norm_(model, math.inf)), float(gradient.norm())
+
+    for found, right in threads(audit):
+        assert found.verdict == "PASS", str(found)
+        assert found.true_norm == pytest.approx(right, rel=1e-6)
 
 
 def small(kind, seed=0):

@@ -23,7 +23,7 @@ from gradguard.parity.shards import Whole
 from gradguard.parity.whole import _contrast
 from sharded import LAYOUTS, laid_out, local
 
-SHAPES = [(7, 5, 3), (16, 4, 8), (1, 2, 3), (9, 1, 1)]
+SHAPES = [(7, 5, 3), (6, 2, 2), (16, 4, 8), (1, 2, 3), (9, 1, 1)]
 
 
 def saved(model, step, **options):

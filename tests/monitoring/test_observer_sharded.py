@@ -187,6 +187,27 @@ def test_a_monitor_on_each_process(pair, tmp_path, breaks):
     assert norms == pytest.approx(after, rel=1e-4)
 
 
+def clipped_adaptively(path: str) -> None:
+    model, optimizer = an_optimizer()
+    observer = Observer(Path(path) if dist.get_rank() == 0 else None, {}, every=1)
+    with observe(observer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            gg.clip_grad_adaptive_(model, 0.01)
+            optimizer.step()
+    observer.close(0, False)
+
+
+def test_all_processes_measure_before_an_adaptive_clip_where_one_holds_nothing_of_a_layer(pair, tmp_path):
+    path = tmp_path / "run.jsonl"
+    pair(clipped_adaptively, str(path))
+    record = read_record(path)
+    assert record.events == []
+    assert len(record.steps) == 3
+    assert all(step["post_norm"] < step["norm"] for step in record.steps)
+
+
 def test_a_collective_that_fails_ends_the_watch_with_one_warning(tmp_path, monkeypatch, capfd):
     calls = []
 

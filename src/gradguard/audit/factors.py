@@ -9,7 +9,7 @@ _MOST_HYPOTHESES = 200_000
 
 
 Candidates = Mapping[float, Sequence[str]]
-"""How often a class may count by known mistakes, with the words for each."""
+"""The counts that known mistakes would give a class, each with its explanations."""
 
 
 @dataclass(frozen=True)

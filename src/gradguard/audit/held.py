@@ -97,10 +97,10 @@ Holder = tuple[int, Held]
 """A rank, and a piece that it holds."""
 
 Processes = Sequence[Sequence[Held]]
-"""What each rank holds."""
+"""The pieces of each rank, by rank."""
 
 Groups = Mapping[str, Claim]
-"""What a user says of ordinary tensors across processes, by a pattern of names."""
+"""The user's claims about ordinary tensors, by a pattern of their names: parts or copies across processes."""
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class Part:
 
     @property
     def ranks(self) -> list[int]:
-        """Who holds it."""
+        """The ranks that hold a copy."""
         return [rank for rank, _ in self.holders]
 
     @property
@@ -166,12 +166,12 @@ class Tensor:
 
     @property
     def name(self) -> str:
-        """All its names."""
+        """The names of a tied tensor joined by ``=``, or its only name."""
         return " = ".join(self.names)
 
     @property
     def holders(self) -> list[Holder]:
-        """Each rank that holds any of it, with each of its pieces."""
+        """All pieces of the tensor, each with its rank."""
         return [holder for part in self.parts for holder in part.holders]
 
     @property
@@ -191,16 +191,16 @@ class Tensor:
 
     @property
     def ranks(self) -> set[int]:
-        """Who holds any of it."""
+        """The ranks that hold a part or a copy of the tensor."""
         return {rank for rank, _ in self.holders}
 
     def counts(self, setting: Setting) -> Candidates:
-        """Return the counts that known mistakes make of it, with their words."""
+        """Return how often known mistakes would count this tensor, each count with its explanation."""
         return candidates(setting, self.copies, len(self.parts), len(self.names))
 
     @property
     def layout(self) -> str:
-        """How it lies on the processes, in words; tensors of one class have the same."""
+        """The tensor's layout over the processes, in words; equal within a class."""
         split = f"in {len(self.parts)} parts" if len(self.parts) > 1 else ""
         copied = f"replicated on {self.copies} processes" if self.copies > 1 else ""
         tied = f"tied under {len(self.names)} names" if len(self.names) > 1 else ""
@@ -214,8 +214,8 @@ def tensors_of(processes: Processes, groups: Groups | None = None) -> list[Tenso
     """Put together what all processes hold, copies found by their values.
 
     Args:
-        processes: What each rank holds.
-        groups: What a user says of ordinary tensors: it counts where values do not tell.
+        processes: The pieces of each rank, by rank.
+        groups: The user's claims about ordinary tensors, which decide where values do not.
 
     Returns:
         The tensors of the model, in the order of the first process that holds each.
@@ -298,7 +298,7 @@ def relation(one: Held, other: Held, said: Claim | None = None) -> Relation:
     Args:
         one: A piece.
         other: Another one.
-        said: What a user says; it is believed.
+        said: The user's claim, which is believed.
 
     Returns:
         ``"same"`` or ``"differ"`` of copies that are alike or not, ``"distinct"`` of two parts, ``"unknown"``.
@@ -307,6 +307,8 @@ def relation(one: Held, other: Held, said: Claim | None = None) -> Relation:
     alike = other.is_like(one)
     if said == "sharded" or one.numel != other.numel:
         return "distinct"
+    if not one.numel:
+        return "same"
     if said == "replicated":
         return "same" if alike else "differ"
     if not one.weight.is_close(other.weight, APART):
@@ -326,7 +328,7 @@ def contradiction(one: Held, other: Held, said: Claim | None) -> str:
     Args:
         one: A piece.
         other: Another one.
-        said: What a user or a layout says.
+        said: The claim of a user or of a layout.
     """
     if said == "replicated" and one.numel != other.numel:
         return f"processes hold {one.numel:,} and {other.numel:,} elements"

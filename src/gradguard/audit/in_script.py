@@ -120,13 +120,13 @@ class ScriptAudit:
         return self._in_silence()
 
     def on_clipped(self, norm: Any) -> None:
-        """It was audited before."""
+        """Do nothing: `on_clip` has audited the call."""
 
     def on_scale(self, loss: Any, scaled: Any) -> None:
-        """Whether gradients are scaled when they are clipped is seen when the scaler steps."""
+        """Do nothing: `_scaler_begins` finds clips of gradients that are still scaled."""
 
     def on_scale_update(self, before: Any, after: Any) -> None:
-        """Whether a step was left out does not matter here."""
+        """Do nothing: an audit is the same whether or not the scaler left the step out."""
 
     def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
         """A clip of gradguard's is about to act."""
@@ -137,7 +137,7 @@ class ScriptAudit:
             self._guarded(parameters, lambda: self._look(parameters))
 
     def after_clip(self, event: ClipEvent) -> None:
-        """It is done, and tells its norm."""
+        """A clip of gradguard's has acted: judge its norm."""
         seen, self._own = self._own, None
         if self._silent or event.elements is not None:
             return
@@ -254,7 +254,7 @@ class ScriptAudit:
         self.audits.append((frozenset(map(id, parameters)), audit))
 
     def _add(self, finding: NormFinding) -> None:
-        """Let the first audit of this round have one finding more."""
+        """Add a finding to the first audit of this round."""
         if self._first < len(self.audits):
             key, audit = self.audits[self._first]
             self.audits[self._first] = key, _with(audit, finding)
@@ -296,7 +296,7 @@ class ScriptAudit:
         return WatchedClip.of(self._known[key], wanted, self._backwards or 1)
 
     def _found(self, parameters: Sequence[Tensor], wanted: set[int]) -> list[nn.Module]:
-        """The modules that hold these parameters, the one with the most first; a stand-in for those in none."""
+        """Return the modules that hold these parameters, largest share first; one of its own for those in no module."""
         held = [(module, {id(p) for p in module.parameters()} & wanted) for module in self._modules()]
         held.sort(key=lambda pair: (-len(pair[1]), type(pair[0]).__name__))
         found, left = [], set(wanted)

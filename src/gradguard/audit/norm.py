@@ -139,10 +139,10 @@ class WatchedClip:
     """The gradients of all processes; and a clip of them, looked at before it acts and judged afterwards.
 
     Args:
-        pieces: What this process holds.
-        processes: What all of them hold, in short.
+        pieces: The pieces of gradients that this process holds.
+        processes: Summaries of the pieces of every process, by rank.
         setting: Numbers of the run.
-        groups: What a user says of ordinary tensors.
+        groups: The user's claims about ordinary tensors, by a pattern of their names.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class WatchedClip:
             wanted: The identities of these parameters; None for all.
             accumulation: Number of micro-batches of a step.
             loss_scale: The factor that gradients are still multiplied by.
-            groups: What a user says of ordinary tensors.
+            groups: The user's claims about ordinary tensors, by a pattern of their names.
 
         Returns:
             The clip.
@@ -199,7 +199,7 @@ class WatchedClip:
         return [one for piece in self.pieces if (one := piece.applied(computed)) is not None]
 
     def put_back(self) -> None:
-        """Let the gradients be what they were."""
+        """Restore the gradients."""
         with torch.no_grad():
             for piece in self.pieces:
                 piece.put_back()
@@ -252,7 +252,7 @@ class _Audit:
         earlier: Sequence[NormAudit] = (),
         applied: Sequence[Applied] | None = None,
     ) -> NormAudit:
-        """Audit; earlier audits of other classes are left out."""
+        """Return the audit; earlier audits of other classes are ignored."""
         self._look_at_copies()
         computed, classes = None, self._counted()
         if norm is not None:
@@ -525,7 +525,7 @@ def everywhere(value: Any) -> list[Any]:
 
 
 def _described(models: Sequence[nn.Module], wanted: Collection[int] | None) -> tuple[list[Piece], Processes]:
-    """Return what this process holds, and all processes do in short. Where one must refuse, all do."""
+    """Return this process' pieces, and summaries of those of all. Where one process must refuse, all do."""
     pieces, error = [], None
     try:
         pieces = pieces_of(models, wanted)

@@ -58,7 +58,7 @@ class Piece:
         self._before = self._local.detach().clone()
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
-        """Note another parameter of this gradient: one that is tied."""
+        """Add a tied parameter, which has this same gradient."""
         self._names.append(name)
         self._parameters.append(parameter)
 
@@ -113,7 +113,7 @@ class Piece:
         return Applied(self._names[0], coefficient, residual, tolerance, computed)
 
     def _before_as(self, now: Any) -> Tensor | None:
-        """What it was, laid out as it is now; None where these cannot be compared."""
+        """Return the gradient before the clip in the layout of ``now``; None if the two cannot be compared."""
         laid_out, placements = getattr(self._grad, "placements", None), getattr(now, "placements", None)
         if placements == laid_out:
             return self._before

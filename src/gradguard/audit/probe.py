@@ -26,7 +26,7 @@ _MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class Counted:
-    """What the probes say of one tensor, or of several alike.
+    """The probes' answer for one tensor, or for several with the same answer.
 
     Attributes:
         places: The positions of the tensors.

@@ -173,9 +173,9 @@ def clip_adaptive(
     module = module_of(parameters)
     layouts = {} if module is None else unit_layouts(module)
     names, tensors = named_tensors(parameters, "parameters")
-    grads = _without_excluded(exclude, names, tensors, stages, module)
+    grads, left_out = _without_excluded(exclude, names, tensors, stages, module)
     heard = is_heard()
-    acted_on = _acted_on(grads) if heard else []
+    acted_on = [p for p in grads.parameters if id(p) not in left_out]
     if heard:
         announce(acted_on)
     compared = to_clip_by(grads, "clip_grad_adaptive_", threshold, eps, policy)
@@ -197,34 +197,34 @@ def clip_adaptive(
     return clip
 
 
-def _acted_on(grads: Gradients) -> list[Tensor]:
-    """Leave out parameters that are excluded: among those of all stages they have their places, and empty gradients."""
-    return [p for p, g in zip(grads.parameters, grads.gradients, strict=True) if g.numel() or not p.numel()]
-
-
 def _without_excluded(
     exclude: Selection,
     names: Sequence[str] | None,
     tensors: Sequence[Tensor],
     stages: Stages,
     module: nn.Module | None,
-) -> Gradients:
-    """Return the gradients to clip."""
+) -> tuple[Gradients, set[int]]:
+    """Return the gradients to clip, and the identities of excluded parameters that are still listed.
+
+    Across pipeline stages an excluded parameter stays in the list, with an empty gradient: a pattern that fits nothing
+    on one stage may fit on another, so all stages must agree on their lists first.
+    """
     selector = selector_of(exclude)
     if selector is None:
-        return gradients_of(names, tensors, stages, module)
+        return gradients_of(names, tensors, stages, module), set()
     if stages.group is None:
         selector.require_match(tensors, names, complete=True)
         excluded = selector.chosen(tensors, names)
         kept = [i for i, t in enumerate(tensors) if id(t) not in excluded]
-        return gradients_of([names[i] for i in kept] if names else None, [tensors[i] for i in kept], stages, module)
+        names = [names[i] for i in kept] if names else None
+        return gradients_of(names, [tensors[i] for i in kept], stages, module), set()
     selector.refuse_identities()
-    grads = gradients_of(names, tensors, stages, module)  # of all stages, one of which may hold what a pattern fits
+    grads = gradients_of(names, tensors, stages, module)
     all_names = None if names is None else grads.plain_names()
     selector.require_match(grads.parameters, all_names, complete=True)
     excluded = selector.chosen(grads.parameters, all_names)
     pairs = zip(grads.parameters, grads.gradients, strict=True)
-    return replace(grads, gradients=[g.new_empty(0) if id(p) in excluded else g for p, g in pairs])
+    return replace(grads, gradients=[g.new_empty(0) if id(p) in excluded else g for p, g in pairs]), excluded
 
 
 def selector_of(exclude: Selection) -> Selector | None:

@@ -191,26 +191,20 @@ class ClipUpdate:
         for one, stretch in zip(self._moving, stretches, strict=True):
             one.measure(stretch)
         plain = all(type(leaf) in _OF_GRADIENTS_ALONE for leaf in self.clipper.leaves())
-        with nullcontext() if plain else _as_before(self._moving):
+        with _in_place_of_gradients(self._moving), nullcontext() if plain else _as_before(self._moving):
             decision = self._decide(largest)
             self.last, bad = decision.result, decision.result.clipped | decision.result.nonfinite
-            if plain and are_readable(bad) and not bool(bad):
+            # Whether a member of a composition binds may show only when those before it have written.
+            if type(self.clipper) in _OF_GRADIENTS_ALONE and are_readable(bad) and not bool(bad):
                 return
             decision.apply()
         for one, stretch in zip(self._moving, stretches, strict=True):
             one.write(stretch)
 
     def _decide(self, largest: float | Tensor) -> Decision:
-        """Return what the clipper decides while the updates stand in the places of the gradients."""
+        """Return the decision of the clipper on the updates, which stand in place of the gradients."""
         names, parameters = self._names, [one.parameter for one in self._moving]
-        gradients = [p.grad for p in parameters]
-        try:
-            for one in self._moving:
-                one.parameter.grad = one.update
-            grads = gradients_of(names, parameters, self._stages, self._model)
-        finally:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+        grads = gradients_of(names, parameters, self._stages, self._model)
         if not self._is_learned:
             named = ListedParameters(grads, self._model) if self._stages.group is not None else self._model
             self.clipper.learn(list(zip(names, parameters, strict=True)) if named is None else named)
@@ -259,6 +253,19 @@ class _Moving:
             whole.mul_(stretch)
         moved = before - (update if stretch is None else update / stretch)
         after.copy_(torch.where(update == whole, after, moved))
+
+
+@contextmanager
+def _in_place_of_gradients(moving: Sequence[_Moving]) -> Iterator[None]:
+    """Let the updates stand where the gradients do: a `Chain` looks there again after a member has written."""
+    gradients = [one.parameter.grad for one in moving]
+    try:
+        for one in moving:
+            one.parameter.grad = one.update
+        yield
+    finally:
+        for one, gradient in zip(moving, gradients, strict=True):
+            one.parameter.grad = gradient
 
 
 @contextmanager

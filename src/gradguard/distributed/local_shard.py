@@ -1,8 +1,9 @@
-"""Which elements of a whole tensor this process holds: one value, made by one reader for each engine."""
+"""`LocalShard`: which elements of a whole tensor this process holds, read from its layout."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class LocalShard:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The same for the same part, on every process."""
+        """A value that two processes have in common if and only if they hold the same elements of one whole."""
         digests = [None if i is None else (len(i), int(hashed(i.clone()).sum())) for i in self.along]
         return self.own, self.start, tuple(digests)
 
@@ -63,14 +64,10 @@ def cut_along(shape: Sequence[int], along: Sequence[Tensor | None]) -> LocalShar
 
 
 def shard_of(tensor: Tensor) -> LocalShard:
-    """Return which part this process holds, as the placements of a DTensor or Megatron's attributes say; else all."""
-    along: list[Tensor | None] = [None] * tensor.dim()
+    """Return which part of ``tensor`` this process holds, by DTensor placements or Megatron's attributes; else all."""
     if is_sharded(tensor):
-        mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-        for i, d, split_factor in _in_order(tensor.placements, mesh, tensor.dim()):  # type: ignore[attr-defined]
-            here = torch.arange(tensor.shape[d], device="cpu") if along[d] is None else along[d]
-            along[d] = _own_chunks(here, mesh.size(i), mesh.get_local_rank(i), split_factor)  # type: ignore[arg-type]
-        return cut_along(tensor.shape, along)
+        return cut_along(tensor.shape, [_entries(tensor, d) for d in range(tensor.dim())])
+    along: list[Tensor | None] = [None] * tensor.dim()
     shape = list(tensor.shape)
     if (cut := cut_of(tensor)) is not None:
         shape[cut.dim], along[cut.dim] = cut.size, cut.entries
@@ -78,24 +75,30 @@ def shard_of(tensor: Tensor) -> LocalShard:
 
 
 def is_told(shard: LocalShard, tensor: Tensor) -> bool:
-    """Tell whether the placements of a tensor say which elements this process holds: it may be cut in another order."""
+    """Tell whether ``shard`` is the part held: its shape is the tensor's, and DTensor cut in the usual order."""
     return shard.own == tuple(local_part(tensor).shape) and (not is_sharded(tensor) or has_usual_shard_order(tensor))
 
 
-def _in_order(placements: Sequence[Any], mesh: Any, dims: int) -> list[tuple[int, int, int]]:
-    """Return mesh dimension, tensor dimension and split factor of all that shards a tensor, as it was cut in order.
+def _entries(tensor: Any, d: int) -> Tensor | None:
+    """Return which entries of dimension ``d`` of a DTensor this process holds; None if no mesh dimension cuts it.
 
-    A `_StridedShard` says that later mesh dimensions have cut first, into as many parts as its split factor.
+    Mesh dimensions cut one after another. Where later ones have cut before, as tensor parallelism has before
+    `fully_shard`, the placement is a `_StridedShard` whose split factor is the number of their parts.
     """
-    cuts = [(i, p.dim % dims, getattr(p, "split_factor", 1)) for i, p in enumerate(placements) if hasattr(p, "dim")]
-    first, then = [cut for cut in cuts if cut[2] == 1], []
-    for i, d, split_factor in reversed([cut for cut in cuts if cut[2] > 1]):
-        before = math.prod(mesh.size(j) for j, other, _ in cuts if other == d and j > i)
-        then.append((i, d, 1 if before == split_factor else split_factor))
-    return [*first, *then]
-
-
-def _own_chunks(entries: Tensor, ranks: int, rank: int, split_factor: int) -> Tensor:
-    """Return the entries that `torch.chunk` gives a rank; of a `_StridedShard`, every so-manieth of smaller chunks."""
-    chunks = torch.chunk(entries, ranks * split_factor) if len(entries) else ()
-    return torch.cat([entries[:0], *chunks[rank::ranks]])
+    sizes, coordinate = tensor.device_mesh.shape, tensor.device_mesh.get_coordinate()
+    cuts = [
+        (sizes[i], coordinate[i], getattr(p, "split_factor", 1))
+        for i, p in enumerate(tensor.placements)
+        if hasattr(p, "dim") and p.dim % tensor.dim() == d
+    ]
+    if not cuts:
+        return None
+    behind = [math.prod(ranks for ranks, _, _ in cuts[k:]) for k in range(1, len(cuts) + 1)]
+    if all(factor in (1, parts) for (_, _, factor), parts in zip(cuts, behind, strict=True)):
+        last = [(ranks, rank, 1) for ranks, rank, factor in cuts if factor > 1]
+        cuts = [*(cut for cut in cuts if cut[2] == 1), *reversed(last)]
+    entries = torch.arange(tensor.shape[d], device="cpu")
+    for ranks, rank, factor in cuts:
+        pieces = [piece.chunk(ranks)[rank : rank + 1] for piece in entries.chunk(int(factor))]
+        entries = torch.cat([entries[:0], *chain(*pieces)])
+    return entries

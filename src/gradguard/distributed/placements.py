@@ -45,7 +45,7 @@ class Placement:
 
     @property
     def part(self) -> tuple[int, ...]:
-        """Which part this process holds: the same on all that hold it."""
+        """The number of this process' part along each sharding mesh dimension: equal on all holders of the part."""
         if self.mesh is None:
             return () if self.is_whole else (dist.get_rank(),)
         kinds = zip(self.kinds, self.mesh.get_coordinate(), strict=True)
@@ -89,7 +89,7 @@ def placement_of(tensor: Tensor) -> Placement:
 
 
 def placements_of(tensors: Sequence[Tensor]) -> list[Placement]:
-    """Return the same for each."""
+    """Return the `placement_of` each tensor."""
     return [_placement_by(spec) if spec else WHOLE for spec in specs_of(tensors)]
 
 

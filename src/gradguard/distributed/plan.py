@@ -195,7 +195,7 @@ class Plan:
         return Held(parameters, parts, self.names, part)
 
     def _new_moves(self, tensors: Sequence[Any]) -> dict[int, Any]:
-        """How gradients are laid out that are found to be laid out unlike their parameters."""
+        """Return, by position, the placements of gradients newly found to be laid out unlike their parameters."""
         own, its = specs_of(tensors), specs_of(grads_of(tensors))
         return {
             i: tensors[i].grad.placements
@@ -235,7 +235,7 @@ class Plan:
 
 
 def called(names: Names, place: int) -> str:
-    """Return what an error calls a parameter."""
+    """Return the words for a parameter in an error."""
     return f"`{names[place]}`" if names else f"parameter {place}"
 
 
@@ -266,7 +266,7 @@ class NormReduction:
         return self.measure(*measured)[0]
 
     def measure(self, *measured: tuple[Tensor, float]) -> tuple[list[Tensor], Tensor]:
-        """Return the same, and which tensors any process has a gradient of: ``[len]``, bool."""
+        """Return what `add_up` does, and which tensors have a gradient on any process: ``[len]``, bool."""
         return self.reducer.reduce(measured, self.weights, self.shares, self.balance, self.settings, self.copies)
 
     def total(self, parts: Sequence[Tensor], order: float) -> Tensor:
@@ -293,7 +293,7 @@ class NormReduction:
         return self.reducer.reduce(measured, classes.weights, shares, self.balance, self.settings, copies)
 
     def of(self, positions: Sequence[int]) -> "NormReduction":
-        """Return the same for some of the gradients; every process must take the same ones."""
+        """Return the reduction of some of the gradients; every process must take the same ones."""
         at = move(torch.tensor(list(positions), dtype=torch.int64, device="cpu"), self.weights.device)
         weights, shares, copies = self.weights[at], self.shares[at], self.copies.taken(positions)
         return replace(self, weights=weights, shares=shares, classes=None, copies=copies)

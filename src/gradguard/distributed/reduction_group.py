@@ -184,13 +184,13 @@ def _roots_of(meshes: Iterable[Any]) -> list[Any]:
 
 
 def varies_along(grid: Tensor, ranks: Iterable[int]) -> list[bool]:
-    """Return along which dimensions of a mesh's table of ranks these ranks have several places."""
+    """Tell for each dimension of a mesh whether ``ranks`` have several coordinates along it."""
     where = torch.isin(grid, torch.tensor(sorted(ranks), device="cpu")).nonzero()
     return [len(set(column.tolist())) > 1 for column in where.unbind(dim=1)]
 
 
 def _slice_at(grid: Tensor, rank: int, varies: Iterable[bool]) -> frozenset[int]:
-    """The ranks that share the place of ``rank`` along all dimensions but those along which the slice varies."""
+    """Return the ranks whose coordinates are those of ``rank`` along all dimensions that do not vary."""
     at = (grid == rank).nonzero()[0].tolist()
     index = tuple(slice(None) if is_free else i for is_free, i in zip(varies, at, strict=True))
     return frozenset(grid[index].flatten().tolist())

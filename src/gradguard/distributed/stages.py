@@ -11,7 +11,7 @@ from gradguard.distributed.reduction import Reducer
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
 Names = Sequence[str] | None
-"""How parameters are called, if they have names."""
+"""The names of parameters; None if they have none."""
 
 Shared = Mapping[str, Tensor]
 """Weights that several pipeline stages hold, by a name that is the same on all of them."""

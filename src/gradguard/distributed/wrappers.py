@@ -143,16 +143,14 @@ def check_wrappers(tensors: Sequence[Tensor], stages: Any) -> None:
         UnsupportedGradientError: If the gradients are not synchronized: this process' part alone would be wrong.
         InvalidValueError: If parameters are said to differ between processes over which they are replicated.
     """
-    for wrapper, own in _wrappers_of(tensors):
-        is_ddp = isinstance(wrapper, DistributedDataParallel)
-        if not wrapper.require_backward_grad_sync if is_ddp else is_silent_fsdp1(wrapper):
+    possible = [w for w in _wrappers() if isinstance(w, DistributedDataParallel) or is_silent_fsdp1(w)]
+    for wrapper, own in _wrappers_of(tensors, possible):
+        if is_silent_fsdp1(wrapper) or not wrapper.require_backward_grad_sync:
             raise UnsupportedGradientError(
                 f"inside {type(wrapper).__name__}.no_sync() the gradients are this process' own, not yet averaged: "
                 "their norm differs from rank to rank. Clip after the backward pass that synchronizes, outside "
                 "no_sync()."
             )
-        if not is_ddp:
-            continue
         if stages is not None:
             _refuse_replicas_as_stages(wrapper, stages)
         known = _known_of(wrapper)
@@ -264,7 +262,7 @@ def flat_placements(tensors: Sequence[Tensor], module: nn.Module | None) -> dict
         UnsupportedGradientError: If it has, and the module does not tell how.
     """
     flattened = flattened_by_fsdp1(tensors)
-    if not any(flattened):  # as almost always, of thousands
+    if not any(flattened):  # the usual case, on the path of every step
         return {}
     flat = {id(t) for t, is_flat in zip(tensors, flattened, strict=True) if is_flat}
     if module is not None and not (_flat.get(module, {}).keys() >= flat):
@@ -322,9 +320,8 @@ def _wrappers() -> list[nn.Module]:
     return list(_living)
 
 
-def _wrappers_of(parameters: Iterable[Tensor]) -> Iterator[tuple[Any, Sequence[Tensor]]]:
-    """Yield each wrapper of some of ``parameters``, with these."""
-    wrappers = _wrappers()
+def _wrappers_of(parameters: Iterable[Tensor], wrappers: Sequence[nn.Module]) -> Iterator[tuple[Any, Sequence[Tensor]]]:
+    """Yield each of ``wrappers`` that holds some of ``parameters``, with these."""
     wanted = {id(p) for p in parameters} if wrappers else set()
     for wrapper in wrappers:
         if own := [p for p in wrapper.parameters() if id(p) in wanted]:
@@ -358,7 +355,7 @@ def refuse_wrapped_in_backward(parameters: Sequence[Tensor]) -> None:
     Raises:
         UnsupportedGradientError: If so.
     """
-    for wrapper, _ in _wrappers_of(parameters):
+    for wrapper, _ in _wrappers_of(parameters, _wrappers()):
         raise UnsupportedGradientError(
             f"the optimizer steps inside a backward pass, where {type(wrapper).__name__} has not yet added up the "
             "gradients of all processes: each would step by its own. Use fully_shard(model), or step after "
@@ -374,7 +371,7 @@ def refuse_wrapped(parameters: Iterable[Tensor]) -> None:
     """
     parameters = list(parameters)
     refuse_parts(parameters, "per-sample clipping")
-    for wrapper, _ in _wrappers_of(parameters):
+    for wrapper, _ in _wrappers_of(parameters, _wrappers()):
         if isinstance(wrapper, DistributedDataParallel) and dist.get_world_size(wrapper.process_group) > 1:
             raise UnsupportedGradientError(
                 "DistributedDataParallel (or replicate) wraps the module that was given, and the samples of other "

@@ -107,7 +107,7 @@ def _sorted_findings(wrong: Outcomes, total: int, facts: Facts) -> list[ParityFi
 
 
 def _key(one: Outcome) -> object:
-    """What outcomes of one finding have in common."""
+    """Return the key by which outcomes are joined into one finding."""
     if one.kind == "mixture":
         return tuple((name, round(weight, 2)) for name, (weight, _) in one.weights.items())
     return one.kind, one.name if one.kind == "rows" else one.message
@@ -119,7 +119,7 @@ def _finding(kind: str, message: str, group: Outcomes) -> ParityFinding:
 
 
 def _with_others(outcomes: Outcomes) -> list[Outcome]:
-    """The same, where few numbers may be a multiple by chance: they are one, if one factor of others is theirs."""
+    """Return ``outcomes``; those with too few numbers to tell a factor have it if exactly one found elsewhere fits."""
     groups = _same_factor([o for o in outcomes if o.kind == "factor"])
     return [replace(o, kind="factor") if sum(_agree(o, group[0]) for group in groups) == 1 else o for o in outcomes]
 
@@ -157,7 +157,7 @@ def _times(factor: float, width: float, name: str) -> str:
 
 
 def _about_others(group: Outcomes) -> str:
-    """What is said of a kind in general; of parameters of few elements, what all are multiplied by if they are."""
+    """Return the words for a kind; for parameters of few elements, also the factor that all of them may have."""
     first = min(group, key=lambda o: o.factor_bar or 0.0)
     if first.factor is None or not all(_agree(o, first) for o in group):
         return first.message or _SAYS.get(first.kind, "")
@@ -200,7 +200,7 @@ def _mostly_blind(outcomes: Outcomes) -> list[ParityFinding]:
 
 
 def _about_blind(blind: Outcomes, total: int) -> str:
-    """What nothing is known of, by the reason, and what to do about it."""
+    """Return the words for parameters of which nothing is known, with the reasons and a remedy."""
     zeros = sum(o.bar is not None and math.isinf(o.bar) for o in blind)
     reasons = [f"{zeros:,} are zero in both runs: save after some steps of training"] if zeros else []
     if noise := len(blind) - zeros:

@@ -100,23 +100,23 @@ class Measured:
 
     @property
     def floor(self) -> float:
-        """What storing and adding up do to the gradient at least."""
+        """The least error that storing and adding up cause."""
         return max(self.rounding, SKETCH_ROUNDING) * self.size
 
     @property
     def few(self) -> float:
-        """How many times more than a few runs show rounding may do: a single number may change little, by luck."""
+        """The factor from the change that a few runs show to the largest: a single number may change little by luck."""
         return 1 + 4 / max(1, math.prod(self.shape))
 
     @property
     def amplified(self) -> float:
-        """How much larger the relative change of the gradient is than that of the weights; 0 if it is not known."""
+        """The gradient's relative change over that of the weights; 0 if it is not known."""
         bar = bar_of(self)
         return bar / self.size / self.epsilon if bar and self.size and self.epsilon else 0.0
 
 
 Runs = Mapping[str, Measured]
-"""The two runs, by what they are called."""
+"""The two runs, by the words for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ class _Pair:
         return self.is_("blind", said)
 
     def missing_reduction(self, who: str) -> Outcome | None:
-        """The sum or the mean of the copies of one run's ranks, if that is the other's gradient."""
+        """Find that the other run's gradient is the sum or the mean of the copies of ``who``."""
         of_ranks, one = (self.new, self.reference) if who == "the new run" else (self.reference, self.new)
         for reduction, times in (("sum", of_ranks.copies), ("mean", 1)):
             reduced = [times * x for x in of_ranks.gradient]
@@ -301,7 +301,7 @@ class _Pair:
         return None
 
     def factor(self) -> Outcome | None:
-        """A factor with its bar; ``"different"`` where the numbers are so few that they may have it by chance."""
+        """Find a factor, with its bar; ``"different"`` where so few numbers may have one by chance."""
         reference, new = self.reference, self.new
         own, others = (bar_of(run) or 0.0 for run in (reference, new))
         if not any(reference.gradient) or own >= _NOISE * reference.size or others >= _NOISE * new.size:
@@ -321,7 +321,7 @@ class _Pair:
         return named if width <= _WIDEST_ALONE * abs(factor) else replace(named, factor_name="")
 
     def plain_factor(self) -> Outcome | None:
-        """A factor that no rounding makes: of 16 numbers or more, by half of itself or more, with a tenth left over."""
+        """Find a factor that is no rounding: off by half or more, of 16 numbers or more, a tenth left at most."""
         few = math.prod(self.reference.shape) < _MANY
         if few or not any(self.reference.gradient) or not any(self.new.gradient):
             return None
@@ -332,7 +332,7 @@ class _Pair:
         return self._named("factor", factor, width)
 
     def _multiple(self) -> tuple[float, float]:
-        """How often the reference is in the new gradient, and the norm of what is left of that."""
+        """Return the factor of the reference that is nearest to the new gradient, and the norm of the remainder."""
         factor = along(self.new.gradient, self.reference.gradient)
         return factor, norm(minus(self.new.gradient, [factor * x for x in self.reference.gradient]))
 
@@ -355,7 +355,7 @@ class _Pair:
         return self.is_("rows", f"rows {in_ranges(wrong)} of {len(r)}", rows=tuple(wrong))
 
     def mixture(self) -> Outcome | None:
-        """A mixture of the parts alone; or else with what is right, as where a gradient is added to that of before."""
+        """Find a mixture of the parts, or else of these and the reference, as where a stale gradient was added."""
         parts = {**self.new.parts, **self.reference.parts}
         if not parts:
             return None
@@ -379,7 +379,7 @@ class _Pair:
 
 
 def _spread_along(run: Measured) -> float:
-    """How much rounding multiplies the gradient by, at most: of few numbers more than a few runs show, by luck."""
+    """Return the largest relative change of the gradient along itself that rounding may cause."""
     g = run.gradient
     return run.few * max((abs(along(minus(other, g), g)) for other in run.repeated), default=0.0) if any(g) else 0.0
 

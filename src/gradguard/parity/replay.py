@@ -81,7 +81,7 @@ def digest(parameters: Iterable[LocalParameter]) -> int:
         part, weights = parameter.weights()
         kind = _INTEGERS.get(weights.dtype.itemsize, torch.int8)
         sums = [(values.view(kind).long() * hashed(places)).sum() for values, places in part.pieces(weights)]
-        total = total * 31 + sum(map(int, sums))
+        total = total * 31 + int(sum(sums))
     return total
 
 

@@ -203,7 +203,7 @@ class _Run:
         return [first, again], False
 
     def _seen(self, step: Step, scale: float = 1.0) -> _Seen:
-        """Run the step, and return what it leaves, without the scale."""
+        """Run the step with the gradient at the loss scaled, and return its results with the scale taken off."""
         returned, watched = self.replay.run(step, scale)
         gradients = self._whole.reduced(local_gradients(self._local), 1 / scale)
         rows = [self._whole.rows(name, 1 / scale) for name in self._rows]

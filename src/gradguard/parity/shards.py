@@ -65,7 +65,7 @@ class LocalParameter:
 
 
 def _told_shard(tensor: Tensor) -> LocalShard:
-    """Return which part of its whole a tensor is, as its layout says."""
+    """Return which part of a whole parameter ``tensor`` is, read from its layout."""
     shard = shard_of(tensor)
     if not is_told(shard, tensor):
         raise UnsupportedGradientError(
@@ -77,7 +77,7 @@ def _told_shard(tensor: Tensor) -> LocalShard:
 
 
 def _placed_shard(placed: Placed, tensor: Tensor) -> LocalShard:
-    """Return which part of its whole a tensor is, as a user says."""
+    """Return which part of a whole parameter ``tensor`` is, by the user's ``shard_of``."""
     name, shape, begin = placed
     own = local_part(tensor).shape
     fits = len(shape) == len(begin) == len(own)

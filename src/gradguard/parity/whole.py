@@ -140,7 +140,7 @@ class WholeParameters:
         facts: Mapping[str, float],
         **about: Any,
     ) -> SavedGradients:
-        """Return all in one.
+        """Return the value that is written to a file.
 
         Args:
             parameters: What is known of each.
@@ -178,7 +178,7 @@ def _sketch(part: LocalShard, values: Tensor) -> Tensor:
 
 
 def about(parameter: LocalParameter) -> SavedParameter:
-    """Return what this process knows of a parameter besides its numbers; sums and copies are those of all."""
+    """Return what this process alone knows of a parameter; `WholeParameters.about` joins it with the others."""
     gradient, (shard, weights) = parameter.gradient(), parameter.weights()
     dtype = weights.dtype if gradient is None else gradient[1].dtype
     rounding, of_weights = (torch.finfo(one).eps / 2 for one in (dtype, weights.dtype))
