@@ -1,5 +1,6 @@
 """SpikeRecovery in the trainers: each does on the same samples what a loop by hand does."""
 
+import importlib
 import logging
 
 import pytest
@@ -82,6 +83,16 @@ def test_transformers(expected, tmp_path):
     trainer.train()
     assert told(callback.resilience) == EXPECTED
     assert model.layer.weight.item() == expected
+
+
+@pytest.mark.parametrize("name", ["every", "guard_options"])
+@pytest.mark.parametrize("trainer", ["transformers", "lightning"])
+@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning")
+def test_options_that_spike_recovery_does_not_take_are_refused_at_once(trainer, name):
+    pytest.importorskip(trainer)
+    callback = importlib.import_module(f"gradguard.integrations.{trainer}").ResilienceCallback
+    with pytest.raises(InvalidValueError, match=rf"options has '{name}': expected names of .*snapshot_every"):
+        callback(gg.ClipByGlobalNorm(1.0), {name: {}, "snapshot_every": 10})
 
 
 def test_accelerate(expected, tmp_path):

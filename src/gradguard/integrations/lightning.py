@@ -268,6 +268,7 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
 
     Raises:
         InvalidTypeError: If ``clipper`` is none.
+        InvalidValueError: If ``options`` has a name that `gradguard.SpikeRecovery` does not take.
 
     Example:
         >>> import gradguard as gg
@@ -288,7 +289,7 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
     ) -> None:
         clipper = gg.ClipByMedian() if clipper is None else clipper
         super().__init__(clipper, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips, log=log)
-        self._resilience_options = dict(options or {})
+        self._set_options(options)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Take the loss of a micro-batch."""

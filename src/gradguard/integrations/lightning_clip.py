@@ -36,9 +36,10 @@ class TrainersClip(OnlyClip, Callback):
 
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
         del module
-        if trainer.gradient_clip_val:
+        value = trainer.gradient_clip_val
+        if value:
+            rule = "ClipByValue" if trainer.gradient_clip_algorithm == "value" else "ClipByGlobalNorm"
             raise InvalidValueError(
-                f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips too, beside the {type(self).__name__}: "
-                "expected one clip. Take gradient_clip_val away; GradGuardCallback(gg.ClipByGlobalNorm("
-                f"{trainer.gradient_clip_val})) does what it did."
+                f"Trainer(gradient_clip_val={value}) clips too, beside the {type(self).__name__}: expected one clip. "
+                f"Take gradient_clip_val away; GradGuardCallback(gg.{rule}({value})) as the only clip does what it did."
             )

@@ -272,6 +272,7 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
 
     Raises:
         InvalidTypeError: If ``clipper`` is no clipper.
+        InvalidValueError: If ``options`` has a name that `gradguard.SpikeRecovery` does not take.
 
     Example:
         >>> import gradguard as gg
@@ -290,7 +291,7 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
     ) -> None:
         clipper = gg.ClipByMedian() if clipper is None else clipper
         super().__init__(clipper, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips)
-        self._resilience_options = dict(options or {})
+        self._set_options(options)
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Act on what was measured some steps ago.
