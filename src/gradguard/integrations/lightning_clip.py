@@ -18,6 +18,10 @@ class TrainersClip(OnlyClip, Callback):
     and how the module and the optimizers are given back (``_detach``).
     """
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with, without the module's methods that Lightning has set on the callback."""
+        return {name: value for name, value in super().__getstate__().items() if name not in ("log", "log_dict")}
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before anything is trained, what cannot be right."""
         if stage == "fit":
