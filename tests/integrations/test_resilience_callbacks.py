@@ -112,7 +112,7 @@ class TestTransformers:
 
     @pytest.mark.parametrize("saved", [15, 25])
     def test_a_run_that_is_resumed(self, transformers, expected, saved):
-        """Resumed before the burst it ends as an uninterrupted one does; within the burst it has nothing to go back to."""
+        """Resumed before the burst it ends as an uninterrupted one; within the burst there is no snapshot to go back to."""
         self.trainer(
             transformers, before := self.callback(), save_strategy="steps", save_steps=saved, max_steps=saved
         ).train()
@@ -135,7 +135,7 @@ class TestTransformers:
 
     @pytest.mark.parametrize("counted", [False, True])
     def test_a_step_of_fewer_micro_batches_is_no_spike(self, transformers, counted):
-        """The Trainer divides by the micro-batches of a step, or by its items: the last step of an epoch has one of 8."""
+        """The Trainer divides losses by the micro-batches of a step, or by its items; the last of an epoch has one of 8."""
 
         class Counting(Net):
             accepts_loss_kwargs = True
@@ -223,8 +223,8 @@ class TestLightning:
     def fit(self, pl, module, callback, sizes=SIZES, checkpoint=None, **arguments):
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.tensor(sizes)[:, None]))
         trainer = pl.Trainer(
-            max_epochs=2 if checkpoint else 1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[callback], **arguments,
+            max_epochs=2 if checkpoint else 1, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[callback], **arguments,
         )  # fmt: skip
         trainer.fit(module, loader, ckpt_path=checkpoint, weights_only=True)
         return trainer
