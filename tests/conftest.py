@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 if sys.platform == "linux":
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a machine need not be able to resolve its own name
@@ -28,6 +29,27 @@ for kind in (torch.cuda, torch.xpu, torch.mtia):
 
 def pytest_addoption(parser):
     parser.addoption("--part", metavar="I/N", default="1/1", help="run every N-th test, from the I-th on")
+    parser.addoption("--device", default="", help="where tests make tensors, models and generators: cuda")
+
+
+def pytest_configure(config):
+    if device := config.getoption("device", ""):
+        torch.set_default_device(device)
+        torch.Generator = _generators(torch.Generator, device)
+
+
+def _generators(original, device):
+    """Stand in for `torch.Generator`: what a test makes without a device is of the tests' device."""
+
+    class OfAnyDevice(type):
+        def __instancecheck__(cls, one):
+            return isinstance(one, original)
+
+        def __call__(cls, asked=None):
+            in_a_test = Path(sys._getframe(1).f_code.co_filename).is_relative_to(Path(__file__).parent)
+            return original(asked or (device if in_a_test else "cpu"))
+
+    return OfAnyDevice("Generator", (), {})
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -654,9 +654,15 @@ def test_a_scaled_loss_is_judged_as_without(loss):
     torch.testing.assert_close(plain.factors, scaled.factors)
 
 
+def on_default_device(call):
+    with torch.device("cpu"):
+        return call()
+
+
 ROOTS = {
     "torch.autograd.backward": lambda loss: torch.autograd.backward(loss),  # as it is then
     "a list": lambda loss: torch.autograd.backward([loss]),
+    "a list, with a default device": lambda loss: on_default_device(lambda: torch.autograd.backward([loss])),
     "a tuple, with None": lambda loss: torch.autograd.backward((loss,), (None,)),
     "by name": lambda loss: torch.autograd.backward(tensors=loss, grad_tensors=None),
     "a gradient": lambda loss: loss.backward(torch.ones(())),

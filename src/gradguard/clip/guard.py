@@ -40,7 +40,7 @@ LossT = TypeVar("LossT", Tensor, float)
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What became of one step.
+    """The result of one optimizer step: taken, or left out and why.
 
     Attributes:
         skipped: Whether it was left out; 0-dim on the device where only that knows.
@@ -281,12 +281,14 @@ class Guard:
 
     def _tell(self, decision: Decision) -> None:
         if is_heard() and self.last is not None:
-            became = self._outcome
-            event = self.clipper.event_of(decision.gradients, self.last, self.optimizer, became.skipped, became.reason)
-            tell(replace(event, spike=became.spike) if self.spikes is not None else event)
+            outcome = self._outcome
+            event = self.clipper.event_of(
+                decision.gradients, self.last, self.optimizer, outcome.skipped, outcome.reason
+            )
+            tell(replace(event, spike=outcome.spike) if self.spikes is not None else event)
 
     def _act(self, decision: Decision, scale: Tensor | None, overflow: Tensor | None, number: int) -> StepOutcome:
-        """Clip, or leave the step out."""
+        """Clip, or leave the step out; return which."""
         folds = self._folds(decision)
         bad, skips_bad = decision.result.nonfinite, self._policy == "skip" or overflow is not None
         if overflow is not None:

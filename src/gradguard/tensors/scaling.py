@@ -133,9 +133,8 @@ def clamp_(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor)
         bounds = [representable(x, dtype) for x in numbers]
         if are_readable(*alike):
             smallest, largest = _extremes(alike, symmetric=False)
-            inside = (smallest >= bounds[0]) & (
-                largest <= bounds[1]
-            )  # never of NaN, beside which others may be outside
+            # A tensor with NaN is never inside: other elements of it may be outside.
+            inside = (smallest >= bounds[0]) & (largest <= bounds[1])
             alike = list(compress(alike, (~inside).tolist()))
         together, alone = _for_kernels(alike)
         if together:

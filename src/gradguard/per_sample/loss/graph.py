@@ -102,6 +102,7 @@ class BackwardRoots:
         self._thread = 0
         self._original: Callable[..., Any] | None = None
         self._replacement: Callable[..., Any] | None = None
+        self._is_inside = False  # under a TorchFunctionMode, such as a default device, torch calls the function again
 
     def start(self) -> None:
         """Begin; again while it runs does nothing."""
@@ -113,11 +114,16 @@ class BackwardRoots:
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
             mine = self._replacement is backward and threading.get_ident() == self._thread
-            if mine and not torch.compiler.is_compiling() and current_graph_task() == -1:
-                roots = _roots(tensors, grad_tensors)
-                if roots:
-                    self._look(roots)
-            return original(tensors, grad_tensors, *args, **kwargs)
+            if not mine or self._is_inside or torch.compiler.is_compiling() or current_graph_task() != -1:
+                return original(tensors, grad_tensors, *args, **kwargs)
+            roots = _roots(tensors, grad_tensors)
+            if roots:
+                self._look(roots)
+            self._is_inside = True
+            try:
+                return original(tensors, grad_tensors, *args, **kwargs)
+            finally:
+                self._is_inside = False
 
         self._replacement = backward
         torch.autograd.backward = backward
