@@ -112,7 +112,7 @@ class TestTransformers:
 
     @pytest.mark.parametrize("saved", [15, 25])
     def test_a_run_that_is_resumed(self, transformers, expected, saved):
-        """Resumed before the burst it ends as an uninterrupted one; within the burst there is no snapshot to go back to."""
+        """Resumed before the burst it ends as an uninterrupted one; within it there is no snapshot to go back to."""
         self.trainer(
             transformers, before := self.callback(), save_strategy="steps", save_steps=saved, max_steps=saved
         ).train()
@@ -135,7 +135,7 @@ class TestTransformers:
 
     @pytest.mark.parametrize("counted", [False, True])
     def test_a_step_of_fewer_micro_batches_is_no_spike(self, transformers, counted):
-        """The Trainer divides losses by the micro-batches of a step, or by its items; the last of an epoch has one of 8."""
+        """The Trainer divides losses by the number of micro-batches, or of items; the last step of an epoch has one."""
 
         class Counting(Net):
             accepts_loss_kwargs = True
