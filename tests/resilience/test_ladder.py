@@ -367,6 +367,15 @@ def test_arguments_that_cannot_be_meant(options, kind, words):
         SpikeRecovery(model, torch.optim.SGD(model.parameters()), **options)
 
 
+def test_optimizers_that_no_guard_can_follow_are_refused_in_words():
+    """Such as an optimizer of Keras, which has no ``param_groups``."""
+    model = nn.Linear(1, 1)
+    with pytest.raises(InvalidTypeError, match=r"optimizer is object, whose step\(\) runs no hooks: expected a torch"):
+        SpikeRecovery(model, object())
+    with pytest.raises(InvalidTypeError, match=r"clipper is the class ClipByMedian: expected a clipper"):
+        SpikeRecovery(model, torch.optim.SGD(model.parameters()), gg.ClipByMedian)
+
+
 class MuonAndAdamW(torch.optim.Optimizer):
     """Several optimizers as one, as docs/resilience.md has it."""
 

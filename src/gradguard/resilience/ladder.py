@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.arguments import check_whole
 from gradguard.clip.clipper import Clipper
-from gradguard.clip.guard import Guard
+from gradguard.clip.guard import Guard, check_attachable
 from gradguard.clip.thresholds.median import ClipByMedian
 from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError, UnsupportedGradientError
 from gradguard.optimizer_hooks import optimizers_in
@@ -191,6 +191,7 @@ class SpikeRecovery:
             raise InvalidValueError(f"lr_factor={lr_factor!r}: expected a number above 0 and at most 1, such as 0.5.")
         self.lr_factor = lr_factor
         clipper = ClipByMedian() if clipper is None else clipper
+        check_attachable(optimizer, clipper)
         self._detector = SpikeDetector(cap=5) if detector is None else detector
         self._cap = getattr(self._detector, "cap", 0)
         self._group, self._optimizer, self._model = process_group, optimizer, model
