@@ -1,12 +1,16 @@
-"""Clips on a GPU against PyTorch's and an apex-style one: launches, device time, host time, share of bandwidth.
+"""Clips on a GPU against PyTorch's and an apex-style one, and a step with per-sample clipping over the plain step.
 
 python benchmarks/gpu.py                 # on the first GPU; writes benchmarks/gpu/<device>.md
 python benchmarks/gpu.py --device cpu    # only to see that it runs: no launches, no file
 
-`make gpu` calls it after the tests. **It has not run on a GPU yet.**
+Clips: launches, device time, host time, and what share of the device time reading the gradients once would take.
+Samples: a step is forward, backward, clip and SGD's step; Opacus too where it is installed. `make gpu` calls this after
+the tests.
 """
 
 import argparse
+import gc
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +20,7 @@ import torch
 from torch import nn
 
 import gradguard as gg
+import per_sample
 from shapes import gpt2_small, many_small, resnet50
 
 MODELS = {"GPT-2 small": gpt2_small, "ResNet-50": resnet50, "2,000 x 1,000": many_small}
@@ -120,6 +125,95 @@ def copy_bandwidth(device: str, size: int = 1 << 26) -> float:
     return 2 * one.numel() * one.element_size() / (1e-3 * milliseconds)
 
 
+def clip_lines(device: str, only: str) -> list[str]:
+    bandwidth = copy_bandwidth(device)
+    lines = [
+        f"A copy of one block: {bandwidth / 1e9:.0f} GB/s. Share: what reading all gradients once takes at that rate, "
+        "of the device time.",
+        "",
+        "| gradients | dtype | call | | launches | device ms | host us | share |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for model, shapes in MODELS.items():
+        if only not in model:
+            continue
+        for dtype in (torch.float32, torch.bfloat16):
+            a = parameters(shapes(), dtype, device)
+            size = sum(p.grad.numel() * p.grad.element_size() for p in a)
+            table = rows(a)
+            if dtype is torch.float32:
+                table["guarded fused AdamW"] = guard_rows(shapes(), device)
+            for call, ways in table.items():
+                for who, way in ways.items():
+                    for k in range(3):
+                        way(k)
+                    took = device_ms(way, device)
+                    cells = f"{launches(way, device)} | {took:.3f} | {host_us(way, device):.0f}"
+                    share = size / bandwidth * 1e3 / took
+                    lines.append(f"| {model} | {str(dtype)[6:]} | {call} | {who} | {cells} | {share:.2f} |")
+                    print(lines[-1], flush=True)
+    return lines
+
+
+SAMPLES = {
+    "MLP": per_sample.Problem(per_sample.mlp, (512, 784)),
+    "CNN": per_sample.Problem(per_sample.cnn, (512, 3, 32, 32)),
+    "GPT 124M": per_sample.Problem(lambda: per_sample.Gpt(512, 768, 12, 50_257), (16, 512), 50_257),
+}
+AT_LEAST = 5
+"""Steps that are timed of each way."""
+
+
+def peak(step: Call, device: str) -> float:
+    """Megabytes that are allocated in a step at most, beside what was there."""
+    if device == "cpu":
+        return 0.0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step(0)
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def sample_lines(device: str, only: str) -> list[str]:
+    lines = [
+        "| model | autocast | step | ms | times the plain one | MB | times the plain one |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    ways = {"plain": per_sample.plain, "gradguard": per_sample.clipped}
+    if importlib.util.find_spec("opacus") is not None:
+        ways |= {"Opacus ghost": per_sample.opacus_ghost, "Opacus hooks": per_sample.opacus_hooks}
+    torch.set_default_device(device)
+    for name, problem in SAMPLES.items():
+        if only not in name:
+            continue
+        for half in (False, True):
+            for who, way in ways.items():
+                try:
+                    with torch.autocast(device, torch.bfloat16, enabled=half):
+                        step = way(problem)
+                        for _ in range(3):
+                            step()
+                        took = device_ms(lambda k, step=step: step(), device, AT_LEAST)
+                        megabytes = peak(lambda k, step=step: step(), device)
+                    del step
+                except Exception as error:  # of a peer, such as for want of memory
+                    if who in ("plain", "gradguard"):
+                        raise
+                    took = megabytes = float("nan")
+                    print(f"{who} on {name}: {type(error).__name__}: {error}")
+                gc.collect()
+                if device != "cpu":
+                    torch.cuda.empty_cache()
+                if who == "plain":
+                    first, least = took, megabytes or 1.0
+                cells = f"{took:.2f} | {took / first:.2f} | {megabytes:.0f} | {megabytes / least:.2f}"
+                lines.append(f"| {name} | {'bfloat16' if half else 'no'} | {who} | {cells} |")
+                print(lines[-1], flush=True)
+    torch.set_default_device("cpu")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
@@ -128,34 +222,17 @@ def main() -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("there is no GPU: nothing was measured (--device cpu only shows that this runs)")
     name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    bandwidth = copy_bandwidth(args.device)
     lines = [
         f"# {name}, torch {torch.__version__}",
         "",
-        f"A copy of one block: {bandwidth / 1e9:.0f} GB/s. Share: what reading all gradients once takes at that rate, "
-        "of the device time.",
+        "## Per-sample clipping",
         "",
-        "| gradients | dtype | call | | launches | device ms | host us | share |",
-        "|---|---|---|---|---|---|---|---|",
+        *sample_lines(args.device, args.model),
+        "",
+        "## Clips",
+        "",
+        *clip_lines(args.device, args.model),
     ]
-    for model, shapes in MODELS.items():
-        if args.model not in model:
-            continue
-        for dtype in (torch.float32, torch.bfloat16):
-            a = parameters(shapes(), dtype, args.device)
-            size = sum(p.grad.numel() * p.grad.element_size() for p in a)
-            table = rows(a)
-            if dtype is torch.float32:
-                table["guarded fused AdamW"] = guard_rows(shapes(), args.device)
-            for call, ways in table.items():
-                for who, way in ways.items():
-                    for k in range(3):
-                        way(k)
-                    took = device_ms(way, args.device)
-                    cells = f"{launches(way, args.device)} | {took:.3f} | {host_us(way, args.device):.0f}"
-                    share = size / bandwidth * 1e3 / took
-                    lines.append(f"| {model} | {str(dtype)[6:]} | {call} | {who} | {cells} | {share:.2f} |")
-                    print(lines[-1], flush=True)
     if args.device == "cuda":
         folder = Path(__file__).parent / "gpu"
         folder.mkdir(exist_ok=True)

@@ -115,6 +115,10 @@ def _same_terminal(monkeypatch):
 @pytest.fixture(params=["native", "host", "device"])
 def path(request, monkeypatch) -> str:
     """Run a test thrice: by the compiled kernels, by torch's on the CPU, and as on an accelerator, without a look."""
+    if not torch.zeros(()).is_cpu:
+        if request.param != "device":
+            pytest.skip("for the CPU")
+        return request.param
     if request.param == "native":
         if not native.status().in_use:
             pytest.skip(str(native.status()))
@@ -138,6 +142,8 @@ def without_kernels(monkeypatch) -> None:
 @pytest.fixture(params=["native", "torch"])
 def kernels(request) -> str:
     """Run a test twice: with the compiled kernels, where there are some, and without."""
+    if request.param == "native" and not torch.zeros(()).is_cpu:
+        pytest.skip("for the CPU")
     if request.param == "torch":
         request.getfixturevalue("without_kernels")
     return request.param

@@ -24,3 +24,24 @@ def test_the_ground_floor_knows_tensors_only(file):
 def test_each_test_file_has_a_name_of_its_own():
     names = Counter(file.name for file in Path(__file__).parent.rglob("test_*.py"))  # pytest takes them for modules
     assert [name for name, count in names.items() if count > 1] == []
+
+
+FACTORIES = """
+    arange asarray empty empty_strided eye full linspace logspace normal ones rand randint randn randperm scalar_tensor
+    tensor tril_indices triu_indices zeros
+""".split()
+
+
+def test_each_new_tensor_names_its_device():
+    """Under `torch.set_default_device` it would be made elsewhere, and meet tensors of the CPU."""
+    missing = [
+        f"{file.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node)}"
+        for file in sorted(SOURCE.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and node.func.attr in FACTORIES
+        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]
+    assert not missing, missing

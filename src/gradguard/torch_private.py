@@ -691,7 +691,7 @@ def loss_scale_of(scaler: Any) -> Tensor | None:
     """Return the scale of ``scaler`` on its device: 1 if disabled, None if it has scaled nothing or is another."""
     is_of_torch = isinstance(scaler, torch.amp.GradScaler)
     if is_of_torch and not scaler.is_enabled():  # which has no attribute of that name
-        return torch.tensor(1.0)
+        return torch.tensor(1.0, device="cpu")
     scale = scaler._scale if is_of_torch else getattr(scaler, "_scale", None)
     return scale if isinstance(scale, Tensor) else None
 

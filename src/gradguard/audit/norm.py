@@ -514,7 +514,9 @@ class _Audit:
 
 def has_16_bits(norm: float) -> bool:
     """Tell whether a norm is a number of 16 bits, as one of 32 is once in a few thousand."""
-    return any(float(torch.tensor(norm, dtype=dtype)) == norm for dtype in (torch.float16, torch.bfloat16))
+    return any(
+        float(torch.tensor(norm, dtype=dtype, device="cpu")) == norm for dtype in (torch.float16, torch.bfloat16)
+    )
 
 
 def everywhere(value: Any) -> list[Any]:

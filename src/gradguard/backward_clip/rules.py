@@ -151,7 +151,7 @@ class BaseErrorClip:
         values = [getattr(self, name, None) for name in named]
         inputs = None
         if all(value is not None for value in values):
-            inputs = (*(torch.tensor(value, dtype=torch.float64) for value in values), *tensors)
+            inputs = (*(torch.tensor(value, dtype=torch.float64, device="cpu") for value in values), *tensors)
         object.__setattr__(self, "_inputs", inputs)
         object.__setattr__(self, "_kind", (self._class_serial, texts))
         object.__setattr__(self, "_references", held)

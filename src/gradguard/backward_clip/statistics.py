@@ -188,7 +188,10 @@ class _OpCounts:
         self.nonfinite = self.nonfinite + nonfinite
 
     def frozen(self) -> OpStatistics:
-        clipped, nonfinite = torch.as_tensor(self.clipped), torch.as_tensor(self.nonfinite)
+        clipped, nonfinite = (
+            count if isinstance(count, Tensor) else torch.tensor(count, device="cpu")
+            for count in (self.clipped, self.nonfinite)
+        )
         return OpStatistics(self.op, self.module, self.gradients, self.elements, clipped, nonfinite)
 
 
@@ -311,5 +314,5 @@ def _how_many_differ(first: Tensor, second: Tensor) -> int:
         return int((first - second).count_nonzero())
     if first.numel() > _EXACT_IN_FLOAT32:
         return int((first != second).sum())
-    ones = torch.empty(first.shape, dtype=torch.float32)
+    ones = torch.empty(first.shape, dtype=torch.float32, device="cpu")
     return int(torch.ne(first, second, out=ones).sum())

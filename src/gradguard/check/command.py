@@ -127,11 +127,11 @@ def make_inputs(specifications: Sequence[str], seed: int) -> dict[str, Tensor]:
 
 def _drawn(shape: tuple[int, ...], dtype: str, generator: torch.Generator, text: str) -> Tensor:
     if dtype in _WHOLE:
-        return torch.randint(0, 2, shape, generator=generator).to(getattr(torch, dtype))
+        return torch.randint(0, 2, shape, generator=generator, device="cpu").to(getattr(torch, dtype))
     if dtype in _REAL:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(getattr(torch, dtype))
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(getattr(torch, dtype))
     if dtype in _COMPLEX:
-        return torch.randn(shape, generator=generator, dtype=torch.complex128).to(getattr(torch, dtype))
+        return torch.randn(shape, generator=generator, dtype=torch.complex128, device="cpu").to(getattr(torch, dtype))
     raise CommandError(f"--input {text}: unknown dtype {dtype!r}; expected one of {[*_REAL, *_COMPLEX, *_WHOLE]}.")
 
 

@@ -296,7 +296,7 @@ class Contract:
             others[f"a grad_output of stride 0 along dimension {dim}, as sum({dim}) makes"] = rows
         found = {message: self._backward(outputs, leaves, other) for message, other in others.items()}
         total = self._backward(outputs, leaves, [torch.stack(one).sum(0) for one in zip(*others.values(), strict=True)])
-        if self._difference("layout", _ONES, sum(found.values(), torch.zeros(())), total) is None:
+        if self._difference("layout", _ONES, sum(found.values(), torch.zeros((), device="cpu")), total) is None:
             return
         for message, other in others.items():
             dense = [v.clone(memory_format=torch.contiguous_format) for v in other]
@@ -316,7 +316,7 @@ class Contract:
 
         singles = {i: gradient([i], zeros=True) for i in used}
         largest = max(map(_largest, singles.values())) / max(self.usual, self.least)
-        total = sum(singles.values(), torch.zeros(()))
+        total = sum(singles.values(), torch.zeros((), device="cpu"))
         runs: list[tuple[str, Callable[[], Tensor], Tensor]] = [
             (f"only output {i} used", partial(gradient, [i]), singles[i]) for i in used
         ]
@@ -371,7 +371,7 @@ class Contract:
         expected = self.first
         if some is not None:
             leaves = [leaf if i in some else leaf.detach() for i, leaf in enumerate(leaves)]
-            needs = [torch.full((n,), i in some) for i, n in enumerate(function.sizes)]
+            needs = [torch.full((n,), i in some, device="cpu") for i, n in enumerate(function.sizes)]
             expected = torch.where(torch.cat(needs), expected, 0.0)
         try:
             outputs = function.record(leaves)
@@ -467,7 +467,7 @@ class Contract:
         return self.function.flatten(outputs), gradient
 
     def _drawn(self, like: Tensor) -> Tensor:
-        signs = torch.rand(like.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
+        signs = torch.rand(like.shape, generator=self.generator, dtype=torch.float64, device="cpu") * 2 - 1
         return (signs * torch.maximum(like.abs(), like.abs().mean())).to(like)
 
     def _is_regular(self, shared: _Shared, which: int, expected: tuple[Tensor, Tensor]) -> bool:

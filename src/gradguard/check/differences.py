@@ -102,7 +102,9 @@ class Differences:
         """
         noise, still = self.rounding, concerned
         offset = torch.where(direction != 0, self.point.abs().mul_(direction.sign()).mul_(4e3 * self.input_eps), 0.0)
-        offset *= torch.linspace(0.5, 1, len(offset), dtype=torch.float64)  # a product of x + a and y - a hardly moves
+        offset *= torch.linspace(
+            0.5, 1, len(offset), dtype=torch.float64, device="cpu"
+        )  # a product of x + a and y - a hardly moves
         for samples in (3, 8, 8, 8):
             spread, moved = self._second_differences(offset, samples)
             noise = torch.where(still, torch.maximum(noise, spread), noise) if samples > 3 else noise.maximum(spread)
@@ -173,7 +175,7 @@ class Differences:
         self, direction: Tensor, steps: Sequence[float], taken: list[float], central: list[float]
     ) -> Tensor:
         """Add the disagreement at each of ``steps`` where all is finite; return which outputs these move."""
-        sizes = torch.tensor(steps, dtype=torch.float64)[:, None]
+        sizes = torch.tensor(steps, dtype=torch.float64, device="cpu")[:, None]
         offsets = sizes * direction
         above = self.function.rounded(self.point + offsets)
         values = self.function.values_at(above)
@@ -245,7 +247,7 @@ def directions(function: Function, generator: torch.Generator) -> Iterator[Tenso
 
 
 def _direction(point: Tensor, lengths: list[int], keeps_zeros: bool, generator: torch.Generator) -> Tensor:
-    found = torch.rand(point.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+    found = torch.rand(point.shape, generator=generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
     found.add_(found.sign(), alpha=0.5)
     for part, own in zip(point.split(lengths), found.split(lengths), strict=True):
         mean, sizes = mean_size(part), part.abs()
@@ -272,5 +274,5 @@ def mean_size(part: Tensor) -> Tensor:
     """Return the mean of the finite |x|, 1 if that is 0."""
     sizes = part.abs()
     sizes = sizes if are_finite(sizes) else sizes[sizes.isfinite()]
-    mean = sizes.mean() if sizes.numel() else torch.zeros((), dtype=torch.float64)
+    mean = sizes.mean() if sizes.numel() else torch.zeros((), dtype=torch.float64, device="cpu")
     return torch.where(mean > 0, mean, 1.0)

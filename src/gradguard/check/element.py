@@ -162,7 +162,7 @@ def _steps(differences: Differences, direction: Tensor, sizes: Sequence[float]) 
     chosen = _chosen_sizes(differences, float(point[own].abs().max()), sizes)
     together = max(1, len(chosen)) if differences.are_few else 1
     for start in range(0, len(chosen), together):
-        block = torch.tensor(chosen[start : start + together], dtype=torch.float64)[:, None]
+        block = torch.tensor(chosen[start : start + together], dtype=torch.float64, device="cpu")[:, None]
         above, below = function.rounded(point + block * direction), function.rounded(point - block * direction)
         up, down = _lengths(above - point, direction, own), _lengths(point - below, direction, own)
         taken = ((up > 0) & (down > 0))[:, 0]

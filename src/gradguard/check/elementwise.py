@@ -75,16 +75,20 @@ def _all_groups(differences: Differences) -> Iterator[Group]:
     for one, size in zip(differences.function.inputs, differences.function.sizes, strict=True):
         shape = (*one.value.shape, 2) if one.value.is_complex() else tuple(one.value.shape)
         groups = _groups(differences, start, shape)
-        yield from groups if groups is not None else (Group(torch.tensor([start + i]), None) for i in range(size))
+        yield from (
+            groups
+            if groups is not None
+            else (Group(torch.tensor([start + i], device="cpu"), None) for i in range(size))
+        )
         start += size
 
 
 def _compare(differences: Differences, group: Group) -> tuple[Tensor, Tensor] | None:
     """Return disagreement and bar for the elements of a group, None if an output moved that belongs to none of them."""
     function, point = differences.function, differences.point
-    offsets = torch.zeros(len(_LADDER), len(point), dtype=torch.float64)
+    offsets = torch.zeros(len(_LADDER), len(point), dtype=torch.float64, device="cpu")
     sizes = point[group.elements].abs().clamp(min=differences.mean)
-    offsets[:, group.elements] = torch.tensor(_LADDER, dtype=torch.float64)[:, None] * sizes
+    offsets[:, group.elements] = torch.tensor(_LADDER, dtype=torch.float64, device="cpu")[:, None] * sizes
     above, below = function.rounded(point + offsets), function.rounded(point - offsets)
     taken = (above - below)[:, group.elements]
     changes = differences.usable_part(function.values_at(above) - function.values_at(below))
@@ -123,12 +127,16 @@ def _combined(
     """Yield a group for each tuple of colours."""
     counts = [length if c is None else int(c[0].max()) + 1 for length, c in zip(shape, colourings, strict=True)]
     for chosen in itertools.product(*map(range, counts)):
-        members, owner, stride = torch.zeros(1, dtype=torch.long), torch.zeros(function.size, dtype=torch.long), 1
-        nobody = torch.zeros(function.size, dtype=torch.bool)
+        members, owner, stride = (
+            torch.zeros(1, dtype=torch.long, device="cpu"),
+            torch.zeros(function.size, dtype=torch.long, device="cpu"),
+            1,
+        )
+        nobody = torch.zeros(function.size, dtype=torch.bool, device="cpu")
         for dim in reversed(range(len(shape))):
             colouring = colourings[dim]
             if colouring is None:
-                within = torch.tensor([chosen[dim]])
+                within = torch.tensor([chosen[dim]], device="cpu")
                 owner += chosen[dim] * stride
             else:
                 within = (colouring[0] == chosen[dim]).nonzero().reshape(-1)
@@ -152,12 +160,12 @@ def _colours(differences: Differences, start: int, shape: tuple[int, ...], dim: 
     if bool(torch.stack(list(apart.values())).all(dim=0).any()):  # slices far apart reach one output: it is dense
         return None
     reach = [apart[i] if i in apart else _reach(differences, start, shape, dim, i) for i in range(length)]
-    colours, taken, owners = torch.zeros(length, dtype=torch.long), [], []
+    colours, taken, owners = torch.zeros(length, dtype=torch.long, device="cpu"), [], []
     for index, reached in enumerate(reach):
         colour = next((c for c, used in enumerate(taken) if not bool((used & reached).any())), len(taken))
         if colour == len(taken):
             taken.append(torch.zeros_like(reached))
-            owners.append(torch.full(reached.shape, -1))
+            owners.append(torch.full(reached.shape, -1, device="cpu"))
         taken[colour] |= reached
         owners[colour][reached] = index
         colours[index] = colour
@@ -166,10 +174,14 @@ def _colours(differences: Differences, start: int, shape: tuple[int, ...], dim: 
 
 def _reach(differences: Differences, start: int, shape: tuple[int, ...], dim: int, index: int) -> Tensor:
     """Return which outputs change when a slice does: by random amounts, of two sizes."""
-    positions = torch.arange(start, start + math.prod(shape)).reshape(shape).select(dim, index).reshape(-1)
+    positions = (
+        torch.arange(start, start + math.prod(shape), device="cpu").reshape(shape).select(dim, index).reshape(-1)
+    )
     own = differences.point[positions].abs().clamp(min=differences.mean)
-    own *= 0.5 + torch.rand(len(positions), generator=torch.Generator().manual_seed(index), dtype=torch.float64)
-    changed = torch.zeros(differences.function.size, dtype=torch.bool)
+    own *= 0.5 + torch.rand(
+        len(positions), generator=torch.Generator().manual_seed(index), dtype=torch.float64, device="cpu"
+    )
+    changed = torch.zeros(differences.function.size, dtype=torch.bool, device="cpu")
     for probe in _PROBES:
         values = differences.function.values(differences.point.index_add(0, positions, own, alpha=probe))
         changed |= values != differences.base

@@ -172,7 +172,7 @@ class Function:
                 part = torch.view_as_complex(part.clone().reshape(*value.shape, 2))
             part = part.reshape(value.shape).to(value.dtype)
             if not value.is_contiguous():
-                part = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(part)
+                part = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu").copy_(part)
             tensors.append(part)
         return tensors
 
@@ -213,7 +213,7 @@ class Function:
                 if [one.shape for one in outputs] == shapes:  # not where a shape depends on the data
                     rows.append(torch.cat([_flat(one) for one in outputs]))  # a copy: the next call may overwrite them
                 else:
-                    rows.append(torch.full((self.size,), torch.nan, dtype=torch.float64))
+                    rows.append(torch.full((self.size,), torch.nan, dtype=torch.float64, device="cpu"))
         return torch.stack(rows) if len(rows) > 1 else rows[0][None]
 
     def call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -298,7 +298,13 @@ class Function:
     def flatten(self, outputs: Sequence[Tensor]) -> Tensor:
         """Return outputs as one float64 vector."""
         parts = [_flat(o.detach()) for o in outputs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+        return (
+            parts[0]
+            if len(parts) == 1
+            else torch.cat(parts)
+            if parts
+            else torch.zeros(0, dtype=torch.float64, device="cpu")
+        )
 
     def shaped(self, cotangent: Tensor) -> list[Tensor]:
         """Return a flat vector as tensors like the outputs."""
@@ -319,7 +325,7 @@ class Function:
     def with_graph(self) -> Tensor:
         """Return which output elements have a graph, as a flat vector."""
         parts = zip(self.output_sizes, self.outputs, strict=True)
-        return torch.cat([torch.full((n,), o.has_graph, dtype=torch.bool) for n, o in parts])
+        return torch.cat([torch.full((n,), o.has_graph, dtype=torch.bool, device="cpu") for n, o in parts])
 
     def _converted(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

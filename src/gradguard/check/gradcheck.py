@@ -376,7 +376,7 @@ class _Check:
 
     def _cotangent(self, function: Function, base: Tensor) -> Tensor:
         """Return a random one, of elements between 0.5 and 1.5 in size: each output counts."""
-        drawn = torch.rand(function.size, generator=self.generator, dtype=torch.float64).mul_(2).sub_(1)
+        drawn = torch.rand(function.size, generator=self.generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
         drawn.add_(drawn.sign(), alpha=0.5)
         return function.flatten(function.shaped(torch.where(base.isfinite() & function.with_graph(), drawn, 0.0)))
 

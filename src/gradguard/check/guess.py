@@ -65,8 +65,8 @@ def _where(search: Search, one: Finding) -> str:
     if value.is_complex() or value.numel() < 2:
         return ""
     point = differences.point[own.start : own.stop]
-    signs = torch.randint(0, 2, point.shape, generator=search.generator, dtype=torch.float64) * 2 - 1
-    sizes = torch.where(point == 0, torch.ones(()), point.abs()) * signs
+    signs = torch.randint(0, 2, point.shape, generator=search.generator, dtype=torch.float64, device="cpu") * 2 - 1
+    sizes = torch.where(point == 0, torch.ones((), device="cpu"), point.abs()) * signs
 
     def is_wrong(mask: Tensor) -> bool:
         direction = torch.zeros_like(differences.point)
@@ -89,11 +89,11 @@ def _where(search: Search, one: Finding) -> str:
 
 
 def _bad_slices(shape: torch.Size, dim: int, is_wrong: object) -> list[int]:
-    level, bad = [torch.arange(shape[dim])], []
+    level, bad = [torch.arange(shape[dim], device="cpu")], []
     while level:
         following = []
         for half in (half for one in level for half in one.tensor_split(2) if half.numel()):
-            mask = torch.zeros(shape, dtype=torch.bool)
+            mask = torch.zeros(shape, dtype=torch.bool, device="cpu")
             mask.index_fill_(dim, half, True)
             if is_wrong(mask):  # type: ignore[operator]
                 (bad if half.numel() == 1 else following).append(half)

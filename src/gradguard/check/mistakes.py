@@ -48,7 +48,7 @@ def _rearranged(search: Search, one: Finding, shape: torch.Size) -> str:
     own = differences.function.range_of(one.input)
     given, part = differences.gradient, slice(own.start, own.stop)
     direction = torch.zeros_like(differences.point)
-    signs = torch.randint(0, 2, (len(own),), generator=search.generator, dtype=torch.float64) * 2 - 1
+    signs = torch.randint(0, 2, (len(own),), generator=search.generator, dtype=torch.float64, device="cpu") * 2 - 1
     sizes = differences.point[part].abs().clamp(min=differences.mean)
     direction[part] = torch.where(differences.point[part].isfinite(), signs * sizes, 0.0)
     try:

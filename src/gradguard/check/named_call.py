@@ -83,7 +83,9 @@ class NamedCall:
         """
         value = self.values[name]
         if isinstance(value, float | complex):
-            value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.complex128)
+            value = torch.tensor(
+                value, dtype=torch.float64 if isinstance(value, float) else torch.complex128, device="cpu"
+            )
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         if not is_differentiable(value):
             raise InvalidTypeError(

@@ -69,7 +69,7 @@ def _limits(differences: Differences, direction: Tensor, generator: torch.Genera
     size = torch.where(point.isfinite(), torch.maximum(point.abs(), mean_size(point)), 0.0)
     moved = direction != 0
     unit = direction / float((direction[moved].abs() / size[moved]).max())
-    rays = torch.randn((_RAYS, *size.shape), generator=generator, dtype=torch.float64)
+    rays = torch.randn((_RAYS, *size.shape), generator=generator, dtype=torch.float64, device="cpu")
     rays = size * torch.cat([rays, _apart(differences, generator.clone_state())])
     rates = []
     whole = 2 * relative * (unit @ direction) / (direction @ direction)
@@ -94,8 +94,8 @@ def _apart(differences: Differences, generator: torch.Generator) -> Tensor:
     Where eigenvalues are equal, any basis is right, and one drawn at random is never the one that the gradient took.
     """
     function = differences.function
-    rising = torch.linspace(0.5, 1.5, function.size, dtype=torch.float64) * function.with_graph()
-    order = torch.randperm(function.size, generator=generator)
+    rising = torch.linspace(0.5, 1.5, function.size, dtype=torch.float64, device="cpu") * function.with_graph()
+    order = torch.randperm(function.size, generator=generator, device="cpu")
     moves = torch.stack([function.gradient(None, one) for one in (rising, rising.flip(0), rising[order])])
     moves = moves.nan_to_num(0.0, 0.0, 0.0)
     return moves / moves.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)

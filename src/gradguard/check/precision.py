@@ -38,7 +38,7 @@ class Conditioning:
         dtypes = [o.dtype for o in low.outputs] + [one.value.dtype for one in low.inputs]
         coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         self.dtype, self.eps = str(coarsest).removeprefix("torch."), torch.finfo(coarsest).eps
-        drawn = torch.randn(exact.size, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(exact.size, generator=generator, dtype=torch.float64, device="cpu")
         usable = torch.isfinite(exact.values(low.point))
         self.cotangent = low.flatten(low.shaped(torch.where(usable, drawn, 0.0)))
         self.gradient = exact.gradient(low.point, self.cotangent)
@@ -95,7 +95,7 @@ class Conditioning:
 
     def _sway(self, off: Tensor, own: Tensor) -> float:
         """How far rounding moves the size of a gradient, of which ``off`` are the errors, one in each row."""
-        moved = (off @ own / (own @ own)).square().mean().sqrt() if own.any() else torch.tensor(1.0)
+        moved = (off @ own / (own @ own)).square().mean().sqrt() if own.any() else torch.tensor(1.0, device="cpu")
         return self.eps / 2 + _DEVIATIONS * float(moved)
 
     def _spread_of_inputs(self, generator: torch.Generator) -> Tensor:
@@ -109,7 +109,7 @@ class Conditioning:
         return spread + _mean(spread) + self.eps * (size + _mean(size))
 
     def _nudged(self, vector: Tensor, generator: torch.Generator) -> Tensor:
-        signs = torch.randint(0, 2, vector.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        signs = torch.randint(0, 2, vector.shape, generator=generator, dtype=torch.float64, device="cpu") * 2 - 1
         return vector * (1 + self.eps * signs)
 
     def _parts(self, vectors: Tensor) -> tuple[Tensor, ...]:
@@ -137,4 +137,4 @@ def compare_backends(
 
 
 def _mean(values: Tensor) -> Tensor:
-    return values.mean() if values.numel() else torch.zeros((), dtype=values.dtype)
+    return values.mean() if values.numel() else torch.zeros((), dtype=values.dtype, device="cpu")

@@ -177,7 +177,7 @@ def _numerical(call: NamedCall, name: str, delta: float) -> Tensor:
     """Return the numerical gradient, float64 or complex128; the input moves one element at a time."""
     value = call.tensor(name)
     moving = _real(value).reshape(-1)  # a view: writing to it moves the input
-    gradient = torch.zeros(moving.numel(), dtype=torch.float64)
+    gradient = torch.zeros(moving.numel(), dtype=torch.float64, device="cpu")
     try:
         with torch.no_grad():
             _check_point(call, name, value)

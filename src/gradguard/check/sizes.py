@@ -60,6 +60,6 @@ def _resized(value: Any, length: int, other: int, generator: torch.Generator) ->
     for dim in (dim for dim, size in enumerate(value.shape) if size == length):
         result = result.index_select(dim, torch.arange(other, device=value.device) % max(1, length))
     if result.is_floating_point() or result.is_complex():
-        drawn = torch.rand(result.shape, generator=generator, dtype=torch.float64).to(value.device)
+        drawn = torch.rand(result.shape, generator=generator, dtype=torch.float64, device="cpu").to(value.device)
         result = (result * (1 - _SHRUNK * drawn)).to(value.dtype)
     return result.requires_grad_(value.requires_grad)

@@ -658,7 +658,7 @@ def _outcome_here(grads: Gradients, units: Units, norm: Tensor) -> Outcome:
 def _total(vectors: Sequence[Tensor]) -> Tensor:
     """The 2-norm over vectors of norms that may lie on several devices."""
     if not vectors:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     device = meeting_device(vectors)
     total = torch.linalg.vector_norm(torch.stack([move(torch.linalg.vector_norm(n), device) for n in vectors]))
     safe = norm_of_norms(torch.stack([move(norm_of_norms(n), device) for n in vectors]))

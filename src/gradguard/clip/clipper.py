@@ -173,7 +173,7 @@ class NonfiniteCounter:
 
 
 def _counted(counts: Sequence[int | None] | None, number: int) -> NonfiniteCounter:
-    counter = NonfiniteCounter([], torch.tensor(False))
+    counter = NonfiniteCounter([], torch.tensor(False, device="cpu"))
     counter._counts = [None] * number if counts is None else counts
     return counter
 
@@ -505,7 +505,7 @@ def describe(
         norm=norm.to(public_dtype(grads.gradients)),
         coefficient=coefficient,
         clipped=clipped,
-        nonfinite=~torch.isfinite(norm),
+        nonfinite=~(norm < math.inf),
         norms=norms.of_each,
         names=grads.plain_names(),
         threshold=threshold,

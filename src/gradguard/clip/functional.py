@@ -247,7 +247,7 @@ def clip_grad_value_(
     policy = check_policy(nonfinite)
     names, tensors = named_tensors(parameters, "parameters")
     if policy == "propagate":  # what happens to an element depends on no other
-        grads, norm = local_gradients(names, tensors, module_of(parameters)), torch.zeros(())
+        grads, norm = local_gradients(names, tensors, module_of(parameters)), torch.zeros((), device="cpu")
     else:
         grads = gradients_of(names, tensors, module=module_of(parameters))
         grads = to_clip_by(grads, "clip_grad_value_", low, high, policy)

@@ -72,7 +72,8 @@ class LockIn:
         """Move the state to ``device``."""
         place = torch.device(device)
         refuse_capture(place, "the memory of the lock-in alarm")
-        self._steps, self._seen = self._steps.to(place, wide_dtype(place)), self._seen.to(place)
+        with torch.inference_mode(False):  # later steps, in whatever mode, write to this memory
+            self._steps, self._seen = self._steps.to(place, wide_dtype(place)), self._seen.to(place)
         return self
 
     def state_dict(self) -> dict[str, Tensor]:

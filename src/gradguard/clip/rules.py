@@ -1,5 +1,6 @@
 """The fixed rules as objects: by value, by the norm of each tensor, by the norm of all."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ class ClipByGlobalNorm(FixedRule):
         norm = global_norm(grads, scale, self.norm_type)
         coefficient = clip_coefficient(norm.value, limit)
         clipped = coefficient < 1
-        locked_in = self._lock_in.follow(clipped, limit, torch.isfinite(norm.value))
+        locked_in = self._lock_in.follow(clipped, limit, norm.value < math.inf)
         result = describe(grads, norm, coefficient, clipped, order=self.norm_type, threshold=limit, locked_in=locked_in)
         steps = steps_of(coefficient, limit, norm.value)
         if len(steps) == 1:
@@ -232,7 +233,7 @@ def _decide_each(
         clipped,
         order=order,
         threshold=threshold,
-        locked_in=rule._lock_in.follow(clipped, threshold, torch.isfinite(before)),
+        locked_in=rule._lock_in.follow(clipped, threshold, before < math.inf),
     )
 
     def write() -> None:
@@ -302,7 +303,7 @@ class ClipByValue(FixedRule):
         suspect = _may_exceed(grads.norms, *bounds)
         some = [g for g, may in zip(grads.gradients, suspect, strict=True) if may]
         clipped = move(exceeds(some, *bounds), norm.device) if some else norm > norm
-        locked_in = self._lock_in.follow(clipped, high if isinstance(high, Tensor) else abs(high), norm.isfinite())
+        locked_in = self._lock_in.follow(clipped, high if isinstance(high, Tensor) else abs(high), norm < math.inf)
         coefficient = torch.ones_like(norm)
 
         def write() -> None:
@@ -348,7 +349,7 @@ class ClipByValue(FixedRule):
         norms = global_norm(grads, scale)
         norm, clipped = norms.value, (outside > 0).any()
         coefficient = torch.where(clipped, total_of(after) / total_of(before), 1.0)
-        locked_in = self._lock_in.follow(clipped, high if isinstance(high, Tensor) else abs(high), norm.isfinite())
+        locked_in = self._lock_in.follow(clipped, high if isinstance(high, Tensor) else abs(high), norm < math.inf)
         result = describe(grads, norms, coefficient, clipped, threshold=high, locked_in=locked_in)
         return Decision(grads, result, None, lambda: clamp_([grads.gradients[i] for i in suspect], *bounds), after)
 

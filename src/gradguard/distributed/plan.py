@@ -134,7 +134,9 @@ class Plan:
         self._shares = torch.tensor(shares, dtype=torch.float64, device=device)
         self._classes = Classes(weights, whole, device)
         copied = [i for i, is_copied in enumerate(whole) if is_copied]
-        self._copies = Copies(torch.tensor(copied, dtype=torch.int64), [called(self.names, i) for i in copied])
+        self._copies = Copies(
+            torch.tensor(copied, dtype=torch.int64, device="cpu"), [called(self.names, i) for i in copied]
+        )
         if self.reducer.moves:
             self._agree_on(moves)
         self._specs: list[Any] = [None] * len(tensors)  # of the gradients that were last looked at
@@ -227,7 +229,7 @@ class Plan:
             return self._shares, self.balance_of_all
         own = torch.tensor([g is not None for g in gradients], dtype=torch.float64, device="cpu")
         mask = torch.ones(len(self._fillers), dtype=torch.float64, device="cpu")
-        mask[torch.tensor(list(self.places), dtype=torch.int64)] = own
+        mask[torch.tensor(list(self.places), dtype=torch.int64, device="cpu")] = own
         where = self._shares.device
         return self._shares * move(mask, where), move((self._balances * own).sum(), where)
 
@@ -409,7 +411,7 @@ def plan_for_gradients(gradients: Sequence[Tensor | None]) -> tuple[list[Tensor]
     table = torch.tensor([weights, shares], dtype=torch.float64, device=reducer.device)
     balance = balances(placements, union, dist.get_rank()).sum()
     part = NormReduction(reducer, table[0], table[1], balance.to(reducer.device))
-    return [torch.empty(0) if g is None else local_part(added_up(g)) for g in gradients], part
+    return [torch.empty(0, device="cpu") if g is None else local_part(added_up(g)) for g in gradients], part
 
 
 def _union_of_kinds(placements: frozenset[Placement]) -> ReductionGroup | None:

@@ -94,7 +94,7 @@ class Copies:
         """Return those among ``positions``, by their places there."""
         place = {int(position): i for i, position in enumerate(positions)}
         kept = [(place[at], name) for at, name in zip(self.at.tolist(), self.names, strict=True) if at in place]
-        return Copies(torch.tensor([at for at, _ in kept], dtype=torch.int64), [name for _, name in kept])
+        return Copies(torch.tensor([at for at, _ in kept], dtype=torch.int64, device="cpu"), [name for _, name in kept])
 
 
 NO_COPIES = Copies(torch.empty(0, dtype=torch.int64, device="cpu"), ())

@@ -185,7 +185,7 @@ def _roots_of(meshes: Iterable[Any]) -> list[Any]:
 
 def varies_along(grid: Tensor, ranks: Iterable[int]) -> list[bool]:
     """Return along which dimensions of a mesh's table of ranks these ranks have several places."""
-    where = torch.isin(grid, torch.tensor(sorted(ranks))).nonzero()
+    where = torch.isin(grid, torch.tensor(sorted(ranks), device="cpu")).nonzero()
     return [len(set(column.tolist())) > 1 for column in where.unbind(dim=1)]
 
 

@@ -24,7 +24,7 @@ def balances(placements: Sequence[Placement | None], union: ReductionGroup, me: 
         union: Who takes part.
         me: The global rank of this process.
     """
-    found = torch.zeros(len(placements), dtype=torch.float64)
+    found = torch.zeros(len(placements), dtype=torch.float64, device="cpu")
     positions: dict[Placement, list[int]] = {}
     for i, placement in enumerate(placements):
         if placement is not None and not placement.is_whole:
@@ -32,7 +32,7 @@ def balances(placements: Sequence[Placement | None], union: ReductionGroup, me: 
     for placement, members in positions.items():
         part, holder, holders = _own_part(placement, union, me)
         if holders > 1:
-            numbers = torch.tensor(members, dtype=torch.int64)
+            numbers = torch.tensor(members, dtype=torch.int64, device="cpu")
             mine, next_one = (_mixed(numbers, part, j % holders) for j in (holder, holder + 1))
             found[numbers] = (mine - next_one).double()
     return found
@@ -55,7 +55,7 @@ def balances_of_moved(moved: Mapping[int, Sequence[Any]], union: ReductionGroup,
         partial = [p for p in placements if p.is_partial()]
         is_sum = all(getattr(p, "reduce_op", None) == "sum" for p in partial)
         if any(p.is_replicate() for p in placements) or not partial or not is_sum:
-            mine, next_one = (_mixed(torch.tensor(i), 0, j % holders) for j in (holder, holder + 1))
+            mine, next_one = (_mixed(torch.tensor(i, device="cpu"), 0, j % holders) for j in (holder, holder + 1))
             found[i] = float(mine - next_one)
     return found
 
@@ -81,11 +81,13 @@ def _slices(placement: Placement, union: ReductionGroup) -> tuple[int, int] | No
     """Which slice of the root mesh the tensor's mesh is, of how many that this stage has; None if that is no slice."""
     if placement.ranks == union.stage:
         return 0, 1
-    root: Any = root_mesh_of(placement.mesh).mesh if placement.mesh is not None else torch.empty(0)
+    root: Any = root_mesh_of(placement.mesh).mesh if placement.mesh is not None else torch.empty(0, device="cpu")
     if not union.stage <= set(root.flatten().tolist()):
         return None
     fixed = [dim for dim, varies in enumerate(varies_along(root, placement.ranks)) if not varies]
-    own, everybody = (torch.isin(root, torch.tensor(sorted(r))).nonzero() for r in (placement.ranks, union.stage))
+    own, everybody = (
+        torch.isin(root, torch.tensor(sorted(r), device="cpu")).nonzero() for r in (placement.ranks, union.stage)
+    )
     slices = sorted({tuple(where) for where in everybody[:, fixed].tolist()})
     if len(slices) * len(placement.ranks) != len(union.stage):
         return None

@@ -17,7 +17,7 @@ class BindingShare:
     def __init__(self) -> None:
         self.steps = 0
         self._seen = 0  # steps of the guard
-        self._clipped = torch.zeros(WINDOW, dtype=torch.bool)
+        self._clipped = torch.zeros(WINDOW, dtype=torch.bool, device="cpu")
 
     def follow(self, guard: gg.Guard) -> None:
         """Take in the guard's last step, unless that has been done."""

@@ -56,7 +56,7 @@ def _flipped(values: Tensor, shift: int, which: Tensor) -> Tensor:
     kind = _INTEGERS[values.dtype.itemsize]
     bits, low, high = values.reshape(-1).view(kind), torch.iinfo(kind).min, torch.iinfo(kind).max
     size, half = bits & high, 2 << shift
-    infinity = int(torch.tensor(torch.inf, dtype=values.dtype).view(kind))
+    infinity = int(torch.tensor(torch.inf, dtype=values.dtype, device="cpu").view(kind))
     # Both bounds are borders of blocks, so that nothing leaves or enters: no zero becomes NaN, no number infinity.
     inside = (size >= half) & (size < infinity - half)
     new = ((size + half) ^ (which.to(kind) << shift)) - half

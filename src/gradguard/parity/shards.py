@@ -87,7 +87,7 @@ def _placed_shard(placed: Placed, tensor: Tensor) -> LocalShard:
             "whole name, the whole shape, and where this process' part begins."
         )
     blocks = zip(begin, own, shape, strict=True)
-    return cut_along(shape, [None if n == s else torch.arange(b, b + n) for b, n, s in blocks])
+    return cut_along(shape, [None if n == s else torch.arange(b, b + n, device="cpu") for b, n, s in blocks])
 
 
 def _local_parameter(name: str, parameter: Tensor, placed: Placed | None) -> LocalParameter:

@@ -189,7 +189,7 @@ def about(parameter: LocalParameter) -> SavedParameter:
 def _contrast(whole: Whole, rank: int, which: int) -> float:
     """The weight of a rank's copy in a sum that is 0 if all copies are alike: no pattern of copies cancels in it."""
     sharers = whole.sharers(rank)
-    drawn = (hashed(torch.tensor(sharers) + 1000 * which).double() / 2.0**63).tolist()
+    drawn = (hashed(torch.tensor(sharers, device="cpu") + 1000 * which).double() / 2.0**63).tolist()
     mean = sum(drawn) / len(drawn)
     size = math.hypot(*(x - mean for x in drawn))
     return (drawn[sharers.index(rank)] - mean) / size if size else 0.0

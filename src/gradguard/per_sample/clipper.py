@@ -368,7 +368,7 @@ class PerSampleGradientClipper:
             parameter.grad = self._assigned[name] = gradient
         if is_heard():
             self._tell(finite)
-        max_norm = torch.full((len(self._names),), self._bound(), dtype=torch.float64)
+        max_norm = torch.full((len(self._names),), self._bound(), dtype=torch.float64, device="cpu")
         return PreStep(max_norm, size)
 
     def _tell(self, finite: Tensor | None) -> None:

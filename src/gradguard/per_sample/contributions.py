@@ -384,7 +384,7 @@ def squared_norms_in_chunks(contribution: Contribution, chunk: int) -> Tensor:
     """Return the squared norms from ``chunk`` samples' gradients at a time, each dropped before the next."""
     size, chunk = contribution.batch_size, max(1, chunk)
     parts = [row_squares(contribution.rows(i, min(i + chunk, size))) for i in range(0, size, chunk)]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
 def sample_norms(contributions: Mapping[str, Contribution]) -> dict[str, Tensor]:

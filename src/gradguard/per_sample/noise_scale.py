@@ -210,7 +210,7 @@ class NoiseScaleMeter:
         self._step, self._moments, self.latest = int(state_dict["step"]), None, None
         if moments is not None and self._every > 0:
             self._moments = moments = moments.clone()
-            nonfinite = torch.tensor(float(state_dict["nonfinite"]), dtype=torch.float64)
+            nonfinite = torch.tensor(float(state_dict["nonfinite"]), dtype=torch.float64, device="cpu")
             self.latest = NoiseScale(self._names, moments, int(state_dict["batch_size"]), nonfinite)
 
     def drop(self) -> None:

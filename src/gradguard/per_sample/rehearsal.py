@@ -406,7 +406,7 @@ class _Pair:
                 grads.append(None)
                 continue
             dtype = torch.complex128 if output.is_complex() else torch.float64
-            grads.append(torch.randn(output.shape, generator=generator, dtype=dtype).to(output))
+            grads.append(torch.randn(output.shape, generator=generator, dtype=dtype, device="cpu").to(output))
         return grads
 
     def _run_together(
@@ -431,7 +431,7 @@ class _Pair:
         args, kwargs = self._call.samples(tracker.batch_first, [self._samples[i] for i in order])
         loop = tracker.looped_call(replace(self._call, batch_size=len(order)))
         loop.taken = {place: self._alone[i] for place, i in enumerate(order)}
-        loop.shares = torch.ones(len(order))  # of tokens: they are found by the comparison
+        loop.shares = torch.ones(len(order), device="cpu")  # of tokens: they are found by the comparison
         self._reset()
         loop.before = Snapshot(module)
         with tracker.collect_separately(self._pattern) as collector:
@@ -558,5 +558,5 @@ def _in_float64(module: nn.Module, opened: bool) -> dict[Slot, Tensor] | None:
 def _float64(tensor: Tensor, opens: torch.Generator | None) -> Tensor:
     copied = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
     if opens is not None and bool((copied == copied.flatten()[:1]).all()):
-        copied += 0.25 * torch.rand(copied.shape, generator=opens, dtype=torch.float64).to(copied.device)
+        copied += 0.25 * torch.rand(copied.shape, generator=opens, dtype=torch.float64, device="cpu").to(copied.device)
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied

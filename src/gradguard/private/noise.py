@@ -198,7 +198,7 @@ def _mersenne_words(seed: int) -> list[int]:
 
 def secure_normal(count: int) -> Tensor:
     """Return ``count`` standard normal numbers in float64, each half the sum of four, all from `os.urandom`."""
-    result = torch.empty(count, dtype=torch.float64)
+    result = torch.empty(count, dtype=torch.float64, device="cpu")
     for block in result.split(_BLOCK) if count else ():
         bits = torch.frombuffer(bytearray(os.urandom(32 * len(block))), dtype=torch.int64).view(4, -1)
         # 52 bits and a half: 0 and 1 are left out, and the middle of each cell is a number of 53 bits, so exact.

@@ -84,7 +84,12 @@ class PoissonBatches(Sampler[list[int]]):
         """Return the indices of all processes' samples in batch number ``step``, in ascending order."""
         generator = keyed_generator(hashlib.sha256(self._key + step.to_bytes(8, "little")).digest())
         # float64: the 24 bits of a float32 would change a small rate by as much as a thousandth.
-        return torch.rand(self.size, dtype=torch.float64, generator=generator).lt(self.sample_rate).nonzero().flatten()
+        return (
+            torch.rand(self.size, dtype=torch.float64, generator=generator, device="cpu")
+            .lt(self.sample_rate)
+            .nonzero()
+            .flatten()
+        )
 
     def remaining(self) -> Iterator[tuple[list[int], int]]:
         """Yield this process's part of each batch that is left in the epoch, and the largest part of any process."""

@@ -266,7 +266,8 @@ class SpikeDetector(Detector):
         recent, few = past[:, -self.recent :], stored.clamp(max=self.recent)
         middle = median_of_stored(recent, few)
         spread = median_of_stored((recent - middle[:, None]).abs(), few)
-        jumps = x.diff(dim=1).abs()
+        # Between empty places a jump is NaN, which a sort on CUDA puts in front where there are more than 32 numbers.
+        jumps = x.diff(dim=1).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         jumps[:, -1] = torch.inf  # to the new value
         jumps = torch.where(stored > 1, median_of_stored(jumps, stored - 1), 0.0)
         heavy = (weights > 0).sum(1)

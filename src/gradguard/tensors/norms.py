@@ -107,8 +107,8 @@ def norm_of_norms(norms: Tensor, p: float = 2.0) -> Tensor:
     """Return the p-norm of all elements from the p-norm of each tensor: 0-dim, no overflow, no underflow."""
     if not len(norms):
         return norms.sum()
-    largest = norms.max()
-    divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+    # Each operation is a launch on an accelerator.
+    divisor = norms.max().nan_to_num(nan=1.0, posinf=1.0).clamp(min=torch.finfo(norms.dtype).tiny)
     return divisor * torch.linalg.vector_norm(norms / divisor, p)
 
 

@@ -1,7 +1,7 @@
 r"""Coefficients, and the two in-place writes: multiply and clamp."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import compress
 
 import torch
@@ -19,10 +19,16 @@ from gradguard.tensors.layout import (
     split_long,
     writable_values,
 )
-from gradguard.torch_private import foreach_clamp_, foreach_mul_, foreach_norm
+from gradguard.torch_private import foreach_clamp_, foreach_copy_, foreach_mul_, foreach_norm
 
 EPSILON = 1e-6
 """Added to the norm before dividing, as PyTorch does."""
+
+SMALL = 1 << 20
+"""16-bit tensors of an accelerator up to this length are scaled together: to read one takes less than a launch."""
+
+TOGETHER = 1 << 24
+"""How many elements of small tensors are copied at a time for that."""
 
 LEAST = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
 """Smaller positive numbers have fewer digits."""
@@ -100,15 +106,44 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
             for tensor in alike:
                 tensor.copy_(tensor.double().mul_(coefficient))
         elif dtype in HALVES and not are_readable(*alike):
-            # Accelerators round a 0-dim factor to the tensor's dtype first; one of shape [1] makes them promote.
-            for tensor in alike:
-                (tensor if tensor.dim() else tensor[None]).mul_(factor.view(1))
+            _scale_halves_(alike, factor)
         else:  # and the CPU rounds a Python number to float16, but not a 0-dim tensor
             together, alone = _for_kernels(alike)
             if together:
                 foreach_mul_(split_long(together), factor)
             for tensor in alone:
                 tensor.mul_(factor)
+
+
+def _scale_halves_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply 16-bit tensors of an accelerator by a float32 factor; small ones in one launch for many of them.
+
+    Multi-tensor kernels round the factor to 16 bits first. So does any product by a 0-dim tensor; one of shape [1] is
+    promoted.
+    """
+    factor, together = factor.view(1), []
+    for tensor in tensors:
+        if torch.compiler.is_compiling() or tensor.numel() > SMALL or not tensor.is_contiguous() or tensor.is_neg():
+            (tensor if tensor.dim() else tensor[None]).mul_(factor)
+        else:
+            together.append(tensor.view(-1))
+    for part in _up_to(together, TOGETHER):
+        product = torch.cat(part).mul_(factor)
+        foreach_copy_(part, product.split([one.numel() for one in part]))
+
+
+def _up_to(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Cut a list into parts of at most ``most`` elements together; none is longer than that."""
+    part: list[Tensor] = []
+    count = 0
+    for tensor in tensors:
+        if count + tensor.numel() > most:
+            yield part
+            part, count = [], 0
+        part.append(tensor)
+        count += tensor.numel()
+    if part:
+        yield part
 
 
 @torch.no_grad()

@@ -65,7 +65,7 @@ class _Followed:
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = weakref.ref(parameter)
         self._gradient: weakref.ref | None = None
-        self._version, self._sample = -1, torch.empty(0)
+        self._version, self._sample = -1, torch.empty(0, device="cpu")
         self.kept: Any = None  # nothing is known before a backward
         self.was_added_to = False
         self.remember()

@@ -570,7 +570,7 @@ def _is_tensor(number: Any) -> bool:
     if not isinstance(number, Tensor):
         return False
     least = torch.float16 if number.is_floating_point() else torch.int8
-    return bool(torch.result_type(torch.zeros((), dtype=least), number) != least)
+    return bool(torch.result_type(torch.zeros((), dtype=least, device="cpu"), number) != least)
 
 
 def _multiplier(name: str, node: Node, which: int) -> tuple[Constant | None, float]:

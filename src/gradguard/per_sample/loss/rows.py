@@ -189,7 +189,7 @@ class Rows:
                 if len(self.shape) == 1 or samples.numel() > self._outputs.batch_size:  # a list of rows, not [B, T]
                     self._refuse_others(samples)
                 return Owner(self.name, samples, True)
-        if not candidates and all(one is None for one in self._apart(torch.zeros(()))):
+        if not candidates and all(one is None for one in self._apart(torch.zeros((), device="cpu"))):
             return None
         if len(self._values) == 1 and not self._passes(_CHOOSING):
             try:

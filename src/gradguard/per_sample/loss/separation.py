@@ -183,7 +183,7 @@ class Outputs:
             for g, axis in zip(once, self._axes, strict=True)
             if g is not None
         ]
-        found = torch.stack(reached).any(0).nonzero() if reached else torch.empty(0)
+        found = torch.stack(reached).any(0).nonzero() if reached else torch.empty(0, device="cpu")
         return int(found) if len(found) == 1 else None
 
     def _pull(self, node: Node, number: int, cotangent: Tensor, create_graph: bool = False) -> Sequence[Tensor | None]:
@@ -260,7 +260,7 @@ def _normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
     # So small that a hook that clips gradients, as error clip's, leaves them alone, and that what `retain_grad` adds up
     # does not show it; float16 would not hold them.
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+    values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu")
     return (values * {torch.float16: 1.0, torch.float64: 2.0**-200}.get(dtype, 2.0**-50)).to(device, dtype)
 
 
