@@ -140,6 +140,13 @@ def test_a_set_gradient_clip_val_is_refused():
     assert callback.guards == {}  # before anything was made
 
 
+@pytest.mark.parametrize(("algorithm", "rule"), [("norm", "ClipByGlobalNorm"), ("value", "ClipByValue")])
+def test_the_clip_of_lightning_is_named_as_a_rule(algorithm, rule):
+    callback = GradGuardCallback(gg.ClipByGlobalNorm(0.5))
+    with pytest.raises(InvalidValueError, match=rf"GradGuardCallback\(gg\.{rule}\(2\.0\)\) as the only clip"):
+        fit(Automatic(), callback, gradient_clip_val=2.0, gradient_clip_algorithm=algorithm)
+
+
 def test_a_gradient_clip_val_of_zero_is_lightnings_word_for_none():
     module = Automatic()
     fit(module, GradGuardCallback(gg.ClipByGlobalNorm(0.5)), gradient_clip_val=0)

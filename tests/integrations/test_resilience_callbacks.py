@@ -1,6 +1,10 @@
 """SpikeRecovery in the trainers: each does on the same samples what a loop by hand does."""
 
+import contextlib
+import copy
+import importlib
 import logging
+import pickle
 
 import pytest
 import torch
@@ -63,25 +67,100 @@ def expected():
     return weight
 
 
-def test_transformers(expected, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    from gradguard.integrations.transformers import ResilienceCallback
+class TestTransformers:
+    @pytest.fixture(autouse=True)
+    def transformers(self, tmp_path):
+        self.folder = str(tmp_path)
+        return pytest.importorskip("transformers")
 
-    class InOrder(transformers.Trainer):
-        def _get_train_sampler(self, *args, **kwargs):
-            return torch.utils.data.SequentialSampler(self.train_dataset)
+    def callback(self):
+        from gradguard.integrations.transformers import ResilienceCallback
 
-    model = Net()
-    callback = ResilienceCallback(gg.ClipByGlobalNorm(1.0), options())
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", max_steps=STEPS,
-        per_device_train_batch_size=1, logging_strategy="no",
-    )  # fmt: skip
-    data = [{"x": torch.tensor([size])} for size in SIZES]
-    trainer = InOrder(model, arguments, train_dataset=data, callbacks=[callback], optimizers=optimizer_of(model))
-    trainer.train()
-    assert told(callback.resilience) == EXPECTED
-    assert model.layer.weight.item() == expected
+        return ResilienceCallback(gg.ClipByGlobalNorm(1.0), options())
+
+    def trainer(self, transformers, callback, sizes=SIZES, model=None, scaler=None, **arguments):
+        class InOrder(transformers.Trainer):
+            def _get_train_sampler(self, *args, **kwargs):
+                return torch.utils.data.SequentialSampler(self.train_dataset)
+
+            def create_accelerator_and_postprocess(self):
+                super().create_accelerator_and_postprocess()
+                self.accelerator.scaler = scaler
+
+        model = Net() if model is None else model
+        data = [{"x": torch.tensor([size])} for size in sizes]
+        arguments = transformers.TrainingArguments(
+            self.folder, use_cpu=True, report_to=[], disable_tqdm=True, per_device_train_batch_size=1,
+            logging_strategy="no", num_train_epochs=1, **{"save_strategy": "no", **arguments},
+        )  # fmt: skip
+        return InOrder(model, arguments, train_dataset=data, callbacks=[callback], optimizers=optimizer_of(model))
+
+    @pytest.mark.parametrize("scale", [None, 1024.0])
+    def test_a_burst(self, transformers, expected, scale):
+        scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=7)
+        trainer = self.trainer(transformers, callback := self.callback(), scaler=scaler)
+        trainer.train()
+        assert told(callback.resilience) == EXPECTED
+        assert trainer.model.layer.weight.item() == expected
+
+    def test_a_roll_back_brings_the_scale_back(self, transformers):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1)  # which doubles at each step
+        trainer = self.trainer(transformers, callback := self.callback(), scaler=scaler)
+        trainer.train()
+        assert told(callback.resilience) == EXPECTED
+        assert scaler.get_scale() == 2.0 ** (STEPS - 10)  # at the end of step 32 it was again as at the end of step 22
+
+    @pytest.mark.parametrize("saved", [15, 25])
+    def test_a_run_that_is_resumed(self, transformers, expected, saved):
+        """Resumed before the burst it ends as an uninterrupted one; within it there is no snapshot to go back to."""
+        self.trainer(
+            transformers, before := self.callback(), save_strategy="steps", save_steps=saved, max_steps=saved
+        ).train()
+        trainer = self.trainer(transformers, callback := self.callback())
+        trainer.train(resume_from_checkpoint=f"{self.folder}/checkpoint-{saved}")
+        assert (callback.guard.steps, callback.resilience.steps) == (STEPS, STEPS)
+        if saved < 20:
+            assert trainer.model.layer.weight.item() == expected
+            assert told(callback.resilience) == EXPECTED
+        else:
+            assert told(callback.resilience) == [*told(before.resilience), ("burst", "went on", 21)]
+
+    def test_a_second_training_goes_on_with_the_same_optimizer_and_begins_anew_with_another(self, transformers):
+        trainer = self.trainer(transformers, callback := self.callback(), [1.0] * 20)
+        trainer.train()
+        trainer.train()
+        assert (callback.guard.steps, callback.resilience.steps) == (40, 40)
+        self.trainer(transformers, callback, [100.0] * 20).train()
+        assert (told(callback.resilience), callback.resilience.steps) == ([], 20)
+
+    @pytest.mark.parametrize("counted", [False, True])
+    def test_a_step_of_fewer_micro_batches_is_no_spike(self, transformers, counted):
+        """The Trainer divides losses by the number of micro-batches, or of items; the last step of an epoch has one."""
+
+        class Counting(Net):
+            accepts_loss_kwargs = True
+
+            def forward(self, x, num_items_in_batch=None):
+                losses = x * (1 + 0.1 * self.layer.weight.square())
+                return {"loss": losses.sum() / num_items_in_batch}
+
+        trainer = self.trainer(
+            transformers, callback := self.callback(), [1.0] * 41, Counting() if counted else Net(),
+            gradient_accumulation_steps=8, max_steps=30,
+        )  # fmt: skip
+        trainer._get_num_items_in_batch = lambda batches, device: torch.tensor(len(batches)) if counted else None
+        trainer.train()
+        assert (told(callback.resilience), callback.resilience.steps) == ([], 30)
+
+
+@pytest.mark.parametrize("name", ["every", "guard_options"])
+@pytest.mark.parametrize("trainer", ["transformers", "lightning"])
+@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning")
+def test_options_that_spike_recovery_does_not_take_are_refused_at_once(trainer, name):
+    pytest.importorskip(trainer)
+    callback = importlib.import_module(f"gradguard.integrations.{trainer}").ResilienceCallback
+    with pytest.raises(InvalidValueError, match=rf"options has '{name}': expected names of .*snapshot_every"):
+        callback(gg.ClipByGlobalNorm(1.0), {name: {}, "snapshot_every": 10})
 
 
 def test_accelerate(expected, tmp_path):
@@ -141,13 +220,14 @@ class TestLightning:
 
         return Module()
 
-    def fit(self, pl, module, callback):
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.tensor(SIZES)[:, None]))
+    def fit(self, pl, module, callback, sizes=SIZES, checkpoint=None, **arguments):
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.tensor(sizes)[:, None]))
         trainer = pl.Trainer(
-            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[callback],
+            max_epochs=2 if checkpoint else 1, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[callback], **arguments,
         )  # fmt: skip
-        trainer.fit(module, loader)
+        trainer.fit(module, loader, ckpt_path=checkpoint, weights_only=True)
+        return trainer
 
     def test_a_burst(self, lightning, expected):
         from gradguard.integrations.lightning import ResilienceCallback
@@ -156,6 +236,49 @@ class TestLightning:
         self.fit(lightning, module, callback)
         assert told(callback.resilience) == EXPECTED
         assert module.net.layer.weight.item() == expected
+
+    @pytest.mark.parametrize("scale", [1024.0, 2.0**127])
+    def test_a_burst_under_a_scaler(self, lightning, expected, scale):
+        """The second scale overflows on the first of each larger gradients; these steps count as well."""
+        from lightning.pytorch.plugins import MixedPrecision
+
+        from gradguard.integrations.lightning import ResilienceCallback
+
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
+        plugin.forward_context = contextlib.nullcontext  # float32, so that weights are those without a scaler
+        callback, module = ResilienceCallback(gg.ClipByGlobalNorm(1.0), options()), self.module(lightning)
+        self.fit(lightning, module, callback, plugins=[plugin])
+        assert (callback.guards[0].steps, callback.resilience.steps) == (STEPS, STEPS)
+        if scale == 1024.0:
+            assert told(callback.resilience) == EXPECTED
+            assert module.net.layer.weight.item() == expected
+        else:
+            assert [one[1] for one in told(callback.resilience)][-2:] == ["adopted", "rolled back"]
+
+    def test_a_run_that_is_resumed(self, lightning, tmp_path):
+        from gradguard.integrations.lightning import ResilienceCallback
+
+        first = ResilienceCallback(gg.ClipByGlobalNorm(1.0), options())
+        checkpoint = str(tmp_path / "last.ckpt")
+        self.fit(lightning, self.module(lightning), first, SIZES[:30]).save_checkpoint(checkpoint)
+        callback = ResilienceCallback(gg.ClipByGlobalNorm(1.0), options())
+        self.fit(lightning, self.module(lightning), callback, SIZES, checkpoint)
+        assert (callback.guards[0].steps, callback.resilience.steps) == (30 + STEPS, 30 + STEPS)
+        assert told(callback.resilience)[:6] == told(first.resilience) == EXPECTED[:-1]
+        assert told(callback.resilience)[-1] == ("burst", "rolled back", 30 + 21)
+
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))])
+    def test_a_copy_goes_on_without_the_module(self, lightning, duplicate):
+        """The module is of a class that no pickle can name."""
+        from gradguard.integrations.lightning import ResilienceCallback
+
+        callback = ResilienceCallback(gg.ClipByGlobalNorm(1.0), options())
+        self.fit(lightning, self.module(lightning), callback)
+        twin = duplicate(callback)
+        assert twin.resilience is None
+        assert "log" not in vars(twin)
+        self.fit(lightning, self.module(lightning), twin, [1.0] * 5)
+        assert (twin.resilience.steps, told(twin.resilience)) == (STEPS + 5, EXPECTED)
 
     def test_several_optimizers_are_refused(self, lightning):
         from gradguard.integrations.lightning import ResilienceCallback

@@ -234,7 +234,8 @@ def test_burst_upon_burst_ends_with_the_story():
 
 
 def test_gradients_that_stay_nan_are_answered_by_going_back():
-    model, optimizer, resilience = network()
+    bad = BadSamples()
+    model, optimizer, resilience = network(bad_samples=bad)
     train(model, optimizer, resilience, USUAL)
     with torch.no_grad():
         model.weight.fill_(torch.nan)
@@ -242,6 +243,7 @@ def test_gradients_that_stay_nan_are_answered_by_going_back():
     assert told(resilience) == [("nonfinite", "rolled back", 21)]
     assert resilience.events[0].to_step == 11
     assert model.weight.isfinite().all()
+    assert {one.reason for one in bad} == {"nonfinite"}  # no loss and no norm has a score
 
 
 def test_the_samples_of_what_was_left_out_are_named():
@@ -317,6 +319,24 @@ def test_a_run_that_is_resumed_goes_on_counting():
         again.load_state_dict({"a": 1})
 
 
+def test_a_state_whose_events_are_none_changes_nothing():
+    model, optimizer, resilience = network()
+    train(model, optimizer, resilience, USUAL)
+    other = network()[2]
+    with pytest.raises(KeyError, match="ids"):
+        other.load_state_dict({**resilience.state_dict(), "events": [{}]})
+    assert (other.steps, other.guard.steps, other.events) == (0, 0, [])
+
+
+def test_batches_that_count_other_steps_are_refused():
+    model, optimizer, resilience = network()
+    train(model, optimizer, resilience, USUAL)
+    resilience.batches.load_state_dict({"step": 500})
+    with pytest.raises(InvalidValueError, match=r"batches is at step 500 and resilience has taken 20 steps, so events"):
+        train(model, optimizer, resilience, USUAL)
+    assert resilience.steps == 20
+
+
 def test_what_is_detached_does_nothing_more():
     model, optimizer, resilience = network()
     train(model, optimizer, resilience, USUAL)
@@ -345,6 +365,15 @@ def test_arguments_that_cannot_be_meant(options, kind, words):
     model = nn.Linear(1, 1)
     with pytest.raises(kind, match=words):
         SpikeRecovery(model, torch.optim.SGD(model.parameters()), **options)
+
+
+def test_optimizers_that_no_guard_can_follow_are_refused_in_words():
+    """Such as an optimizer of Keras, which has no ``param_groups``."""
+    model = nn.Linear(1, 1)
+    with pytest.raises(InvalidTypeError, match=r"optimizer is object, whose step\(\) runs no hooks: expected a torch"):
+        SpikeRecovery(model, object())
+    with pytest.raises(InvalidTypeError, match=r"clipper is the class ClipByMedian: expected a clipper"):
+        SpikeRecovery(model, torch.optim.SGD(model.parameters()), gg.ClipByMedian)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):

@@ -187,6 +187,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
 
 
 Pair = namedtuple("Pair", "first second")
+TEXTS = numpy.array(["ab"])
 
 
 def remembered():
@@ -199,7 +200,7 @@ def remembered():
         "containers": [(1, (2,)), {1, 2}, frozenset({3}), deque([1, 2], 3), deque([1]), torch.Size([2, 3])],
         "mappings": [{1: "a", "b": 2, (1, "c"): 3, None: 4, 2.5: 5}, Counter("aab"), defaultdict(list, a=[1]), ordered],
         "of torch": [torch.bfloat16, torch.device("cpu"), torch.channels_last, torch.strided, torch.arange(3)],
-        "arrays": [numpy.arange(6).reshape(2, 3), numpy.float32(2.5), numpy.array(["ab"]), numpy.array(3.0)],
+        "arrays": [numpy.arange(6).reshape(2, 3), numpy.float32(2.5), numpy.str_(""), numpy.array(3.0), TEXTS],
         "a named tuple": Pair(1, torch.ones(2)),
     }
 

@@ -561,7 +561,7 @@ class Guard:
         return loss
 
     def is_evaluation(self, loss: Tensor | float) -> bool:
-        """Tell whether ``loss``, told now, is that of an evaluation, and of no step: see `loss`."""
+        """Tell whether ``loss``, passed now, is that of an evaluation, and of no step: see `record_loss`."""
         if torch.is_grad_enabled() or (isinstance(loss, Tensor) and loss.requires_grad):
             return False
         return self._model is None or not self._model.training

@@ -165,8 +165,8 @@ def resilience(
 
     It finds the optimizer inside Accelerate's and the accelerator's GradScaler, is saved and loaded with
     ``accelerator.save_state`` and ``load_state`` (snapshots stay in memory), and refuses
-    ``accelerator.clip_grad_norm_`` beside it. The loop calls ``loss`` before each backward, with the loss as it is
-    before Accelerate divides it, and ``step`` after each ``optimizer.step()``.
+    ``accelerator.clip_grad_norm_`` beside it. The loop calls ``record_loss`` before each backward, with the loss
+    as it is before Accelerate divides it, and ``step`` after each ``optimizer.step()``.
 
     Args:
         accelerator: The accelerator.

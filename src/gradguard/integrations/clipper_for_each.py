@@ -1,4 +1,4 @@
-"""What may be passed as the clipper of several optimizers, and which of them is whose."""
+"""The clippers that a trainer with several optimizers takes, and which optimizer gets which."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ def checked(clipper: Clippers) -> Any:
         clipper: What was passed.
 
     Returns:
-        The same; of a list a dictionary by position.
+        ``clipper``; for a list or tuple a dictionary by position.
 
     Raises:
         InvalidTypeError: If it is none of `Clippers`.
@@ -46,7 +46,7 @@ def one_for_each(clipper: Any, optimizers: Sequence[Optimizer]) -> list[gg.rules
     """Return the clipper of each optimizer, None for one that is left alone.
 
     Args:
-        clipper: What `checked` has returned.
+        clipper: As `checked` has returned it.
         optimizers: The optimizers, by position.
 
     Returns:

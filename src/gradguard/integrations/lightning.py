@@ -252,8 +252,9 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
     """A `GradGuardCallback` with `gradguard.SpikeRecovery`: spikes are skipped, bursts undone.
 
     It hears the loss of each backward, and acts at the end of each batch; schedulers keep their place when weights go
-    back, and so does the data. The checkpoint holds clipper and detector; snapshots stay in memory. Under 16-mixed the
-    loss comes scaled, so that the gradient norms alone are judged. Modules with several optimizers are refused.
+    back, and so does the data. The checkpoint holds the clipper, the detector, the number of steps and the events;
+    snapshots stay in memory. Under 16-mixed Lightning passes the scaled loss, so that only the gradient norms are
+    judged. Modules with several optimizers are refused.
 
     Args:
         clipper: The rule; None for ``gg.ClipByMedian()``.
@@ -268,6 +269,7 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
 
     Raises:
         InvalidTypeError: If ``clipper`` is none.
+        InvalidValueError: If ``options`` has a name that `gradguard.SpikeRecovery` does not take.
 
     Example:
         >>> import gradguard as gg
@@ -288,7 +290,7 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
     ) -> None:
         clipper = gg.ClipByMedian() if clipper is None else clipper
         super().__init__(clipper, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips, log=log)
-        self._resilience_options = dict(options or {})
+        self._set_options(options)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Take the loss of a micro-batch."""
@@ -305,6 +307,25 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
         super().on_train_batch_end(trainer, pl_module)
         if self.resilience is not None:
             self.resilience.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the guard, and the counts and events of the recovery, for the checkpoint."""
+        state = super().state_dict()
+        if self.resilience is None:
+            return state
+        own = self.resilience.state_dict()
+        del own["guard"]  # which is among "guards"
+        return {**state, "resilience": own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned, before or after there are optimizers.
+
+        Raises:
+            InvalidValueError: If it is the state of other optimizers.
+        """
+        super().load_state_dict(state_dict)
+        if self.resilience is not None:
+            self.resilience.load_state_dict({**state_dict["resilience"], "guard": state_dict["guards"][0]})
 
     def _guard(self, trainer: Trainer, model: Any, optimizer: Optimizer, clipper: gg.rules.Clipper) -> gg.Guard:
         if len(trainer.optimizers) > 1:

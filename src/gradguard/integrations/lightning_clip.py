@@ -18,6 +18,10 @@ class TrainersClip(OnlyClip, Callback):
     and how the module and the optimizers are given back (``_detach``).
     """
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with, without the module's methods that Lightning has set on the callback."""
+        return {name: value for name, value in super().__getstate__().items() if name not in ("log", "log_dict")}
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before anything is trained, what cannot be right."""
         if stage == "fit":
@@ -36,9 +40,10 @@ class TrainersClip(OnlyClip, Callback):
 
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
         del module
-        if trainer.gradient_clip_val:
+        value = trainer.gradient_clip_val
+        if value:
+            rule = "ClipByValue" if trainer.gradient_clip_algorithm == "value" else "ClipByGlobalNorm"
             raise InvalidValueError(
-                f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) clips too, beside the {type(self).__name__}: "
-                "expected one clip. Take gradient_clip_val away; GradGuardCallback(gg.ClipByGlobalNorm("
-                f"{trainer.gradient_clip_val})) does what it did."
+                f"Trainer(gradient_clip_val={value}) clips too, beside the {type(self).__name__}: expected one clip. "
+                f"Take gradient_clip_val away; GradGuardCallback(gg.{rule}({value})) as the only clip does what it did."
             )

@@ -1,7 +1,8 @@
 """One clip and not two: a guard beside which the trainer's own clip is refused."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -68,7 +69,7 @@ class OnlyRecovery(gg.SpikeRecovery):
 
 
 class ResilienceClips(OnlyClip):
-    """What the callbacks with `gradguard.SpikeRecovery` of all trainers have.
+    """A trainer's callback that clips through a `gradguard.SpikeRecovery`; each trainer's own callback is a subclass.
 
     Attributes:
         resilience: The `gradguard.SpikeRecovery` of the current or the last training; None before the first.
@@ -81,11 +82,41 @@ class ResilienceClips(OnlyClip):
         return {**super()._not_begun(), "resilience": None}
 
     def _resilient(self, model: Any, optimizer: Optimizer, clipper: Any, found: Iterable[Any], guard: Any) -> gg.Guard:
-        """Begin, with what the trainer has ``found`` to go back besides, and the options of the ``guard``."""
+        """Make the `gradguard.SpikeRecovery`.
+
+        Args:
+            model: As for `gradguard.SpikeRecovery`, like ``optimizer`` and ``clipper``.
+            optimizer: The optimizer.
+            clipper: The rule.
+            found: What the trainer has that goes back too; None is passed over.
+            guard: The options of the guard.
+
+        Returns:
+            The guard that it has made.
+        """
         options = dict(self._resilience_options)
         extra = [one for one in (*found, *options.pop("extra_state", ())) if one is not None]
         self.resilience = OnlyRecovery(model, optimizer, clipper, extra_state=extra, guard_options=guard, **options)
         return self.resilience.guard
+
+    def _set_options(self, options: Mapping[str, Any] | None) -> None:
+        """Keep the options of the `gradguard.SpikeRecovery`.
+
+        Raises:
+            InvalidValueError: If it takes none of such a name, or the callback gives it another way.
+        """
+        self._resilience_options = dict(options or {})
+        known = inspect.signature(gg.SpikeRecovery).parameters.keys() - {
+            "model",
+            "optimizer",
+            "clipper",
+            "guard_options",
+        }
+        if unknown := sorted(self._resilience_options.keys() - known):
+            raise InvalidValueError(
+                f"options has {', '.join(map(repr, unknown))}: expected names of gradguard.SpikeRecovery's arguments, "
+                f"{', '.join(sorted(known))}. The clipper and what a Guard takes are arguments of the callback."
+            )
 
     def _end_resilience(self) -> None:
         if self.resilience is not None:

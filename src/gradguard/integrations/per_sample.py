@@ -11,7 +11,7 @@ from gradguard.integrations.one_clip import OnlyClip
 
 
 class PerSampleClips(OnlyClip):
-    """What the callbacks for samples of all trainers have.
+    """A trainer's callback that clips per sample; each trainer's own callback is a subclass.
 
     Attributes:
         norm_clipper: The rule.
@@ -27,7 +27,7 @@ class PerSampleClips(OnlyClip):
 
     @property
     def _clips(self) -> gg.PerSampleGradientClipper | gg.private.PrivateTraining:
-        """Who clips after each backward, and fills in the gradients before each step."""
+        """The object that clips after each backward and fills in the gradients before each step."""
         assert self.clipper is not None
         return self.clipper
 

@@ -147,7 +147,7 @@ class PrivateRun:
 
 
 class PrivateClips(PerSampleClips):
-    """What the private callbacks of all trainers have."""
+    """A trainer's callback for private training; each trainer's own callback is a subclass."""
 
     _run: PrivateRun
     _private: dict[str, Any]  # options of `gradguard.private.make_private`

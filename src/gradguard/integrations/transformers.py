@@ -18,6 +18,7 @@ from gradguard.integrations.transformers_per_sample import PerSampleCallback
 from gradguard.integrations.transformers_private import PrivateCallback
 from gradguard.integrations.versions import require
 from gradguard.policies import GuardPolicy, check_guard_options
+from gradguard.spikes.base import Detector
 
 require("transformers", "5.23", "6", "transformers")
 
@@ -123,10 +124,9 @@ class GradGuardCallback(TrainersClip):
     _window: "_Window"
     _steps: int  # of the guard, when the Trainer's last step was counted
     _acting: bool
-    _scheduler: Any
 
     def _not_begun(self) -> dict[str, Any]:
-        fresh = {"guard": None, "_window": _Window(), "_steps": 0, "_acting": False, "_scheduler": None}
+        fresh = {"guard": None, "_window": _Window(), "_steps": 0, "_acting": False}
         return {**super()._not_begun(), **fresh}
 
     # -- events of the Trainer --------------------------------------------------------------------------------------
@@ -186,24 +186,31 @@ class GradGuardCallback(TrainersClip):
     def _begin(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None, **others: Any
     ) -> None:
+        scaler = getattr(optimizer, "scaler", None)
         before, optimizer = self.guard, inner_optimizer(optimizer)
         self._release()
         state = None
         if before is not None and before.optimizer is optimizer:
-            state = before.state_dict()
+            state = self._state()
         if self._folder is not None:
             state = self._loaded
             if state is None:
                 self._warn_that_it_begins_anew(self._folder)
         if state is None and self._begun:
-            self.clipper.load_state_dict(copy.deepcopy(self._at_first))
-        self._scheduler, self._folder, self._loaded = lr_scheduler, None, None
-        self.guard = self._guard(model, optimizer)
+            self._forget()
+        self._folder, self._loaded = None, None
+        self.guard = self._guard(model, optimizer, [lr_scheduler, scaler])
         if state is not None:
-            self.guard.load_state_dict(state)
+            self._load(state)
         self._steps, self._begun, self._acting = self.guard.steps, True, True
 
-    def _guard(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> gg.Guard:
+    def _forget(self) -> None:
+        """Let the rule be as it was when the callback was made."""
+        self.clipper.load_state_dict(copy.deepcopy(self._at_first))
+
+    def _guard(self, model: nn.Module, optimizer: torch.optim.Optimizer, stateful: list[Any]) -> gg.Guard:
+        """Attach a guard; ``stateful`` are the Trainer's scheduler and its GradScaler, each None if there is none."""
+        del stateful
         return gg.Guard(optimizer, self.clipper, model=model, **self._options)
 
     def _release(self) -> None:
@@ -247,6 +254,10 @@ class GradGuardCallback(TrainersClip):
     def _state(self) -> dict[str, Any] | None:
         return None if self.guard is None else self.guard.state_dict()
 
+    def _load(self, state: dict[str, Any]) -> None:
+        assert self.guard is not None
+        self.guard.load_state_dict(state)
+
     def _after_saving(self, state: dict[str, Any]) -> None:
         if self.guard is not None and self.guard.steps != state["steps"]:
             self.guard.load_state_dict(state)  # saving a sharded SGD takes steps, with zeros, to find that it has none
@@ -256,9 +267,10 @@ class GradGuardCallback(TrainersClip):
 class ResilienceCallback(ResilienceClips, GradGuardCallback):
     """A `GradGuardCallback` with `gradguard.SpikeRecovery`: spikes are skipped, bursts undone.
 
-    The loss is what ``Trainer.training_step`` returns, for each micro-batch; the Trainer's scheduler keeps its place
-    when weights go back, and so does the data. A checkpoint holds the clipper and the detector, as `GradGuardCallback`
-    says; snapshots stay in memory.
+    The loss of each micro-batch is the one that ``Trainer.training_step`` returns, times the number of micro-batches in
+    the step, by which the Trainer has divided it. The Trainer's scheduler keeps its place when weights go back, and so
+    does the data. A checkpoint holds the clipper, the detector, the number of steps and the events, as
+    `GradGuardCallback` says; snapshots stay in memory.
 
     Args:
         clipper: What to do with the gradients; None for ``gg.ClipByMedian()``.
@@ -272,6 +284,7 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
 
     Raises:
         InvalidTypeError: If ``clipper`` is no clipper.
+        InvalidValueError: If ``options`` has a name that `gradguard.SpikeRecovery` does not take.
 
     Example:
         >>> import gradguard as gg
@@ -290,7 +303,10 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
     ) -> None:
         clipper = gg.ClipByMedian() if clipper is None else clipper
         super().__init__(clipper, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips)
-        self._resilience_options = dict(options or {})
+        self._set_options(options)
+        detector = self._resilience_options.get("detector")
+        known = isinstance(detector, Detector)  # SpikeRecovery refuses anything else
+        self._detector_at_first = copy.deepcopy(detector.state_dict()) if known else None
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Act on what was measured some steps ago.
@@ -305,11 +321,27 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
     def _training_step(self, original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Tensor:
         loss = original(trainer, *args, **kwargs)
         if self.resilience is not None and self._acting:
-            self.resilience.record_loss(loss.detach())
+            # Trainer.training_step returns the micro-batch's share of the step's loss, and record_loss takes a mean.
+            self.resilience.record_loss(loss.detach() * trainer.current_gradient_accumulation_steps)
         return loss
 
-    def _guard(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> gg.Guard:
-        return self._resilient(model, optimizer, self.clipper, [self._scheduler], self._options)
+    def _forget(self) -> None:
+        super()._forget()
+        if self._detector_at_first is not None:
+            self._resilience_options["detector"].load_state_dict(copy.deepcopy(self._detector_at_first))
+
+    def _guard(self, model: nn.Module, optimizer: torch.optim.Optimizer, stateful: list[Any]) -> gg.Guard:
+        return self._resilient(model, optimizer, self.clipper, stateful, self._options)
+
+    def _state(self) -> dict[str, Any] | None:
+        return None if self.resilience is None else self.resilience.state_dict()
+
+    def _load(self, state: dict[str, Any]) -> None:
+        assert self.resilience is not None
+        self.resilience.load_state_dict(state)
+
+    def _after_saving(self, state: dict[str, Any]) -> None:
+        super()._after_saving(state["guard"])
 
     def _release(self) -> None:
         super()._release()

@@ -101,7 +101,7 @@ class Batches:
 
         Args:
             ids: Its samples: whole numbers or strings, in a list, a tuple, an array or a 1-d tensor; or a single one.
-            loss: Its loss, if it is known already; else `loss` says it.
+            loss: Its loss, if it is known already; else pass it to `record_loss`.
             batch: The batch itself, kept where ``keep=True``.
 
         Raises:

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.arguments import check_whole
 from gradguard.clip.clipper import Clipper
-from gradguard.clip.guard import Guard
+from gradguard.clip.guard import Guard, check_attachable
 from gradguard.clip.thresholds.median import ClipByMedian
 from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError, UnsupportedGradientError
 from gradguard.optimizer_hooks import optimizers_in
@@ -51,7 +51,7 @@ _NONFINITE = 18
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What the device said of one step."""
+    """One step as the detector and the guard measured it, in plain numbers."""
 
     step: int
     spike: bool
@@ -66,7 +66,7 @@ class _Measured:
 class SpikeRecovery:
     r"""Guard an optimizer against spikes: skip them, slow down, go back to a snapshot, leave the samples out.
 
-    Call `loss` for each micro-batch, and `step` once after each step of the optimizer. What happens:
+    Call `record_loss` for each micro-batch, and `step` once after each step of the optimizer. What happens:
 
     1. A step that is a **spike** is skipped (`SkipSpikes`).
     2. After ``detector.cap`` spikes in a row (a **burst**) the detector adopts the new level, and training goes on with
@@ -191,6 +191,7 @@ class SpikeRecovery:
             raise InvalidValueError(f"lr_factor={lr_factor!r}: expected a number above 0 and at most 1, such as 0.5.")
         self.lr_factor = lr_factor
         clipper = ClipByMedian() if clipper is None else clipper
+        check_attachable(optimizer, clipper)
         self._detector = SpikeDetector(cap=5) if detector is None else detector
         self._cap = getattr(self._detector, "cap", 0)
         self._group, self._optimizer, self._model = process_group, optimizer, model
@@ -232,7 +233,7 @@ class SpikeRecovery:
         return self.guard.record_loss(loss, weight, kind)
 
     def batch(self, ids: Any = None, batch: Any = None) -> None:
-        """Tell which samples the next micro-batch holds, before its `loss`, and what it is, where it is to be kept.
+        """Tell which samples the next micro-batch holds, and what it is where that is kept, before its `record_loss`.
 
         Args:
             ids: Whole numbers or strings.
@@ -248,18 +249,25 @@ class SpikeRecovery:
 
         Raises:
             SpikeError: If there were more roll-backs than the budget allows.
-            InvalidValueError: If the optimizer has taken several steps since the last call.
+            InvalidValueError: If the optimizer has taken several steps since the last call, or `batches` counts other
+                steps.
         """
         if self.guard.steps == self._guarded:  # a micro-batch that was only accumulated
             return None
+        if self.batches.step != self.steps + 1:
+            raise InvalidValueError(
+                f"resilience.batches is at step {self.batches.step} and resilience has taken {self.steps} steps, so "
+                "events would name the samples of other steps. Leave the count of resilience.batches alone; "
+                "resilience.load_state_dict() sets it."
+            )
         before, self._missed = self._missed, self.guard.steps - self._guarded - 1
         if self._missed > 1 or (self._missed and before):  # one alone may be a step that raised an error
             raise InvalidValueError(_forgotten(self._missed + 1))
         self._guarded = self._spikes.followed = self.guard.steps
         self._buffers.put_back(self.guard.skipped)
         self.steps += 1
-        changed = self._follow_groups()
         self.batches.end_step()
+        changed = self._follow_groups()
         self._pending.append((self.steps, *self._measured()))
         event = None
         if len(self._pending) > self.detection_delay and (measured := _read(*self._pending.popleft())) is not None:
@@ -278,7 +286,7 @@ class SpikeRecovery:
             tell_recovery(recovery_of(event, self._optimizer, slowed))
 
     def _measured(self) -> tuple[Tensor | list[float], CopyEvent | None]:
-        """Return what is known of the step, on the host or on its way there; nothing of one that was not taken."""
+        """Return the numbers of the step, on the host or on their way there; none of a step that was not taken."""
         verdict, result = verdict_of(self._detector), self.guard.last
         if verdict is None or verdict is self._verdict or result is None:  # a GradScaler has not let it step
             return [], None
@@ -357,7 +365,7 @@ class SpikeRecovery:
         return self._event(first, "burst", "adopted", now, changed=changed)
 
     def _go_on(self) -> None:
-        """What is due at the end of a step: a trial, the end of a slow time, or a snapshot."""
+        """Do what is due at the end of a step: begin a trial, set the learning rate, take a snapshot."""
         burst = self._burst
         if burst is not None and not burst.is_tried and self.steps >= burst.trials[0][0]:
             burst.begin_trial(self._shelf, self.steps)
@@ -423,7 +431,7 @@ class SpikeRecovery:
             return Event(step, what, action, signal, score, _ids(own), **more)
         culprits = find_culprits(self.batches, steps, group=self._group)
         blamed, unclear = to_leave_out(culprits)
-        reason = f"{what}: {signal} {score:.1f} deviations above the median"
+        reason = what if seen is None else f"{what}: {signal} {score:.1f} deviations above the median"
         if (bad := self.bad_samples) is not None:  # on all processes, on the same step
             for one in (*blamed, *unclear):
                 bad.add(one.ids or (), reason=reason, step=one.step, rank=one.rank, group=self._group)
@@ -466,9 +474,11 @@ class SpikeRecovery:
                 "this is not the state of a SpikeRecovery: expected 'guard', 'steps', 'slow_until' and 'events', got "
                 f"{sorted(state_dict)}. Pass what state_dict() returned."
             )
+        steps, slow_until = int(state_dict["steps"]), int(state_dict["slow_until"])
+        events = [Event(**{**event, "ids": tuple(event["ids"])}) for event in state_dict["events"]]
         self.guard.load_state_dict(state_dict["guard"])
-        self.events = [Event(**{**event, "ids": tuple(event["ids"])}) for event in state_dict["events"]]
-        self._begin_at(int(state_dict["steps"]), int(state_dict["slow_until"]))
+        self.events = events
+        self._begin_at(steps, slow_until)
 
     def detach(self) -> None:
         """Stop acting: the optimizer steps as it did before, and the snapshots are let go."""

@@ -50,7 +50,7 @@ class StoredSparse(NamedTuple):
 
 
 class StoredShard(NamedTuple):
-    """What a process holds of a DTensor; who writes the file keeps the table of them."""
+    """The part of a DTensor that a process holds. `gradguard.resilience.saved_snapshot` keeps the table of these."""
 
     number: int
     local: StoredTensor

@@ -319,7 +319,8 @@ def _told(value: Any) -> tuple[str, Any]:
         name, content = _TOLD[kind]
         return name, content(value)
     if numpy is not None and isinstance(value, numpy.generic) and _ARRAY.fullmatch(value.dtype.str):
-        return "scalar", [value.dtype.str, value.tobytes().hex()]
+        array = numpy.asarray(value)  # in which an empty text has room for a character
+        return "scalar", [array.dtype.str, array.tobytes().hex()]
     if issubclass(kind, tuple) and "_fields" in vars(kind) and _name_of(kind) and "." not in kind.__qualname__:
         return "named tuple", [kind.__module__, kind.__qualname__, list(vars(kind)["_fields"]), list(value)]
     name = getattr(value, "__qualname__", None)

@@ -44,8 +44,8 @@ class Packer(Restorer):
     """Makes plain data of copies: ``restored`` returns them with entries of tables in place of tensors.
 
     Attributes:
-        writer: What writes them.
-        shards: What is said of parts of DTensors.
+        writer: The writer of the file.
+        shards: The parts of DTensors so far, in the order of their table.
     """
 
     def __init__(self) -> None:
@@ -218,12 +218,12 @@ def file_of(rank: int) -> str:
 
 @dataclass
 class SavedPart:
-    """What `save_parts` has written of this process.
+    """The file that `save_parts` has written for this process, while it is open.
 
     Attributes:
-        reader: The file, while it is open.
-        number: That of the save.
-        shards: What it says of parts of DTensors.
+        reader: The reader of the file.
+        number: The number of the save.
+        shards: The parts of DTensors in the file.
     """
 
     reader: PlainReader
@@ -235,7 +235,7 @@ class SavedPart:
         return self.reader.stored_content(shard=self.shards.__getitem__)
 
     def values(self, content: Any) -> Any:
-        """Return a part of the content with new tensors in it, which nobody writes back to."""
+        """Return a part of the content with new tensors in it."""
         return Restorer().restored(Unpacker(self.reader).copy(content))
 
 

@@ -54,7 +54,7 @@ class StepBuffers:
                 one.put_back()
 
     def _written(self) -> tuple[list["_Kept"], list["_Kept"]]:
-        """Those that were written: such as an operation for many takes, and others."""
+        """Return the buffers that were written: those that multi-tensor operations can copy, and the others."""
         written = [one for one in self._kept if one.is_written()]
         simple = [one for one in written if one.is_simple()]
         return simple, [one for one in written if not one.is_simple()]

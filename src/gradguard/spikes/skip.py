@@ -276,9 +276,8 @@ class SkipSpikes:
         self._was_told = True
         warnings.warn(
             "gradguard: guard.record_loss was given a loss that is NaN or infinite, and all gradients of its step are "
-            "finite: "
-            "the step is judged by the norms alone, and taken. Often one sample's loss is not finite and does not "
-            "reach the gradients, as behind a mask; look for it with torch.isfinite(loss). Said once.",
+            "finite: the step is judged by the norms alone, and taken. Often one sample's loss is not finite and does "
+            "not reach the gradients, as behind a mask; look for it with torch.isfinite(loss). Said once.",
             RuntimeWarning,
             stacklevel=2,
         )
