@@ -177,6 +177,9 @@ def epsilon_of(dtypes: Iterable[torch.dtype], device: torch.device, convolves: b
         dtypes: What is computed in.
         device: Where.
         convolves: Whether there may be convolutions, for which TF32 is on by default.
+
+    Raises:
+        InvalidValueError: If none is a floating dtype.
     """
     known = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
     if not known:

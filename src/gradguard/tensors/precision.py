@@ -15,6 +15,13 @@ def is_tf32_allowed(device: torch.device, *kinds: Kind) -> bool:
     """Tell whether operations of one of these kinds may round float32 to TF32 on ``device``.
 
     For convolutions and recurrent layers cuDNN may by default, for products only where the user allows it.
+
+    Args:
+        device: Where they run.
+        kinds: What they are.
+
+    Returns:
+        Whether one of them may; never on another device than a CUDA one.
     """
     if device.type != "cuda":
         return False
