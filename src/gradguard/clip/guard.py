@@ -21,12 +21,13 @@ from gradguard.clip.reach import with_reach
 from gradguard.clip_events import SkipReason, is_heard, tell
 from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.wrappers import follow_backwards
-from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
+from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_steps
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.admission import keeping_subnormals
+from gradguard.tensors.host_copy import is_captured
 from gradguard.tensors.layout import are_readable, move, wide_dtype
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
 
@@ -342,7 +343,17 @@ class Guard:
         return skipped
 
     def _look(self, result: ClipResult, bad: Tensor, spike: Tensor | bool | None, readable: bool) -> tuple[bool, bool]:
-        """Return whether the step is to be skipped because it is not finite, and whether as a spike."""
+        """Return whether the step is to be skipped because it is not finite, and whether as a spike.
+
+        Raises:
+            UnsupportedGradientError: If a CUDA graph is being recorded, in which the host can read nothing.
+        """
+        if is_captured(bad.device):
+            raise UnsupportedGradientError(
+                "a CUDA graph is being recorded, and whether this step is to be skipped is decided on the host: "
+                "expected a fused optimizer and a rule of one coefficient for all gradients, such as ClipByGlobalNorm, "
+                'or Guard(..., nonfinite="propagate") without spikes=.'
+            )
         scaled = self._scaler_step is not None and self._scaler_step.scale is not None
         if readable:
             skip, spiked, norm = bool(bad), bool(spike), float(self._scaled_norm(result)) if scaled else 0.0
