@@ -467,7 +467,8 @@ class Contract:
         return self.function.flatten(outputs), gradient
 
     def _drawn(self, like: Tensor) -> Tensor:
-        signs = torch.rand(like.shape, generator=self.generator, dtype=torch.float64, device="cpu") * 2 - 1
+        drawn = torch.rand(like.shape, generator=self.generator, dtype=torch.float64, device="cpu")
+        signs = drawn.to(like.device) * 2 - 1
         return (signs * torch.maximum(like.abs(), like.abs().mean())).to(like)
 
     def _is_regular(self, shared: _Shared, which: int, expected: tuple[Tensor, Tensor]) -> bool:

@@ -41,8 +41,10 @@ def _strided(tensor: Tensor) -> Tensor:
 
 
 def _within(tensor: Tensor) -> Tensor:
-    buffer = torch.full((tensor.numel() + 1,), torch.nan, dtype=tensor.dtype, device=tensor.device)
-    return buffer[1:].copy_(tensor.reshape(-1)).view(tensor.shape)
+    # An address that a kernel of a GPU cannot read ends all work there: attention of torch 2.11 does on an odd one.
+    before = 1 if tensor.is_cpu else 64
+    buffer = torch.full((before + tensor.numel(),), torch.nan, dtype=tensor.dtype, device=tensor.device)
+    return buffer[before:].copy_(tensor.reshape(-1)).view(tensor.shape)
 
 
 def _has_flag(tensor: Tensor) -> bool:
