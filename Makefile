@@ -73,7 +73,7 @@ release: .venv/ready
 benchmark: .venv/ready
 	$(BIN)/python benchmarks/batch_clipping.py
 
-# On a machine with a GPU, in an environment whose PyTorch was built for it: GPU_PYTHON=python make gpu. Not run on one yet.
+# On a machine with a GPU, in an environment whose PyTorch was built for it: GPU_PYTHON=python make gpu.
 GPU_PYTHON ?= $(BIN)/python
 gpu:
 	$(GPU_PYTHON) -m pytest tests/test_gpu.py tests/test_fake_cuda.py tests/gradient_check/test_triton.py

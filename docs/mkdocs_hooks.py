@@ -16,7 +16,14 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-FROM_ROOT = ("benchmarks/LOG.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
+FROM_ROOT = (
+    "benchmarks/LOG.md",
+    "benchmarks/gpu/NVIDIA_H200.md",
+    "CHANGELOG.md",
+    "CODE_OF_CONDUCT.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+)
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*.py"))
 
 # What the reference has: a name in backticks leads there. Of the trainers some have one name in common.

@@ -1,8 +1,7 @@
 """What every function and rule asks of a GPU, seen without one: no wait, no mix of devices, few kernels.
 
 `FakeTensorMode` gives tensors that say "cuda:0" and have no memory: reading a value raises, so does an operation over
-two devices, and every call is listed. It works on a build of PyTorch for the CPU too. Values are tested elsewhere;
-that all of this holds on a real GPU has not been seen.
+two devices, and every call is listed. It works on a build of PyTorch for the CPU too. Values are tested elsewhere.
 """
 
 import os
