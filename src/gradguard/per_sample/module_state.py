@@ -28,7 +28,6 @@ from functools import partial
 from itertools import chain
 from numbers import Number
 from operator import is_
-from pickle import PickleBuffer
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -272,9 +271,12 @@ def content_of(value: Any) -> Hashable:
         return None
     try:
         seen = memoryview(value)
-        read = PickleBuffer(seen).raw() if seen.c_contiguous else seen.tobytes()  # raw() copies nothing
     except (TypeError, ValueError):  # of dates: they have no buffer
         return None
+    try:
+        read = seen.cast("B")
+    except (TypeError, ValueError):  # complex numbers, other orders of bytes, gaps between elements, none
+        read = seen.tobytes()
     return seen.format, seen.shape, hashlib.blake2b(read, digest_size=16).digest()
 
 
