@@ -348,8 +348,9 @@ def _prepare_clamp(grads: Gradients, policy: NonFinitePolicy, norm: Tensor) -> N
     """Refuse gradients whose norm is not finite, if asked to; then make each stored value one element."""
     if policy == "raise":
         refuse_nonfinite_in(grads, norm)
-    for gradient in grads.gradients:
-        coalesce_(gradient)
+    if any([gradient.layout is not torch.strided for gradient in grads.gradients]):
+        for gradient in grads.gradients:
+            coalesce_(gradient)
 
 
 def _clamp_to(

@@ -299,7 +299,7 @@ class SpikeRecovery:
         if isinstance(verdict, NumberVerdict) and on_host:
             return [*map(float, flags), *verdict.scores], None
         scores = verdict.tensors().scores if isinstance(verdict, NumberVerdict) else verdict.scores
-        numbers = [torch.as_tensor(flag).to(scores) for flag in flags]
+        numbers = [torch.as_tensor(flag, dtype=scores.dtype, device=scores.device) for flag in flags]
         return copy_to_host(torch.cat([torch.stack(numbers), scores]))
 
     # -- what is done ---------------------------------------------------------------------------------------------

@@ -73,8 +73,11 @@ def total_norm(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     if are_readable(*values):
         return norm_of_norms(_host_norms(values, p), p)
     device = meeting_device(values)
-    norms = _device_norms([x for x in values if not are_readable(x)], p, device)
-    if here := [x for x in values if are_readable(x)]:
+    # Python looks at each tensor as seldom as it can: a launch takes no longer than ten such looks.
+    here = [x for x in values if are_readable(x)] if any([x.is_cpu for x in values]) else []
+    there = [x for x in values if not are_readable(x)] if here else values
+    norms = _device_norms(there, p, device)
+    if here:
         norms = torch.cat([norms, move(_host_norms(here, p), device, wide_dtype(device))])
     if len(norms) and public_dtype(values) is not torch.float64:  # whose squares may leave its range
         return torch.linalg.vector_norm(norms, p)
@@ -115,9 +118,9 @@ def norm_of_norms(norms: Tensor, p: float = 2.0) -> Tensor:
 def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
     """One norm for each tensor, on ``device``, without a host read."""
     norms: list[Tensor] = [torch.zeros((), dtype=wide_dtype(device), device=device)] * len(tensors)
+    sizes, at_once = [x.numel() for x in tensors], LONGEST if p in _FAST else CONVERTED
     for (where, _), group in grouped(tensors).items():
-        at_once = LONGEST if p in _FAST else CONVERTED
-        short = [i for i in group if 0 < tensors[i].numel() <= at_once]
+        short = [i for i in group if 0 < sizes[i] <= at_once]
         # One that is not a block of memory would send all of them down the slow route, which converts copies.
         blocks = [tensors[i] if is_dense(tensors[i]) else flat(tensors[i]).contiguous() for i in short]
         results = foreach_norm(blocks, p, wide_dtype(where)) if short else ()
@@ -125,7 +128,7 @@ def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> 
             results = move(torch.stack(results), device, wide_dtype(device)).unbind()
         for i, norm in zip(short, results, strict=True):
             norms[i] = norm
-        for i in (i for i in group if tensors[i].numel() > at_once):
+        for i in (i for i in group if sizes[i] > at_once):
             pieces = flat(tensors[i]).split(at_once)
             parts = torch.stack(foreach_norm(pieces, p, wide_dtype(where)))
             norms[i] = move(norm_of_norms(parts, p), device)

@@ -129,9 +129,10 @@ class StepClips:
                     found[place] = norm
         if any(norm is None for norm in found):
             return None
-        if any(isinstance(norm, Tensor) for norm in found):
-            return torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in found])
-        return found
+        if not (tensors := [norm for norm in found if isinstance(norm, Tensor)]):
+            return found
+        device = next((one.device for one in tensors if not one.is_cpu), tensors[0].device)
+        return torch.stack([torch.as_tensor(norm, dtype=torch.float32, device=device) for norm in found])
 
 
 class PendingClips:
