@@ -45,3 +45,14 @@ def test_each_new_tensor_names_its_device():
         and not any(keyword.arg in ("device", None) for keyword in node.keywords)
     ]
     assert not missing, missing
+
+
+def test_docstrings_begin_with_their_subject():
+    """The first word of "What it does", "The same for a list" or "That of a tensor" says nothing alone."""
+    found = [
+        f"{file.relative_to(SOURCE)}:{number}: {line.strip()}"
+        for file in sorted(SOURCE.rglob("*.py"))
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if line.strip().startswith(('"""What ', '"""The same ', '"""That '))
+    ]
+    assert not found, found

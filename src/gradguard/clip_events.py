@@ -1,4 +1,4 @@
-"""What every clip of gradguard tells whoever listens: a clip does not know that it is watched.
+"""Events of every clip of gradguard for its listeners: a clip does not know that it is watched.
 
 A clip calls `announce` before it writes, and `tell` when it is done. Where nobody listens that is a look at an empty
 tuple. Listeners hear the calls of all threads, each in the thread that clips.
@@ -150,7 +150,7 @@ def changes_on_the_way() -> str:
 
 
 RULES = {"ClipByGlobalNorm": "norm", "ClipByValue": "value", "ClipAdaptive": "adaptive"}
-"""What records call the rules of these classes; any other goes by its class."""
+"""The names that records have for the rules of these classes; any other goes by its class."""
 
 
 def rule_of(clipper: Any) -> str:

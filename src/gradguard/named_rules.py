@@ -26,7 +26,7 @@ _LEAST = 1e-300  # thresholds are above 0
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """What one name stands for.
+    """The meaning of one name.
 
     Attributes:
         example: How it is typed.

@@ -1,4 +1,4 @@
-"""What may be asked for on a step whose gradients hold NaN or infinity. One vocabulary, one meaning.
+"""Policies for a step whose gradients hold NaN or infinity. One vocabulary, one meaning.
 
 | policy        | meaning                                                                                        |
 |---------------|------------------------------------------------------------------------------------------------|
@@ -13,10 +13,10 @@ from typing import Literal, cast, get_args
 from gradguard.errors import InvalidValueError
 
 NonFinitePolicy = Literal["propagate", "raise", "zero"]
-"""What a clip can do."""
+"""The policies of a clip."""
 
 GuardPolicy = Literal["skip", "propagate", "raise", "zero"]
-"""What one can do that is attached to an optimizer."""
+"""The policies of a guard, which is attached to an optimizer."""
 
 
 def check_policy(policy: str) -> NonFinitePolicy:

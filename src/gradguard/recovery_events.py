@@ -1,4 +1,4 @@
-"""What a run that goes back, or takes spikes for a shift of the data, tells whoever watches it."""
+"""Events of a run that goes back, or adopts spikes as a shift of the data, for its watchers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

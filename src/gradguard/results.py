@@ -1,4 +1,4 @@
-"""What calls return: results, reports and statistics, for annotations and `isinstance`."""
+"""The types that calls return: results, reports and statistics, for annotations and `isinstance`."""
 
 from gradguard.audit.report import NormAudit, NormClass, NormFinding
 from gradguard.backward_clip.calibration import Calibration

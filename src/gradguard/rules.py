@@ -1,4 +1,4 @@
-"""What a rule of one's own needs, and rules for rarer needs.
+"""Building blocks for rules of your own, and rules for rarer needs.
 
 Subclass `Clipper` (or `ThresholdClipper`) for a clipper, `NormClipper` for per-sample clipping, `Detector`
 for finite spikes, and `gradguard.BaseErrorClip` for the error clip. The common rules are in `gradguard` itself.

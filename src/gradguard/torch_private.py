@@ -873,7 +873,7 @@ def is_silent_fsdp1(module: nn.Module) -> bool:
 
 
 class FlatPart(NamedTuple):
-    """What one wrapper of FSDP1 holds.
+    """The parts that one wrapper of FSDP1 holds.
 
     Attributes:
         process_group: Over which processes.

@@ -1,4 +1,4 @@
-"""What a clip did to each gradient, against min(1, max / norm)."""
+"""The factor of a clip for each gradient, compared with min(1, max / norm)."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from gradguard.audit.report import NormFinding
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What one gradient was multiplied by.
+    """The factor of one gradient.
 
     Attributes:
         name: The name of its parameter.

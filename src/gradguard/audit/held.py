@@ -1,4 +1,4 @@
-"""What the processes hold together: which pieces are copies of one another, and the true norm of all, each once.
+"""The gradients of all processes together: which pieces are copies, and the true norm of all, each once.
 
 Plain numbers and no processes, so that 64 of them fit into a test. Values are asked before attributes: a wrong
 attribute is a common reason of a wrong norm, and an audit that believes it inherits the error.
@@ -60,7 +60,7 @@ class Sketch:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one process holds of one tensor.
+    """The part of one tensor on one process.
 
     Attributes:
         names: The names of the parameter in the model; several if it is tied.

@@ -1,4 +1,4 @@
-"""What an audit of a norm found, for people and for programs."""
+"""The report of an audit of a norm, for people and for programs."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class CompiledCounts:
     def __init__(self, place: Callable[[Node], str]) -> None:
         self.place = place
         self.text = text_for(self)
-        """What compiled code can be handed to find this object again."""
+        """Return a number by which compiled code finds this object again."""
         self.tables: dict[str, Tensor] = {}
         self._labels: list[_Label] = []
         self._begins: dict[tuple[_Label, ...], int] = {}

@@ -29,7 +29,7 @@ COMPILED = "CompiledFunctionBackward"
 
 
 class Metadata(Protocol):
-    """What PyTorch knows of the value of a slot."""
+    """The metadata that PyTorch has of the value of a slot."""
 
     shape: list[int]
     dtype: torch.dtype
@@ -88,7 +88,7 @@ def root_of(value: Tensor) -> tuple[Node, int]:
 
 @dataclass
 class Graph:
-    """What lies behind some roots: every node once, with the roots first.
+    """The nodes behind some roots, each once, with the roots first.
 
     Graphs of the same operations, wired the same way, agree in ``structure``, whatever their shapes and values.
     """

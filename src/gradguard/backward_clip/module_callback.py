@@ -210,13 +210,13 @@ class _Call:
 
 @dataclass(eq=False)
 class _Contribution:
-    """What one operation adds to the gradient of a value."""
+    """The contribution of one operation to the gradient of a value."""
 
     made: Tensor
     left: list[_Call]
     """The calls out of which it came."""
     now: Tensor | None
-    """What the callbacks made of it; None if it has become part of another."""
+    """Return the gradient that the callbacks returned; None if it has become part of another."""
 
 
 class ModuleBackward:

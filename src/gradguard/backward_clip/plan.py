@@ -16,7 +16,7 @@ RootsToo = Literal["never", "with dimensions", "always"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do at which node of a graph of one structure."""
+    """The actions at the nodes of graphs of one structure."""
 
     steps: tuple["Step", ...]
     """The nodes with something to clip, in the order of the backward."""
@@ -30,7 +30,7 @@ class Plan:
 
 
 class Step(NamedTuple):
-    """What to do at one node."""
+    """The action at one node."""
 
     position: int
     numbers: tuple[int, ...]
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """What a plan depends on besides the graph."""
+    """The inputs of a plan besides the graph."""
 
     roots_too: RootsToo = "never"
     """Which roots are intermediate values, clipped like the others: those that have dimensions, or all."""

@@ -35,7 +35,7 @@ def same_layout(first: Metadata, second: Metadata) -> bool:
 
 @dataclass
 class Conditions:
-    """What must hold of the shapes, dtypes and constants of a graph for a plan made for another to be right."""
+    """The conditions on shapes, dtypes and constants of a graph under which a plan made for another is right."""
 
     alike: list[list[Slot]] = field(default_factory=list)
     """Groups of slots that must all have one shape and one dtype."""

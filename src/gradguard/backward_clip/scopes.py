@@ -42,7 +42,7 @@ active: dict[int, "Scope"] = {}
 
 
 class Scope:
-    """What a block does at its beginning and at its end."""
+    """The two ends of a block."""
 
     marks_nodes = False
     """Whether nodes carry notes of what this scope owns."""
@@ -51,7 +51,7 @@ class Scope:
         self.clipping, self.scale = clipping, scale
         self.serial, self.thread = next(_serial), threading.get_ident()
         self.taken: list[tuple[weakref.ref[Claim], int]] = []
-        """What was taken from other scopes for the time of this one."""
+        """Return the clips that this scope has suspended in others."""
 
     def enter(self) -> None:
         """Install what can be installed now."""
@@ -398,7 +398,7 @@ def tensors_in(output: Any) -> tuple[list[Tensor], str | None]:
 
 
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, nn.Module, torch.device, torch.dtype)
-"""What holds no value that a forward has made."""
+"""Types that hold no value made by a forward."""
 
 
 def _contents_of(value: Any) -> list[Any] | None:

@@ -1,4 +1,4 @@
-"""What `gradguard check` is given on the command line, turned into a callable and its inputs."""
+"""From the command line of `gradguard check` to a callable and its inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backward owes whatever its formula: one answer, for any layout, linear, changing nothing that it is given.
+"""The contract of a backward, whatever its formula: one answer, for any layout, linear, changing none of its inputs.
 
 No differences are taken here: backward runs are compared with one another. The gradient is linear in ``grad_output``
 and belongs to the numbers, not to where they lie, nor to what else needs a gradient. So one gradient says what every

@@ -56,7 +56,7 @@ def full_float32() -> Iterator[None]:
 
 
 def _products_round() -> str | None:
-    """What the older switch says of products of matrices; None where only the newer one has been used."""
+    """Return the older switch of products of matrices; None where only the newer one has been used."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

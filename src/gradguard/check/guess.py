@@ -1,4 +1,4 @@
-"""What kind of mistake the wrong elements have in common."""
+"""Guesses at the mistake that the wrong elements have in common."""
 
 from __future__ import annotations
 

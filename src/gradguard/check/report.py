@@ -1,4 +1,4 @@
-"""What a gradient check found, for people and for programs."""
+"""The report of a gradient check, for people and for programs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class GradientReport:
     findings: tuple[Finding, ...] = ()
     """Why the verdict is not PASS."""
     notes: tuple[Finding, ...] = ()
-    """What is worth knowing and no fault: kinks, ties, jumps, poles, outputs without a graph."""
+    """Notes, which are no fault: kinks, ties, jumps, poles, outputs without a graph."""
     power: float = math.inf
     """A wrong element of typical size shows from this relative error on."""
     low_power: Power | None = None

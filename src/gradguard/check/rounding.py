@@ -1,4 +1,4 @@
-"""What rounding in a low dtype does to each element of a gradient, by Monte Carlo arithmetic (Parker 1997).
+"""Rounding of each element of a gradient in a low dtype, by Monte Carlo arithmetic (Parker 1997).
 
 The float64 function runs again and again, forward and backward, and the result of each operation is changed at random
 by what rounding it to the low dtype would change: by up to half a unit in the last place, and a sum by what adding up

@@ -1,4 +1,4 @@
-"""The same function with other lengths: kernels work in tiles, and go wrong at their edges."""
+"""Trying a function with other lengths: kernels work in tiles, and go wrong at their edges."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class ProgramLine:
 
     @property
     def name(self) -> str:
-        """What to call its runs: the script without its suffix, or the whole name of the module."""
+        """Return the name of its runs: the script without its suffix, or the whole name of the module."""
         return self.words[0] if self.is_module else Path(self.words[0]).stem
 
     @property

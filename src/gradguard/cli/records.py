@@ -1,4 +1,4 @@
-"""What the commands that read records share: how far a long one is, and what to know before it is believed."""
+"""Shared by the commands that read records: progress of a long one, and caveats."""
 
 import gc
 import sys

@@ -324,7 +324,7 @@ def _no_step(code: int, clip_calls: int, elsewhere: str) -> str:
 
 
 def _clip_by(rule: "NamedRule") -> "ClipEachOptimizer":
-    """What applies the rule to the gradients of each optimizer."""
+    """Return the function that applies the rule to the gradients of each optimizer."""
     import gradguard
     from gradguard.clip.each_optimizer import ClipEachOptimizer
 
@@ -333,7 +333,7 @@ def _clip_by(rule: "NamedRule") -> "ClipEachOptimizer":
 
 
 def _guards_of(clip: "ClipEachOptimizer | None") -> "GuardEachOptimizer":
-    """What skips the spikes of each optimizer, beside a clip or without one."""
+    """Return the function that skips the spikes of each optimizer, beside a clip or without one."""
     from gradguard.resilience.each_optimizer import NO_ROLL_BACK, GuardEachOptimizer
 
     on_stderr(NO_ROLL_BACK)

@@ -11,7 +11,7 @@ EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}
 
 
 class Report(Protocol):
-    """What `print_report` prints."""
+    """The content of `print_report`."""
 
     @property
     def verdict(self) -> str:

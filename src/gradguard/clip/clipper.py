@@ -44,7 +44,7 @@ from gradguard.torch_private import version_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClipResult:
-    """What a clip did on one step. Every number stays on its device until it is read, so nothing waits for it.
+    """The result of a clip on one step. Every number stays on its device until it is read, so nothing waits for it.
 
     Attributes:
         norm: 2-norm of all gradients as one vector *before* the clip; 0-dim, float32 (float64 for float64 gradients).
@@ -184,7 +184,7 @@ def _version(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a clipper will do to the gradients that it has measured; nothing is written yet.
+    """The decision of a clipper on gradients that it has measured; nothing is written yet.
 
     Attributes:
         gradients: What was measured.

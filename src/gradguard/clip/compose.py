@@ -203,7 +203,7 @@ def _left(grads: Gradients, gradients: Sequence[Tensor], written: Decision, prod
 
 
 def _joined(results: Sequence[ClipResult]) -> ClipResult:
-    """What a row of clips did: measured before the first, done by all."""
+    """Return the result of a row of clips: measured before the first, done by all."""
     if len(results) == 1:
         return results[0]
     coefficient, clipped = results[0].coefficient, results[0].clipped
@@ -486,12 +486,12 @@ class Groups(Clipper):
 
 
 def _key(grads: Gradients) -> tuple[list[int], list[int], list[str] | None]:
-    """What decides which group each gradient is in."""
+    """Return the values that decide which group each gradient is in."""
     return list(map(id, grads.parameters)), list(grads.positions), None if grads.names is None else list(grads.names)
 
 
 def _label(selection: Selection, index: int) -> str:
-    """What to call a group in results and state; nothing that differs from run to run."""
+    """Return the name of a group in results and state, the same in every run."""
     if isinstance(selection, str):
         return selection
     if isinstance(selection, Mapping) and isinstance(selection.get("name"), str):

@@ -1,4 +1,4 @@
-"""What a user may pass as ``parameters``, turned into a list of gradients with names, and their norms."""
+"""From ``parameters`` as users pass them to a list of gradients with names, and their norms."""
 
 import types
 import warnings

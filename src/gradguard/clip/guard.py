@@ -404,7 +404,7 @@ class Guard:
             folds.fold(coefficient, scale)
 
     def _folds(self, decision: Decision) -> OptimizerProxy | None:
-        """What multiplies the gradients by the coefficient on the way; None where that must be done before."""
+        """Return the proxy whose kernel multiplies by the coefficient; None where the clip must come first."""
         if self._proxy is None or decision.coefficient is None:
             return None
         return self._proxy if self._proxy.can_fold(decision.gradients.gradients) else None

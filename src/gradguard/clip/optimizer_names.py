@@ -1,4 +1,4 @@
-"""What the parameters of an optimizer are called."""
+"""Names of the parameters of an optimizer."""
 
 from collections import Counter
 from collections.abc import Sequence

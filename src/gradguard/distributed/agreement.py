@@ -55,7 +55,7 @@ def device_of(group: Any, wanted: torch.device) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all processes of a union have found that they mean.
+    """The agreement of all processes of a union.
 
     Attributes:
         wishes: Which of the wishes any process has.

@@ -65,7 +65,7 @@ _unions: dict[tuple, ReductionGroup] = {}
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What this process holds of the planned tensors, one entry for each place.
+    """The parts of the planned tensors on this process, one entry for each place.
 
     Attributes:
         parameters: The parameters; empty tensors where they belong to another pipeline stage.
@@ -368,7 +368,7 @@ def _plan_kept(
 
 
 def _key(tensors: Sequence[Tensor], names: Names, stages: StageGroup | None, shared: Shared) -> tuple[Any, ...]:
-    """What a plan is found by. Only stages need to agree on names."""
+    """Return the key of a plan. Only stages need to agree on names."""
     staged = () if stages is None else (id(stages.group), *(names or ()))
     return tuple(map(id, tensors)), staged, tuple((name, id(t)) for name, t in shared.items())
 
@@ -425,7 +425,7 @@ def _union_of_kinds(placements: frozenset[Placement]) -> ReductionGroup | None:
 
 
 def _kept(cache: dict[tuple, Any], key: tuple) -> Any:
-    """What is kept under ``key``, now the one that was used last."""
+    """Return the value of ``key``, and mark it as used last."""
     found = cache.pop(key, None)
     if found is not None:
         cache[key] = found
@@ -446,7 +446,7 @@ def _each_once(tensors: Sequence[Tensor], names: Names) -> tuple[Sequence[Tensor
 
 
 def _each_gradient_once(gradients: list[Tensor | None]) -> list[Tensor | None]:
-    """The same without what comes a second time, as one gradient that two parameters have."""
+    """Return the list without repetitions, such as one gradient that two parameters have."""
     there = set(map(id, gradients))
     if len(there) == len(gradients):  # at most one of which is None
         return gradients
@@ -460,7 +460,7 @@ def are_known(specs: Sequence[Any], known: Sequence[Any]) -> bool:
 
 
 def _parts(tensors: Sequence[Tensor | None], missing: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """What this process holds of each; of ``missing`` where there is none."""
+    """Return the part of each on this process; of ``missing`` where there is none."""
     if missing is None:
         missing = tensors  # type: ignore[assignment]
     parts = local_tensors(tensors, missing)  # type: ignore[arg-type]
@@ -470,7 +470,7 @@ def _parts(tensors: Sequence[Tensor | None], missing: Sequence[Tensor] | None = 
 
 
 def _signature(tensors: Sequence[Tensor], placements: Sequence[Placement], names: Names) -> list[str]:
-    """What each tensor is, the same on all processes: flat parameters have parts of different shapes."""
+    """Return a description of each tensor that all processes share: flat parameters have parts of different shapes."""
     words: dict[tuple, str] = {}
     found = []
     for tensor, placement in zip(tensors, placements, strict=True):

@@ -148,7 +148,7 @@ def _refuse_spread_over_stages(placement: Placement, along: frozenset[int]) -> N
 
 
 _PIPELINE = {"pp", "pipe", "pipeline", "stage", "stages"}
-"""What pipeline stages are called as a dimension of a device mesh."""
+"""The name of pipeline stages as a dimension of a device mesh."""
 
 
 def refuse_unnamed_stages(placements: Iterable[Placement], union: ReductionGroup) -> None:

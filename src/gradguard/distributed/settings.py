@@ -20,7 +20,7 @@ from gradguard.tensors.layout import move
 
 Setting = float | str | Tensor | None
 Settings = tuple[Setting, ...]
-"""What decides how a clip works, besides the gradients: names and numbers; a 0-dim tensor stays on its device."""
+"""Settings of a clip besides the gradients: names and numbers; a 0-dim tensor stays on its device."""
 
 
 def as_setting(value: object) -> Setting:
@@ -46,7 +46,7 @@ def digest(settings: Settings, device: torch.device) -> Tensor:
 
 
 def _plain(setting: Setting) -> object:
-    """The same for 1, 1.0 and a tensor of it; what lies on an accelerator is not read."""
+    """Return one form for 1, 1.0 and a tensor of it; a tensor on an accelerator is not read."""
     if isinstance(setting, Tensor):
         return float(setting) if setting.is_cpu else "on the device"
     return float(setting) + 0.0 if isinstance(setting, Real) else setting

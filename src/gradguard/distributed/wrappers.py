@@ -329,7 +329,7 @@ def _wrappers_of(parameters: Iterable[Tensor], wrappers: Sequence[nn.Module]) ->
 
 
 def _all_objects() -> list[Any]:
-    """What the garbage collector knows, and what ``gc.freeze()`` hides: a wrapper that is missed is a wrong number."""
+    """Return the objects of the garbage collector, frozen ones too: a wrapper that is missed is a wrong number."""
     if not gc.get_freeze_count():
         return gc.get_objects()
     gc.collect()  # or what is garbage by now would be frozen too

@@ -27,7 +27,7 @@ _attached: "WeakKeyDictionary[Accelerator, PerSampleClip]" = WeakKeyDictionary()
 
 
 class PerSampleClip:
-    """What clips samples for an accelerator; `clip_per_sample` makes it.
+    """Clips samples for an accelerator; `clip_per_sample` makes it.
 
     Attributes:
         clipper: The `gradguard.PerSampleGradientClipper`; ``clipper.statistics`` has the norms of the last batch.

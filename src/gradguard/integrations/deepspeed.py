@@ -1,4 +1,4 @@
-"""What DeepSpeed's own clip does, read from its engine. Nothing here clips: the engine does, by its configuration."""
+"""DeepSpeed's own clip, read from its engine. Nothing here clips: the engine does, by its configuration."""
 
 from collections.abc import Callable
 from typing import Any

@@ -427,7 +427,7 @@ def _parameters_of(optimizer: Any) -> list[Tensor]:
 
 
 def _model_to_name(module: nn.Module | None, wrapped: nn.Module | None) -> nn.Module | None:
-    """What names the parameters: the module, or what FSDP1 has put around it, which knows where the parts are."""
+    """Return the module that names the parameters: itself, or FSDP1's wrapper, which knows where the parts are."""
     parts = () if wrapped is None else wrapped.modules()
     outermost = next((part for part in parts if isinstance(part, FullyShardedDataParallel)), None)
     if outermost is not None and any(part is module for part in outermost.modules()):

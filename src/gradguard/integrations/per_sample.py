@@ -1,4 +1,4 @@
-"""What trainers' per-sample clips have in common: the rules they take, what else must not clip, what they undo."""
+"""The base of trainers' per-sample clips: the rules they take, other clips they refuse, and their clean-up."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -14,7 +14,7 @@ from gradguard.integrations.per_sample import PerSampleClips
 
 
 class PrivateBatches:
-    """What a trainer loops over instead of its own loader: Poisson batches, of which it is told the number.
+    """The loader of a trainer in private training: Poisson batches, of a number that the trainer knows.
 
     Args:
         loader: The trainer's own.

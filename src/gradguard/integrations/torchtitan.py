@@ -20,7 +20,7 @@ __all__ = ["ReplacedClip", "replace_clip"]
 
 
 class ReplacedClip:
-    """What torchtitan's trainers call in the place of their own clip, once for each step; `replace_clip` makes it.
+    """The clip that torchtitan's trainers call in place of their own, once for each step; `replace_clip` makes it.
 
     Attributes:
         clipper: The rule, or None for a clip of the global norm to the ``max_norm`` of the configuration.

@@ -349,7 +349,7 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
 
 
 class _Window:
-    """What clips did since the last log; it stays on its device until it is read."""
+    """Clips since the last log; the numbers stay on their device until they are read."""
 
     def __init__(self) -> None:
         self._rows: list[Tensor] = []  # [norm, coefficient, clipped], a step each

@@ -1,4 +1,4 @@
-"""What a parameter's gradients in two runs are to each other: equal, off by a factor, or wrong in another way.
+"""Judging a parameter's gradients in two runs: equal, off by a factor, or wrong in another way.
 
 Plain numbers: each gradient is a sketch, a few signed sums whose root mean square is the gradient's norm. All that the
 verdicts need is linear in the gradient, so it is the same of sketches.
@@ -25,7 +25,7 @@ UNEVEN = 100.0
 """A run whose rounding is amplified so many times more than the other's is not compared by its own bar."""
 
 SKETCH_ROUNDING = 1e-12
-"""What the order of additions does to a sketch, relative: what float64 gradients can be told to."""
+"""Relative error of a sketch by the order of additions: the limit for float64 gradients."""
 
 MOST_PARTS = 16
 """So many weights can be told from 32 sums, with as many left to see that they explain all."""
@@ -64,7 +64,7 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one run knows of one parameter's gradient.
+    """One parameter's gradient in one run.
 
     Attributes:
         shape: The whole parameter's.
@@ -449,7 +449,7 @@ def least_squares(parts: Sequence[Vector], of: Vector) -> tuple[list[float], lis
 
 
 def _left_over(vector: Vector, others: Sequence[Vector]) -> Vector:
-    """What ``vector`` has and no mixture of the others has: Gram and Schmidt."""
+    """Return the part of ``vector`` that no mixture of the others has (Gram and Schmidt)."""
     basis: list[Vector] = []
     for one in (*others, vector):
         for known in basis:

@@ -89,7 +89,7 @@ def digest(parameters: Iterable[LocalParameter]) -> int:
 
 
 class Replay:
-    """What a step reads besides its weights, so that it runs again as it did.
+    """The state that a step reads besides its weights, so that it runs again as it did.
 
     Args:
         model: The model.

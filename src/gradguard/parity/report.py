@@ -1,4 +1,4 @@
-"""What a comparison of two runs found, for people and for programs."""
+"""The report of a comparison of two runs, for people and for programs."""
 
 import math
 from collections.abc import Sequence
@@ -43,9 +43,9 @@ class ParityReport:
     findings: tuple[ParityFinding, ...] = ()
     """Why the verdict is not PASS."""
     notes: tuple[str, ...] = ()
-    """What is worth knowing and no fault."""
+    """Notes: worth knowing, and no fault."""
     parameters: tuple[Outcome, ...] = ()
-    """What each parameter is."""
+    """Return the facts of each parameter."""
 
     @property
     def largest(self) -> float:

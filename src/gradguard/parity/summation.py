@@ -1,4 +1,4 @@
-"""What adding up does to a gradient, at least and at most; and steps whose sums round in another way."""
+"""Rounding of sums in a gradient, at least and at most; and steps whose sums round in another way."""
 
 import math
 import threading

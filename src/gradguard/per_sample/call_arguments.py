@@ -1,4 +1,4 @@
-"""What a module is called with and returns: tensors taken out and put in again, and the samples among them."""
+"""Arguments and outputs of a module: tensors taken out and put in again, and the samples among them."""
 
 import itertools
 from collections.abc import Hashable, Mapping, Sequence, Set

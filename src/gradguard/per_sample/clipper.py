@@ -596,7 +596,7 @@ class PerSampleGradientClipper:
         return dict(kept)
 
     def _sample_scale(self, size: int) -> Tensor | float:
-        """What backward's gradients are multiplied by to be those of each sample's own loss."""
+        """Return the factor from backward's gradients to those of each sample's own loss."""
         self._loss_scale = self._scaler_scale()
         if self._reduction != "token_mean":
             return (1 if self._reduction == "sum" else size) / self._loss_scale
@@ -670,6 +670,6 @@ class PerSampleGradientClipper:
         return math.sqrt(math.fsum(c * c for c in self.norm_clipper.thresholds))
 
     def _scaler_scale(self) -> Tensor | float:
-        """What the scaler has multiplied the loss by; on its device, so that the host need not wait."""
+        """Return the scale of the scaler; on its device, so that the host need not wait."""
         scale = None if self._scaler is None or not self._scaler.is_enabled() else loss_scale_of(self._scaler)
         return 1.0 if scale is None else scale.double()

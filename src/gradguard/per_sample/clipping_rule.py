@@ -1,4 +1,4 @@
-"""What a rule of clipping promises, and the check that any rule, a user's own too, keeps it."""
+"""The promise of a clipping rule, and the check that any rule, a user's own too, keeps it."""
 
 import math
 from abc import ABC, abstractmethod
@@ -72,7 +72,7 @@ class NormClipper(ABC):
     @property
     @abstractmethod
     def thresholds(self) -> list[float]:
-        """What the norm of each of the ``groups`` cannot exceed, in their order."""
+        """Return the bound on the norm of each of the ``groups``, in their order."""
 
     def prepare(self, names: list[str]) -> None:
         """Learn the names of the trained parameters, in the order of the norms; called before any norms."""
@@ -191,7 +191,7 @@ def layer_of(name: str) -> str:
 
 
 def _described(group: Sequence[str], names: Sequence[str]) -> str:
-    """What to call a group of parameters in a message, where ``names`` are all that are trained."""
+    """Return the name of a group of parameters in a message, where ``names`` are all that are trained."""
     layers = {layer_of(name) for name in group}
     if len(group) == len(names):
         return "all parameters"

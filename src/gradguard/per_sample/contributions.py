@@ -414,7 +414,7 @@ _FRESH = 32 << 20
 
 
 class Speed(NamedTuple):
-    """What a device does in a second: multiply-adds in a product, bytes to or from memory, bytes of new pages."""
+    """The speed of a device, in a second: multiply-adds in a product, bytes to or from memory, bytes of new pages."""
 
     products: float
     traffic: float

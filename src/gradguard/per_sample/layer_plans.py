@@ -1,4 +1,4 @@
-"""What to do at each call of each layer: its own rule, torch.func on its own code, or nothing.
+"""The plan of each call of each layer: its own rule, torch.func on its own code, or nothing.
 
 There are plans for each way in which a module is called; it is planned anew when it is called in a new way.
 """
@@ -35,7 +35,7 @@ class Treatment(Enum):
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What to do at a call.
+    """The plan of a call.
 
     Attributes:
         treatment: How it gives per-sample gradients.
@@ -150,7 +150,7 @@ def _grows(run: DryRun, i: int) -> bool:
 
 @dataclass
 class CallPattern:
-    """What is known of one way of calling a module.
+    """The facts of one way of calling a module.
 
     Attributes:
         module: What is called.
@@ -311,7 +311,7 @@ class LayerPlanner:
         raise failure
 
     def _outermost(self, module: nn.Module, arguments: Arguments, size: int, whole: frozenset[int]) -> CallPattern:
-        """What is known without following the layers inside."""
+        """Return the facts that are known without following the layers inside."""
         run = self._dry_run(module, arguments, size, whole, self._seed, follows=False)
         return CallPattern(module, whole, [], run.axes(0)[1], run.changes_buffers, unowned=run.untold)
 

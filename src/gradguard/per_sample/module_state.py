@@ -1,4 +1,4 @@
-"""What decides a module's graph beside its arguments: attributes, hooks, layers and code, looked at before each call.
+"""The state that decides a module's graph beside its arguments: attributes, hooks, layers and code.
 
 A model that was found to treat samples apart may stop doing so when a flag is set, a hook is registered or a forward is
 replaced. So everything that such a change rebinds is compared, by identity, with what it was in the call before:
@@ -47,7 +47,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, 
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 Place = tuple[str, Hashable]
-"""What holds a value, and under which name."""
+"""The holder of a value, and the name it has there."""
 
 
 class _Container(NamedTuple):
@@ -281,7 +281,7 @@ def content_of(value: Any) -> Hashable:
 
 
 def form_of(value: Any, depth: int = 3) -> Hashable:
-    """What of a value decides a graph."""
+    """Return the part of a value that decides a graph."""
     if isinstance(value, (*_PLAIN, Number)):
         return type(value), value
     if (content := content_of(value)) is not None:
@@ -314,7 +314,7 @@ def form_of(value: Any, depth: int = 3) -> Hashable:
 
 
 def _without_notes(held: Iterable[Any]) -> list[Any]:
-    """What code closes over, with the type of what it may take notes in: a hook that fills a list, for example."""
+    """Return the values that code closes over; of containers that it may fill, such as a list, the type."""
     return [type(one) if isinstance(one, list | dict | set | deque) else one for one in held]
 
 

@@ -25,7 +25,7 @@ from gradguard.per_sample.contributions import Contribution, row_squares
 from gradguard.per_sample.sample_loop import sum_together
 
 SMOOTHING = 0.95
-"""What is left of a measurement when the next one comes: an average over some 40 of them."""
+"""The weight of earlier measurements when one comes: an average over some 40 of them."""
 
 FEWEST = 5
 """Measurements below which their spread says nothing."""

@@ -1,4 +1,4 @@
-"""What one forward did: each function of torch that it called, in order, with the numbers that it was given.
+"""The trace of one forward: each function of torch that it called, in order, with its numbers.
 
 Whatever decides a branch (a global variable, a closure, an entry of a set, the values of the batch, chance): another
 branch calls other functions, or the same with other numbers. So a forward that does what an earlier one did, which was
@@ -176,7 +176,7 @@ class OperationTrace(TorchFunctionMode):
 
     @property
     def pairs(self) -> set[Any]:
-        """What stood next to each other."""
+        """Pairs of neighbours."""
         return set(zip(self.events, self.events[1:], strict=False))
 
 

@@ -71,7 +71,7 @@ class ObservedOperation(NamedTuple):
 
 
 class PlannedOperation(NamedTuple):
-    """What is to be done with one parameter in a call.
+    """The plan for one parameter in a call.
 
     Attributes:
         kind: Such as ``"product"``.

@@ -20,7 +20,7 @@ from gradguard.tensors.layout import wide_dtype
 
 
 class Leaves:
-    """What stands in the places of a module's parameters in one call, so that autograd adds up the call's own gradient.
+    """Stand-ins for a module's parameters in one call, so that autograd adds up the call's own gradient.
 
     The tensors know of this object and not the other way round: a cycle through a tensor's hook would never be freed.
 

@@ -1,4 +1,4 @@
-"""What is refused in words: modules, options, early steps, and a GradScaler that the clipper was not told of."""
+"""Refusals: modules, options, early steps, and a GradScaler that the clipper does not know."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a clipper gives back, and the sums over the mini-batches of a step that it is made of."""
+"""Results of a clipper, and the sums over the mini-batches of a step that they are made of."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from gradguard.tensors.layout import HALVES
 
 
 class PreStep(NamedTuple):
-    """What `PerSampleGradientClipper.pre_step` returns.
+    """The result of `PerSampleGradientClipper.pre_step`.
 
     Attributes:
         max_norm: float64, one entry for each trained parameter: the L2 norm of the clipper's thresholds, which bounds

@@ -45,7 +45,7 @@ MANY, SOME = 16, 4
 """Samples that are run alone, at most: of a call that did something new, and of one that reads values."""
 
 _ROUNDING = 256.0
-"""What differs by more than this many times what rounding usually explains is not looked at again."""
+"""Differences above this multiple of the usual rounding are not looked at again."""
 
 SecondOpinion = Callable[[LoopedCall, int], Comparison | None]
 """Compares one sample with all others beside it, in float64; None where that cannot be."""

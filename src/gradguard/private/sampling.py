@@ -175,7 +175,7 @@ class MicroBatches:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What is known of one micro-batch.
+    """The facts of one micro-batch.
 
     Attributes:
         size: Number of samples that were drawn.

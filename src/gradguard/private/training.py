@@ -28,7 +28,7 @@ from gradguard.torch_private import version_of
 
 @dataclass(frozen=True)
 class Terms:
-    """What was agreed on before the first step.
+    """The settings fixed before the first step.
 
     Attributes:
         noise_multiplier: What is accounted for: standard deviation of the noise over the sensitivity of the sum.
@@ -51,7 +51,7 @@ class Terms:
 
 @dataclass
 class _LogicalBatch:
-    """What is known of a logical batch while its micro-batches come.
+    """The state of a logical batch while its micro-batches come.
 
     Attributes:
         open: Those that were handed out and are not yet taken up, of the next logical batch too.

@@ -333,7 +333,7 @@ class _Indexed:
 
 
 class _StatefulIndexed(_Indexed):
-    """The same of a dataset with a state, which StatefulDataLoader looks for in the class."""
+    """A dataset with a state, which StatefulDataLoader looks for in the class."""
 
     def state_dict(self) -> Any:
         return self.indexed_dataset.state_dict()

@@ -23,7 +23,7 @@ _TASK = "look for the culprit of a spike"
 
 @dataclass(frozen=True)
 class Culprit:
-    """What `find_culprit` found, the same on all processes, as plain numbers.
+    """The result of `find_culprit`, the same on all processes, as plain numbers.
 
     Attributes:
         step: Of the spike.

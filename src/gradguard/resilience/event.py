@@ -1,4 +1,4 @@
-"""What `SpikeRecovery` did or saw, for its list of events and for those who watch."""
+"""Events of `SpikeRecovery`, for its list and for its watchers."""
 
 import math
 from dataclasses import dataclass

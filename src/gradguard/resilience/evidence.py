@@ -53,7 +53,7 @@ class EvidenceBatch:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What `write_evidence` has written.
+    """The content of a file of `write_evidence`.
 
     Attributes:
         step: Number of the step that was a spike.

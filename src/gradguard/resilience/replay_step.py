@@ -64,7 +64,7 @@ class StateResult:
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """What `gradguard replay-step` found.
+    """The result of `gradguard replay-step`.
 
     Attributes:
         verdict: ``"PASS"``: the spike comes back; ``"FAIL"``: it does not, on the very weights of the step;

@@ -1,4 +1,4 @@
-"""What a snapshot holds, as files of plain data and back.
+"""A snapshot as files of plain data, and back.
 
 Each process writes its own file, under its rank: tensors as raw bytes, and everything else as JSON in which each
 tensor is a number (`gradguard.resilience.plain_file`). Both have checksums; each file has a number that is random at

@@ -66,7 +66,7 @@ class StepBuffers:
 
 
 _UNCOUNTED = ("running_mean", "running_var")
-"""What batch and instance norms write without torch's count of writes going up."""
+"""Buffers that batch and instance norms write without torch's count of writes going up."""
 
 
 class _Kept:

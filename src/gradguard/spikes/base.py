@@ -1,4 +1,4 @@
-"""What all rules that call a step a spike have in common: signals in, a verdict out, state on the device."""
+"""The base of the rules that call a step a spike: signals in, a verdict out, state on the device."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ from gradguard.tensors.layout import wide_dtype
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpikeVerdict:
-    """What a detector says of one step. Tensors on the detector's device: nothing waits until one is read.
+    """The verdict of a detector on one step. Tensors on the detector's device: nothing waits until one is read.
 
     Attributes:
         spike: Whether the step is a spike; 0-dim bool.
@@ -36,7 +36,7 @@ class SpikeVerdict:
 
 
 class NumberVerdict:
-    """The same in plain numbers, where the host has judged; tensors are made only for who reads them."""
+    """The verdict in plain numbers, where the host has judged; tensors are made only when they are read."""
 
     __slots__ = ("_tensors", "adopted", "in_a_row", "scores", "spike", "stands_out")
 
@@ -77,13 +77,13 @@ class Detector(ABC):
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What changes during training, by name; empty before the first step."""
+        """The tensors that change during training, by name; empty before the first step."""
         self._state_was_read = True
         return self._settled()
 
     @property
     def last(self) -> SpikeVerdict | None:
-        """What was said of the last step; None before the first."""
+        """The verdict on the last step; None before the first."""
         return self._verdict.tensors() if isinstance(self._verdict, NumberVerdict) else self._verdict
 
     def _settled(self) -> dict[str, Tensor]:

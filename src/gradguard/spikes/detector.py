@@ -35,7 +35,7 @@ FIRST_LOOK = 8
 """From how many values on it is noted which steps stand out, before any of them is skipped."""
 
 ORDINARY, STOOD_OUT, SKIPPED = 1, 2, 3
-"""What became of a step; 0 where there was none yet."""
+"""Codes of past steps; 0 where there was none yet."""
 
 
 class SpikeDetector(Detector):

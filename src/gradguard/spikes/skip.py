@@ -1,4 +1,4 @@
-"""What a guard does with a spike detector: it gathers the loss and the norms of a step, and leaves out a spike."""
+"""A guard's use of a spike detector: it gathers the loss and the norms of a step, and leaves out a spike."""
 
 import math
 import warnings

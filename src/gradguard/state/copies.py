@@ -24,7 +24,7 @@ PINNED = ("cuda", "xpu")
 """Devices that copy to pinned memory while the host goes on."""
 
 _BY_REFERENCE = (type, ModuleType, nn.Module, Optimizer)
-"""What a state may point to and does not own."""
+"""Types that a state may point to and does not own."""
 
 
 class Copier:
@@ -109,7 +109,7 @@ def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
 
 
 class TensorCopy:
-    """What one tensor held."""
+    """The copy of one tensor."""
 
     def into(self, live: Tensor) -> None:
         """Write it into ``live``, which `fits`."""
@@ -125,7 +125,7 @@ class TensorCopy:
 
 
 class PlainCopy(TensorCopy):
-    """That of a tensor that wraps no other.
+    """The copy of a tensor that wraps no other.
 
     Args:
         memory: What it held.
@@ -160,7 +160,7 @@ class PlainCopy(TensorCopy):
 
 
 class WrappedCopy(TensorCopy):
-    """That of a tensor made of others: a DTensor, a quantized state.
+    """The copy of a tensor made of others: a DTensor, a quantized state.
 
     Args:
         tensor: The tensor.

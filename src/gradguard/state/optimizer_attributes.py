@@ -8,7 +8,7 @@ from gradguard.state.copies import Copier, Restorer, is_plain
 from gradguard.torch_private import hook_tables
 
 NOT_ATTRIBUTES = ("state", "param_groups", "defaults")
-"""What is kept apart, or never changes."""
+"""Attributes that are kept apart, or never change."""
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 class AttributesCopy:
-    """What they were before a step.
+    """The attributes before a step.
 
     Args:
         optimizer: Whose.

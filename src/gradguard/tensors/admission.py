@@ -14,7 +14,7 @@ from gradguard.errors import UnsupportedGradientError
 DTYPES = frozenset({
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32,
 })  # fmt: skip
-"""What is measured and written; not float8, which has no arithmetic, nor integers, bools and quantized numbers."""
+"""Dtypes that are measured and written; not float8, which has no arithmetic, nor integers, bools, quantized numbers."""
 
 LAYOUTS = frozenset({
     torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc,
@@ -69,7 +69,7 @@ def refuse_others(tensors: Sequence[Tensor], name: Callable[[int], str], frozen:
 
 
 def _kind(tensor: Tensor, frozen: bool) -> str:
-    """What ``tensor`` is, if it cannot be clipped."""
+    """Return why ``tensor`` cannot be clipped, empty if it can."""
     if isinstance(tensor, MaskedTensor):
         return "a MaskedTensor (pass gradient.to_tensor(0))"
     if tensor.is_nested:

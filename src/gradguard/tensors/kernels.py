@@ -138,7 +138,7 @@ class Blocks:
 
 
 class UnitBlocks:
-    """The same for tensors that are cut into units, each a stretch of memory or a column of one."""
+    """Blocks of tensors that are cut into units, each a stretch of memory or a column of one."""
 
     def __init__(self, library: native.Library, tensors: list[Tensor], room: bytearray) -> None:
         self._library, self._tensors, self._room = library, tensors, room

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 
 Kind = Literal["product", "convolution", "recurrent"]
-"""What is computed: products of matrices, convolutions, or recurrent layers of cuDNN."""
+"""The kind of computation: products of matrices, convolutions, or recurrent layers of cuDNN."""
 
 TF32_EPSILON = 2.0**-10
 """The distance from 1 to the next number in TF32."""

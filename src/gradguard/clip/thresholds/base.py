@@ -1,4 +1,4 @@
-"""What the rules that choose their own threshold have in common: state on the device, changed in place, never read.
+"""The base of rules that choose their own threshold: state on the device, changed in place, never read.
 
 Their arithmetic is in `gradguard.threshold_formulas`, by which records are replayed too.
 """

@@ -166,7 +166,7 @@ class _Found:
 
 
 def _of_command(record: Record) -> str | None:
-    """What ``--clip`` was given; a `Monitor` writes the class of its guard's clipper there instead."""
+    """Return the rule of ``--clip``; a `Monitor` writes the class of its guard's clipper there instead."""
     clip = record.meta.get("clip")
     return clip if isinstance(clip, str) and clip[:1].islower() else None
 

@@ -148,7 +148,7 @@ _KNOWN = f"Known quantities: {', '.join(QUANTITIES)}. Known findings: {', '.join
 
 
 def _of_quantity(condition: Condition, record: Record) -> list[str]:
-    """What to say of each optimizer, or of the run, for which a condition on a quantity holds."""
+    """Return a sentence for each optimizer, or for the run, where a condition on a quantity holds."""
     quantity, judged = condition.quantity, verdict(record)
     parts = [("", record, judged)]
     if judged.parts and quantity in _OF_EACH:
@@ -183,7 +183,7 @@ def _measured(quantity: str, record: Record, judged: Verdict) -> float | None:
 
 
 def _of_findings(condition: Condition, record: Record) -> list[str]:
-    """What to say where a condition on a number of findings holds."""
+    """Return a sentence where a condition on a number of findings holds."""
     needed, measured = _NEEDED.get(condition.kind or "", _STEPS)
     if not measured(record):  # no finding is no sign of health then
         raise CommandError(_not_measured(condition, needed, record))

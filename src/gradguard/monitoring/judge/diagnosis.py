@@ -1,4 +1,4 @@
-"""What is the matter with a run: its causes, ranked, from the findings and the numbers of its record."""
+"""Diagnosis of a run: its causes, ranked, from the findings and the numbers of its record."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ __all__ = ["KEYS", "Cause", "Diagnosis", "Evidence", "diagnose"]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is the matter with a run.
+    """The diagnosis of a run.
 
     Attributes:
         causes: The causes, ranked; never empty.

@@ -1,4 +1,4 @@
-"""What a finding is, how a fault that lasts or comes back becomes one, and the words that all of them share."""
+"""Findings: how a fault that lasts or comes back becomes one, and the words that all of them share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What is wrong with a run, in words that a person can act on, from the plain numbers of its record."""
+"""Health of a run: faults in words that a person can act on, from the plain numbers of its record."""
 
 from collections import defaultdict
 from collections.abc import Sequence

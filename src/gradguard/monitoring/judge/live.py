@@ -95,7 +95,7 @@ class HealthMonitor:
 
 
 class Track:
-    """What watches the steps of one optimizer."""
+    """Watches the steps of one optimizer."""
 
     def __init__(self, optimizer: int | None, name: str, meta: dict[str, Any], several: bool) -> None:
         params = meta.get("params") or []

@@ -1,4 +1,4 @@
-"""What the norms of a run are like: their centre and spread, and whether they drift, all in logarithms.
+"""Statistics of the norms of a run: centre, spread and drift, all in logarithms.
 
 Norms of healthy training are close to log-normal, so medians and median distances of logarithms say what is usual, and
 spikes hardly move them.

@@ -25,7 +25,7 @@ _FIRST = 5
 
 @dataclass(frozen=True)
 class LowerRate:
-    """What to try first in a run whose rate was too high.
+    """The first remedy of a run whose learning rate was too high.
 
     Attributes:
         factor: What to multiply the rate by.

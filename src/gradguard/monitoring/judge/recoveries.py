@@ -1,4 +1,4 @@
-"""What `SpikeRecovery` did in a run, from the events of its record: counts, and one or two sentences."""
+"""Summary of `SpikeRecovery` in a run, from the events of its record: counts, and one or two sentences."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from gradguard.words import counted
 
 @dataclass(frozen=True)
 class Recoveries:
-    """What was done about spikes, and what it cost.
+    """Counts of spikes and of the steps that handling them cost.
 
     Attributes:
         roll_backs: How often the run went back to older weights.

@@ -1,4 +1,4 @@
-"""What other clipping rules would have done to the norms that a run recorded."""
+"""Replay of other clipping rules on the norms that a run recorded."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ def _with_constants(thresholds: Iterable[float]) -> tuple[str, ...]:
 
 
 DEFAULT_RULES: tuple[str, ...] = _with_constants(_CONSTANTS)
-"""What is shown to somebody who named no rule, and the recommended threshold where there is one.
+"""Rules that are replayed by default, with the recommended threshold where there is one.
 
 Without the fixed ceilings of 1.0 that ZClip and AdaGC have by default: those say nothing about a run of another scale.
 """
@@ -37,7 +37,7 @@ Without the fixed ceilings of 1.0 that ZClip and AdaGC have by default: those sa
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """What one rule would have done to the norms of one optimizer; the shares are None where it cannot be replayed.
+    """The effect of one rule on the norms of one optimizer; the shares are None where it cannot be replayed.
 
     Attributes:
         rule: The rule as it was asked for, such as ``"norm=1"``.

@@ -1,4 +1,4 @@
-"""What causes are read from: the curves of one optimizer's steps, and its layers in the order of the forward.
+"""The signals from which causes are read: the curves of one optimizer's steps, and its layers in forward order.
 
 "Usual" is the recent past of a run, and not its first steps: norms fall in a run that is well, and grow in one that is
 not. Losses and norms are followed by medians, which single steps do not move.
@@ -133,7 +133,7 @@ class Layer:
 
 
 class Signals:
-    """What one optimizer's steps show.
+    """The signals of one optimizer's steps.
 
     Args:
         record: The record of its steps alone.
@@ -276,7 +276,7 @@ class Signals:
 
     @cached_property
     def params(self) -> list[dict[str, Any]]:
-        """What the record says of each parameter."""
+        """Return the recorded facts of each parameter."""
         return list(self.record.meta.get("params") or [])
 
     @cached_property
@@ -374,7 +374,7 @@ class Signals:
 
     @cached_property
     def eps(self) -> float | None:
-        """What the optimizer adds to the number that it divides by; None where it divides by none."""
+        """Return the epsilon that the optimizer adds to its divisor; None where it has none."""
         return only(self.record.meta.get("eps", ()))
 
     def floor(self, layer: Layer) -> float:

@@ -27,7 +27,7 @@ _FEWEST_FOR_SPIKES = 20
 
 @dataclass(frozen=True)
 class Verdict:
-    """What happened, in one sentence and in numbers; None stands for "not measured".
+    """The verdict in one sentence and in numbers; None stands for "not measured".
 
     Attributes:
         sentence: The whole finding in words.

@@ -75,7 +75,7 @@ def _some(norms: Norms | None, places: Sequence[int]) -> Norms | None:
 
 @dataclass(frozen=True, slots=True)
 class StepClips:
-    """What was clipped of the gradients of one step.
+    """The clips of the gradients of one step.
 
     Attributes:
         count: Number of its gradients.
@@ -136,7 +136,7 @@ class StepClips:
 
 
 class PendingClips:
-    """What was clipped and not yet stepped, by clips in their order."""
+    """Clips since the last step, in their order."""
 
     def __init__(self) -> None:
         self._clipped: list[Clipped] = []
@@ -231,7 +231,7 @@ class RunningClip:
 
 @dataclass(slots=True)
 class StepGradients:
-    """What a step is made of.
+    """The parts of a step.
 
     Attributes:
         parameters: Those that have gradients; all where processes hold parts.

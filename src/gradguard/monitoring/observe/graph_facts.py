@@ -1,4 +1,4 @@
-"""What the graph of a loss tells of a run, read once before its backward: nothing is computed, no hook is called."""
+"""Facts of a run read from the graph of its loss, once before the backward: nothing is computed, no hook is called."""
 
 import math
 import weakref
@@ -18,7 +18,7 @@ MOST_NODES = 50_000
 
 @dataclass(slots=True)
 class GraphFacts:
-    """What the graphs of the first losses tell.
+    """Facts read from the graphs of the first losses.
 
     Attributes:
         leaves: Every tensor that a backward gives a gradient, not kept alive, with the number of the first operation
@@ -97,7 +97,7 @@ def origin_of(loss: Tensor) -> tuple[str, str] | None:
 
 
 def _name(node: Node, saved_as: str, saved: Tensor) -> tuple[str, str]:
-    """What made a tensor that ``node`` saved: itself, an operation before it, or none."""
+    """Return the operation that made a tensor which ``node`` saved: itself, one before it, or None."""
     before = [_beyond_views(one) for one, _ in node.next_functions if one is not None]
     leaves = [variable for one in before if (variable := _variable(one)) is not None]
     made = [one for one in before if _variable(one) is None]

@@ -19,7 +19,7 @@ from gradguard.grad_scaler import listen_to_scale
 
 
 class Listener(Protocol):
-    """What is told."""
+    """Hears of the backwards and clips of a script."""
 
     def on_backward(self, loss: Tensor) -> Callable[[], None] | None:
         """``loss.backward()`` is about to run; what this returns is called when it is done."""
@@ -145,7 +145,7 @@ class _FsdpMethod:
 
 @dataclass(slots=True)
 class ClipCall:
-    """What a call of a clipping function says.
+    """The arguments of a call of a clipping function.
 
     Attributes:
         rule: ``"norm"``, ``"value"`` or ``"adaptive"``.
@@ -202,7 +202,7 @@ def _clip(original: Callable, read: Callable[..., ClipCall], name: str) -> Calla
 
 
 def _reusable(parameters: Any) -> tuple[Any, Any]:
-    """The same parameters twice: for the original call, still a generator if it was one, and to look at."""
+    """Return the parameters twice: for the original call (a generator stays one), and as a list."""
     if isinstance(parameters, types.GeneratorType):
         listed = list(parameters)
         return (p for p in listed), listed

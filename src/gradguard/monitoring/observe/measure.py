@@ -1,4 +1,4 @@
-"""What is measured of gradients: the norm of each at every step, and now and then what is too costly for every step.
+"""Measuring gradients: the norm of each at every step, and costlier numbers now and then.
 
 The norm of a gradient costs one read of memory: by the compiled kernels where there are some, else by `tensor_norms`.
 

@@ -253,7 +253,7 @@ def program_facts(argv: Sequence[str] | None = None, clip: str | None = None, *,
 
 
 def _eps_of(optimizer: Optimizer) -> float | None:
-    """What an Adam-like optimizer adds to the number that it divides by."""
+    """Return the epsilon that an Adam-like optimizer adds to its divisor."""
     eps = optimizer.param_groups[0].get("eps") if optimizer.param_groups else None
     return float(eps) if isinstance(eps, int | float) else None
 

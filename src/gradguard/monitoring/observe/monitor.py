@@ -333,7 +333,7 @@ class Monitor(Recorder):
             self._guard_event, self._result = None, getattr(self._guard, "last", None)
 
     def _guarded(self, optimizer: Optimizer) -> StepMeasurement | None:
-        """What the guard did at this step; None if nothing guards it, or not any more."""
+        """Return the guard's outcome at this step; None without a guard."""
         event, self._guard_event = self._guard_event, None
         result = getattr(self._guard, "last", None)
         if result is None or result is self._result:

@@ -288,7 +288,7 @@ MOST_SCALED = 16
 
 
 class Losses:
-    """What backward was called on; numbers on the CPU, copies on a device."""
+    """The losses of the backwards: numbers on the CPU, copies on a device."""
 
     def __init__(self) -> None:
         self._losses: deque[Any] = deque(maxlen=MOST_LOSSES)

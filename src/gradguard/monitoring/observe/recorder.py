@@ -1,4 +1,4 @@
-"""What every watcher does at an optimizer step: measure, keep until the numbers are here, judge, write.
+"""The recorder of every watcher: at a step it measures, waits for the numbers, judges and writes.
 
 An `Observer` is told of every step of a process, a `Monitor` of those of one optimizer; the rest is the same.
 """
@@ -102,7 +102,7 @@ class Recorder:
     # --- what differs -------------------------------------------------------------------------------------------------
 
     def _measured(self, optimizer: Optimizer, given: StepGradients) -> StepMeasurement | None:
-        """What is known of a step before it; None if it is not to be recorded."""
+        """Return the facts known before a step; None if the step is not recorded."""
         raise NotImplementedError
 
     def _is_open(self, optimizer: Optimizer) -> bool:

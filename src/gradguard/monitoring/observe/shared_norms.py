@@ -132,7 +132,7 @@ class SharedNorms:
     def _own_part(
         self, plan: Plan, tensors: Sequence[Tensor]
     ) -> tuple[tuple[NormReduction, Tensor] | None, Exception | None]:
-        """What this process has to add: None, and the problem the first time, where it cannot be told."""
+        """Return this process' addend; None, with the problem the first time, where it is unknown."""
         if self._failed:
             return None, None
         gradients = [tensor.grad for tensor in tensors]

@@ -1,4 +1,4 @@
-"""What `GRADGUARD=run.jsonl python train.py` runs before the script: nothing of it imports torch.
+"""Start of `GRADGUARD=run.jsonl python train.py`, before the script: nothing here imports torch.
 
 The wheel installs this file as `_gradguard_start_up.py` beside the package and not in it, so that Python's start needs
 nothing of `gradguard`, and a `.pth` file that calls `install` where the variable is set. So nothing of the package may

@@ -23,7 +23,7 @@ from gradguard.recovery_events import RecoveryEvent
 from gradguard.words import listed
 
 EPSILON = 1e-6
-"""What PyTorch's norm clip adds to the norm before it divides."""
+"""The epsilon that PyTorch's norm clip adds to the norm."""
 
 ROUNDING = 1e-4
 """How far two norms that were measured in different ways may be apart, with a margin: each is right to 2e-5."""
@@ -168,7 +168,7 @@ class SetupEvent:
 
 @dataclass(slots=True)
 class RecoveryNote:
-    """What was done about spikes after the step of this number; ``optimizer`` is its place, where there are several."""
+    """Spikes that were handled after the step of this number; ``optimizer`` is its place where there are several."""
 
     index: int
     event: RecoveryEvent
@@ -341,7 +341,7 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
 
 
 class _Clip(NamedTuple):
-    """What one clip did at a step; None for what is not known, or a threshold that there is not."""
+    """The effect of one clip at a step; None for numbers that are not known."""
 
     rule: str | None
     threshold: float | None
@@ -422,7 +422,7 @@ def _threshold(value: Any) -> float | None:
 
 
 def _of_clip(clip: ScriptClip, step: StepMeasurement, total: float) -> float | None:
-    """What a clip of the script's multiplied the gradients by, if it told that or its norm."""
+    """Return the factor of a clip of the script, if the clip reported it or its norm."""
     coefficient, norm, threshold = _number(clip.coefficient), _number(clip.norm), _number(clip.threshold)
     if coefficient is not None:
         return coefficient
@@ -433,7 +433,7 @@ def _of_clip(clip: ScriptClip, step: StepMeasurement, total: float) -> float | N
 
 
 def _strength(clip: _Clip) -> float:
-    """What decides which of several clips bound: the smallest coefficient."""
+    """Return the key by which the clip that bound is chosen among several: its coefficient."""
     return math.inf if clip.coefficient is None else clip.coefficient
 
 

@@ -1,4 +1,4 @@
-"""What signals do to a watched program: its record gets its last rows and its end, and the signal stays a signal."""
+"""Signals sent to a watched program: the record gets its last rows and its end, and the signal is passed on."""
 
 import atexit
 import os
@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, Self
 
 HANGUP: int | None = getattr(signal, "SIGHUP", None)
-"""What a terminal sends when it goes, often twice: from the shell, and from the system."""
+"""The signal of a terminal that closes; it often comes twice, from the shell and from the system."""
 
 ENDING = [number for number in (signal.SIGTERM, HANGUP) if number is not None]
 """The signals that end a process without a word to Python; Ctrl-C raises `KeyboardInterrupt`."""
@@ -37,7 +37,7 @@ class BySignal(int):
 
 
 class Signals:
-    """What signals do while a program runs under us, and while its record is finished; a context manager.
+    """Context manager for signals while a program runs and while its record is finished.
 
     =======================  ===========================================================================================
     while                    a signal

@@ -1,4 +1,4 @@
-"""What each field of a record must be: one table, and the one place where lines are read.
+"""The fields of a record: one table of their types, and the one place where lines are read.
 
 A record may have been cut, edited, joined from two, or damaged, and it may come from somebody else. Whoever reads a
 line that `parse_line` returned need not look at types again.

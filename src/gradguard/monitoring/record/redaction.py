@@ -1,4 +1,4 @@
-"""What a record may tell of a command line: no secrets, and no path from outside the working folder or the home."""
+"""Redaction of a command line for a record: no secrets, and no path from outside the working folder or the home."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What the steps of a record say: whether clipping bound, what counts, and which optimizer each is of."""
+"""Reading the steps of a record: whether clipping bound, which steps count, and whose optimizer they are."""
 
 import math
 from collections import defaultdict
@@ -29,7 +29,7 @@ def binds(step: dict[str, Any]) -> bool:
 
 
 def threshold_of(step: dict[str, Any]) -> float | None:
-    """What clipping compared with on this step.
+    """Return the threshold of this step.
 
     Args:
         step: A step of a record.
@@ -212,7 +212,7 @@ def regime_of(clip_share: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one optimizer did in a run.
+    """The steps of one optimizer in a run.
 
     Attributes:
         index: Its place in ``meta.optimizers``; None where the record has one optimizer, or does not say which it was.

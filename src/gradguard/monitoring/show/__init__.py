@@ -1,1 +1,1 @@
-"""What people see of a run: the report, the live view in a terminal, and dashboards. Without torch."""
+"""Showing a run: the report, the live view in a terminal, and dashboards. Without torch."""

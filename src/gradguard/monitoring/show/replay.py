@@ -1,4 +1,4 @@
-"""What other rules would have done, as a table in a terminal."""
+"""The effect of other rules on recorded norms, as a table in a terminal."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What is known of a run in progress, in memory that does not grow with the run.
+"""The state of a run in progress, in memory that does not grow with the run.
 
 Lines come from `parse_line`, so that their fields are of the types that it promises, and their texts are printable.
 """
@@ -84,7 +84,7 @@ def _merged(buckets: list[Bucket]) -> Bucket:
 
 @dataclass
 class OptimizerState:
-    """What one optimizer has done so far: the norms of two optimizers are not one series.
+    """The steps of one optimizer so far: the norms of two optimizers are not one series.
 
     Attributes:
         label: What to call it; empty where the record has one optimizer.
@@ -183,7 +183,7 @@ class RunState:
 
     @property
     def state(self) -> OptimizerState:
-        """What the optimizer of the last step has done."""
+        """Return the state of the optimizer of the last step."""
         return self._state_of(self.last) if self.last else OptimizerState()
 
     @property

@@ -212,7 +212,7 @@ _HEADERS = (
 
 
 class _State(NamedTuple):
-    """What changes when a record does."""
+    """A value that changes when the record does."""
 
     identity: int
     size: int

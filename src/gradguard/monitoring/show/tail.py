@@ -170,14 +170,14 @@ class Watched:
         return bool(self.run.meta)
 
     def title(self) -> str:
-        """What is watched: the script, and its record."""
+        """Return the title: the script, and its record."""
         script = " ".join(self.run.meta.get("argv", ())[:3])
         name = str(self.path)
         short = name if len(name) <= _LONGEST_PATH else f"...{name[-_LONGEST_PATH:]}"
         return f"{script} ({short})" if script else short
 
     def status(self, now: float) -> tuple[str, str]:
-        """What goes on at ``now`` (seconds since the epoch) in words, and a style for these."""
+        """Return the state at ``now`` (seconds since the epoch) in words, and a style for them."""
         words, style = self._status(now)
         return "; ".join([words, *self._remarks()]), style
 
@@ -273,7 +273,7 @@ def _print_lines(watched: Watched, events: int, console: "Console", poll_seconds
 
 
 class _LinePrinter:
-    """What is new, in lines of text: each event, the numbers every few seconds, and each change of what goes on."""
+    """Prints news as lines of text: each event, the numbers every few seconds, and each change of state."""
 
     def __init__(self, watched: Watched, events: int, console: "Console") -> None:
         self._watched, self._events, self._console = watched, events, console

@@ -11,7 +11,7 @@ NONE = "none"
 """The script as it is."""
 
 OTHERWISE = "median"
-"""What is tried where a record recommends nothing."""
+"""Candidates for a record that recommends nothing."""
 
 HABIT = "norm=1"
 """The constant of most published recipes, which a rule has to beat."""
@@ -75,6 +75,6 @@ def _before_trouble(record: Record) -> list[dict]:
 
 
 def _norm(step: dict) -> float:
-    """What a rule behind the script's own clip is shown."""
+    """Return the norm that a rule behind the script's own clip gets."""
     post = step.get("post_norm")
     return step["norm"] if post is None else post

@@ -1,4 +1,4 @@
-"""What is said of the runs: one sentence, a table, what to know before believing it, and the command to type next."""
+"""The summary of the runs: one sentence, a table, its limits, and the command to type next."""
 
 import math
 import shlex

@@ -20,17 +20,17 @@ from gradguard.monitoring.tune.score import Run, diverged_at, got_worse, last_lo
 from gradguard.named_rules import clipping_rule
 
 RUN = (sys.executable, "-m", "gradguard", "run")
-"""What runs a script."""
+"""Runs a script."""
 
 _LOOK_EVERY = 0.5  # seconds
 _PATIENCE = 10.0  # seconds that a run has to end after Ctrl-C
 OUTPUT = "output.txt"
-"""What a run printed."""
+"""Output of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to try.
+    """One trial.
 
     Attributes:
         target: The script, or the module behind ``-m``, and its arguments, in which ``{seed}`` stands for the seed.

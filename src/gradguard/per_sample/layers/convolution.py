@@ -236,7 +236,7 @@ def _padding(module: Convolution) -> tuple[tuple[int, ...], list[int]]:
 
 
 def _output_padding(module: Convolution, inputs: Tensor, grad: Tensor) -> tuple[int, ...]:
-    """What the call used, from the sizes: ``output_size=`` may have overruled the module's own."""
+    """Return the padding that the call used, from the sizes: ``output_size=`` may have overruled the module's own."""
     return tuple(
         grad.shape[3 + i]
         - (inputs.shape[3 + i] - 1) * module.stride[i]

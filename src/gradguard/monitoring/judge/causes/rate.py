@@ -23,7 +23,7 @@ TINY_MOVE = 0.05
 """By which share of themselves weights can have moved in all steps together: with less a run has hardly begun."""
 
 SMALL_MOVE = 0.2
-"""That share, where the loss falls at the end as fast as in the beginning: the run has hardly begun below it."""
+"""The share where the loss falls at the end as fast as in the beginning: below it the run has hardly begun."""
 
 NO_MOVE = 0.005
 """The smallest share of themselves that weights move in a run that has begun, if the loss does not measure it."""

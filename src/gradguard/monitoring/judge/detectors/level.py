@@ -36,7 +36,7 @@ ROSE_FAST = 1.2
 """Over the best it was: where the loss has not risen by that with the norms, the run is well."""
 
 ROSE_SLOWLY = 1.5
-"""The same where norms have taken more than 200 steps to rise."""
+"""The factor where norms took more than 200 steps to rise."""
 
 VANISHING_SHARE = 1e-4
 """A norm below a ten-thousandth of the usual moves nothing; training that converges seldom falls that far."""

@@ -243,4 +243,4 @@ UNUSED = Kind(
 KINDS = (NO_OPTIMIZER, NO_GRADIENT, SCALED_CLIP, KEPT, BELOW_EPS, UNUSED)
 
 _TOLD = {NO_OPTIMIZER.name: (NO_OPTIMIZER, "warning"), NO_GRADIENT.name: (NO_GRADIENT, "error")}
-"""What the watched process tells in events, and how grave it is at worst."""
+"""Events of the watched process, and the severity of each at worst."""

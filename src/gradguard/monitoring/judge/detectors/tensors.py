@@ -1,4 +1,4 @@
-"""What the norms of single tensors show: one that jumps alone, updates out of proportion, units that are dead."""
+"""Detectors on the norms of single tensors: one that jumps alone, updates out of proportion, dead units."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""What a person reads after a run: one self-contained HTML page, a terminal summary, and plain text."""
+"""The report of a run: one self-contained HTML page, a terminal summary, and plain text."""
 
 from gradguard.monitoring.show.report.json_summary import json_summary
 from gradguard.monitoring.show.report.page import page_beside, write_report

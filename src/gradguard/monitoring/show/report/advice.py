@@ -1,4 +1,4 @@
-"""What the page and the text say about health, events and other rules, as text that is ready to be shown."""
+"""The words of page and text about health, events and other rules, ready to be shown."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -59,7 +59,7 @@ class Events:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What other rules would have done.
+    """The effect that other rules would have had.
 
     Attributes:
         table: One row for each rule.
@@ -73,7 +73,7 @@ class Replayed:
 
 
 def findings_of(record: Record, optimizer: int | None = None) -> list[Shown]:
-    """What health says about a run, the gravest first.
+    """The findings of a run, the gravest first.
 
     Args:
         record: The whole record, with all its optimizers.
@@ -138,7 +138,7 @@ def shown_events(events: Sequence[dict[str, Any]]) -> Events:
 
 
 def replayed(record: Record, recommendation: Recommendation) -> Replayed | None:
-    """What other clipping rules would have done to the norms of one optimizer.
+    """The effect of other clipping rules on the norms of one optimizer.
 
     Args:
         record: The steps of one optimizer.

@@ -1,4 +1,4 @@
-"""What a figure is: its drawing, the words about it, the same in numbers, and how all of them look.
+"""Figures: the drawing, its caption, its numbers as a table, and their style.
 
 A drawing is what plotly.js takes, in plain dictionaries: plotly's Python package is 65 MB and slow to import.
 """
@@ -247,7 +247,7 @@ DARK = {
     "#F4A582": "#A34A2C",
     "#B2182B": "#FF9E80",
 }
-"""What stands for each colour on a dark page. Colours of the page that are no key here look right on both."""
+"""The replacement of each colour on a dark page. Colours that are no key here look right on both."""
 
 _FONT = {"family": "Inter, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif", "size": 13, "color": INK}
 
@@ -332,7 +332,7 @@ def see_through(colour: str) -> str:
 
 
 def palette() -> dict[str, str]:
-    """What the page exchanges when it turns dark: every colour, and the same as the colour of a band.
+    """Return the colours that the page exchanges when it turns dark, as fills and as bands.
 
     Returns:
         Colours of the light page as keys.

@@ -25,7 +25,7 @@ class Term:
 
     @property
     def id(self) -> str:
-        """What a link to it is called."""
+        """Return the anchor of a link to it."""
         return f"term-{self.name.replace(' ', '-')}"
 
 

@@ -17,7 +17,7 @@ MOST_COLUMNS = 600
 MOST_ROWS = 1500
 MOST_CELLS = 90_000
 NONFINITE, ZERO, GAP = -32768, -32767, -32766
-"""What stands in a packed matrix for a cell without a logarithm; a gap was not measured."""
+"""Codes of a packed matrix for cells without a logarithm; a gap was not measured."""
 _MOST_LINES = 1000
 
 

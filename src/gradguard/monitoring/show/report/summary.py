@@ -303,7 +303,7 @@ def _of_optimizer(index: int | None, label: str, record: Record) -> dict[str, An
 
 
 def notes(record: Record) -> list[str]:
-    """What a reader must know before believing the numbers.
+    """Return the caveats of the numbers.
 
     Args:
         record: The record of a run.
@@ -334,7 +334,7 @@ def notes(record: Record) -> list[str]:
 
 
 def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
-    """What the run ran on, and what it cost to observe, as label and value.
+    """Return the run's hardware and the cost of observing it, as labels and values.
 
     Args:
         record: The record of a run.

@@ -1,4 +1,4 @@
-"""What every sink is, and the dozen numbers that a dashboard gets instead of every step."""
+"""The base of every sink, and the dozen numbers that a dashboard gets instead of every step."""
 
 import importlib
 import math
