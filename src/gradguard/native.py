@@ -137,7 +137,7 @@ class Library:
         return self._collect(self._where, tensors, len(tensors), *room) == len(tensors)
 
     def collect_units(self, tensors: list, *room: int) -> bool:
-        """Fill ``room``, where dimensions and groups of units are, with addresses, shapes and dtypes; False as above."""
+        """Fill ``room``, which has the units, with addresses, shapes and dtypes; False as above."""
         return self._collect_units(self._where, tensors, len(tensors), *room) == len(tensors)
 
     def use_level(self, level: int) -> int:

@@ -126,7 +126,7 @@ MEDIAN_START_TIMES = 1.5
 
 
 MEDIAN_START_TIMES_BOUNDED = 3.0
-"""The threshold where the update is bounded besides."""
+"""The multiple where the update is bounded besides."""
 
 MEDIAN_UPDATE = 0.1
 """The share of the weights' norm by which a step may move them under `ClipByMedian`."""
