@@ -392,3 +392,18 @@ def test_narrow_values_are_widened(dtype):
         detector.observe(torch.ones(1, dtype=dtype))
     assert bool(detector.observe(torch.full((1,), 9.0, dtype=dtype)))
     assert detector.state["history"].dtype is torch.float64
+
+
+def test_it_decides_alike_where_a_sort_puts_nan_in_front(monkeypatch):
+    """As CUDA's does for more than 32 numbers of float64 (torch 2.11)."""
+    rows, plain, other = noisy(1, 200), OnDevice(), OnDevice()
+    expected = [bool(plain.observe(torch.tensor(row, dtype=torch.float64))) for row in rows]
+
+    def nan_in_front(rows, stored):
+        places = torch.stack([(stored - 1) // 2, stored // 2], dim=-1).clamp(0, rows.shape[-1] - 1)
+        ordered = rows.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).sort(dim=-1).values
+        return ordered.gather(-1, places).mean(dim=-1)
+
+    monkeypatch.setattr("gradguard.spikes.detector.median_of_stored", nan_in_front)
+    assert [bool(other.observe(torch.tensor(row, dtype=torch.float64))) for row in rows] == expected
+    assert 5 < sum(expected) < 150
