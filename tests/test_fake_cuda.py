@@ -352,6 +352,17 @@ def test_a_gradient_check_is_without_tf32_and_puts_it_back(precision, check):
     def switches():
         return torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
 
+    def kinds():
+        backends = torch.backends
+        own = (
+            backends.cuda.matmul,
+            backends.cudnn.conv,
+            backends.cudnn.rnn,
+            backends.mkldnn.matmul,
+            backends.mkldnn.conv,
+        )
+        return [one.fp32_precision for one in own]
+
     def f(x):
         seen.add(switches())
         return x * x
@@ -359,8 +370,10 @@ def test_a_gradient_check_is_without_tf32_and_puts_it_back(precision, check):
     seen, before = set(), switches()
     torch.set_float32_matmul_precision(precision)
     try:
+        each = kinds()
         check(f)
         assert switches() == (before[0], precision)
+        assert kinds() == each
     finally:
         torch.set_float32_matmul_precision(before[1])
     assert seen == {(False, "highest")}

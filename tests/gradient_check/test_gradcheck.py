@@ -341,3 +341,10 @@ def test_a_direction_that_tells_nothing_is_followed_by_one_that_does():
 def test_level_elements_whose_gradient_is_0_are_something_to_compare_with():
     x = torch.ones(2, 2, dtype=torch.float64)
     assert gg.gradcheck(torch.nn.functional.l1_loss, x, x.clone()).verdict == "PASS"
+
+
+@pytest.mark.parametrize("where", ["an input", "a parameter"])
+def test_tensors_without_numbers_are_refused(where):
+    fn = torch.nn.Linear(2, 2, device="meta" if where == "a parameter" else "cpu")
+    with pytest.raises(InvalidTypeError, match="on the meta device, which holds no numbers"):
+        gg.gradcheck(fn, torch.ones(3, 2, device="meta" if where == "an input" else "cpu"))

@@ -35,7 +35,7 @@ def full_float32() -> Iterator[None]:
     """
     products, convolutions = _products_round(), _convolutions_round()
     cudnn: Any = torch.backends.cudnn
-    kinds: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    kinds: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, torch.backends.mkldnn.matmul)
     precisions = [kind.fp32_precision for kind in kinds]
     # torch has an older and a newer switch for each, and no function that looks should find them at odds.
     if products is not None:

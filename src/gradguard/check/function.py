@@ -82,7 +82,7 @@ class Function:
         parameters = {} if module is None else dict(module.named_parameters())
         own = parameters if module is None else {**parameters, **dict(module.named_buffers())}
         names = names or _argument_names(fn if module is None else module.forward, args, flat)
-        for name, value in zip(names, given, strict=True):
+        for name, value in zip([*names, *own], [*given, *own.values()], strict=True):
             _check_layout(name, value)
         names = [*names, *(f"parameter {n}" if n in names else n for n in own)]
         self._count, self._own_names = len(given), list(own)
@@ -416,6 +416,8 @@ def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequenc
 
 
 def _check_layout(name: str, value: Any) -> None:
+    if isinstance(value, Tensor) and value.is_meta:
+        raise InvalidTypeError(f"input {name!r} is on the meta device, which holds no numbers: expected some to check.")
     if isinstance(value, Tensor) and value.layout is not torch.strided:
         raise InvalidTypeError(f"input {name!r} is {value.layout}: expected a dense tensor, such as {name}.to_dense().")
 
