@@ -346,5 +346,5 @@ def test_level_elements_whose_gradient_is_0_are_something_to_compare_with():
 @pytest.mark.parametrize("where", ["an input", "a parameter"])
 def test_tensors_without_numbers_are_refused(where):
     fn = torch.nn.Linear(2, 2, device="meta" if where == "a parameter" else "cpu")
-    with pytest.raises(InvalidTypeError, match="on the meta device, which holds no numbers"):
+    with pytest.raises(gg.errors.InvalidTypeError, match="on the meta device, which holds no numbers"):
         gg.gradcheck(fn, torch.ones(3, 2, device="meta" if where == "an input" else "cpu"))
