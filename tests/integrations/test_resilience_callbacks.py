@@ -237,6 +237,22 @@ class TestLightning:
         assert told(callback.resilience) == EXPECTED
         assert module.net.layer.weight.item() == expected
 
+    @pytest.mark.parametrize("batches", [1, 4])
+    def test_the_loss_is_what_training_step_returns(self, lightning, batches, monkeypatch):
+        """Lightning divides it by the number of batches of a step before the backward."""
+        from gradguard.integrations.lightning import ResilienceCallback
+
+        seen, record_loss = [], gg.SpikeRecovery.record_loss
+        monkeypatch.setattr(
+            gg.SpikeRecovery, "record_loss", lambda self, loss: seen.append(float(loss)) or record_loss(self, loss)
+        )
+        module, returned = self.module(lightning), []
+        own = module.training_step
+        module.training_step = lambda batch: returned.append(own(batch)) or returned[-1]
+        callback = ResilienceCallback(gg.ClipByGlobalNorm(1.0), options())
+        self.fit(lightning, module, callback, sizes=SIZES[:8], accumulate_grad_batches=batches)
+        assert seen == pytest.approx([float(loss) for loss in returned])
+
     @pytest.mark.parametrize("scale", [1024.0, 2.0**127])
     def test_a_burst_under_a_scaler(self, lightning, expected, scale):
         """The second scale overflows on the first of each larger gradients; these steps count as well."""

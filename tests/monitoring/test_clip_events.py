@@ -297,6 +297,8 @@ OF_PARTS = {
     "a third of all": ([*HALVES, ("clip_grad_norm_", None, 0.05)], False),
     "a half, then all": ([HALVES[1], ("clip_grad_norm_", None, 0.05)], False),
     "all, then a half": ([("clip_grad_norm_", None, 0.5), HALVES[1]], False),
+    "all by value, then a half": ([("clip_grad_value_", None, 0.01), HALVES[0]], False),
+    "a half by value, then the same by norm": ([("clip_grad_value_", 0, 0.01), ("clip_grad_norm_", 0, 0.01)], False),
     "a half, then all by value": ([HALVES[0], ("clip_grad_value_", None, 0.01)], False),
 }
 """Functions, the layer that each gets (None: all), its threshold; and whether no gradient is clipped twice."""
@@ -324,6 +326,30 @@ def test_clips_of_different_parameters(name, functions, watch, tmp_path):
         assert [clip[2] for clip in step["clips"]] == pytest.approx(expected, rel=1e-3)
     assert [step["norm"] for step in steps] == pytest.approx(twin.before, rel=1e-4)
     assert [step["post_norm"] for step in steps] == pytest.approx(twin.after, rel=1e-2)
+
+
+def test_a_clip_that_met_one_of_many_factors_has_no_coefficient_of_its_own(tmp_path):
+    def clip(model):
+        gg.ClipAdaptive(0.01)(model)
+        clip_grad.clip_grad_value_(model[2].parameters(), 1e6)
+
+    steps, twin = training(a_function(clip), by_run(tmp_path))
+    assert [[one[:2] for one in step["clips"]] for step in steps] == [[["adaptive", 0.01], ["value", 1e6]]] * STEPS
+    assert [step["clips"][1][2] for step in steps] == [None] * STEPS
+    assert [step["post_norm"] for step in steps] == pytest.approx(twin.after, rel=1e-2)
+
+
+def test_a_clip_of_a_part_beside_a_guard_has_no_coefficient_of_all(tmp_path):
+    def clip(model):
+        clip_grad.clip_grad_value_(model[0].parameters(), 0.01)
+
+    def attach(model, optimizer):
+        gg.Guard(optimizer, gg.ClipByGlobalNorm(1e6))
+        return a_function(clip)(model, optimizer)
+
+    steps, _ = training(attach, by_run(tmp_path))
+    assert [step["clips"] for step in steps] == [[["value", 0.01, None], ["norm", 1e6, 1.0]]] * STEPS
+    assert all(step["coefficient"] < 1 for step in steps)
 
 
 def test_two_clips_that_meet_and_tell_nothing_have_no_coefficient_of_their_own(tmp_path):

@@ -293,10 +293,10 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
         self._set_options(options)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Take the loss of a micro-batch."""
-        del pl_module
+        """Take the loss of a micro-batch, which Lightning has divided by their number where it steps by itself."""
         if self.resilience is not None and _scaler_of(trainer) is None:
-            self.resilience.record_loss(loss.detach())
+            times = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self.resilience.record_loss(loss.detach() * times)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Log, and act on what was measured some steps ago.

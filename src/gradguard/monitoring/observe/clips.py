@@ -92,9 +92,15 @@ class StepClips:
 
     @property
     def reach(self) -> list[Sequence[int]]:
-        """The places in the step that each of these clips acted on; empty where all acted on the same."""
+        """The places in the step that each of several clips acted on; empty where all acted on all of them."""
         reach = [places for _, places in self._acting()]
-        return reach if any(set(places) != set(reach[0]) for places in reach[1:]) else []
+        return reach if len(reach) > 1 and any(len(set(places)) != self.count for places in reach) else []
+
+    @property
+    def is_of_a_part(self) -> bool:
+        """Whether the only one of these clips left some gradients of the step alone."""
+        reach = [places for _, places in self._acting()]
+        return len(reach) == 1 and len(set(reach[0])) != self.count
 
     def _acting(self) -> list[tuple[Clipped, Sequence[int]]]:
         return [(part, places) for part, places in self.parts if part.clip.rule and not _only_measures(part.clip)]
@@ -378,6 +384,7 @@ class HeardClips:
             post=post,
             clips=clips,
             reach=reach,
+            clips_a_part=clipped.is_of_a_part,
             after=unscaled(now, scale) if reach and before is not None else None,
             norm_after=before is None,
             total=told,

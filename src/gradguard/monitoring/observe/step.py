@@ -31,6 +31,9 @@ ROUNDING = 1e-4
 FIXED = frozenset(["norm", "value", "adaptive"])
 """Rules with one threshold from the first step on."""
 
+ONE_FACTOR = frozenset(["norm", "ClipByMedian", "AutoClip", "ZClip", "ClipFraction"])
+"""Rules that multiply all gradients by one number."""
+
 _NAMED_AT_MOST = 5
 
 
@@ -79,7 +82,8 @@ class StepMeasurement:
         losses: Losses that backward was called on since the step before.
         lr: Learning rate of the first parameter group: a number, or a copy of the script's tensor.
         clips: The script's own clips, in their order.
-        reach: The places in ``norms`` that each of them acted on; empty where all acted on the same.
+        reach: The places in ``norms`` that each of several acted on; empty where all acted on all of them.
+        clips_a_part: Whether a single one left some gradients alone.
         after: 2-norm of each gradient after the clips, where there is a `reach`.
         applied: The clip that the watcher applies itself, behind them.
         guard: The clip of a `Guard` that acted within the step; None if none did.
@@ -110,6 +114,7 @@ class StepMeasurement:
     lr: Any = None
     clips: Sequence[ScriptClip] = ()
     reach: Sequence[Sequence[int]] = ()
+    clips_a_part: bool = False
     after: Norms | None = None
     applied: ScriptClip | None = None
     guard: ScriptClip | None = None
@@ -370,7 +375,9 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
         own = min(1.0, coefficient / known)
         if len(clips) > 1 and own > 1 - ROUNDING:
             own, coefficient = 1.0, known
-        clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=own)
+        # Beside a clip within the step, each row of the record has a factor of its own gradients, not of all.
+        is_own = not step.clips_a_part or (step.applied is None and step.guard is None)
+        clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=own if is_own else None)
     within = 1.0
     for clip in without_none((step.applied, step.guard)):
         own = _number(clip.coefficient)
@@ -388,25 +395,33 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
 def _measured(
     clips: Sequence[_Clip], reach: Sequence[Sequence[int]], before: Sequence[float], after: Sequence[float]
 ) -> Iterator[_Clip]:
-    """Yield the clips, with a coefficient from norms for each that told none and met no other such clip.
+    """Yield the clips, with a coefficient from norms for each that told none, where the norms determine it.
 
-    It is the norm of the clip's own gradients after all clips, over what the others' coefficients leave of their norm
-    before.
+    It is the norm of the clip's own gradients behind it over that before it: what the factors that other clips told
+    make of the norms after and before all clips. A clip that met another one of its kind, or one that is not one factor
+    for all of its gradients, has none.
     """
-    factors, untold = [1.0] * len(before), Counter[int]()
+    told, doubtful = [1.0] * len(before), Counter[int]()
     for clip, places in zip(clips, reach, strict=True):
-        if clip.coefficient is None:
-            untold.update(set(places))
+        if clip.coefficient is None or clip.rule not in ONE_FACTOR:
+            doubtful.update(set(places))
             continue
         for place in places:
-            factors[place] *= clip.coefficient
+            told[place] *= clip.coefficient
+    earlier = [1.0] * len(before)
     for clip, places in zip(clips, reach, strict=True):
-        if clip.coefficient is None and all(untold[place] == 1 for place in places):
-            given = math.hypot(*[factors[place] * before[place] for place in places])
-            own = math.hypot(*[after[place] for place in places]) / given if given > 0 else 1.0
-            yield clip._replace(coefficient=own if own < 1 - ROUNDING else 1.0)
-        else:
+        if clip.coefficient is not None:
+            for place in places if clip.rule in ONE_FACTOR else ():
+                earlier[place] *= clip.coefficient
             yield clip
+            continue
+        if any(doubtful[place] != 1 or told[place] == 0 for place in places):
+            yield clip
+            continue
+        given = math.hypot(*[earlier[place] * before[place] for place in places])
+        left = math.hypot(*[after[place] * earlier[place] / told[place] for place in places])
+        own = left / given if given > 0 else 1.0
+        yield clip._replace(coefficient=own if own < 1 - ROUNDING else 1.0)
 
 
 def _are_disjoint(step: StepMeasurement) -> bool:
