@@ -244,14 +244,14 @@ class TestLightning:
 
         seen, record_loss = [], gg.SpikeRecovery.record_loss
         monkeypatch.setattr(
-            gg.SpikeRecovery, "record_loss", lambda self, loss: seen.append(float(loss)) or record_loss(self, loss)
+            gg.SpikeRecovery, "record_loss", lambda self, loss: seen.append(loss.item()) or record_loss(self, loss)
         )
         module, returned = self.module(lightning), []
         own = module.training_step
         module.training_step = lambda batch: returned.append(own(batch)) or returned[-1]
         callback = ResilienceCallback(gg.ClipByGlobalNorm(1.0), options())
         self.fit(lightning, module, callback, sizes=SIZES[:8], accumulate_grad_batches=batches)
-        assert seen == pytest.approx([float(loss) for loss in returned])
+        assert seen == pytest.approx([loss.item() for loss in returned])
 
     @pytest.mark.parametrize("scale", [1024.0, 2.0**127])
     def test_a_burst_under_a_scaler(self, lightning, expected, scale):
