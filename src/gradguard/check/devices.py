@@ -34,8 +34,8 @@ def full_float32() -> Iterator[None]:
     cuDNN's convolutions round to TF32, 10 bits, unless told otherwise; both sides of a comparison would, and differ.
     """
     products, convolutions = _products_round(), _convolutions_round()
-    cudnn: Any = torch.backends.cudnn
-    kinds: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, torch.backends.mkldnn.matmul)
+    of: Any = torch.backends
+    kinds = (of.cuda.matmul, of.cudnn.conv, of.cudnn.rnn, of.mkldnn.matmul)
     precisions = [kind.fp32_precision for kind in kinds]
     # torch has an older and a newer switch for each, and no function that looks should find them at odds.
     if products is not None:
