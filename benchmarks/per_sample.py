@@ -82,7 +82,7 @@ class Gpt(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1])
+        places = torch.arange(ids.shape[1], device=ids.device)
         places = places.repeat(len(ids), 1) if self.repeat_positions else places
         x = self.tokens(ids) + self.positions(places)
         for block in self.blocks:
@@ -102,7 +102,11 @@ class Logits(nn.Module):
         self.model, self.repeat_positions = model, False
 
     def forward(self, x: Tensor) -> Tensor:
-        places = {"position_ids": torch.arange(x.shape[1]).repeat(len(x), 1)} if self.repeat_positions else {}
+        places = (
+            {"position_ids": torch.arange(x.shape[1], device=x.device).repeat(len(x), 1)}
+            if self.repeat_positions
+            else {}
+        )
         return self.model(x, **places).logits
 
 

@@ -105,9 +105,8 @@ class Differences:
         """
         noise, still = self.rounding, concerned
         offset = torch.where(direction != 0, self.point.abs().mul_(direction.sign()).mul_(4e3 * self.input_eps), 0.0)
-        offset *= torch.linspace(
-            0.5, 1, len(offset), dtype=torch.float64, device="cpu"
-        )  # a product of x + a and y - a hardly moves
+        # A product of x + a and y - a hardly moves.
+        offset *= torch.linspace(0.5, 1, len(offset), dtype=torch.float64, device="cpu")
         for samples in (3, 8, 8, 8):
             spread, moved = self._second_differences(offset, samples)
             noise = torch.where(still, torch.maximum(noise, spread), noise) if samples > 3 else noise.maximum(spread)

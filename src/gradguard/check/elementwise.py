@@ -75,11 +75,9 @@ def _all_groups(differences: Differences) -> Iterator[Group]:
     for one, size in zip(differences.function.inputs, differences.function.sizes, strict=True):
         shape = (*one.value.shape, 2) if one.value.is_complex() else tuple(one.value.shape)
         groups = _groups(differences, start, shape)
-        yield from (
-            groups
-            if groups is not None
-            else (Group(torch.tensor([start + i], device="cpu"), None) for i in range(size))
-        )
+        if groups is None:
+            groups = (Group(torch.tensor([start + i], device="cpu"), None) for i in range(size))
+        yield from groups
         start += size
 
 
@@ -127,11 +125,8 @@ def _combined(
     """Yield a group for each tuple of colours."""
     counts = [length if c is None else int(c[0].max()) + 1 for length, c in zip(shape, colourings, strict=True)]
     for chosen in itertools.product(*map(range, counts)):
-        members, owner, stride = (
-            torch.zeros(1, dtype=torch.long, device="cpu"),
-            torch.zeros(function.size, dtype=torch.long, device="cpu"),
-            1,
-        )
+        members, stride = torch.zeros(1, dtype=torch.long, device="cpu"), 1
+        owner = torch.zeros(function.size, dtype=torch.long, device="cpu")
         nobody = torch.zeros(function.size, dtype=torch.bool, device="cpu")
         for dim in reversed(range(len(shape))):
             colouring = colourings[dim]

@@ -177,9 +177,8 @@ class Function:
                 part = torch.view_as_complex(part.clone().reshape(*value.shape, 2))
             part = part.reshape(value.shape).to(value.device, value.dtype)
             if not value.is_contiguous():
-                part = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(
-                    part
-                )
+                laid_out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                part = laid_out.copy_(part)
             tensors.append(part)
         return tensors
 
@@ -305,13 +304,9 @@ class Function:
     def flatten(self, outputs: Sequence[Tensor]) -> Tensor:
         """Return outputs as one float64 vector."""
         parts = [_flat(o.detach()) for o in outputs]
-        return (
-            parts[0]
-            if len(parts) == 1
-            else torch.cat(parts)
-            if parts
-            else torch.zeros(0, dtype=torch.float64, device="cpu")
-        )
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
 
     def shaped(self, cotangent: Tensor) -> list[Tensor]:
         """Return a flat vector as tensors like the outputs."""

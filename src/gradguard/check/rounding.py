@@ -135,16 +135,11 @@ class Scatter:
         if values.dtype not in (torch.float64, torch.complex128) or values.numel() == 0:
             return values
         steps = torch.view_as_real(values).clone() if values.is_complex() else values
-        drawn = (
-            torch.rand(steps.shape, generator=self._generator, dtype=torch.float64, device="cpu").to(steps.device) * 2
-            - 1
-        )
-        noise = drawn * (steps.abs() * (self._eps / 2) + self._least)
+        drawn = torch.rand(steps.shape, generator=self._generator, dtype=torch.float64, device="cpu")
+        noise = (drawn.to(steps.device) * 2 - 1) * (steps.abs() * (self._eps / 2) + self._least)
         if isinstance(lost, Tensor) and lost.shape == steps.shape:
-            normal = torch.randn(steps.shape, generator=self._generator, dtype=torch.float64, device="cpu").to(
-                steps.device
-            )
-            noise = noise + normal * lost
+            normal = torch.randn(steps.shape, generator=self._generator, dtype=torch.float64, device="cpu")
+            noise = noise + normal.to(steps.device) * lost
         steps = torch.where(noise.isfinite(), steps + noise, steps)
         return torch.view_as_complex(steps) if values.is_complex() else steps
 
