@@ -1,11 +1,14 @@
 """`gradguard explain`, `skill` and `demo`: what a newcomer, or an assistant, types first."""
 
 import json
+import pickle
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import gradguard as gg
 from gradguard import errors
 from gradguard.cli import main
 from gradguard.cli.pages import _page
@@ -84,6 +87,31 @@ def test_every_command_names_its_page_in_its_help_and_in_its_errors(tmp_path, mo
         assert printed(capsys, "explain", page)
     assert main(["report", str(tmp_path / "nothing")]) == 2
     assert capsys.readouterr().err.endswith(" (gradguard explain report)\n")
+
+
+def test_every_error_of_a_call_names_its_page_below_the_message(capsys):
+    model = torch.nn.Linear(2, 1)
+    sgd = torch.optim.SGD(model.parameters())
+    model.weight.grad, model.bias.grad = torch.full((1, 2), float("nan")), torch.zeros(1)
+    calls = {
+        "clippers": lambda: gg.ClipByNorm(-1.0),
+        "nan": lambda: gg.clip_grad_norm_(model, 1.0, nonfinite="raise"),
+        "per_sample_support": lambda: gg.PerSampleGradientClipper(model, 1.0),
+        "private_training": lambda: gg.private.make_private(model, sgd, [], target_delta=2.0, noise_multiplier=1.0),
+        "gradient_check": lambda: gg.testing.assert_grad(lambda x: x.detach(), torch.ones(2)),
+        "error_clip": lambda: gg.ErrorClipByValue(max=-1.0),
+        "resilience": lambda: gg.SpikeRecovery(model, sgd, snapshot_every=-1),
+        "watching": lambda: gg.Monitor("run.jsonl"),
+        "parity": lambda: gg.save_gradients("a.safetensors", model, 3),
+        "norm_audit": lambda: gg.audit_norm(model, "x"),
+    }
+    for page, call in calls.items():
+        with pytest.raises(errors.GradguardError) as raised:
+            call()
+        assert raised.value.__notes__ == [f"`gradguard explain {page}` is the page on this."], page
+        assert "gradguard explain" not in str(raised.value)
+        assert pickle.loads(pickle.dumps(raised.value)).__notes__ == raised.value.__notes__
+        assert printed(capsys, "explain", page)
 
 
 def test_an_unknown_name_gets_the_nearest_ones(capsys):

@@ -1,8 +1,11 @@
 """Every exception that gradguard raises, in one place.
 
 An error message says what was expected, what came, and what to type instead. Each class is also the built-in
-exception that a PyTorch user would expect to catch, so ``except ValueError`` keeps working.
+exception that a PyTorch user would expect to catch, so ``except ValueError`` keeps working. Below the message, a traceback
+shows the page of the documentation.
 """
+
+import sys
 
 __all__ = [
     "DistributedError",
@@ -20,8 +23,55 @@ __all__ = [
 ]
 
 
+_PAGES = {
+    "audit": "norm_audit",
+    "backward_clip": "error_clip",
+    "check": "gradient_check",
+    "clip": "clippers",
+    "distributed": "distributed",
+    "integrations": "trainers/index",
+    "monitoring": "watching",
+    "parity": "parity",
+    "per_sample": "per_sample_support",
+    "private": "private_training",
+    "resilience": "resilience",
+    "spikes": "resilience",
+    "testing": "gradient_check",
+}
+"""The page on what each folder does, as `gradguard explain` prints it."""
+
+
 class GradguardError(Exception):
-    """Base class of every error that gradguard raises on purpose."""
+    """Base class of every error that gradguard raises on purpose.
+
+    A note (PEP 678) names the page on what raised it. Tracebacks show it; ``str(error)`` is the message alone.
+
+    Example:
+        >>> import gradguard as gg
+        >>> try:
+        ...     gg.ClipByNorm(-1.0)
+        ... except gg.errors.InvalidValueError as error:
+        ...     print(error.__notes__)
+        ['`gradguard explain clippers` is the page on this.']
+    """
+
+    page: str | None = None
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note(f"`gradguard explain {self.page or _page_of_caller()}` is the page on this.")
+
+
+def _page_of_caller() -> str:
+    """Return the page of the innermost folder that has one, or the page of all errors."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        package, _, rest = frame.f_globals.get("__name__", "").partition(".")
+        folder = rest.partition(".")[0]
+        if package == "gradguard" and folder in _PAGES:
+            return _PAGES[folder]
+        frame = frame.f_back
+    return "errors"
 
 
 class InvalidValueError(GradguardError, ValueError):
@@ -34,6 +84,8 @@ class InvalidTypeError(GradguardError, TypeError):
 
 class NonFiniteGradientError(GradguardError, RuntimeError):
     """A gradient holds NaN or infinity and the caller asked to be told; no gradient was changed."""
+
+    page = "nan"
 
 
 class UnsupportedGradientError(GradguardError, NotImplementedError):

@@ -49,7 +49,7 @@ def test_results_come_by_rank(pool, world):
 
 
 def test_what_a_rank_raises_is_raised(pool):
-    with pytest.raises(InvalidValueError, match=r"^on purpose$") as caught:
+    with pytest.raises(InvalidValueError, match=r"^on purpose\n") as caught:
         pool(2).run(fail_on, 1)
     assert isinstance(caught.value.__cause__, RemoteTraceback)
     assert "on rank 1" in str(caught.value.__cause__)
@@ -70,7 +70,7 @@ def test_a_hang_fails_with_the_stack(pool):
 
 
 def test_an_error_is_told_although_others_wait_for_ever(pool):
-    with pool.fresh(2) as processes, pytest.raises(InvalidValueError, match=r"^on purpose$") as caught:
+    with pool.fresh(2) as processes, pytest.raises(InvalidValueError, match=r"^on purpose\n") as caught:
         processes.run(fail_or_hang_on, 1)
     assert "on rank 0" in str(caught.value.__cause__)
     assert "ranks [1] did not come back" in str(caught.value.__cause__)
