@@ -31,6 +31,9 @@ OPTIMIZERS = {
     "two tensors for lr": lambda p: torch.optim.AdamW(
         [{"params": p[:2], "lr": torch.tensor(0.02)}, {"params": p[2:], "lr": torch.tensor(0.003)}], foreach=False
     ),
+    "a group that stands still, a tensor for lr": lambda p: torch.optim.SGD(
+        [{"params": p[:2], "lr": torch.tensor(0.0)}, {"params": p[2:], "lr": torch.tensor(0.2)}], foreach=False
+    ),
     "a group that stands still": lambda p: torch.optim.SGD([{"params": p[:2], "lr": 0.0}, {"params": p[2:]}], lr=0.2),
 }
 STEPS = 6
