@@ -688,6 +688,7 @@ def test_a_clip_that_cannot_be_made_stops_the_run(run, monkeypatch, capfd):
     [
         (["run"], "nothing to run"),
         (["run", "missing.py"], "cannot read missing.py: No such file"),
+        (["run", "-", "--lr", "1"], "cannot read -: No such file"),
         (["run", "."], "is a folder"),
         (["run", "broken.py"], "is not a Python script"),
         (["run", "-m", "no_such_module"], "no module no_such_module"),

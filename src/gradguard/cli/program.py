@@ -62,7 +62,7 @@ def cut(argv: Sequence[str]) -> tuple[list[str], ProgramLine]:
         (['run', '--every', '5'], ProgramLine(words=['pkg.train', '--lr', '0.1'], is_module=True))
     """
     i = 1
-    while i < len(argv) and argv[i].startswith("-"):
+    while i < len(argv) and argv[i].startswith("-") and argv[i] != "-":  # which to Python is a script on its input
         if argv[i] in ("-m", "--"):
             return list(argv[:i]), ProgramLine(list(argv[i + 1 :]), argv[i] == "-m")
         i += 2 if argv[i] in _TAKES_VALUE else 1
