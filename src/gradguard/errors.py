@@ -1,8 +1,8 @@
 """Every exception that gradguard raises, in one place.
 
 An error message says what was expected, what came, and what to type instead. Each class is also the built-in
-exception that a PyTorch user would expect to catch, so ``except ValueError`` keeps working. Below the message, a traceback
-shows the page of the documentation.
+exception that a PyTorch user would expect to catch, so ``except ValueError`` keeps working. Below the message, a
+traceback shows the page of the documentation.
 """
 
 import sys

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import gradguard as gg
 from cases import DTYPES, parameter, random
@@ -427,3 +428,20 @@ def test_a_guard_in_one_pass_steps_and_tells_as_in_three(spoil, guard, fused, mo
         outcomes.append([*told, *net.parameters(), *[p.grad for p in net.parameters()]])
     for one, three in zip(*outcomes, strict=True):
         torch.testing.assert_close(one, three, rtol=0, atol=0, equal_nan=True)
+
+
+HOOKED = {
+    "spectral norm": lambda: nn.utils.spectral_norm(nn.ConvTranspose1d(4, 6, 3)),
+    "pruned": lambda: prune.random_unstructured(nn.ConvTranspose1d(4, 6, 3), "weight", 0.3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", HOOKED)
+def test_a_transposed_convolution_whose_weight_is_made_by_a_hook_keeps_its_units(kind):
+    layer = HOOKED[kind]()
+    layer(random(1, 4, 5)).sum().mul(1e3).backward()
+    weight = layer.weight_orig
+    expected = slow_agc(weight.detach(), weight.grad, output_channels(1)(weight), 0.01)
+    gg.clip_grad_adaptive_(layer, 0.01)
+    torch.testing.assert_close(weight.grad.double(), expected, rtol=2e-6, atol=1e-9)

@@ -522,8 +522,16 @@ def test_a_saved_state_is_a_copy():
 
 
 def test_the_state_of_something_else_is_refused():
-    with pytest.raises(InvalidValueError, match=r"has \['ring'\]: expected 'seen' and 'steps'"):
-        ClipByNorm(1.0).load_state_dict({"ring": torch.zeros(1)})
+    for state, came in (
+        ({"ring": torch.zeros(1)}, r"\['ring'\]"),
+        (gg.ClipByMedian().state_dict(), r"\['count', "),
+        ({}, r"\[\]"),
+        (None, "NoneType"),
+    ):
+        for rule in (ClipByNorm(1.0), ClipByGlobalNorm(1.0), ClipByValue(1.0), gg.ClipByRMS(1.0), gg.ClipAdaptive()):
+            name = type(rule).__name__
+            with pytest.raises(InvalidValueError, match=rf"the state is not of a {name}: .*came {came}.*saved from"):
+                rule.load_state_dict(state)
 
 
 def test_state_moves_with_the_clipper():

@@ -525,3 +525,32 @@ def test_groups_tell_of_a_lock_in_that_is_known_only_after_writing():
         layer.weight.grad, layer.bias.grad = torch.ones(4, 4), torch.ones(4)
         result = clip(layer)
     assert bool(result.locked_in)
+
+
+def test_a_clipper_may_not_come_twice_at_any_depth():
+    shared = gg.ClipByMedian()
+    with pytest.raises(InvalidValueError, match="two groups have the same clipper object"):
+        Groups({"a": Chain(shared), "b": Chain(shared)})
+    with pytest.raises(InvalidValueError, match="two groups have the same clipper object"):
+        Groups({"a": Groups({"a": shared}), "b": shared})
+    with pytest.raises(InvalidValueError, match="the same clipper object is in the chain twice"):
+        Chain(Chain(shared), Chain(shared))
+
+
+@pytest.mark.parametrize("make", [lambda *members: Chain(*members), lambda a, b: Groups({"0": a, "1": b})])
+def test_a_state_that_a_member_refuses_changes_no_member(make):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ours, other = make(gg.ClipByMedian(), gg.ZClip()), make(gg.ClipByMedian(), gg.AdaGC())
+    for step in range(3):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1.0 + step)
+        other(model)
+    before = repr(ours.state_dict())
+    with pytest.raises(InvalidValueError, match="the state is not of this ZClip"):
+        ours.load_state_dict(other.state_dict())
+    assert repr(ours.state_dict()) == before
+    guard = gg.Guard(torch.optim.SGD(model.parameters(), 0.1), ours, model=model)
+    with pytest.raises(InvalidValueError, match="the state is not of this ZClip"):
+        guard.load_state_dict(guard.state_dict() | {"clipper": other.state_dict(), "steps": 7})
+    assert repr(ours.state_dict()) == before
+    assert guard.steps == 0

@@ -494,7 +494,7 @@ REFUSED = {
     "a wrapper": (lambda o, m: Guard(Wrapper(o), clipper()), "optimizer is Wrapper.*wrapper.optimizer"),
     "an optimizer round one": (
         lambda o, m: Guard(LooksLikeOne(o), clipper()),
-        r"LooksLikeOne.*pass wrapper\.optimizer\.$",
+        r"LooksLikeOne.*pass wrapper\.optimizer\.\n",
     ),
     "an engine's": (
         lambda o, m: Guard(InAnEngine(m.parameters()), clipper()),
@@ -579,7 +579,7 @@ def test_the_result_of_a_sick_step_can_be_pickled():
         ("accelerate.optimizer", r"wraps another: pass wrapper.optimizer. gradguard.integrations.accelerate.guard\("),
         ("lightning.fabric.wrappers", r"wraps another.*guard_fabric\("),
         ("lightning.pytorch.core.optimizer", r"wraps another.*GradGuardCallback\("),
-        ("of_somebody", r"wraps another: pass wrapper.optimizer\.$"),
+        ("of_somebody", r"wraps another: pass wrapper.optimizer\.\n"),
     ],
 )
 def test_a_trainer_s_wrapper_is_refused_with_what_serves_it(module, words):

@@ -317,3 +317,31 @@ def test_a_gradient_near_the_largest_number_is_neither_lost_nor_too_large(name, 
     optimizer.step()
     assert guard.skipped_steps == (2 if is_skipped else 0)
     assert (weight < 1).all()
+
+
+STRIDES = {
+    "expanded rows": lambda draws: torch.randn(1, 4, generator=draws).expand(3, 4),
+    "expanded columns": lambda draws: torch.randn(3, 1, generator=draws).expand(3, 4),
+    "one number": lambda draws: torch.randn((), generator=draws).expand(3, 4),
+    "transposed": lambda draws: torch.randn(4, 3, generator=draws).t(),
+    "every second column": lambda draws: torch.randn(3, 8, generator=draws)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize("kind", FOLDING)
+def test_gradients_laid_out_unlike_their_parameters_give_the_step_of_an_optimizer_that_is_not_fused(kind, strides):
+    """PyTorch's fused kernel takes wrong elements of them, and writes beyond the memory of expanded ones."""
+    draws = torch.Generator().manual_seed(0)
+    ours, plain = (nn.Parameter(torch.ones(3, 4)) for _ in range(2))
+    fused, single = FOLDING[kind]([ours]), FOLDING[kind]([plain])
+    for group in single.param_groups:
+        group["fused"] = False
+    Guard(fused, ClipByGlobalNorm(0.3))
+    for _ in range(4):
+        gradient = STRIDES[strides](draws)
+        ours.grad, plain.grad = gradient, gradient.clone()
+        gg.clip_grad_norm_(plain, 0.3)
+        fused.step()
+        single.step()
+        torch.testing.assert_close(ours, plain, rtol=2e-6, atol=2e-6)

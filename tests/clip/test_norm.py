@@ -476,3 +476,31 @@ def test_a_second_value_clip_at_the_same_bound_writes_nothing(dtype):
     version = p.grad._version
     gg.clip_grad_value_(p, 0.3)
     assert p.grad._version == version
+
+
+@pytest.mark.parametrize("call", ["norm", "value", "adaptive", "guard"])
+def test_parameters_with_one_tensor_for_a_gradient_are_each_clipped_once(call, path):
+    def made():
+        torch.manual_seed(0)
+        return [nn.Parameter(torch.randn(4)) for _ in range(3)]
+
+    ours, twin = made(), made()
+    for one in (ours, twin):
+        summed = (one[0] + one[1]).pow(2).sum() + one[2].sum()
+        for p, gradient in zip(one, torch.autograd.grad(summed, one), strict=True):
+            p.grad = gradient
+    assert ours[0].grad is ours[1].grad
+    for p in twin:
+        p.grad = p.grad.clone()
+    clips = {
+        "norm": lambda ps: gg.clip_grad_norm_(ps, 0.5),
+        "value": lambda ps: gg.clip_grad_value_(ps, 0.5),
+        "adaptive": lambda ps: gg.clip_grad_adaptive_(ps, 0.01),
+        "guard": lambda ps: gg.Guard(torch.optim.SGD(ps, 1.0), gg.ClipByGlobalNorm(0.5)).optimizer.step(),
+    }
+    norms = [clips[call](ps) for ps in (ours, twin)]
+    if call == "norm":
+        assert float(norms[0]) == pytest.approx(slow_norm([p.grad for p in twin]) / 0.5 * float(norms[1]), rel=1e-5)
+    for a, b in zip(ours, twin, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
+        torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=0)

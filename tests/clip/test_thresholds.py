@@ -615,3 +615,34 @@ def test_a_threshold_that_moves_raises_no_alarm():
     results = feed(ClipFraction(0.8), noise(300))
     assert statistics.mean(float(r.clipped) for r in results[100:]) == pytest.approx(0.8, abs=0.05)
     assert not any(bool(r.locked_in) for r in results)
+
+
+@pytest.mark.parametrize("rule", [*RULES, *STRICT])
+def test_a_rule_that_was_called_first_in_inference_mode_goes_on_outside_of_it(rule):
+    make = RULES.get(rule) or STRICT[rule]
+    first, twin = make(), make()
+    p = parameter(torch.ones(3))
+    with torch.inference_mode():
+        first([p])
+    p.grad = torch.ones(3)
+    twin([p])
+    for size in (2.0, 0.5, 3.0):
+        told = []
+        for clipper in (first, twin):
+            p.grad = torch.full((3,), size)
+            told.append(float(clipper([p]).coefficient))
+        assert told[0] == told[1]
+
+
+def test_adagc_takes_no_tensor_for_another_that_stood_at_its_place():
+    clipper, weights = AdaGC(absolute=math.inf, warmup=2), [parameter(torch.ones(2)) for _ in range(3)]
+    for _ in range(4):
+        for p, size in zip(weights, (1000.0, 1.0, 10.0), strict=True):
+            p.grad = torch.full((2,), size)
+        clipper(weights)
+    for p in weights:
+        p.grad = torch.full((2,), 10.0)
+    with pytest.raises(InvalidValueError, match=r"parameter 0 .* is another one than .*named_parameters"):
+        clipper(weights[1:])
+    assert [float(p.grad[0]) for p in weights] == [10.0] * 3
+    copy.deepcopy(clipper)(weights[1:])  # which knows no list yet

@@ -26,14 +26,14 @@ class Twin:
         return max(values) if math.isinf(self.order) else sum(v**self.order for v in values) ** (1 / self.order)
 
     def rate(self, group):
-        damped = 1 - group["dampening"] if group["momentum"] else 1.0
-        return float(group["lr"]) * damped / math.sqrt(1 - group["momentum"] ** 2)
+        damped = (1 - group["dampening"]) / math.sqrt(1 - group["momentum"] ** 2) if group["momentum"] else 1.0
+        return float(group["lr"]) * max(1.0, damped)
 
     def step(self, groups):
         with_grad = [(p, g) for g in groups for p in g["params"] if p.grad is not None]
         n = self.norm([v for p, _ in with_grad for v in p.grad.flatten().tolist()])
-        reached = [self.norm(p.detach().flatten().tolist()) / self.rate(g) for p, g in with_grad if self.rate(g) > 0]
-        longest = self.norm(reached) if reached else 0.0
+        moving = [v for p, g in with_grad if self.rate(g) > 0 for v in p.detach().flatten().tolist()]
+        longest = self.norm(moving) / max(map(self.rate, groups)) if moving else 0.0
         bound = self.update / (1 + self.held / 16) * longest if 0 < longest < math.inf else math.inf
         logs = [math.log(x) for x in self.norms[-128:]]
         middle = statistics.median(logs) if logs else math.log(n)
@@ -341,3 +341,20 @@ def test_gradguard_run_knows_the_optimizer_too():
             optimizer.step()
         assert torch.equal(event.threshold, guard.last.threshold)
         assert bool(guard.last.clipped)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_step_moves_the_weights_by_more_than_their_share(seed):
+    draws = torch.Generator().manual_seed(seed)
+    weights = [torch.nn.Parameter(torch.randn(5, generator=draws, dtype=torch.float64)) for _ in range(4)]
+    rates = (10.0 ** (4 * torch.rand(4, generator=draws) - 3)).tolist()
+    groups = [{"params": [w], "lr": rate} for w, rate in zip(weights, rates, strict=True)]
+    guard = gg.Guard(torch.optim.SGD(groups), gg.ClipByMedian(update=0.1))
+    for _ in range(8):
+        for w in weights:
+            size = 10.0 ** (3 * torch.rand((), generator=draws))
+            w.grad = size * torch.randn(5, generator=draws, dtype=torch.float64)
+        before = torch.cat([w.detach().clone() for w in weights])
+        guard.optimizer.step()
+        moved = torch.cat([w.detach() for w in weights]) - before
+        assert float(moved.norm()) <= 0.1 * float(before.norm()) * (1 + 1e-9)

@@ -66,7 +66,13 @@ from gradguard.torch_private import (
     transposed_convolutions,
 )
 
-_WEIGHTS = ("weight", "parametrizations.weight.original", "parametrizations.weight.original1", "weight_v")
+_WEIGHTS = (
+    "weight",
+    "parametrizations.weight.original",
+    "parametrizations.weight.original1",
+    "weight_v",
+    "weight_orig",
+)
 
 
 def clip_grad_adaptive_(

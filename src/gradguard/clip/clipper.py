@@ -440,6 +440,22 @@ def _typed(value: Any) -> str:
     return f"float({str(value)!r})" if isinstance(value, float) and not math.isfinite(value) else repr(value)
 
 
+def load_all(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Give each of some objects its state; where one refuses its own, all are as they were.
+
+    Args:
+        pairs: Each object, which has ``state_dict`` and ``load_state_dict``, with the state that it is to take.
+    """
+    before = [(taker, taker.state_dict()) for taker, _ in pairs]
+    try:
+        for taker, state in pairs:
+            taker.load_state_dict(state)
+    except Exception:
+        for taker, state in before:
+            taker.load_state_dict(state)
+        raise
+
+
 def choice(numbers: Sequence[int]) -> str:
     """Return what tells one choice of parameters from another: ``numbers`` has one for each, such as its group."""
     return f"choice {crc32(repr(numbers).encode()):08x} of parameters"

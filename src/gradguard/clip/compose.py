@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, choice, describe
+from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, choice, describe, load_all
 from gradguard.clip.gradients import (
     Gradients,
     MeasuredGradients,
@@ -79,7 +79,7 @@ class Chain(Clipper):
                 )
         if not clippers:
             raise InvalidValueError("the chain has no members: expected at least one clipper.")
-        if len(set(map(id, clippers))) < len(clippers):
+        if _has_one_twice(clippers):
             raise InvalidValueError("the same clipper object is in the chain twice: make one for each place.")
         self.members = clippers
 
@@ -130,15 +130,14 @@ class Chain(Clipper):
         """Take back what `state_dict` returned.
 
         Raises:
-            InvalidValueError: If it is of another number of members.
+            InvalidValueError: If it is of another number of members, or of other ones; then no member has changed.
         """
         if set(state_dict) != {str(i) for i in range(len(self.members))}:
             raise InvalidValueError(
                 f"the state has {len(state_dict)} members, but this chain has {len(self.members)}: make a Chain of "
                 "the same clippers in the same order."
             )
-        for i, member in enumerate(self.members):
-            member.load_state_dict(state_dict[str(i)])
+        load_all([(member, state_dict[str(i)]) for i, member in enumerate(self.members)])
 
     def to(self, device: torch.device | str) -> Self:
         """Move the state of every member to ``device``."""
@@ -426,16 +425,14 @@ class Groups(Clipper):
         """Take back what `state_dict` returned.
 
         Raises:
-            InvalidValueError: If it is of other groups.
+            InvalidValueError: If it is of other groups, or of other clippers; then no clipper has changed.
         """
         if list(state_dict) != list(self.members):
             raise InvalidValueError(
                 f"the state is of the groups {list(state_dict)}, but these are {list(self.members)}: make Groups with "
                 "the same groups in the same order."
             )
-        for label, member in self.members.items():
-            if member is not None:
-                member.load_state_dict(state_dict[label])
+        load_all([(member, state_dict[label]) for label, member in self.members.items() if member is not None])
 
     def to(self, device: torch.device | str) -> Self:
         """Move the state of every group's clipper to ``device``."""
@@ -514,14 +511,18 @@ def _check(clippers: Sequence[Any], labels: Sequence[str]) -> None:
                 f"the clipper of {label!r} is {clipper!r}: expected a clipper such as ClipByGlobalNorm(1.0), or None "
                 "to exempt the group."
             )
-    given = [id(clipper) for clipper in clippers if clipper is not None]
-    if len(set(given)) < len(given):
+    if _has_one_twice([clipper for clipper in clippers if clipper is not None]):
         raise InvalidValueError(
             "two groups have the same clipper object, whose state would follow both: make one for each, or put both "
             "into one group with a tuple of patterns."
         )
     if len(set(labels)) < len(labels):
         raise InvalidValueError(f"two groups have the same name, among {', '.join(labels)}: names tell them apart.")
+
+
+def _has_one_twice(clippers: Iterable[Clipper]) -> bool:
+    leaves = [id(leaf) for clipper in clippers for leaf in clipper.leaves()]
+    return len(set(leaves)) < len(leaves)
 
 
 def _plain(grads: Gradients, index: int) -> str:

@@ -110,6 +110,7 @@ def gradients_of(
     """
     planned = plan_for(tensors, names, stages.group, stages.shared, module)
     if planned is not None:
+        _unshare(tensors)
         plan, tensors, names = planned
         held = plan.hold(tensors, names)
         if not any(gradient.numel() for gradient in held.gradients):
@@ -128,8 +129,9 @@ def _whole_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> 
     if type(None) not in set(map(type, gradients)) and len(set(map(id, gradients))) == len(gradients):
         positions: Sequence[int] = range(len(gradients))  # the common case, without a loop in Python
     else:
-        first = {id(g): i for i, g in reversed(list(enumerate(gradients))) if g is not None}
-        positions = sorted(first.values())
+        _unshare(tensors)
+        gradients = [tensor.grad for tensor in tensors]
+        positions = _first_places(gradients)
     kept: list[Any] = [gradients[i] for i in positions]
     if not kept:
         refuse_main_gradients(tensors)
@@ -139,6 +141,25 @@ def _whole_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> 
     grads = Gradients([tensors[i] for i in positions], kept, positions, names)
     check_admitted(kept, grads.name, writes=True)
     return grads
+
+
+def _unshare(tensors: Sequence[Tensor]) -> None:
+    """Give each parameter a gradient of its own, where several have one tensor, which would be scaled twice.
+
+    ``a.grad, b.grad = torch.autograd.grad((a + b).sum(), [a, b])`` makes such a one.
+    """
+    gradients = [tensor.grad for tensor in tensors]
+    if len(set(map(id, gradients))) == len(gradients):
+        return
+    owner: dict[int, Tensor] = {}
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        if gradient is not None and owner.setdefault(id(gradient), tensor) is not tensor:
+            tensor.grad = gradient.clone()
+
+
+def _first_places(gradients: Sequence[Tensor | None]) -> list[int]:
+    """Return where each gradient stands first: a parameter that is listed twice counts once."""
+    return sorted({id(g): i for i, g in reversed(list(enumerate(gradients))) if g is not None}.values())
 
 
 def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], module: nn.Module | None) -> Gradients:
@@ -155,7 +176,8 @@ def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], modu
         check_wrappers(tensors, None)
     if not any_sharded(tensors):
         return _whole_gradients(names, tensors)
-    first = sorted({id(t.grad): i for i, t in reversed(list(enumerate(tensors))) if t.grad is not None}.values())
+    _unshare(tensors)
+    first = _first_places([tensor.grad for tensor in tensors])
     for i in first:
         gradient, parameter = cast("Tensor", tensors[i].grad), tensors[i]
         check_alike(gradient, parameter, f"`{names[i]}`" if names else f"parameter {i}")

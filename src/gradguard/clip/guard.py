@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, with_culprits
+from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, load_all, with_culprits
 from gradguard.clip.gradients import Gradients, Stages, asking, gradients_of, refuse_nonfinite_in, refused_by_name
 from gradguard.clip.guard_counts import Counts, LateReader
 from gradguard.clip.guard_spikes import SpikeWatch, check_spikes, refuse_other_state, refuse_shared
@@ -450,6 +450,13 @@ class Guard:
     def _gradients(self) -> Gradients:
         new = self._look_at_parameters()
         grads = gradients_of(self._names, self._parameters, self._stages, self._model)
+        if (
+            grads.reduction is None
+            and self._proxy is not None
+            and self._proxy.is_fused()
+            and self._proxy.lay_out(grads.parameters, grads.gradients)
+        ):
+            grads = gradients_of(self._names, self._parameters, self._stages, self._model)
         if self._stages.group is not None and (new or not self._stages_known):
             self.clipper.learn(ListedParameters(grads, self._model))  # those of all stages
             self._stages_known = True
@@ -598,10 +605,8 @@ class Guard:
                 f"this is not the state of a Guard: expected the keys {sorted(expected)}, got {sorted(state_dict)}. "
                 "Pass what guard.state_dict() returned."
             )
-        self.clipper.load_state_dict(state_dict["clipper"])
-        self._counts.load_state_dict(state_dict)
-        if self.spikes is not None:
-            self.spikes.load_state_dict(state_dict["spikes"])
+        spikes = [] if self.spikes is None else [(self.spikes, state_dict["spikes"])]
+        load_all([(self.clipper, state_dict["clipper"]), *spikes, (self._counts, state_dict)])
 
     def detach(self) -> None:
         """Stop acting, at once and for good; a step that runs in another thread ends as it began. May be repeated."""

@@ -66,6 +66,29 @@ class OptimizerProxy:
         """Tell whether the optimizer's kernel divides gradients at all."""
         return type(self._real) in FOLDING and all([group.get("fused") for group in self._real.param_groups])
 
+    @torch.no_grad()
+    def lay_out(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+        """Give each gradient the strides of its parameter: a fused kernel goes through both as blocks of memory.
+
+        PyTorch's own fused step takes wrong elements where they differ, and where a gradient is expanded writes beyond
+        its memory. Backward makes gradients with the right strides; those that a user assigns may have others.
+
+        Args:
+            parameters: The parameters, whole ones.
+            gradients: Their gradients.
+
+        Returns:
+            Whether one was replaced.
+        """
+        others = [
+            (p, g)
+            for p, g in zip(parameters, gradients, strict=True)
+            if g.layout is torch.strided and not (g.is_contiguous() and p.is_contiguous()) and g.stride() != p.stride()
+        ]
+        for parameter, gradient in others:
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        return bool(others)
+
     def can_fold(self, gradients: Sequence[Tensor]) -> bool:
         """Tell whether the optimizer's kernel can divide these gradients by a float32 number."""
         return (

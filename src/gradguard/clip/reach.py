@@ -29,11 +29,11 @@ class Reach:
     rates: Sequence[float | Tensor]
 
     def longest_gradient(self, grads: Gradients, order: float = 2.0) -> Tensor:
-        r"""Return the norm of gradients that would move the weights by as much as they are long.
+        r"""Return a norm of gradients by which no step moves the weights further than they are long.
 
-        .. math:: \Bigl\lVert \Bigl(\frac{\lVert w_i \rVert}{r_i}\Bigr)_{i:\, r_i > 0} \Bigr\rVert
+        .. math:: \frac{\lVert (w_i)_{i:\, r_i > 0} \rVert}{\max_i r_i}
 
-        With one rate r for all this is :math:`\lVert w \rVert / r`. It is infinite if no rate is above 0, and where all
+        It is infinite if no rate is above 0, and where all
         weights are 0 or one is not finite: then a share of their length says nothing. Where processes hold parts of
         the gradients this is one all-reduce, in which all of them take part. 0-dim, float64.
 
@@ -43,24 +43,20 @@ class Reach:
         """
         weights = [local_part(p) if g.numel() else g for p, g in zip(grads.parameters, grads.gradients, strict=True)]
         norms = tensor_norms(weights, order)
-        total = _total(grads, self._divided(norms, grads.parameters), order)
-        return torch.where((total > 0) & total.isfinite(), total, math.inf)
+        rates = [self._as_tensor(rate, norms) for rate in self.rates]
+        if len(rates) > 1:  # weights that stand still are no part of what moves, nor are those of another stage
+            rate_of = {id(p): rate for group, rate in zip(self.groups, rates, strict=True) for p in group["params"]}
+            nothing = torch.zeros_like(rates[0])
+            own = torch.stack([rate_of.get(id(p), nothing) for p in grads.parameters])
+            norms = torch.where(own > 0, norms, 0.0)
+        length = _total(grads, norms, order) / torch.stack(rates).max()
+        return torch.where((length > 0) & length.isfinite(), length, math.inf)
 
-    def _divided(self, norms: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-        """``norms`` over the rates of their parameters; 0 for one that does not move, or is of another stage."""
-        first = self.rates[0]
-        if all(rate is first or (isinstance(rate, float) and rate == first) for rate in self.rates):
-            return _quotient(norms, first)
-        rate_of = {id(p): rate for group, rate in zip(self.groups, self.rates, strict=True) for p in group["params"]}
-        rates = [rate_of.get(id(p), 0.0) for p in parameters]
-        return torch.stack([_quotient(norm, rate) for norm, rate in zip(norms.unbind(), rates, strict=True)])
-
-
-def _quotient(norm: Tensor, rate: float | Tensor) -> Tensor:
-    if isinstance(rate, Tensor):
-        rate = move(rate.detach(), norm.device, norm.dtype)
-        return torch.where(rate > 0, norm / rate, 0.0)
-    return norm / rate if rate > 0 else torch.zeros_like(norm)
+    @staticmethod
+    def _as_tensor(rate: float | Tensor, norms: Tensor) -> Tensor:
+        if isinstance(rate, Tensor):
+            return move(rate.detach(), norms.device, norms.dtype).reshape(())
+        return torch.full((), rate, dtype=norms.dtype, device=norms.device)
 
 
 def _total(grads: Gradients, norms: Tensor, order: float) -> Tensor:
@@ -89,7 +85,8 @@ def reach_of(optimizer: Optimizer) -> Reach | None:
 
     .. math:: r = \frac{\eta (1 - d)}{\sqrt{1 - \beta^2}}
 
-    which lies between what it is for gradients that are all alike and for such as turn round on each step.
+    which lies between what it is for gradients that are all alike and for such as turn round on each step. It is
+    :math:`\eta` at least: the first step takes its gradient undamped.
 
     Args:
         optimizer: The optimizer.
@@ -106,4 +103,4 @@ def _of_sgd(group: Mapping[str, Any]) -> float | Tensor | None:
     if not momentum:
         return group["lr"]
     left = 1 - momentum**2
-    return group["lr"] * (1 - group["dampening"]) / math.sqrt(left) if left > 0 else None
+    return group["lr"] * max(1.0, (1 - group["dampening"]) / math.sqrt(left)) if left > 0 else None

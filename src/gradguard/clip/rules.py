@@ -1,7 +1,7 @@
 """The fixed rules as objects: by value, by the norm of each tensor, by the norm of all."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from gradguard.clip.gradients import (
 )
 from gradguard.clip.lock_in import LockIn
 from gradguard.distributed.wrappers import refuse_flat_parameters
+from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import are_readable, coalesce_, meeting_device, move
 from gradguard.tensors.norms import tensor_norms, total_norm
 from gradguard.tensors.scaling import clamp_, clip_coefficient, exceeds, scale_in_, steps_of
@@ -42,7 +43,13 @@ class FixedRule(Clipper):
         Raises:
             InvalidValueError: If it is the state of something else.
         """
-        self._lock_in.load_state_dict(state_dict.get("lock_in", state_dict))
+        if not isinstance(state_dict, Mapping) or set(state_dict) != {"lock_in"}:
+            came = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise InvalidValueError(
+                f"the state is not of a {type(self).__name__}: expected {{'lock_in': ...}}, came {came}. Construct the "
+                "clipper that the state was saved from."
+            )
+        self._lock_in.load_state_dict(state_dict["lock_in"])
 
 
 class ClipByGlobalNorm(FixedRule):

@@ -1,6 +1,7 @@
 """AdaGC: each tensor is held to a moving average of its own norm."""
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,8 @@ class AdaGC(StatefulClipper):
     no gradients                                                      norm 0, coefficient 1; the state stays
     a tensor's gradient is 0                                          stays 0; its average stays
     a new tensor in mid-run                                           starts its own warm-up
+    tensors without names                                             known by their places in the list; an error where
+                                                                      another one stands at a place
     NaN or inf in a tensor                                            as ``nonfinite`` says; under ``"propagate"`` the
                                                                       warm-up spreads NaN to all tensors, and later it
                                                                       stays in its own
@@ -103,7 +106,12 @@ class AdaGC(StatefulClipper):
         self.warmup, self.strict_paper = check_whole("warmup", warmup), strict_paper
         self.names: list[str] = []
         self._last: tuple[tuple[str, ...], Tensor] | None = None
+        self._listed: dict[int, weakref.ref[Tensor]] = {}  # those without names, by their places
         super().__init__(step=counter(), averages=_nothing_yet(0), seen=torch.zeros(0, dtype=torch.int64, device="cpu"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to one list of tensors."""
+        return vars(self) | {"_listed": {}}
 
     @property
     def averages(self) -> dict[str, Tensor]:
@@ -119,6 +127,8 @@ class AdaGC(StatefulClipper):
         """Measure the gradients, decide, and let the state follow; write to no gradient."""
         if grads.reduction is not None:
             refuse_flat_parameters(grads.parameters, "AdaGC")
+        if grads.names is None:
+            self._refuse_others(grads)
         grads = measured(grads)
         norms = norms_of(grads, scale)
         norm = total_of(norms)
@@ -149,15 +159,13 @@ class AdaGC(StatefulClipper):
         Raises:
             InvalidValueError: If it is not the state of an `AdaGC`.
         """
-        names, averages = state_dict.get("names"), state_dict.get("averages")
-        if not isinstance(names, list) or not isinstance(averages, Tensor) or averages.shape != (len(names),):
+        names = state_dict.get("names")
+        if not isinstance(names, list):
             raise InvalidValueError(
                 f"the state is not of an AdaGC: it has {sorted(state_dict)}, expected names and as many averages."
             )
-        self.names, self._last = [], None
-        self.state.update(averages=self.state["averages"][:0], seen=self.state["seen"][:0])
-        self._learn(names)
-        super().load_state_dict(state_dict)
+        self._take(state_dict, averages=len(names), seen=len(names))
+        self.names, self._last, self._listed = list(names), None, {}
 
     def _follow_norms(self, places: Tensor, norms: Tensor, norm: Tensor, there: Tensor | None) -> Tensor:
         """Return the factor of each gradient, and let its average follow."""
@@ -196,9 +204,27 @@ class AdaGC(StatefulClipper):
             return
         averages, seen = self.state["averages"], self.state["seen"]
         self.names += names
-        new = _nothing_yet(len(names)).to(averages)
-        self.state["averages"] = torch.cat([averages, new])
-        self.state["seen"] = torch.cat([seen, torch.zeros_like(new, dtype=seen.dtype)])
+        with torch.inference_mode(False):  # later steps, in whatever mode, write to this memory
+            new = _nothing_yet(len(names)).to(averages)
+            self.state["averages"] = torch.cat([averages, new])
+            self.state["seen"] = torch.cat([seen, torch.zeros_like(new, dtype=seen.dtype)])
+
+    def _refuse_others(self, grads: Gradients) -> None:
+        """Raise if a tensor without a name stands where another one stood: averages go by the place in the list.
+
+        Raises:
+            InvalidValueError: If so.
+        """
+        for place, parameter in zip(grads.positions, grads.parameters, strict=True):
+            known = self._listed.get(place, lambda: None)()  # None also for one that is gone
+            if known is None:
+                self._listed[place] = weakref.ref(parameter)
+            elif known is not parameter:
+                raise InvalidValueError(
+                    f"parameter {place} (shape {tuple(parameter.shape)}) is another one than in earlier calls: AdaGC "
+                    "knows tensors without names by their places in the list. Pass the model or "
+                    "model.named_parameters()."
+                )
 
 
 def _nothing_yet(length: int) -> Tensor:

@@ -91,8 +91,9 @@ class AutoClip(ThresholdClipper):
         """Take back what `state_dict` returned; training goes on as if it had not been interrupted."""
         saved = state_dict.get("history")
         if self.window is None and isinstance(saved, Tensor) and saved.dim() == 1:
-            self.state["history"] = self.state["history"].new_full((len(saved),), torch.inf)
-        super().load_state_dict(state_dict)
+            self._take(state_dict, history=len(saved))
+        else:
+            self._take(state_dict)
         self._most = int(state_dict["count"])
 
     def _make_room(self) -> None:

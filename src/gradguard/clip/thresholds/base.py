@@ -5,7 +5,7 @@ Their arithmetic is in `gradguard.threshold_formulas`, by which records are repl
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -56,9 +56,10 @@ class StatefulClipper(Clipper):
     def to(self, device: torch.device | str) -> Self:
         """Move the state to ``device`` and return the clipper; it also follows the gradients by itself."""
         device = torch.device(device)
-        for name, tensor in self.state.items():
-            dtype = wide_dtype(device) if tensor.is_floating_point() else tensor.dtype
-            self.state[name] = tensor.to(device, dtype)
+        with torch.inference_mode(False):  # later steps, in whatever mode, write to this memory
+            for name, tensor in self.state.items():
+                dtype = wide_dtype(device) if tensor.is_floating_point() else tensor.dtype
+                self.state[name] = tensor.to(device, dtype)
         self.lock_in.to(device)
         return self
 
@@ -72,7 +73,12 @@ class StatefulClipper(Clipper):
         Raises:
             InvalidValueError: If it comes from another rule, or from one with other windows.
         """
+        self._take(state_dict)
+
+    def _take(self, state_dict: Mapping[str, Any], **lengths: int) -> None:
+        """Take over a state in which vectors may have other ``lengths`` than they have here."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.state.items()}
+        shapes |= {name: (length,) for name, length in lengths.items()}
         given = {name: tuple(value.shape) for name, value in state_dict.items() if isinstance(value, Tensor)}
         if shapes != given or "lock_in" not in state_dict:
             raise InvalidValueError(
@@ -80,6 +86,8 @@ class StatefulClipper(Clipper):
                 "Construct the clipper with the arguments it had when the state was saved."
             )
         self.lock_in.load_state_dict(state_dict["lock_in"])
+        for name, length in lengths.items():
+            self.state[name] = self.state[name].new_zeros(length)
         for name, tensor in self.state.items():  # in place: a captured graph goes on using this memory
             tensor.copy_(state_dict[name])
 

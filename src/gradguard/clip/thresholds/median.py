@@ -39,13 +39,13 @@ class ClipByMedian(ThresholdClipper):
     them **what a step does**:
 
     .. math:: c \le \frac{\text{update}}{1 + h / 16} \, \frac{\lVert w \rVert}{r}, \qquad
-              r = \frac{\eta}{\sqrt{1 - \beta^2}}
+              r = \max \frac{\eta}{\sqrt{1 - \beta^2}}
 
-    for SGD: no step moves the weights by more than ``update``, a tenth, of their norm. h counts the steps on which this
-    bound holds; each step on which it does not takes one back. So a run whose rate is too high goes on in steps that
-    become shorter, and one that learns at a rate that it bears hardly meets the bound. Of several rates it is the norm
-    of all :math:`\lVert w_i \rVert / r_i`. In the
-    first ``warmup`` steps a norm passes, and enters the window, as at most :math:`3 \, e^m`.
+    for SGD, with the largest of several rates: no plain step moves the weights by more than ``update``, a tenth, of
+    their norm. Weight decay comes on top, and momentum counts as for gradients that do not depend on each other.
+    h counts the steps on which this bound holds; each step on which it does not takes one back. So a run whose rate is
+    too high goes on in steps that become shorter, and one that learns at a rate that it bears hardly meets the bound.
+    In the first ``warmup`` steps a norm passes, and enters the window, as at most :math:`3 \, e^m`.
 
     **Without a guard, and with other optimizers,** the start is gentle. For the first ``warmup``
     norms, with s the share of them that is over,
