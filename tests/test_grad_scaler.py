@@ -12,6 +12,7 @@ import gradguard as gg
 from gradguard import grad_scaler
 from gradguard.clip_events import listen
 from gradguard.grad_scaler import listen_to_steps, notice_scaled_losses, skipped_by
+from gradguard.replacements import Replacement
 
 OPTIMIZERS = {
     "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
@@ -34,7 +35,8 @@ def methods_are_given_back(monkeypatch):
     kind = torch.amp.GradScaler
     for name, instead in (("step", grad_scaler._step), ("scale", grad_scaler._scale)):
         monkeypatch.setattr(kind, name, inspect.unwrap(getattr(kind, name)))
-        monkeypatch.setattr(grad_scaler, f"_wrapped_{name}", grad_scaler._WrappedMethod(name, instead))
+        fresh = Replacement("torch.amp.grad_scaler", f"GradScaler.{name}", instead)
+        monkeypatch.setattr(grad_scaler, f"_{name}s", fresh)
     before = kind.step, kind.scale
     yield
     gc.collect()
