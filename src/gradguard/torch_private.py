@@ -318,10 +318,7 @@ _engine = Replacement("torch.autograd", "_engine_run_backward", _tell_and_run, d
 
 
 def call_before_backwards(tell: Callable[[Backward], Callable[[], object] | None]) -> Callable[[], None]:
-    """Call ``tell`` with each backward that begins, and what it returns at its end; return what ends that.
-
-    A compiled step breaks its graph at backward.
-    """
+    """Call ``tell`` with each backward that begins, and what it returns at its end; return what ends that."""
     _find("call_before_backwards")
     heard = lambda backward: tell(backward)  # noqa: E731  # a bound method is another object each time
     _before_backwards.append(heard)

@@ -31,9 +31,9 @@ from gradguard.clip.gradients import (
     to_clip_by,
     total_of,
 )
-from gradguard.clip_events import ClipEvent, SkipReason, announce, is_heard, rule_of, tell
 from gradguard.distributed.settings import Settings, as_setting
 from gradguard.errors import DistributedError
+from gradguard.listeners import ClipEvent, SkipReason, announce, is_heard, rule_of, tell
 from gradguard.policies import NonFinitePolicy, check_policy
 from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import are_readable, public_dtype

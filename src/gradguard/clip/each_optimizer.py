@@ -13,8 +13,8 @@ from gradguard.clip.in_backward import is_in_backward, refuse_in_backward
 from gradguard.clip.optimizer_names import names_of
 from gradguard.clip.reach import with_reach
 from gradguard.clip.selection import Selector
-from gradguard.clip_events import ClipEvent
 from gradguard.distributed.wrappers import named_parameters
+from gradguard.listeners import ClipEvent
 
 
 class ClipEachOptimizer:

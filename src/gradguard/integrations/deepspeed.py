@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import gradguard as gg
-from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.integrations.versions import require
+from gradguard.listeners import ClipEvent, announce, is_heard, tell
 
 require("deepspeed", "0.19", "0.20", extra="deepspeed")  # not imported: whoever has an engine has done that
 

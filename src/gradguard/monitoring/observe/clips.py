@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradguard.clip_events import ClipEvent
-from gradguard.monitoring.observe.intercept import ClipCall
+from gradguard.listeners import ClipCall, ClipEvent
 from gradguard.monitoring.observe.measure import Norms, gradient_norms, total, unscaled
 from gradguard.monitoring.observe.shared_norms import Shared
 from gradguard.monitoring.observe.step import FIXED, ScriptClip, StepMeasurement, copied
@@ -276,59 +275,48 @@ class HeardClips:
     _pending: PendingClips = field(default_factory=PendingClips)
     _thread: _Thread = field(default_factory=_Thread)
 
-    def begin(
-        self,
-        parameters: Sequence[Tensor],
-        spread: bool,
-        shared: Shared | None,
-        call: ClipCall | None = None,
-        tells_norms: bool = False,
-    ) -> bool:
+    def begin(self, call: ClipCall, parameters: Sequence[Tensor], spread: bool, shared: Shared | None) -> bool:
         """Measure before a clip acts.
 
         Args:
+            call: What is known of it.
             parameters: Its parameters.
             spread: Whether processes hold parts of them.
             shared: What these have measured together.
-            call: What a call of a foreign function says; None for a clip of gradguard's, which tells when it is done.
-            tells_norms: Whether that will have the norm of each gradient.
 
         Returns:
             Whether it replaces clips that no step followed.
         """
         self.count += 1
         replaced = self._pending.drop_changed()
-        clip = ScriptClip() if call is None else ScriptClip(call.rule, copied(call.threshold), copied(call.norm))
+        clip = ScriptClip(call.rule, copied(call.threshold), copied(call.norm))
         running = RunningClip(clip, parameters)
         self._thread.running.append(running)
         if shared is not None:
             running.norms = shared.norms
-            if call is not None and call.norm is None and call.norm_type == 2 and not call.whole:
+            if call.rule and call.norm is None and call.norm_type == 2 and not call.whole:
                 clip.norm = total(shared.norms)
         elif not spread:
             gradients = grads_of(parameters)
             there = without_none(gradients)
             if len(there) < len(parameters):
                 running.parameters = [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
-            if not (tells_norms or self._pending.has_norms_of(there)):  # a step's norms are those before its first clip
+            if not (
+                call.tells_norms or self._pending.has_norms_of(there)
+            ):  # a step's norms are those before its first clip
                 running.norms = gradient_norms(there)
         return replaced
-
-    def end_foreign(self, returned: Any) -> None:
-        """The clip of the last `begin` is done and returned this."""
-        if self._thread.running:
-            running = self._thread.running.pop()
-            if running.clip.norm is None:
-                running.clip.norm = copied(returned)
-            self._finish(running)
 
     def end(self, event: ClipEvent) -> None:
         """The clip of the last `begin` is done and tells this."""
         if event.elements is None and self._thread.running:  # else an error clip, of gradients on their way
             running = self._thread.running.pop()
-            running.clip = ScriptClip.told(event)
-            running.clip.norm = copied(event.norm) if event.norm_type == 2 else None
-            running.norms = _norms_told(running.parameters, event) if running.norms is None else running.norms
+            if not running.clip.rule:  # one of gradguard's
+                running.clip = ScriptClip.told(event)
+                running.clip.norm = copied(event.norm) if event.norm_type == 2 else None
+                running.norms = _norms_told(running.parameters, event) if running.norms is None else running.norms
+            elif running.clip.norm is None:
+                running.clip.norm = copied(event.norm)
             self._finish(running)
 
     def _finish(self, running: RunningClip) -> None:

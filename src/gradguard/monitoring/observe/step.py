@@ -11,15 +11,14 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from gradguard.clip_events import ClipEvent
 from gradguard.distributed.placements import is_sharded
+from gradguard.listeners import ClipEvent, RecoveryEvent
 from gradguard.monitoring.judge.detectors.loop_setup import setup_episode
 from gradguard.monitoring.judge.findings import Kind
 from gradguard.monitoring.judge.live import event_line
 from gradguard.monitoring.observe.measure import Diagnostics, Norms, histogram_of
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.lines import known_fields, without_none
-from gradguard.recovery_events import RecoveryEvent
 from gradguard.words import listed
 
 EPSILON = 1e-6

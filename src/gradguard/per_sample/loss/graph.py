@@ -120,9 +120,9 @@ class BackwardRoots:
             self._end = None
 
     def _begins(self, backward: Backward) -> None:
-        if backward.accumulates and threading.get_ident() == self._thread and current_graph_task() == -1:
-            if roots := _roots(backward):
-                self._look(roots)
+        mine = backward.accumulates and threading.get_ident() == self._thread and current_graph_task() == -1
+        if mine and (roots := _roots(backward)):
+            self._look(roots)
 
     def __enter__(self) -> "BackwardRoots":
         self.start()
