@@ -460,8 +460,8 @@ def test_what_follows_the_options_is_the_script():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--save-gradients", "x", "--steps", "3"], "leave --steps out"),
-        (["--save-gradients", "x", "--clip", "median"], "leave --clip out"),
+        (["--save-gradients", "x", "--launch", "env", "--steps", "3"], "--steps with --save-gradients of several"),
+        (["--save-gradients", "x", "--launch", "env", "--clip", "median"], "a command of its own with --clip"),
         (["--save-gradients", "x", "--perturbed", "-1"], "expected a number of runs"),
         (["--save-gradients", "nowhere/x"], "there is no folder"),
         (["--perturbed", "3"], "belongs to --save-gradients"),
