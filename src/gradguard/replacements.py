@@ -96,7 +96,6 @@ class Replacement:
                     setattr(place, self._name, new)
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             if not self._users or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
@@ -110,6 +109,7 @@ class Replacement:
                 _calls.running.pop()
 
         replacement.__code__ = replacement.__code__.replace()  # of its own: the compiler keeps what it knows by code
+        functools.update_wrapper(replacement, original)
         setattr(replacement, _MARK, True)  # which those who wrap it again copy, if they do as `functools.wraps` does
         return self._decorate(replacement)
 

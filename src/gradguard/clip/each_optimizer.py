@@ -54,7 +54,7 @@ class ClipEachOptimizer:
         grads = clipper.compared(grads, "propagate")
         decision = clipper.decide(grads, 1.0 if scale is None else scale)
         decision.apply()
-        return clipper.event_of(grads, decision.result, optimizer)
+        return clipper.event_of(decision, decision.result, optimizer)
 
     def _clipper_of(
         self, optimizer: Optimizer, parameters: Sequence[Tensor], modules: Callable[[], Sequence[nn.Module]]

@@ -133,7 +133,7 @@ def clip_grad_norm_(
         norm = norm_in(grads, order)
     coefficient = _scale_to(grads, norm, max_norm, policy)
     if heard:
-        tell(ClipEvent("norm", grads.parameters, max_norm, norm, coefficient, norm_type=order))
+        tell(ClipEvent("norm", grads.parameters, max_norm, norm, coefficient, norm_type=order, one_factor=True))
     return norm.to(public_dtype(grads.gradients))
 
 

@@ -283,9 +283,7 @@ class Guard:
     def _tell(self, decision: Decision) -> None:
         if is_heard() and self.last is not None:
             outcome = self._outcome
-            event = self.clipper.event_of(
-                decision.gradients, self.last, self.optimizer, outcome.skipped, outcome.reason
-            )
+            event = self.clipper.event_of(decision, self.last, self.optimizer, outcome.skipped, outcome.reason)
             tell(replace(event, spike=outcome.spike) if self.spikes is not None else event)
 
     def _act(self, decision: Decision, scale: Tensor | None, overflow: Tensor | None, number: int) -> StepOutcome:

@@ -91,15 +91,9 @@ class StepClips:
 
     @property
     def reach(self) -> list[Sequence[int]]:
-        """The places in the step that each of several clips acted on; empty where all acted on all of them."""
+        """The places in the step that each clip acted on; empty where all acted on all of them."""
         reach = [places for _, places in self._acting()]
-        return reach if len(reach) > 1 and any(len(set(places)) != self.count for places in reach) else []
-
-    @property
-    def is_of_a_part(self) -> bool:
-        """Whether the only one of these clips left some gradients of the step alone."""
-        reach = [places for _, places in self._acting()]
-        return len(reach) == 1 and len(set(reach[0])) != self.count
+        return reach if any(len(set(places)) != self.count for places in reach) else []
 
     def _acting(self) -> list[tuple[Clipped, Sequence[int]]]:
         return [(part, places) for part, places in self.parts if part.clip.rule and not _only_measures(part.clip)]
@@ -145,20 +139,31 @@ class PendingClips:
 
     def __init__(self) -> None:
         self._clipped: list[Clipped] = []
+        self._memory = set[int]()  # of their gradients, and perhaps of some that are gone
         self._lock = threading.RLock()  # several threads may train at once
 
-    def drop_changed(self) -> bool:
+    def drop_changed(self, unless_beside: Sequence[Tensor] | None = None) -> bool:
         """Forget gradients that were written or replaced since their clip.
+
+        Args:
+            unless_beside: Gradients, without memory of which nothing is looked at.
 
         Returns:
             Whether there were any: the script skipped the step of their clip, or clips each micro-batch.
         """
         with self._lock:
-            if self._are_unchanged():
+            if (unless_beside is not None and not self._meet(unless_beside)) or self._are_unchanged():
                 return False
             changed = [part.drop_changed() for part in self._clipped]
             self._clipped = [part for part in self._clipped if part.gradients]
         return any(changed)
+
+    def _meet(self, gradients: Sequence[Tensor]) -> bool:
+        """Tell whether a write to ``gradients`` may be one to a pending gradient: they share memory, or none is known.
+
+        A script may clip each of hundreds alone, and each of these clips must not look at all those before.
+        """
+        return bool(self._clipped) and not self._memory.isdisjoint(_memory_of(gradients))
 
     def _are_unchanged(self) -> bool:
         """Tell in one pass whether no gradient was written or replaced: a script may clip each of hundreds alone."""
@@ -171,16 +176,18 @@ class PendingClips:
         with self._lock:
             if not self._clipped or self._clipped[0].norms is None:
                 return False
-            living = self._clipped[0].living()
-            return len(living) == len(gradients) and all(map(is_, living, gradients))
+            known = self._clipped[0].gradients
+            return len(known) == len(gradients) and all(map(is_, self._clipped[0].living(), gradients))
 
     def add(self, clip: ScriptClip, gradients: Sequence[Tensor], norms: Norms | None) -> None:
         """Note that ``clip`` has acted on ``gradients``, which had ``norms``."""
         refs = list(map(weakref.ref, gradients))
         with self._lock:
-            if not self._are_unchanged():  # by this clip, also of another part: views of one buffer count together
+            if self._meet(gradients) and not self._are_unchanged():  # views of one buffer count their writes together
                 for part in self._clipped:
                     part.count_anew()
+            self._memory = self._memory if self._clipped else set()
+            self._memory |= _memory_of(gradients)
             if gradients:
                 self._clipped.append(Clipped(clip, refs, versions_of(gradients), norms, len(gradients)))
 
@@ -212,6 +219,17 @@ class PendingClips:
     def clear(self) -> None:
         """Forget everything."""
         self._clipped = []
+
+
+_UNKNOWN = -1
+
+
+def _memory_of(gradients: Sequence[Tensor]) -> set[int]:
+    """Find where the memory of gradients begins: those in one memory may count their writes together."""
+    try:
+        return {gradient.untyped_storage().data_ptr() for gradient in gradients}
+    except (RuntimeError, NotImplementedError, AttributeError):  # sparse ones, and those of a class of its own
+        return {_UNKNOWN}
 
 
 def _only_measures(clip: ScriptClip) -> bool:
@@ -269,9 +287,11 @@ class HeardClips:
 
     Attributes:
         count: Number of clips heard of.
+        looked: Whether pending gradients have been looked at since the last backward; None where nobody tells of those.
     """
 
     count: int = 0
+    looked: bool | None = None
     _pending: PendingClips = field(default_factory=PendingClips)
     _thread: _Thread = field(default_factory=_Thread)
 
@@ -288,8 +308,10 @@ class HeardClips:
             Whether it replaces clips that no step followed.
         """
         self.count += 1
-        replaced = self._pending.drop_changed()
-        clip = ScriptClip(call.rule, copied(call.threshold), copied(call.norm))
+        there = [] if spread else without_none(grads_of(parameters))
+        replaced = self._pending.drop_changed(there if self.looked and not spread else None)
+        self.looked = None if self.looked is None else True
+        clip = ScriptClip(call.rule, copied(call.threshold), copied(call.norm), one_factor=call.rule == "norm")
         running = RunningClip(clip, parameters)
         self._thread.running.append(running)
         if shared is not None:
@@ -297,10 +319,8 @@ class HeardClips:
             if call.rule and call.norm is None and call.norm_type == 2 and not call.whole:
                 clip.norm = total(shared.norms)
         elif not spread:
-            gradients = grads_of(parameters)
-            there = without_none(gradients)
             if len(there) < len(parameters):
-                running.parameters = [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
+                running.parameters = [p for p in parameters if p.grad is not None]
             if not (
                 call.tells_norms or self._pending.has_norms_of(there)
             ):  # a step's norms are those before its first clip
@@ -372,8 +392,7 @@ class HeardClips:
             post=post,
             clips=clips,
             reach=reach,
-            clips_a_part=clipped.is_of_a_part,
-            after=unscaled(now, scale) if reach and before is not None else None,
+            after=unscaled(now, scale) if len(reach) > 1 and before is not None else None,
             norm_after=before is None,
             total=told,
             late=(bool(parameters) and not parameters[0].is_cpu) or (measured and isinstance(norms, Tensor)),

@@ -102,6 +102,7 @@ class Observer(Recorder):
     @safely
     def on_backward(self, loss: Tensor | None) -> Callable[[], None] | None:
         """Keep the loss; on the first steps, look whether the gradients of the last one are still there."""
+        self._clips.looked = False
         if loss is not None:
             if is_captured(loss):  # what is copied later would be memory that only a replay writes
                 return None
