@@ -897,7 +897,6 @@ def test_importing_needs_no_private_name():
 
 
 OTHERS = {
-    "audit/in_script.py": {"_take_model_step"},  # DeepSpeed's
     "audit/engines.py": {"_get_norm_groups", "_zero_padding"},  # DeepSpeed's
     "monitoring/show/report/summary.py": {"_confidence"},  # the end of a key
     "check/named_call.py": {"_fields"},  # of namedtuples, documented

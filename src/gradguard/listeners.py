@@ -1,4 +1,4 @@
-"""What can be heard of a training, and who listens: a clip does not know that it is watched.
+"""Events of a training, and who listens to them: a clip does not know that it is watched.
 
 A clip of gradguard's calls `announce` before it writes, and `tell` when it is done; a run that goes back to older
 weights calls `tell_recovery`. Where nobody listens that is a look at an empty tuple. What a script does by itself is

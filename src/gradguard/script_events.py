@@ -1,4 +1,4 @@
-"""What a script does that knows nothing of gradguard: its backwards, clips, steps and loss scales, for listeners.
+"""Events of a script that knows nothing of gradguard: its backwards, clips, steps and loss scales, for listeners.
 
 PyTorch's clipping functions, and those of engines, are replaced while somebody listens. A replacement tells the
 listeners and then does exactly what the original does, with the same arguments and result.

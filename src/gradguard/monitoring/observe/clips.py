@@ -31,14 +31,14 @@ class Clipped:
     Attributes:
         clip: The clip.
         gradients: The gradients, not kept alive.
-        versions: How often each had been written when the last clip of all was done.
+        counters: What counts the writes to each of them.
         norms: Their 2-norms before this clip; None where these are not known.
         covered: How many gradients the clip acted on.
     """
 
     clip: ScriptClip
     gradients: list[weakref.ref]
-    versions: list[int]
+    counters: "list[WriteCounter]"
     norms: Norms | None
     covered: int
 
@@ -46,24 +46,10 @@ class Clipped:
         """Return the gradients, None for one that is gone."""
         return [gradient() for gradient in self.gradients]
 
-    def drop_changed(self) -> bool:
-        """Forget gradients that were written or replaced since; tell whether there were any."""
-        living = self.living()
-        if all(map(is_not, living, repeat(None))) and versions_of(living) == self.versions:
-            return False
-        pairs = zip(living, self.versions, strict=True)
-        self.keep([k for k, (g, version) in enumerate(pairs) if g is not None and version_of(g) == version])
-        return True
-
     def keep(self, places: Sequence[int]) -> None:
         """Forget all gradients but those at ``places``."""
         self.norms = _some(self.norms, places)
-        self.gradients, self.versions = [self.gradients[k] for k in places], [self.versions[k] for k in places]
-
-    def count_anew(self) -> None:
-        """Take the present versions: what the clip that has just ended wrote is no change."""
-        pairs = zip(self.living(), self.versions, strict=True)
-        self.versions = [version if g is None else version_of(g) for g, version in pairs]
+        self.gradients, self.counters = [self.gradients[k] for k in places], [self.counters[k] for k in places]
 
 
 def _some(norms: Norms | None, places: Sequence[int]) -> Norms | None:
@@ -134,42 +120,119 @@ class StepClips:
         return torch.stack([torch.as_tensor(norm, dtype=torch.float32, device=device) for norm in found])
 
 
+class WriteCounter:
+    """What counts the writes to some gradients together, as views and ``detach`` share it; autograd makes many of them.
+
+    Attributes:
+        known: How many there had been when the last clip was done.
+        example: One of the gradients, not kept alive.
+    """
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.known, self.example, self._same_as = version_of(gradient), weakref.ref(gradient), self
+
+    def itself(self) -> "WriteCounter":
+        """Return the counter that this one turned out to be."""
+        while self._same_as is not self:
+            self = self._same_as
+        return self
+
+    def is_still(self) -> bool:
+        """Tell whether nothing has been written since; False where nothing tells."""
+        gradient = self.example()
+        return gradient is not None and version_of(gradient) == self.known
+
+    def becomes(self, other: "WriteCounter") -> None:
+        """Be another one from now on."""
+        self._same_as = other
+
+
+class Writes:
+    """How often gradients had been written when the last clip of all was done.
+
+    Gradients that count their writes together are in one memory, and a clip of one that moves the count of another
+    shows that they do. A clip of one is then no write of the script's to the others.
+    """
+
+    def __init__(self) -> None:
+        self._in_memory: dict[int, list[WriteCounter]] = {}
+        self._of: dict[int, tuple[weakref.ref, WriteCounter]] = {}
+
+    def note(self, gradients: Sequence[Tensor]) -> list[WriteCounter]:
+        """Take the present counts as those that the last clip left; return the counter of each gradient."""
+        counters = [self._counter_of(gradient) for gradient in gradients]
+        for memory in {_memory_of(gradient) for gradient in gradients}:
+            beside = self._in_memory[memory]
+            for other in beside if len(beside) > 1 else ():
+                moved = other is not counters[0] and not other.is_still()
+                if len(gradients) == 1 and moved and other.example() is not None:  # only this one was written
+                    other.becomes(counters[0])
+                elif (gradient := other.example()) is not None:
+                    other.known = version_of(gradient)
+            self._in_memory[memory] = [one for one in beside if one.itself() is one and one.example() is not None]
+        for gradient, counter in zip(gradients, counters, strict=True):
+            counter.known, counter.example = version_of(gradient), weakref.ref(gradient)
+        return counters
+
+    def _counter_of(self, gradient: Tensor) -> WriteCounter:
+        ref, counter = self._of.get(id(gradient), (None, None))
+        if ref is None or counter is None or ref() is not gradient:
+            counter = WriteCounter(gradient)
+            self._in_memory.setdefault(_memory_of(gradient), []).append(counter)
+            self._of[id(gradient)] = weakref.ref(gradient), counter
+        return counter.itself()
+
+    def are_noted(self, gradients: Sequence[Any], counters: Sequence[WriteCounter]) -> bool:
+        """Tell whether none of ``gradients`` is gone (None), or has been written since it was noted."""
+        known = [counter.itself().known for counter in counters]
+        return all(map(is_not, gradients, repeat(None))) and versions_of(gradients) == known
+
+    def are_still(self, gradients: Sequence[Tensor]) -> bool:
+        """Tell whether nothing that was noted in the memory of ``gradients`` has been written since."""
+        noted = [counter for gradient in gradients for counter in self._in_memory.get(_memory_of(gradient), ())]
+        return all(map(WriteCounter.is_still, noted))
+
+
+def _memory_of(gradient: Tensor) -> int:
+    try:
+        return gradient.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # of a sparse one, and of one of another class
+        return 0
+
+
 class PendingClips:
     """Clips since the last step, in their order."""
 
     def __init__(self) -> None:
         self._clipped: list[Clipped] = []
-        self._memory = set[int]()  # of their gradients, and perhaps of some that are gone
+        self._writes = Writes()
         self._lock = threading.RLock()  # several threads may train at once
 
     def drop_changed(self, unless_beside: Sequence[Tensor] | None = None) -> bool:
         """Forget gradients that were written or replaced since their clip.
 
         Args:
-            unless_beside: Gradients, without memory of which nothing is looked at.
+            unless_beside: Gradients; where nothing in their memory was written, no others are looked at. A script may
+                clip each of hundreds alone.
 
         Returns:
             Whether there were any: the script skipped the step of their clip, or clips each micro-batch.
         """
         with self._lock:
-            if (unless_beside is not None and not self._meet(unless_beside)) or self._are_unchanged():
+            if (unless_beside is not None and self._writes.are_still(unless_beside)) or self._are_unchanged():
                 return False
-            changed = [part.drop_changed() for part in self._clipped]
+            for part in self._clipped:
+                pairs = zip(part.living(), part.counters, strict=True)
+                part.keep([k for k, (g, counter) in enumerate(pairs) if self._writes.are_noted([g], [counter])])
+                for ref, counter in zip(part.gradients, part.counters, strict=True):
+                    counter.itself().example = ref  # the last may be gone
             self._clipped = [part for part in self._clipped if part.gradients]
-        return any(changed)
-
-    def _meet(self, gradients: Sequence[Tensor]) -> bool:
-        """Tell whether a write to ``gradients`` may be one to a pending gradient: they share memory, or none is known.
-
-        A script may clip each of hundreds alone, and each of these clips must not look at all those before.
-        """
-        return bool(self._clipped) and not self._memory.isdisjoint(_memory_of(gradients))
+        return True
 
     def _are_unchanged(self) -> bool:
-        """Tell in one pass whether no gradient was written or replaced: a script may clip each of hundreds alone."""
+        """Tell in one pass whether no gradient was written or replaced."""
         living: list[Any] = [gradient() for part in self._clipped for gradient in part.gradients]
-        known = [version for part in self._clipped for version in part.versions]
-        return all(map(is_not, living, repeat(None))) and versions_of(living) == known
+        return self._writes.are_noted(living, [counter for part in self._clipped for counter in part.counters])
 
     def has_norms_of(self, gradients: Sequence[Tensor]) -> bool:
         """Tell whether the first pending clip covered exactly ``gradients``, and their norms before it are known."""
@@ -183,13 +246,10 @@ class PendingClips:
         """Note that ``clip`` has acted on ``gradients``, which had ``norms``."""
         refs = list(map(weakref.ref, gradients))
         with self._lock:
-            if self._meet(gradients) and not self._are_unchanged():  # views of one buffer count their writes together
-                for part in self._clipped:
-                    part.count_anew()
-            self._memory = self._memory if self._clipped else set()
-            self._memory |= _memory_of(gradients)
+            self._writes = self._writes if self._clipped else Writes()
+            counters = self._writes.note(gradients)
             if gradients:
-                self._clipped.append(Clipped(clip, refs, versions_of(gradients), norms, len(gradients)))
+                self._clipped.append(Clipped(clip, refs, counters, norms, len(gradients)))
 
     def take(self, gradients: Sequence[Tensor | None]) -> StepClips:
         """Return what was clipped of ``gradients`` and is still so, and forget it: their step is here.
@@ -208,7 +268,7 @@ class PendingClips:
                 own = own or {id(gradient): k for k, gradient in enumerate(gradients) if gradient is not None}
                 places = [own.get(id(gradient), -1) for gradient in living]
                 if left := [k for k, place in enumerate(places) if place < 0]:
-                    rest = Clipped(part.clip, part.gradients, part.versions, part.norms, part.covered)
+                    rest = Clipped(part.clip, part.gradients, part.counters, part.norms, part.covered)
                     rest.keep(left)
                     self._clipped.append(rest)
                 if here := [k for k, place in enumerate(places) if place >= 0]:
@@ -219,17 +279,6 @@ class PendingClips:
     def clear(self) -> None:
         """Forget everything."""
         self._clipped = []
-
-
-_UNKNOWN = -1
-
-
-def _memory_of(gradients: Sequence[Tensor]) -> set[int]:
-    """Find where the memory of gradients begins: those in one memory may count their writes together."""
-    try:
-        return {gradient.untyped_storage().data_ptr() for gradient in gradients}
-    except (RuntimeError, NotImplementedError, AttributeError):  # sparse ones, and those of a class of its own
-        return {_UNKNOWN}
 
 
 def _only_measures(clip: ScriptClip) -> bool:
