@@ -897,7 +897,7 @@ def test_importing_needs_no_private_name():
 
 
 OTHERS = {
-    "audit/engines.py": {"_get_norm_groups", "_zero_padding"},  # DeepSpeed's
+    "distributed/deepspeed.py": {"_get_norm_groups", "_zero_padding"},  # DeepSpeed's
     "monitoring/show/report/summary.py": {"_confidence"},  # the end of a key
     "check/named_call.py": {"_fields"},  # of namedtuples, documented
     "resilience/plain_values.py": {"_fields"},  # likewise

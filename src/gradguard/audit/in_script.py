@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradguard.audit.coefficients import Applied
-from gradguard.audit.engines import clip_of_engine, holds_gradients_itself, replacements
 from gradguard.audit.norm import WatchedClip, everywhere
 from gradguard.audit.report import NormAudit, NormFinding, Verdict, verdict_of
+from gradguard.distributed.deepspeed import clip_of_engine, holds_gradients_itself, replacements
 from gradguard.distributed.placements import gradient_of
 from gradguard.errors import GradguardError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.listeners import ClipCall, ClipEvent, Listener, muted
+from gradguard.replacements import Replacement
 from gradguard.script_events import by_norm
 from gradguard.torch_private import parameter_slots
 
@@ -80,7 +81,9 @@ class ScriptAudit(Listener):
 
     def on_begin(self) -> None:
         """Audit what engines clip by, too."""
-        self._ends = [one.use() for one in replacements(self._clip_of_engine, self._step_of_engine)]
+        of_torchtitan = Replacement("torchtitan.distributed.utils", "clip_grad_norm_", self._clip_of_engine)
+        of_deepspeed = replacements(self._clip_of_engine, self._step_of_engine)
+        self._ends = [one.use() for one in (of_torchtitan, *of_deepspeed)]
 
     def on_end(self) -> None:
         """Give back what engines clip by."""

@@ -1,4 +1,4 @@
-"""Engines, read and never imported: what they clip by, and where DeepSpeed's ZeRO, stages 1 to 3, keeps gradients."""
+"""DeepSpeed's ZeRO, stages 1 to 3, which keeps gradients elsewhere than in ``.grad``: read and never imported."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,14 +34,13 @@ class Slice:
 
 
 def replacements(clip: Callable[..., Any], step: Callable[..., Any]) -> list[Replacement]:
-    """Return what replaces the functions that engines clip by, which they look up by name at each call.
+    """Return what replaces the functions that an engine clips and steps by, which it looks up by name at each call.
 
     Args:
         clip: Called in place of a function of parameters, ``max_norm`` and perhaps ``norm_type``, with that first.
-        step: Called in place of the step of a DeepSpeed engine, with that and the engine.
+        step: Called in place of the step of an engine, with that and the engine.
     """
     return [
-        Replacement("torchtitan.distributed.utils", "clip_grad_norm_", clip),
         Replacement("deepspeed.runtime.engine", "clip_grad_norm_", clip),
         Replacement("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step", step),
     ]
