@@ -10,8 +10,9 @@ from torch import nn
 
 import gradguard as gg
 from gradguard import grad_scaler
-from gradguard.clip_events import listen
 from gradguard.grad_scaler import listen_to_steps, notice_scaled_losses, skipped_by
+from gradguard.listeners import Listener, listen
+from gradguard.replacements import Replacement
 
 OPTIMIZERS = {
     "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
@@ -34,7 +35,8 @@ def methods_are_given_back(monkeypatch):
     kind = torch.amp.GradScaler
     for name, instead in (("step", grad_scaler._step), ("scale", grad_scaler._scale)):
         monkeypatch.setattr(kind, name, inspect.unwrap(getattr(kind, name)))
-        monkeypatch.setattr(grad_scaler, f"_wrapped_{name}", grad_scaler._WrappedMethod(name, instead))
+        fresh = Replacement("torch.amp.grad_scaler", f"GradScaler.{name}", instead)
+        monkeypatch.setattr(grad_scaler, f"_{name}s", fresh)
     before = kind.step, kind.scale
     yield
     gc.collect()
@@ -79,11 +81,11 @@ def test_a_guard_and_its_event_say_that_the_scaler_skipped(make, bad, policy):
     layer, optimizer, scaler = scaled(make, bad)
     events = []
 
-    class Events:
-        def before_clip(self, parameters, tells_norms):
+    class Events(Listener):
+        def on_clip(self, call, parameters):
             pytest.fail("a guard's clip is within the step")
 
-        def after_clip(self, event):
+        def on_clipped(self, event):
             events.append(event)
 
     end = listen(Events())
@@ -105,10 +107,8 @@ def test_a_guard_that_skips_by_itself_says_so():
     layer, optimizer, _ = scaled(bad=True)
     reasons = []
 
-    class Events:
-        def before_clip(self, parameters, tells_norms): ...
-
-        def after_clip(self, event):
+    class Events(Listener):
+        def on_clipped(self, event):
             reasons.append((event.skipped, event.skip_reason))
 
     end = listen(Events())
@@ -129,10 +129,8 @@ def test_a_per_sample_clipper_says_that_the_scaler_will_skip(overflows):
     clipper = gg.PerSampleGradientClipper(layer, gg.FlatNormClipper(1.0), scaler=scaler, check=False)
     optimizer, events = torch.optim.SGD(layer.parameters(), lr=0.1), []
 
-    class Events:
-        def before_clip(self, parameters, tells_norms): ...
-
-        def after_clip(self, event):
+    class Events(Listener):
+        def on_clipped(self, event):
             events.append(event)
 
     end = listen(Events())

@@ -6,7 +6,6 @@ listens, and given back when nobody does.
 
 import functools
 import math
-import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -18,11 +17,13 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from gradguard.errors import InvalidValueError
+from gradguard.replacements import Replacement, once
 from gradguard.tensors.layout import move
 from gradguard.torch_private import (
     current_graph_task,
     gradients_are_scaled,
     loss_scale_of,
+    never_compiled,
     overflows_of,
     tree_leaves,
 )
@@ -33,8 +34,6 @@ _ROUND = 1e-5
 _REPEATS = 3
 
 _REMEMBERED_BACKWARDS = 64
-
-_MARK = "_listened_to_by_gradguard"
 
 
 class ScalerStep:
@@ -107,10 +106,10 @@ def listen_to_steps(
     if optimizer is None:
         pair = (lambda: before), (lambda: after)
         _everywhere.append(pair)
-        return _until_called(_wrapped_step, lambda: _everywhere.remove(pair))
+        return once(lambda: _everywhere.remove(pair), _steps.use())
     pair, key = (weakref.WeakMethod(before), weakref.WeakMethod(after)), id(optimizer)
     _of_one.setdefault(key, []).append(pair)
-    end = _until_called(_wrapped_step, functools.partial(_forget, key, pair))
+    end = once(functools.partial(_forget, key, pair), _steps.use())
     weakref.finalize(optimizer, end).atexit = False
     return end
 
@@ -127,18 +126,9 @@ def listen_to_scale(
     Returns:
         What ends it; calling it again does nothing.
     """
-    _of_scale.append(scaled)
-    _of_updates.append(updated)
-    ends = (
-        _until_called(_wrapped_scale, lambda: _of_scale.remove(scaled)),
-        _until_called(_wrapped_update, lambda: _of_updates.remove(updated)),
-    )
-
-    def end() -> None:
-        for one in ends:
-            one()
-
-    return end
+    pair = scaled, updated
+    _of_scale.append(pair)
+    return once(lambda: _of_scale.remove(pair), _scales.use(), _updates.use())
 
 
 def notice_scaled_losses() -> Callable[[], None]:
@@ -147,7 +137,7 @@ def notice_scaled_losses() -> Callable[[], None]:
     Returns:
         What ends it; calling it again does nothing.
     """
-    return _until_called(_wrapped_scale, lambda: None)
+    return _scales.use()
 
 
 def refuse_other_scaler(task: int, scaler: Any) -> None:
@@ -196,67 +186,13 @@ class ScaledClipDetector:
             )
 
 
-# How a method is wrapped, and given back.
-
-
-class _WrappedMethod:
-    """A method of `torch.amp.GradScaler` that is replaced while it has users.
-
-    Args:
-        name: The method.
-        instead: Called with the original method and its arguments.
-    """
-
-    def __init__(self, name: str, instead: Callable[..., Any]) -> None:
-        self._name, self._instead = name, instead
-        self._users = 0
-        self._original: Callable[..., Any] | None = None
-        self._wrapper: Callable[..., Any] | None = None
-        self._lock = threading.RLock()  # an optimizer that is collected may end its listening at any time
-
-    def use(self) -> None:
-        """One user more."""
-        with self._lock:
-            self._users += 1
-            if not getattr(getattr(torch.amp.GradScaler, self._name), _MARK, False):
-                self._wrap(getattr(torch.amp.GradScaler, self._name))
-
-    def release(self) -> None:
-        """One user less; the last one gives the method back, unless somebody has wrapped it again since."""
-        with self._lock:
-            self._users -= 1
-            if not self._users and vars(torch.amp.GradScaler).get(self._name) is self._wrapper:
-                setattr(torch.amp.GradScaler, self._name, self._original)
-
-    def _wrap(self, original: Callable[..., Any]) -> None:
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return self._instead(original, *args, **kwargs) if self._users else original(*args, **kwargs)
-
-        setattr(wrapper, _MARK, True)  # which those who wrap it again copy, if they do as `functools.wraps` does
-        self._original, self._wrapper = original, wrapper
-        setattr(torch.amp.GradScaler, self._name, wrapper)
-
-
-def _until_called(method: _WrappedMethod, forget: Callable[[], None]) -> Callable[[], None]:
-    """Use ``method`` until what is returned is called for the first time."""
-    method.use()
-    running = [True]
-
-    def end() -> None:
-        if running:
-            running.clear()
-            forget()
-            method.release()
-
-    return end
+# How the methods are replaced.
 
 
 _Pair = tuple[Callable[[], StepListener | None], Callable[[], StepListener | None]]
 
 _everywhere: list[_Pair] = []
-_of_scale: list[Callable[[Any, Any], None]] = []
-_of_updates: list[Callable[[Tensor | None, Tensor | None], None]] = []
+_of_scale: list[tuple[Callable[[Any, Any], None], Callable[[Tensor | None, Tensor | None], None]]] = []
 _of_one: dict[int, list[_Pair]] = {}  # by the identity of an optimizer that lives
 _scaled_by: "OrderedDict[int, int]" = OrderedDict()  # the identity of the scaler, by the number of a recent backward
 
@@ -294,7 +230,7 @@ def _call(listeners: Sequence[StepListener | None], optimizer: Optimizer, step: 
 
 def _scale(original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
     scaled = original(scaler, outputs)
-    for listener in tuple(_of_scale):
+    for listener, _ in tuple(_of_scale):
         listener(outputs, scaled)
     if scaler.is_enabled():
         for tensor in tree_leaves(scaled):
@@ -306,7 +242,7 @@ def _scale(original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
 def _update(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
     before = _scale_of(scaler)
     result = original(scaler, *args, **kwargs)
-    for listener in tuple(_of_updates):
+    for _, listener in tuple(_of_scale):
         listener(before, _scale_of(scaler))
     return result
 
@@ -324,5 +260,7 @@ def _note_backward(scaler: int, grad: Tensor) -> None:
         _scaled_by.popitem(last=False)
 
 
-_wrapped_step, _wrapped_scale = _WrappedMethod("step", _step), _WrappedMethod("scale", _scale)
-_wrapped_update = _WrappedMethod("update", _update)
+_steps, _scales, _updates = (
+    Replacement("torch.amp.grad_scaler", f"GradScaler.{name}", instead, decorate=never_compiled)
+    for name, instead in (("step", _step), ("scale", _scale), ("update", _update))
+)

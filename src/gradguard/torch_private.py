@@ -27,6 +27,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from gradguard.errors import UnsupportedVersionError
+from gradguard.replacements import Replacement, once
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -287,34 +288,41 @@ call_after_backward: Callable[[Callable[[], None]], None] = _bind("call_after_ba
 """Call a function once the backward that runs in this thread is complete."""
 
 
-_before_backwards: dict[object, Callable[[Any], None]] = {}
-_before_backwards_lock = threading.Lock()
+class Backward(NamedTuple):
+    """A backward that begins.
+
+    Attributes:
+        roots: The values that it starts from, tensors or edges.
+        gradients: The gradient that each starts with; None for a value that needs none, which the engine refuses.
+        accumulates: Whether it adds to ``.grad``, as `torch.autograd.grad` does not.
+    """
+
+    roots: Sequence[Any]
+    gradients: Sequence[Tensor | None]
+    accumulates: bool
 
 
-def call_before_backwards(function: Callable[[Any], None]) -> Callable[[], None]:
-    """Call ``function`` with the roots of each backward that begins, tensors or edges; return what ends that."""
-    key = object()
+_before_backwards: list[Callable[[Backward], Callable[[], object] | None]] = []
 
-    @never_compiled  # a compiled step breaks its graph at backward, and Dynamo would trace the listeners
-    def tell_and_run(roots: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in list(_before_backwards.values()):
-            one(roots)
-        return original(roots, *args, **kwargs)
 
-    def unsubscribe() -> None:
-        with _before_backwards_lock:
-            _before_backwards.pop(key, None)
-            current = _find("call_before_backwards")
-            if not _before_backwards and hasattr(current, "tells_gradguard"):
-                torch.autograd._engine_run_backward = current.tells_gradguard  # type: ignore[attr-defined]
+def _tell_and_run(original: Callable, roots: Any, gradients: Any = (), *args: Any, **kwargs: Any) -> Any:
+    backward = Backward(roots, gradients, kwargs.get("accumulate_grad", True))
+    ends = [end for tell in tuple(_before_backwards) if (end := tell(backward)) is not None]
+    result = original(roots, gradients, *args, **kwargs)
+    for end in ends:
+        end()
+    return result
 
-    with _before_backwards_lock:
-        _before_backwards[key] = function
-        original = _find("call_before_backwards")
-        if not hasattr(original, "tells_gradguard"):
-            tell_and_run.tells_gradguard = original  # type: ignore[attr-defined]
-            torch.autograd._engine_run_backward = tell_and_run  # type: ignore[attr-defined]
-    return unsubscribe
+
+_engine = Replacement("torch.autograd", "_engine_run_backward", _tell_and_run, decorate=lambda f: never_compiled(f))
+
+
+def call_before_backwards(tell: Callable[[Backward], Callable[[], object] | None]) -> Callable[[], None]:
+    """Call ``tell`` with each backward that begins, and what it returns at its end; return what ends that."""
+    _find("call_before_backwards")
+    heard = lambda backward: tell(backward)  # noqa: E731  # a bound method is another object each time
+    _before_backwards.append(heard)
+    return once(lambda: _before_backwards.remove(heard), _engine.use())
 
 
 _register_hook_lock = threading.Lock()

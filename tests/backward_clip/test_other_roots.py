@@ -165,7 +165,7 @@ def test_a_plan_that_cannot_be_made_is_one_warning_and_clips_everything(monkeypa
 
 
 def test_blocks_in_threads_leave_the_engine_as_it_was():
-    others = dict(torch_private._before_backwards)
+    others = list(torch_private._before_backwards)
     before = torch.autograd._engine_run_backward
     inside, outside = threading.Event(), threading.Event()
 

@@ -7,21 +7,21 @@ import torch
 from torch import nn
 
 import gradguard as gg
-from gradguard.clip_events import announce, listen
+from gradguard.listeners import Listener, announce, listen
 
 X = torch.linspace(-2, 2, 20).view(5, 4)
 
 
-class Told:
+class Told(Listener):
     """Keeps the events."""
 
     def __init__(self):
         self.events, self.announced = [], 0
 
-    def before_clip(self, parameters, tells_norms):
+    def on_clip(self, call, parameters):
         self.announced += 1
 
-    def after_clip(self, event):
+    def on_clipped(self, event):
         self.events.append(event)
 
     def numbers(self):

@@ -8,8 +8,8 @@ from guarded import ALL, FOLDING, PLAIN, assert_same, held, model, spoil
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradguard as gg
-from gradguard.clip_events import listen
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
+from gradguard.listeners import Listener, listen
 from gradguard.resilience import weight_watch
 
 WARM = 5
@@ -314,10 +314,8 @@ def test_after_the_cap_it_goes_on():
 
 
 def test_who_listens_hears_why():
-    class Log:
-        def before_clip(self, parameters, tells_norms): ...
-
-        def after_clip(self, event):
+    class Log(Listener):
+        def on_clipped(self, event):
             heard.append((event.skipped, event.skip_reason, event.spike))
 
     heard = []

@@ -23,8 +23,8 @@ from training import Network, batch
 import gradguard as gg
 from gradguard.audit.in_script import AuditDone, ScriptAudit
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.monitoring.observe.intercept import patched
 from gradguard.monitoring.observe.meta import living_modules
+from gradguard.script_events import listening
 
 
 @pytest.fixture(scope="module")
@@ -581,7 +581,7 @@ def run_of_a_script(kind, call):
         model = wrapped("FULL_SHARD", False)[0] if kind == "fsdp1" else small(kind)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     audit = ScriptAudit(living_modules, 3)
-    with audit.listening(), patched(audit), warnings.catch_warnings(), suppress(AuditDone):
+    with listening(audit), warnings.catch_warnings(), suppress(AuditDone):
         warnings.simplefilter("ignore")
         for step in range(5):
             optimizer.zero_grad()

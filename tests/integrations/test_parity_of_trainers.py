@@ -11,12 +11,12 @@ from accelerators import forget_accelerators
 from torch import nn
 
 from distributed.pool import rendezvous
-from gradguard.monitoring.observe.intercept import patched
 from gradguard.monitoring.observe.meta import all_optimizers, living_modules
 from gradguard.parity.compare import compare
 from gradguard.parity.repeated import merged
 from gradguard.parity.saved import read
 from gradguard.parity.script import ScriptGradients
+from gradguard.script_events import listening
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 
@@ -41,7 +41,7 @@ def saved_from(script, folder):
             max(0, k - 1),
         )
         try:
-            with patched(watch), watch.watching():
+            with listening(watch):
                 script(folder)
         except SystemExit:
             pass

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 import gradguard as gg
-from gradguard import clip_events
+from gradguard import listeners
 from gradguard.clip.each_optimizer import ClipEachOptimizer
-from gradguard.clip_events import ClipEvent, announce, listen, tell
 from gradguard.errors import NonFiniteGradientError
 from gradguard.integrations.timm import dispatch_clip_grad
+from gradguard.listeners import ClipEvent, Listener, announce, listen, tell
 from gradguard.monitoring.judge.diagnosis import diagnose
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.verdict import verdict
@@ -516,15 +516,15 @@ def test_training_is_the_same_whoever_listens(name, tmp_path):
         assert twin.after == expected.after
 
 
-class Log:
+class Log(Listener):
     def __init__(self) -> None:
         self.announced: list[tuple[int, bool]] = []
         self.events: list[ClipEvent] = []
 
-    def before_clip(self, parameters, tells_norms):
-        self.announced.append((len(parameters), tells_norms))
+    def on_clip(self, call, parameters):
+        self.announced.append((len(parameters), call.tells_norms))
 
-    def after_clip(self, event):
+    def on_clipped(self, event):
         self.events.append(event)
 
 
@@ -535,7 +535,7 @@ def log():
     yield listener
     end()
     end()
-    assert listener not in clip_events._listeners
+    assert listener not in listeners._listeners
 
 
 def test_one_clip_is_one_event(log):
@@ -583,7 +583,7 @@ def test_who_listens_hears_other_threads_too(log):
 
 def test_two_who_listen_end_in_any_order():
     first, second = Log(), Log()
-    others = clip_events._listeners
+    others = listeners._listeners
     ends = [listen(first), listen(second)]
     announce([])
     ends[0]()
@@ -591,15 +591,15 @@ def test_two_who_listen_end_in_any_order():
     ends[1]()
     assert [len(one.announced) for one in (first, second)] == [1, 1]
     assert [len(one.events) for one in (first, second)] == [0, 1]
-    assert clip_events._listeners == others
+    assert listeners._listeners == others
 
 
 def test_a_monitor_that_is_dropped_hears_no_more():
-    before = clip_events._listeners
+    before = listeners._listeners
     model = a_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gg.Monitor(optimizer, sink=[], model=model).close()
-    assert clip_events._listeners == before
+    assert listeners._listeners == before
 
 
 def test_an_event_is_no_gradient_of_the_users(log):
@@ -643,10 +643,10 @@ def test_a_monitor_hears_of_parameters_that_came_later():
 
 
 def test_monitors_that_are_dropped_stop_listening():
-    before = len(clip_events._listeners)
+    before = len(listeners._listeners)
     for _ in range(3):
         model = a_model()
         gg.Monitor(torch.optim.SGD(model.parameters(), lr=0.1), sink=[], model=model)
     del model
     gc.collect()
-    assert len(clip_events._listeners) <= before
+    assert len(listeners._listeners) <= before

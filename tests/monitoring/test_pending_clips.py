@@ -120,13 +120,56 @@ def test_a_clip_of_one_view_of_a_buffer_is_no_write_to_the_others():
 
 def test_a_clip_for_each_gradient_does_not_walk_through_the_clips_before_it(monkeypatch):
     walked = []
-    for name in ("drop_changed", "count_anew"):
-        monkeypatch.setattr(Clipped, name, lambda part: walked.append(part))
+    for name in ("living", "keep"):
+        monkeypatch.setattr(Clipped, name, lambda part, *_: walked.append(part))
     pending, gradients = PendingClips(), [torch.zeros(2) for _ in range(50)]
     for gradient in gradients:
         assert not pending.drop_changed()
         pending.add(ScriptClip("norm", 1.0, None), [gradient], [1.0])
     assert walked == []
+
+
+LAID_OUT = {
+    "alone": lambda n: [torch.zeros(2) for _ in range(n)],
+    "views": lambda n: list(torch.zeros(n, 2).unbind()),
+    "the same memory, counted apart": lambda n: [view.data for view in torch.zeros(n, 2).unbind()],
+    "aliases": lambda n: [alias for g in [torch.zeros(2) for _ in range(n // 2)] for alias in (g, g.detach())],
+    "as autograd leaves them": lambda n: [view.detach() for view in torch.zeros(n, 2).unbind()],
+}
+
+
+@pytest.mark.parametrize("layout", LAID_OUT)
+@pytest.mark.parametrize("beside", [False, True])
+def test_clips_of_each_gradient_alone_are_known_at_the_step(layout, beside):
+    pending, gradients = PendingClips(), LAID_OUT[layout](8)
+    for k, gradient in enumerate(gradients):
+        assert not pending.drop_changed([gradient] if beside else None)
+        gradient.mul_(0.5)
+        pending.add(ScriptClip("norm", float(k), None), [gradient], [float(k)])
+    assert shown(pending.take(gradients)) == [(float(k), [float(k)]) for k in range(8)]
+
+
+@pytest.mark.parametrize("layout", LAID_OUT)
+def test_a_write_between_two_clips_of_a_gradient_is_seen(layout):
+    pending, gradients = PendingClips(), LAID_OUT[layout](8)
+    pending.add(ScriptClip("norm", 1.0, None), gradients, [1.0] * 8)
+    assert not pending.drop_changed(gradients[:1])
+    gradients[0].add_(1)
+    assert pending.drop_changed(gradients[:1])
+    pending.add(ScriptClip("norm", 2.0, None), gradients[:1], [2.0])
+    assert shown(pending.take(gradients))[0] == (2.0, [2.0])
+
+
+@pytest.mark.parametrize("layout", ["alone", "views", "as autograd leaves them"])
+def test_the_work_of_a_clip_does_not_grow_with_the_clips_before_it(layout, monkeypatch):
+    looked, versions_of = [], clips.versions_of
+    monkeypatch.setattr(clips, "versions_of", lambda tensors: looked.extend(found := versions_of(tensors)) or found)
+    pending, gradients = PendingClips(), LAID_OUT[layout](100)
+    for gradient in gradients:
+        pending.drop_changed([gradient])
+        gradient.mul_(0.5)
+        pending.add(ScriptClip("norm", 1.0, None), [gradient], [1.0])
+    assert len(looked) <= 2 * len(gradients)
 
 
 def test_a_clip_that_raises_keeps_no_gradient_alive():

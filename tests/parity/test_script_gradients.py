@@ -17,12 +17,12 @@ from forked_python import run_python, run_ranks
 from gradguard.cli import main
 from gradguard.cli.program import cut
 from gradguard.errors import RecordError
-from gradguard.monitoring.observe.intercept import patched
 from gradguard.parity.compare import compare
 from gradguard.parity.judge import bar_of
 from gradguard.parity.repeated import merged, saved_runs
 from gradguard.parity.saved import read
 from gradguard.parity.script import ScriptGradients
+from gradguard.script_events import listening
 
 
 class Alone:
@@ -34,7 +34,7 @@ class Alone:
     def saved(self, file, run=0, epsilon=0.0, scale=1.0):
         watch = ScriptGradients(file, lambda: self.modules, lambda: self.optimizers, epsilon, run, scale)
         try:
-            with patched(watch), watch.watching():
+            with listening(watch):
                 self.script(self)
                 watch.finish()
         except SystemExit:
@@ -460,8 +460,8 @@ def test_what_follows_the_options_is_the_script():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--save-gradients", "x", "--steps", "3"], "leave --steps out"),
-        (["--save-gradients", "x", "--clip", "median"], "leave --clip out"),
+        (["--save-gradients", "x", "--launch", "env", "--steps", "3"], "--steps with --save-gradients of several"),
+        (["--save-gradients", "x", "--launch", "env", "--clip", "median"], "a command of its own with --clip"),
         (["--save-gradients", "x", "--perturbed", "-1"], "expected a number of runs"),
         (["--save-gradients", "nowhere/x"], "there is no folder"),
         (["--perturbed", "3"], "belongs to --save-gradients"),

@@ -3,7 +3,6 @@
 import math
 import random
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
-from gradguard.monitoring.observe.intercept import patched
+from gradguard.listeners import Listener
 from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss import graph as loss_graph
 from gradguard.per_sample.loss.graph import BackwardRoots
 from gradguard.per_sample.loss.separation import Outputs
 from gradguard.per_sample.loss.terms import LossParts, explain, loss_parts
+from gradguard.script_events import listening
 
 pytestmark = pytest.mark.sampled(4)  # rows of each table
 
@@ -860,10 +860,11 @@ def test_beside_another_replacement_in_any_order(monkeypatch):
 
 def test_beside_a_watch():
     seen, losses = [], []
-    listener = SimpleNamespace(on_backward=losses.append, on_scale=pytest.fail, on_scale_update=pytest.fail)
-    with BackwardRoots(seen.append), patched(listener):
+    listener = Listener()
+    listener.on_backward = losses.append
+    with BackwardRoots(seen.append), listening(listener):
         scalar().backward()
-    with patched(listener), BackwardRoots(seen.append):
+    with listening(listener), BackwardRoots(seen.append):
         scalar().backward()
     assert (len(seen), len(losses)) == (2, 2)
 

@@ -10,6 +10,7 @@ import torch
 
 from gradguard.cli import main
 from gradguard.resilience.each_optimizer import GuardEachOptimizer
+from gradguard.script_events import listening
 
 SCRIPT = """
 import sys, torch
@@ -107,7 +108,7 @@ def test_steps_that_are_not_finite_are_counted_apart(run):
 
 def test_an_optimizer_that_the_script_drops_is_freed(tmp_path):
     guards = GuardEachOptimizer()
-    with guards.acting():
+    with listening(guards):
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):

@@ -7,7 +7,6 @@ of DeepSpeed's engines. Whatever else clips is not, which is said.
 import contextlib
 import functools
 import math
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -17,34 +16,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradguard.audit.coefficients import Applied
-from gradguard.audit.engines import clip_of_engine, holds_gradients_itself
 from gradguard.audit.norm import WatchedClip, everywhere
 from gradguard.audit.report import NormAudit, NormFinding, Verdict, verdict_of
-from gradguard.clip_events import ClipEvent, listen
+from gradguard.distributed.deepspeed import clip_of_engine, holds_gradients_itself, replacements
 from gradguard.distributed.placements import gradient_of
 from gradguard.errors import GradguardError
-from gradguard.grad_scaler import ScalerStep, listen_to_steps
-from gradguard.optimizer_hooks import EveryStep
+from gradguard.grad_scaler import ScalerStep
+from gradguard.listeners import ClipCall, ClipEvent, Listener, muted
+from gradguard.replacements import Replacement
+from gradguard.script_events import by_norm
 from gradguard.torch_private import parameter_slots
 
 _SEEN = (
     "what is seen is clip_grad_norm_ and clip_grads_with_norm_ of PyTorch, FSDP1's method, gradguard's clips, "
     "torchtitan's and DeepSpeed's. Audit another norm in the script itself: gg.audit_norm(model, norm)"
 )
-
-_FUNCTIONS = (("torchtitan.distributed.utils", "clip_grad_norm_"), ("deepspeed.runtime.engine", "clip_grad_norm_"))
-"""Functions that clip and are looked up by their name in this module at each call."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call of a clipping function, for `on_clip`."""
-
-    rule: str
-    threshold: Any
-    norm_type: float
-    norm: Any = None
-    again: Callable[[], Any] | None = None
 
 
 class AuditDone(SystemExit):
@@ -62,26 +48,27 @@ class _Scaled:
     limit: float | None
 
 
-class ScriptAudit:
+class ScriptAudit(Listener):
     """Audits the clips of a script; a listener of its backward passes, clips and steps.
 
     Args:
         modules: Returns the root modules that exist.
         steps: After so many optimizer steps the script ends.
+        goes_on: Let the script go on after them, unaudited.
 
     Attributes:
         done: Whether so many steps were seen.
         audits: The audits, in their order, each with the parameters that it is of.
     """
 
-    def __init__(self, modules: Callable[[], list[nn.Module]], steps: int) -> None:
-        self._modules, self._left = modules, steps
+    def __init__(self, modules: Callable[[], list[nn.Module]], steps: int, goes_on: bool = False) -> None:
+        self._modules, self._left, self._goes_on = modules, steps, goes_on
         self.audits: list[tuple[frozenset[int], NormAudit]] = []
         self.done = False
         self._begin_round()
         self._known: dict[frozenset[int], list[nn.Module]] = {}  # to find all modules takes a while
         self._silent = 0  # within a call that has been told of
-        self._restore: list[Callable[[], None]] = []
+        self._ends: list[Callable[[], None]] = []
 
     def _begin_round(self) -> None:
         """From the first backward pass or clip after a step to the last optimizer that steps."""
@@ -92,57 +79,43 @@ class ScriptAudit:
         self._whole = False  # an engine has clipped everything
         self._own: tuple[list[Tensor], WatchedClip] | None = None
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator["ScriptAudit"]:
-        """Hear of optimizer steps, loss scales and gradguard's own clips until the block ends."""
-        hooks = EveryStep(self._before_step, lambda optimizer: None)
-        ends = listen(self), listen_to_steps(self._scaler_begins, lambda optimizer, step: None)
-        try:
-            yield self
-        finally:
-            hooks.remove()
-            for end in (*ends, *self._restore):
-                end()
+    def on_begin(self) -> None:
+        """Audit what engines clip by, too."""
+        of_torchtitan = Replacement("torchtitan.distributed.utils", "clip_grad_norm_", self._clip_of_engine)
+        of_deepspeed = replacements(self._clip_of_engine, self._step_of_engine)
+        self._ends = [one.use() for one in (of_torchtitan, *of_deepspeed)]
+
+    def on_end(self) -> None:
+        """Give back what engines clip by."""
+        for end in self._ends:
+            end()
 
     # --- what the script does -----------------------------------------------------------------------------------------
 
-    def on_backward(self, loss: Tensor) -> None:
+    def on_backward(self, loss: Tensor | None) -> None:
         """Count the micro-batches."""
         self._may_end_round()
         self._backwards += 1
-        self._wrap_engines()
 
-    def on_clip(self, call: Any, parameters: list[Tensor]) -> contextlib.AbstractContextManager:
-        """A call of a foreign function is about to clip: audit it, and let what it calls itself be."""
-        if not self._silent:
+    def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> contextlib.AbstractContextManager:
+        """Audit a call of a script's function, and let what it calls itself be; look before a clip of gradguard's."""
+        if not self._is_deaf:
             self._may_end_round()
-            self._call(call, parameters)
+        if not self._is_deaf:
+            self._own = None
+            if call.rule:
+                self._call(call, parameters)
+            else:
+                self._guarded(parameters, lambda: self._look(parameters))
         return self._in_silence()
 
-    def on_clipped(self, norm: Any) -> None:
-        """Do nothing: `on_clip` has audited the call."""
-
-    def on_scale(self, loss: Any, scaled: Any) -> None:
-        """Do nothing: `_scaler_begins` finds clips of gradients that are still scaled."""
-
-    def on_scale_update(self, before: Any, after: Any) -> None:
-        """Do nothing: an audit is the same whether or not the scaler left the step out."""
-
-    def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
-        """A clip of gradguard's is about to act."""
-        del tells_norms
-        if not self._silent:
-            self._may_end_round()
-            self._own = None
-            self._guarded(parameters, lambda: self._look(parameters))
-
-    def after_clip(self, event: ClipEvent) -> None:
+    def on_clipped(self, event: ClipEvent) -> None:
         """A clip of gradguard's has acted: judge its norm."""
         seen, self._own = self._own, None
-        if self._silent or event.elements is not None:
+        if self._is_deaf or event.elements is not None:
             return
         if seen is None:
-            if event.optimizer is not None:
+            if event.optimizer is not None and _number(event.threshold) != math.inf:  # which only measures
                 self._refuse(event.parameters, f"{event.rule} acts within the step, where it cannot be called again")
             return
         parameters, watched = seen
@@ -157,7 +130,7 @@ class ScriptAudit:
 
         self._guarded(parameters, judged)
 
-    def _scaler_begins(self, optimizer: Optimizer, step: ScalerStep) -> None:
+    def on_scaler_step(self, optimizer: Optimizer, step: ScalerStep) -> None:
         """A GradScaler is about to step: gradients clipped before `unscale_` were clipped at the wrong scale."""
         scale = 1.0 if step.scale is None else float(step.scale)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -166,11 +139,14 @@ class ScriptAudit:
             what = f"gradients are clipped while they are multiplied by the loss scale of {scale:g}"
             self._add(NormFinding("coefficient", f"{what}: call unscale_ before"))
 
-    def _before_step(self, optimizer: Optimizer, evaluation: int) -> None:
-        if evaluation or self._silent or self.done:
+    def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
+        """Say which gradients of a step no clip has seen."""
+        if evaluation or self._is_deaf:
             return
         if id(optimizer) in self._stepped:  # without a backward that we hear of
             self._end_round()
+            if self.done:
+                return
         self._stepped.add(id(optimizer))
         self._guarded_scaled()
         if self._whole:
@@ -186,22 +162,21 @@ class ScriptAudit:
 
     # --- a clip -------------------------------------------------------------------------------------------------------
 
-    def _call(self, call: Any, parameters: Sequence[Tensor]) -> None:
+    def _call(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
         self._clipped |= {id(p) for p in parameters}
         if call.rule != "norm" or call.norm_type != 2:
             what = "a clip by value has no norm" if call.rule == "value" else f"a norm of order {call.norm_type:g}"
             self._refuse(parameters, f"{what}: only 2-norms are audited")
             return
-        self._guarded(parameters, lambda: self._audited(call.again, parameters, _number(call.threshold), call.norm))
+        self._guarded(parameters, lambda: self._audited(call, parameters, _number(call.threshold)))
 
-    def _audited(
-        self, again: Callable[[], Any], parameters: Sequence[Tensor], limit: float | None, given: Any
-    ) -> NormAudit | None:
+    def _audited(self, call: ClipCall, parameters: Sequence[Tensor], limit: float | None) -> NormAudit | None:
+        assert call.again is not None
         watched = self._watched(parameters)
-        if given is None:
-            return watched.again(again, limit)
+        if call.norm is None:
+            return watched.again(call.again, limit)
         # Its norm may be that of other lists too, which come before the step: then judged together.
-        self._scaled.append(_Scaled(list(parameters), watched, watched.tried(again, given), given, limit))
+        self._scaled.append(_Scaled(list(parameters), watched, watched.tried(call.again, call.norm), call.norm, limit))
         return None
 
     def _guarded_scaled(self) -> None:
@@ -238,7 +213,7 @@ class ScriptAudit:
         if self.done:
             return
         try:
-            with self._in_silence():
+            with self._in_silence(), muted():
                 found = audit()
         except GradguardError as error:
             self._refuse(parameters, str(error))
@@ -275,7 +250,13 @@ class ScriptAudit:
         self._begin_round()
         if self._left <= 0:
             self.done = True
-            raise AuditDone(0)
+            self.on_end()
+            if not self._goes_on:
+                raise AuditDone(0)
+
+    @property
+    def _is_deaf(self) -> bool:
+        return self._silent > 0 or self.done
 
     @contextlib.contextmanager
     def _in_silence(self) -> Iterator[None]:
@@ -313,43 +294,18 @@ class ScriptAudit:
         names = {id(p): name for m in self._modules() for name, p in m.named_parameters() if id(p) in wanted}
         return tuple(names.get(id(p), "a parameter of no module") for p in parameters)
 
-    def _wrap_engines(self) -> None:
-        """Replace what engines clip by, as soon as the script has imported them."""
-        for module, name in _FUNCTIONS:
-            if module in sys.modules:
-                self._replace(sys.modules[module], name, self._function)
-        engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
-        if engine is not None:
-            self._replace(engine, "_take_model_step", self._step_of_engine)
+    def _clip_of_engine(self, original: Callable, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        call = by_norm(*args, **kwargs)
+        call.again = functools.partial(original, listed, *args, **kwargs)
+        with self.on_clip(call, listed):
+            return call.again()
 
-    def _replace(self, owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
-        original = vars(owner).get(name)
-        if original is not None and not hasattr(original, "_audited_by_gradguard"):
-            wrapper: Any = wrap(original)
-            wrapper._audited_by_gradguard = True
-            setattr(owner, name, wrapper)
-            self._restore.append(lambda: setattr(owner, name, original))
-
-    def _function(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def clip(parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
-            listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            again = functools.partial(original, listed, max_norm, *args, **kwargs)
-            order = float(kwargs.get("norm_type", args[0] if args else 2.0))
-            with self.on_clip(_Call("norm", max_norm, order, again=again), listed):
-                return again()
-
-        return clip
-
-    def _step_of_engine(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            if holds_gradients_itself(engine) and not self._silent:
-                self._may_end_round()
-                self._engine(engine)
-            return original(engine, *args, **kwargs)
-
-        return step
+    def _step_of_engine(self, original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if holds_gradients_itself(engine) and not self._is_deaf:
+            self._may_end_round()
+            self._engine(engine)
+        return original(engine, *args, **kwargs)
 
     # --- what came out ------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.audit.coefficients import Applied
-from gradguard.audit.engines import holds_gradients_itself, slices_of
 from gradguard.audit.held import Held, Sketch
+from gradguard.distributed.deepspeed import holds_gradients_itself, slices_of
 from gradguard.distributed.megatron import claims_to_be_part
 from gradguard.distributed.placements import (
     WHOLE,

@@ -13,8 +13,8 @@ from gradguard.backward_clip.hooks import Gradients, Roots, enter_checkpoint, ex
 from gradguard.backward_clip.module_callback import ModuleBackward, ModuleCallback
 from gradguard.backward_clip.plan import hides_a_graph
 from gradguard.backward_clip.rules import BaseErrorClip, apply_rule, are_alike, described
-from gradguard.clip_events import changing_on_the_way
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.listeners import changing_on_the_way
 
 Callback = Callable[[str, Gradients], Gradients | None]
 """Called with the name of an operation and the gradients of its inputs; returns others, or None to keep them."""

@@ -11,8 +11,8 @@ from gradguard.backward_clip.hooks import Clipping, Observer
 from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipNonfinite, check_thresholds
 from gradguard.backward_clip.scopes import LossScale, LossScope, Scope, Target, TargetScope, active
 from gradguard.backward_clip.statistics import ErrorClipStats
-from gradguard.clip_events import changing_on_the_way
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.listeners import changing_on_the_way
 
 
 @contextmanager

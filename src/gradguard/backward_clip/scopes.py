@@ -23,6 +23,7 @@ from gradguard.backward_clip.hooks import Claim, Clipping
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.module_hooks import ForwardHook
 from gradguard.torch_private import (
+    Backward,
     call_before_backwards,
     current_graph_task,
     input_metadata_of,
@@ -217,10 +218,10 @@ class LossScope(Scope):
         """Return the nodes among which a freed one may be."""
         return self.graph.nodes
 
-    def _backward_begins(self, roots: Sequence[Tensor | GradientEdge]) -> None:
+    def _backward_begins(self, backward: Backward) -> None:
         """Leave no clamp out where values of this graph get gradients from elsewhere than its loss."""
         graph = self.graph  # another thread may end its block meanwhile
-        if graph.nodes and self.clipping.pruned_steps and _enters_beside_loss(graph, roots):
+        if graph.nodes and self.clipping.pruned_steps and _enters_beside_loss(graph, backward.roots):
             self.clipping.leave_nothing_out()
 
     def _others(self) -> list["LossScope"]:

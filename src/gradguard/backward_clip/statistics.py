@@ -12,7 +12,7 @@ from gradguard.backward_clip.compiled_counts import CompiledCounts, FirstNonfini
 from gradguard.backward_clip.hooks import Observer
 from gradguard.backward_clip.module_timeline import ModuleTimeline
 from gradguard.backward_clip.rules import BaseErrorClip, clamp_bounds
-from gradguard.clip_events import ClipEvent, is_heard, rule_of, tell
+from gradguard.listeners import ClipEvent, is_heard, rule_of, tell
 from gradguard.tensors.host_copy import Event, copy_to_host
 from gradguard.tensors.layout import move
 from gradguard.torch_private import input_metadata_of
@@ -34,7 +34,7 @@ class ErrorClipStats:
     that change nothing; if one of those operations made the NaN, the next one below is named: ``prune=False`` is
     exact, as are all rules that are not pruned, for example ``ErrorClipNonfinite("keep")``.
 
-    Who listens to `gradguard.clip_events` hears at the end of each block, and of each backward through an attached
+    Who listens to `gradguard.listeners` hears at the end of each block, and of each backward through an attached
     clip, the rule, its threshold, and how many of how many elements were clipped; not of compiled code, which counts
     without Python.
 

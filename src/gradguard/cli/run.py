@@ -5,7 +5,6 @@ import functools
 import os
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from gradguard.errors import CommandError, GradguardError
 from gradguard.monitoring.record.text import encodable, on_stderr, printable
 
 if TYPE_CHECKING:
+    from gradguard.audit.in_script import ScriptAudit
     from gradguard.clip.each_optimizer import ClipEachOptimizer
     from gradguard.monitoring.observe.observer import Observer
     from gradguard.monitoring.observe.script import Program
@@ -31,7 +31,8 @@ _USAGE = (
     "[--launch COMMAND] (script.py | -m module) [args ...]"
 )
 _AUDIT_HELP = (
-    "record nothing: compare the norm that the script clips by with the true one, for 3 steps or --steps, then end it. "
+    "compare the norm that the script clips by with the true one, for 3 steps or --steps, record nothing, and then end "
+    "the script; with an option of a record, such as --out, record the whole run too. "
     "Exit code: 0 for PASS, 1 for FAIL, 3 for INCONCLUSIVE, 2 if the script fails before"
 )
 _ON_FINDING_HELP = (
@@ -46,8 +47,9 @@ _CLIP_HELP = (
 )
 
 _SAVE_HELP = (
-    "save the gradients of the first optimizer step for `gradguard parity`, and nothing else: the script is run up to "
-    "that step, again, and with weights that differ by rounding, six times in all"
+    "save the gradients of the first optimizer step for `gradguard parity`: the script is run up to "
+    "that step, again, and with weights that differ by rounding, six times in all. With another option, such as --out, "
+    "it is then run as without this one"
 )
 
 _LAUNCH_HELP = (
@@ -93,10 +95,13 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     of_another = first_given(options, "perturbed", "launch")
     if of_another and options.save_gradients is None:
         raise CommandError(f"{of_another} belongs to --save-gradients FILE, which is not there.")
-    if options.audit_norm:
-        return _audit_norm(options, program)
     if options.save_gradients is not None:
-        return save_gradients_of(options, program)
+        others = first_given(options, *RECORDING, "steps", "audit_norm")
+        code = save_gradients_of(options, program, others)
+        if code or not others:
+            return code
+    if options.audit_norm and not first_given(options, *RECORDING):
+        return _audit_norm(options, program)
     rule = _rule(options.clip) if options.clip is not None else None
     folder = options.out or Path("runs") / f"{program.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
@@ -122,21 +127,25 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
 
 
 def _audit_norm(options: argparse.Namespace, program: ProgramLine) -> int:
-    if other := first_given(options, *RECORDING, "save_gradients"):
-        raise CommandError(f"{other} with --audit-norm: an audit records and clips nothing.")
-
     from gradguard.audit.in_script import ScriptAudit
-    from gradguard.monitoring.observe.intercept import patched
-    from gradguard.monitoring.observe.meta import living_modules, rank_and_world
+    from gradguard.monitoring.observe.meta import living_modules
     from gradguard.monitoring.observe.script import load, run, seed_generators
     from gradguard.monitoring.observe.watch import stop_watching
+    from gradguard.script_events import listening
 
     loaded = load(program.words, program.is_module)
     stop_watching()
     seed_generators(options.seed)
     audit = ScriptAudit(living_modules, options.steps or 3)
-    with audit.listening(), patched(audit):
+    with listening(audit):
         code = run(loaded)
+    return _audited(audit, code)
+
+
+def _audited(audit: "ScriptAudit", code: int) -> int:
+    """Print what an audit found, and return its exit code, or that with which the script has failed before."""
+    from gradguard.monitoring.observe.meta import rank_and_world
+
     if code and not audit.done:
         on_stderr(f"the script ended with exit code {code} before its norm was audited.")
         return 2
@@ -222,8 +231,8 @@ def _observe(
     signals: "Signals",
     followed: dict[str, Any] | None,
 ) -> int:
-    from gradguard.monitoring.observe.meta import program_facts
-    from gradguard.monitoring.observe.observer import Observer, observe
+    from gradguard.monitoring.observe.meta import living_modules, program_facts
+    from gradguard.monitoring.observe.observer import Observer
     from gradguard.monitoring.observe.script import run, seed_generators
     from gradguard.monitoring.observe.termination import BySignal
     from gradguard.monitoring.observe.watch import (
@@ -234,6 +243,7 @@ def _observe(
         remove_replaced,
         stop_watching,
     )
+    from gradguard.script_events import listening
 
     stop_watching()  # where the environment variable asks for a watch, this one is it
 
@@ -248,6 +258,11 @@ def _observe(
     guards = _guards_of(clip) if options.resilient else None
     facts = program_facts(shown, None if rule is None else rule.text, keep_arguments=options.argv)
     facts |= {"followed": followed}
+    audit = None
+    if options.audit_norm:
+        from gradguard.audit.in_script import ScriptAudit
+
+        audit = ScriptAudit(living_modules, min(options.steps or 3, 3), goes_on=True)
     in_child = None if record is None else functools.partial(record_of_fork, record)
     observer = Observer(
         opened,
@@ -264,11 +279,8 @@ def _observe(
     if record is not None:
         on_stderr(f"recording to {_short(record, here)}")
     try:
-        with (
-            observe(observer),
-            nullcontext() if guards is None else guards.acting(),
-            children_watched(record, replaced),
-        ):
+        listeners = [one for one in (audit, observer, guards) if one is not None]  # an audit before any clip of ours
+        with listening(*listeners), children_watched(record, replaced):
             code = run(program, signals)
     finally:
         signals.hold()
@@ -283,7 +295,7 @@ def _observe(
                 _tell_of_records(new, record, observer, code, options, signals, here)
                 if alert is not None and alert.failures:
                     on_stderr(alert.report())
-    return code
+    return code if audit is None or isinstance(code, BySignal) or (code and audit.done) else _audited(audit, code)
 
 
 def _tell_of_records(

@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from gradguard.cli.program import RECORDING, ProgramLine, first_given
+from gradguard.cli.program import ProgramLine
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import on_stderr
 
@@ -16,18 +16,33 @@ _DEFAULT_RUNS = 4
 _NO_STEP = "the script ended before its first optimizer step, so there is nothing to save."
 
 
-def save_gradients_of(options: argparse.Namespace, program: ProgramLine) -> int:
-    """Run the program as often as it takes, or once where a process that does so has asked, and return an exit code."""
+def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others: str) -> int:
+    """Run the program as often as it takes, or once where a process that does so has asked.
+
+    Args:
+        options: Those of ``gradguard run``.
+        program: The program.
+        others: One of the options for which this process then runs the program itself; "" if there is none.
+
+    Returns:
+        An exit code.
+
+    Raises:
+        CommandError: If that cannot be done, or the program makes no step.
+    """
     from gradguard.parity.repeated import VARIABLE, RunFailedError, save_from_script
 
     if (asked := os.environ.get(VARIABLE)) is not None:
         return _one_run(json.loads(asked), options, program)
-    if beside := first_given(options, *RECORDING, "steps"):
-        raise CommandError(f"--save-gradients records nothing: leave {beside} out.")
     perturbed = _DEFAULT_RUNS if options.perturbed is None else options.perturbed
     if perturbed < 0:
         raise CommandError(f"--perturbed {perturbed}: expected a number of runs, 0 or more.")
     launcher = _launcher(options, perturbed)
+    if others and (launcher or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+        raise CommandError(
+            f"{others} with --save-gradients of several processes: these are started once for each run. Type a command "
+            f"of its own with {others}."
+        )
     file = options.save_gradients.absolute()
     if not file.parent.is_dir():
         raise CommandError(f"--save-gradients {file}: there is no folder {file.parent}.")
@@ -73,10 +88,10 @@ def _launcher(options: argparse.Namespace, perturbed: int) -> list[str]:
 
 
 def _one_run(asked: dict, options: argparse.Namespace, program: ProgramLine) -> int:
-    from gradguard.monitoring.observe.intercept import patched
     from gradguard.monitoring.observe.meta import all_optimizers, living_modules
     from gradguard.monitoring.observe.script import load, run, seed_generators
     from gradguard.parity.script import ScriptGradients
+    from gradguard.script_events import listening
 
     os.environ.pop("GRADGUARD_SAVE_GRADIENTS")  # what the script starts is no run of its own
     loaded = load(program.words, program.is_module)
@@ -84,7 +99,7 @@ def _one_run(asked: dict, options: argparse.Namespace, program: ProgramLine) -> 
         asked["file"], living_modules, all_optimizers, asked["epsilon"], asked["run"], asked["scale"]
     )
     seed_generators(options.seed)
-    with patched(gradients), gradients.watching():
+    with listening(gradients):
         code = run(loaded)
         if code == 0:
             gradients.finish()

@@ -42,7 +42,6 @@ from gradguard.clip.gradients import (
 )
 from gradguard.clip.rules import FixedRule, at_scale
 from gradguard.clip.selection import KnownNames, Selection, Selector
-from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.classes import Classes
 from gradguard.distributed.local_shard import is_told, shard_of
@@ -52,6 +51,7 @@ from gradguard.distributed.plan import NormReduction
 from gradguard.distributed.reduction import Reducer
 from gradguard.distributed.settings import Settings
 from gradguard.errors import UnsupportedGradientError
+from gradguard.listeners import ClipEvent, announce, is_heard, tell
 from gradguard.policies import NonFinitePolicy, check_policy
 from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import coalesce_, meeting_device, move, public_dtype

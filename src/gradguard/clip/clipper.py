@@ -31,9 +31,9 @@ from gradguard.clip.gradients import (
     to_clip_by,
     total_of,
 )
-from gradguard.clip_events import ClipEvent, SkipReason, announce, is_heard, rule_of, tell
 from gradguard.distributed.settings import Settings, as_setting
 from gradguard.errors import DistributedError
+from gradguard.listeners import ClipEvent, SkipReason, announce, is_heard, rule_of, tell
 from gradguard.policies import NonFinitePolicy, check_policy
 from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import are_readable, public_dtype
@@ -305,7 +305,7 @@ class Clipper(ABC):
             decision.apply()
         result = _zeroed(decision) if policy == "zero" else decision.result
         if heard:
-            tell(self.event_of(grads, result))
+            tell(self.event_of(decision, result))
         return result
 
     @abstractmethod
@@ -383,7 +383,7 @@ class Clipper(ABC):
 
     def event_of(
         self,
-        grads: Gradients,
+        decision: Decision,
         result: ClipResult,
         optimizer: torch.optim.Optimizer | None = None,
         skipped: bool | Tensor = False,
@@ -392,7 +392,7 @@ class Clipper(ABC):
         """Return what to tell who watches.
 
         Args:
-            grads: The gradients that were clipped.
+            decision: What was decided on the gradients.
             result: What was done to them.
             optimizer: The optimizer whose step is running.
             skipped: Whether that step is left out.
@@ -401,7 +401,10 @@ class Clipper(ABC):
         norms = result.norms if self.orders() == {2.0} else None
         told = result.threshold, result.norm, result.coefficient, norms
         order = float(getattr(self, "norm_type", 2.0))
-        return ClipEvent(rule_of(self), grads.parameters, *told, optimizer, skipped, order, skip_reason)
+        return ClipEvent(
+            rule_of(self), decision.gradients.parameters, *told, optimizer, skipped, order, skip_reason,
+            one_factor=decision.coefficient is not None,
+        )  # fmt: skip
 
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters before their first `decide`: a module tells more than its gradients do.

@@ -13,8 +13,8 @@ from gradguard.clip.in_backward import is_in_backward, refuse_in_backward
 from gradguard.clip.optimizer_names import names_of
 from gradguard.clip.reach import with_reach
 from gradguard.clip.selection import Selector
-from gradguard.clip_events import ClipEvent
 from gradguard.distributed.wrappers import named_parameters
+from gradguard.listeners import ClipEvent
 
 
 class ClipEachOptimizer:
@@ -54,7 +54,7 @@ class ClipEachOptimizer:
         grads = clipper.compared(grads, "propagate")
         decision = clipper.decide(grads, 1.0 if scale is None else scale)
         decision.apply()
-        return clipper.event_of(grads, decision.result, optimizer)
+        return clipper.event_of(decision, decision.result, optimizer)
 
     def _clipper_of(
         self, optimizer: Optimizer, parameters: Sequence[Tensor], modules: Callable[[], Sequence[nn.Module]]

@@ -27,8 +27,8 @@ from gradguard.clip.gradients import (
 )
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByValue
 from gradguard.clip.selection import Selection
-from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.errors import InvalidValueError
+from gradguard.listeners import ClipEvent, announce, is_heard, tell
 from gradguard.policies import NonFinitePolicy, check_policy
 from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import coalesce_, public_dtype
@@ -133,7 +133,7 @@ def clip_grad_norm_(
         norm = norm_in(grads, order)
     coefficient = _scale_to(grads, norm, max_norm, policy)
     if heard:
-        tell(ClipEvent("norm", grads.parameters, max_norm, norm, coefficient, norm_type=order))
+        tell(ClipEvent("norm", grads.parameters, max_norm, norm, coefficient, norm_type=order, one_factor=True))
     return norm.to(public_dtype(grads.gradients))
 
 

@@ -18,11 +18,11 @@ from gradguard.clip.in_backward import is_in_backward, refuse_in_backward, tell_
 from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.optimizer_proxy import OptimizerProxy, Snapshot
 from gradguard.clip.reach import with_reach
-from gradguard.clip_events import SkipReason, is_heard, tell
 from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.wrappers import follow_backwards
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_steps
+from gradguard.listeners import SkipReason, is_heard, tell
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.skip import SkipSpikes
@@ -283,9 +283,7 @@ class Guard:
     def _tell(self, decision: Decision) -> None:
         if is_heard() and self.last is not None:
             outcome = self._outcome
-            event = self.clipper.event_of(
-                decision.gradients, self.last, self.optimizer, outcome.skipped, outcome.reason
-            )
+            event = self.clipper.event_of(decision, self.last, self.optimizer, outcome.skipped, outcome.reason)
             tell(replace(event, spike=outcome.spike) if self.spikes is not None else event)
 
     def _act(self, decision: Decision, scale: Tensor | None, overflow: Tensor | None, number: int) -> StepOutcome:

@@ -6,7 +6,7 @@ For one step a stand-in is ``self``: the same class, state and groups, and those
 never gets them, so there is nothing to take away when a step raises, and no later step divides again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from gradguard.optimizer_hooks import optimizers_in
-from gradguard.state.optimizer_attributes import AttributesCopy
+from gradguard.state.copies import Restorer, UndoCopier
+from gradguard.state.optimizer_copy import OptimizerCopy
 from gradguard.tensors.layout import move
 from gradguard.torch_private import capturable_warning_mark
 
@@ -152,13 +153,11 @@ class Snapshot:
     @torch.no_grad()
     def __init__(self, optimizer: Optimizer) -> None:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._weights = [p.detach().clone() for p in self._parameters]
         # The vectors that LBFGS keeps in lists are replaced and never written, so they need no copies.
-        in_lists = not isinstance(optimizer, torch.optim.LBFGS)
-        optimizers = optimizers_in(optimizer)  # as ZeroRedundancyOptimizer has one inside
-        self._undo = [_kept(one.state, True, in_lists) for one in optimizers]
-        self._undo += [_kept(group, False, False) for one in optimizers for group in one.param_groups]
-        self._undo += [AttributesCopy(one).restore for one in optimizers]
+        copier = UndoCopier(lists=not isinstance(optimizer, torch.optim.LBFGS))
+        self._parts = list(map(OptimizerCopy, optimizers_in(optimizer)))  # as ZeroRedundancyOptimizer has one inside
+        for part in self._parts:
+            part.take(copier)
         self._gradients: list[Tensor | None] | None = None
 
     def hide_gradients(self) -> None:
@@ -171,48 +170,9 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Set weights, state, groups and gradients back, bit by bit."""
-        for parameter, weight in zip(self._parameters, self._weights, strict=True):
-            parameter.copy_(weight)
-        for undo in self._undo:
-            undo()
+        restorer = Restorer()
+        for part in self._parts:
+            part.restore(restorer)
+            part.forget_new_attributes()
         for parameter, gradient in zip(self._parameters, self._gradients or [], strict=False):
             parameter.grad = gradient
-
-
-def _kept(value: Any, whole: bool, in_lists: bool) -> Callable[[], Any]:
-    """Return a function that gives back ``value`` as it is now: the same objects with the same contents."""
-    if isinstance(value, Tensor):
-        if isinstance(value, torch.nn.Parameter) or (value.numel() > 1 and not whole):
-            return lambda: value
-        return _kept_tensor(value, value.detach().clone())
-    if isinstance(value, dict):
-        return _kept_dict(value, {key: _kept(entry, whole, in_lists) for key, entry in value.items()})
-    if isinstance(value, list):
-        return _kept_list(value, [_kept(entry, in_lists, in_lists) for entry in value])
-    return lambda: value
-
-
-def _kept_tensor(tensor: Tensor, copy: Tensor) -> Callable[[], Any]:
-    def restore() -> Tensor:
-        tensor.detach().copy_(copy)
-        return tensor
-
-    return restore
-
-
-def _kept_dict(container: dict, entries: dict[Any, Callable[[], Any]]) -> Callable[[], Any]:
-    def restore() -> dict:
-        contents = {key: entry() for key, entry in entries.items()}
-        container.clear()
-        container.update(contents)
-        return container
-
-    return restore
-
-
-def _kept_list(container: list, entries: list[Callable[[], Any]]) -> Callable[[], Any]:
-    def restore() -> list:
-        container[:] = [entry() for entry in entries]
-        return container
-
-    return restore

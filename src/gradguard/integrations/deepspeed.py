@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import gradguard as gg
-from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.integrations.versions import require
+from gradguard.listeners import ClipEvent, announce, is_heard, tell
 
 require("deepspeed", "0.19", "0.20", extra="deepspeed")  # not imported: whoever has an engine has done that
 
@@ -102,7 +102,7 @@ def tell_clips(engine: Any) -> Callable[[], None]:
         own(part, total_norm)
         threshold = float(zero.clip_grad) or torch.inf
         coefficient = (threshold / (norm + 1e-6)).clamp(max=1.0)
-        tell(ClipEvent("norm", parameters, threshold, norm, coefficient))
+        tell(ClipEvent("norm", parameters, threshold, norm, coefficient, one_factor=True))
 
     zero.unscale_and_clip_grads = clip
 

@@ -4,8 +4,8 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from gradguard.clip_events import ClipEvent, listen
 from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import GradguardError, UnsupportedGradientError
-from gradguard.optimizer_hooks import EveryStep
+from gradguard.listeners import ClipCall, ClipEvent, Listener
 from gradguard.parity.replay import flip_weights, precision_of
 from gradguard.parity.saved import SavedParameter, write
 from gradguard.parity.shards import LocalParameter, gathered, local_parameters
@@ -31,7 +30,7 @@ class Saved(SystemExit):
     """Ends the script once its gradients are saved: what cleans up on the way out does so."""
 
 
-class ScriptGradients:
+class ScriptGradients(Listener):
     """Saves the gradients that a script's optimizers take in their first step, before a clip, and ends the script.
 
     Args:
@@ -72,20 +71,16 @@ class ScriptGradients:
         self._backwards, self._taken, self._clipped_before = 0, True, False
         self.refusal, self.done = "", False
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch what runs inside the block."""
+    def on_begin(self) -> None:
+        """Wait for the first forward pass."""
+        self._stack.enter_context(warnings.catch_warnings())  # of hooks that fire twice: the second finds all done
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         self._stack.callback(register_module_forward_pre_hook(self._before_forward).remove)
         self._stack.callback(register_module_forward_hook(self._after_forward, always_call=True).remove)
-        hooks, end = EveryStep(self._before_step, lambda _: None), listen(self)
-        try:
-            with warnings.catch_warnings():  # of hooks that fire twice: the second finds that all is done
-                warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
-                yield
-        finally:
-            hooks.remove()
-            end()
-            self._stack.close()
+
+    def on_end(self) -> None:
+        """Leave modules and warnings as they were."""
+        self._stack.close()
 
     def finish(self) -> None:
         """Save what is known, where the script has ended well before each of its optimizers made a step."""
@@ -121,7 +116,7 @@ class ScriptGradients:
 
     # What the script does.
 
-    def on_backward(self, loss: Tensor) -> None:
+    def on_backward(self, loss: Tensor | None) -> None:
         """Count micro-batches; what was looked at before a clip is no longer all."""
         del loss
         if self._before_clip is not None:
@@ -129,15 +124,15 @@ class ScriptGradients:
             self._before_clip = None
         self._backwards += 0 if self._stepped else 1
 
-    def on_clip(self, call: Any, parameters: list[Tensor]) -> None:
+    def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
         """Look at the gradients before the first clip of a step."""
         del call, parameters
         self._look()
 
-    def on_clipped(self, norm: Any) -> None:
-        """Look at the gradients after a clip: nothing else may change them before the step."""
-        del norm
-        self._look_again()
+    def on_clipped(self, event: ClipEvent) -> None:
+        """Look at the gradients after a clip, unless it acts within the step: nothing else may change them before."""
+        if event.optimizer is None and event.elements is None:
+            self._look_again()
 
     def on_scale(self, loss: Any, scaled: Any) -> None:
         """Keep the loss scale: a factor may be that."""
@@ -151,16 +146,6 @@ class ScriptGradients:
         del before, after
         if not self._stepped:
             self._before_clip, self._backwards = None, 0
-
-    def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
-        """Look at the gradients before a clip of gradguard's own."""
-        del parameters, tells_norms
-        self._look()
-
-    def after_clip(self, event: ClipEvent) -> None:
-        """Look at the gradients after a clip of gradguard's own, unless it acts within the step, after us."""
-        if event.optimizer is None and event.elements is None:
-            self._look_again()
 
     @torch.no_grad()
     def _look(self) -> None:
@@ -182,7 +167,8 @@ class ScriptGradients:
 
     # The step.
 
-    def _before_step(self, optimizer: Optimizer, evaluation: int) -> None:
+    def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
+        """Take the gradients of an optimizer's first step."""
         if evaluation == 0:
             self._refused(lambda: self._take(optimizer))
 

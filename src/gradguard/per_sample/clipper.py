@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gradguard.clip_events import ClipEvent, announce, is_heard, tell
 from gradguard.distributed.groups import all_reduce_sum, process_group_of, rank_and_size, stop_synchronizing, unwrapped
 from gradguard.distributed.megatron import refuse_parts
 from gradguard.distributed.placements import shard_like
 from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import refuse_other_scaler
+from gradguard.listeners import ClipEvent, announce, is_heard, tell
 from gradguard.per_sample.call_tracker import CallTracker, places_of_parameters, run_uncompiled
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, slack_for
 from gradguard.per_sample.comparison import Comparison

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from gradguard.clip_events import changes_on_the_way
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.listeners import changes_on_the_way
 from gradguard.per_sample.call_arguments import Skeleton
 from gradguard.per_sample.contributions import (
     Contribution,

@@ -19,9 +19,8 @@ import math
 import random
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from gradguard.per_sample.contributions import Contribution, wide
 from gradguard.per_sample.mini_batch import GradientCollector, MiniBatch
 from gradguard.per_sample.rerun import UntoldDrawsError
 from gradguard.per_sample.sample_loop import LoopedCall, SampleLoop
-from gradguard.torch_private import call_before_backwards, current_graph_task
+from gradguard.torch_private import Backward, call_before_backwards, current_graph_task
 
 _RAREST, _RAREST_BY_VALUE = 1000, 100
 """Mini-batches from one witness to the next, at most; the second where forwards read values or select by them."""
@@ -103,10 +102,10 @@ class Witness:
 
         witness, gathered = weakref.ref(self), weakref.ref(collector)  # a clipper that is dropped hears of nothing
 
-        def begins(roots: Sequence[Any]) -> None:
+        def begins(backward: Backward) -> None:
             own, into = witness(), gathered()
             if own is not None and into is not None and current_graph_task() == -1 and not taps_are_silent():
-                own._beside = bool(own._beside) or reaches_inside(roots, into)
+                own._beside = bool(own._beside) or reaches_inside(backward.roots, into)
 
         self._unsubscribe = weakref.finalize(self, call_before_backwards(begins))
 

@@ -1,7 +1,7 @@
 """Spikes skipped in a script that was not written for it: what ``gradguard run --resilient`` does."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -11,12 +11,10 @@ from torch.optim import Optimizer
 
 from gradguard.clip.guard import Guard
 from gradguard.clip.rules import ClipByGlobalNorm
-from gradguard.clip_events import ClipEvent
 from gradguard.distributed.reduction_group import several_processes
 from gradguard.errors import GradguardError
-from gradguard.monitoring.observe.intercept import ClipCall, patched
+from gradguard.listeners import ClipCall, ClipEvent, Listener
 from gradguard.monitoring.observe.observer import Losses
-from gradguard.optimizer_hooks import EveryStep
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.host_copy import is_captured
 
@@ -27,7 +25,7 @@ NO_ROLL_BACK = (
 )
 
 
-class GuardEachOptimizer:
+class GuardEachOptimizer(Listener):
     """Attaches a `Guard` that skips spikes to each optimizer of a script, after its first step.
 
     The signals are the loss, which ``backward`` is called on, and the norm before any clip of the script. Where there
@@ -50,22 +48,15 @@ class GuardEachOptimizer:
         self._spikes: list[_ScriptSpikes] = []
         self._known: WeakSet[Optimizer] = WeakSet()
         self._losses, self._scales = Losses(), False
-        self._clipped: list[Tensor] = []
+        self._clipped: Sequence[Tensor] = ()  # of the clip of the script that acts now
         self._steps = self._nonfinite = 0
         self.refused: dict[str, str] = {}
 
-    @contextmanager
-    def acting(self) -> Iterator[None]:
-        """Act on every step until the block ends."""
-        hooks = EveryStep(self._before, self._after)
-        try:
-            with patched(self):
-                yield
-        finally:
-            hooks.remove()
-            for one in list(self._guards.values()):
-                if (guard := one()) is not None:
-                    guard.detach()
+    def on_end(self) -> None:
+        """Detach the guards."""
+        for one in list(self._guards.values()):
+            if (guard := one()) is not None:
+                guard.detach()
 
     def clip(self, optimizer: Optimizer, modules: Callable[[], Sequence[nn.Module]]) -> ClipEvent:
         """Apply the clip that was given, and remember the norm before it."""
@@ -84,20 +75,23 @@ class GuardEachOptimizer:
 
     # What the script does.
 
-    def on_backward(self, loss: Tensor) -> None:
+    def on_backward(self, loss: Tensor | None) -> None:
         """Keep the loss for the step that comes."""
-        if not is_captured(loss.device):
+        if loss is not None and not is_captured(loss.device):
             with suppress(Exception):  # one that cannot be read is no reason to stop
                 self._losses.add(loss)
 
-    def on_clip(self, call: ClipCall, parameters: list[Tensor]) -> None:
+    def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
         """The script clips: after it, the norm of the gradients tells nothing."""
-        self._clipped = parameters if call.rule == "norm" else []
+        if call.rule:
+            self._clipped = parameters if call.rule == "norm" else ()
 
-    def on_clipped(self, norm: Any) -> None:
-        """Remember the norm before the clip."""
-        parameters, self._clipped = self._clipped, []
-        if not isinstance(norm, Tensor) or norm.numel() != 1 or type(norm) is not Tensor:
+    def on_clipped(self, event: ClipEvent) -> None:
+        """Remember the norm before the script's clip."""
+        if event.parameters is not self._clipped:  # a clip of gradguard's
+            return
+        norm, parameters, self._clipped = event.norm, event.parameters, ()
+        if norm is None or norm.numel() != 1 or type(norm) is not Tensor:
             return
         clipped = _trained(parameters)
         for optimizer in list(self._guards):
@@ -111,11 +105,9 @@ class GuardEachOptimizer:
             self._scales = True
             self._losses.scaled(loss, scaled)
 
-    def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
-        """Nothing that matters here."""
-
-    def _before(self, optimizer: Optimizer, number: int) -> None:
-        if number:
+    def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
+        """Give the losses to the guard, which judges the step."""
+        if evaluation:
             return
         self._steps += 1
         losses, guard = self._losses.take(), self._guard_of(optimizer)
@@ -130,7 +122,8 @@ class GuardEachOptimizer:
                 "it is. Put gradguard.Guard(optimizer, clipper, spikes=gradguard.SkipSpikes()) into the script."
             )
 
-    def _after(self, optimizer: Optimizer) -> None:
+    def on_stepped(self, optimizer: Optimizer) -> None:
+        """Guard an optimizer after its first step; count what its guard skipped."""
         if optimizer not in self._known:
             self._known.add(optimizer)
             self._attach(optimizer)

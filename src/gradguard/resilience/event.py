@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch.optim.optimizer import Optimizer
 
-from gradguard.recovery_events import RecoveryEvent, RecoveryKind
+from gradguard.listeners import RecoveryEvent, RecoveryKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from gradguard.clip.clipper import Clipper
 from gradguard.clip.guard import Guard, check_attachable
 from gradguard.clip.thresholds.median import ClipByMedian
 from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError, UnsupportedGradientError
+from gradguard.listeners import tell_recovery
 from gradguard.optimizer_hooks import optimizers_in
-from gradguard.recovery_events import tell_recovery
 from gradguard.resilience.bad_samples import BadSamples
 from gradguard.resilience.batches import Batches, MicroBatch, SampleId
 from gradguard.resilience.culprit import Culprit, find_culprits, to_leave_out

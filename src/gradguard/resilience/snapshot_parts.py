@@ -16,12 +16,8 @@ from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.resilience.plain_values import PlainError, reference_to, with_references
 from gradguard.resilience.saved_snapshot import Packer, Unpacker, compare_layouts, compare_names
 from gradguard.state.copies import Copier, Restorer, inner_tensors
-from gradguard.state.optimizer_attributes import NOT_ATTRIBUTES, attributes_of
+from gradguard.state.optimizer_copy import NOT_ATTRIBUTES, OptimizerCopy, attributes_of
 from gradguard.torch_private import buffer_slots, is_fsdp1
-
-_SCHEDULED = ("lr", "momentum", "betas", "weight_decay", "initial_lr", "max_lr", "min_lr")
-_SCHEDULED += ("base_momentum", "max_momentum")
-"""Numbers of a group that schedulers write; what else it holds is the optimizer's own."""
 
 
 class Part:
@@ -156,7 +152,9 @@ class ModuleState(Part):
     def restore(self, restorer: Restorer, rewind_schedule: bool) -> None:
         """Write weights and buffers into the tensors that are there."""
         kept = self._kept
-        _write(restorer, kept["parameters"], self._parameters)
+        for name, parameter in self._parameters.items():
+            restorer.write(kept["parameters"][name], parameter)
+        _zero_gradients(self._parameters.values())
         for place, copied in kept["buffers"].items():
             slots, name = self._slots[place]
             view = self._views.get(place)
@@ -178,60 +176,45 @@ class OptimizerState(Part):
 
     def __init__(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         self.kind, self.optimizer, self._modules = type(optimizer).__qualname__, optimizer, modules
-        self._parameters: dict[str, Tensor] = {}  # by group and place in it
-        self._keys: list[Any] = []  # of the state
+        self._copy = OptimizerCopy(optimizer)
 
     def tensors(self) -> Iterable[Tensor]:
         """Return the parameters."""
-        return self._named().values()
+        return self._copy.named().values()
 
     def take(self, copier: Copier) -> None:
         """Keep the parameters, the numbers of the groups, the state and the attributes."""
-        self._parameters, self._keys = self._named(), list(self.optimizer.state)
-        content = {
-            "parameters": self._parameters,
-            "groups": self._groups(),
-            "state": list(self.optimizer.state.values()),
-            "attributes": attributes_of(self.optimizer),
-        }
-        self._kept = copier.copy(content)
+        self._copy.take(copier)
 
     def packed(self, packer: Packer) -> Any:
         """Return what was kept, with names in the place of functions and parameters, which a file does not hold."""
-        content, places = super().packed(packer), {id(p): place for place, p in self._parameters.items()}
-        state = [(_key(key, places), one) for key, one in zip(self._keys, content["state"], strict=True)]
+        content = packer.restored(self._copy.kept)
+        places = {id(p): place for place, p in self._copy.parameters.items()}
+        state = [(_key(key, places), one) for key, one in zip(self._copy.keys, content["state"], strict=True)]
         groups = [_without_references(numbers) for numbers in content["groups"]]
         return {"names": self._names(), **content, "groups": groups, "state": state}
 
     def unpack(self, packed: Any, unpacker: Unpacker) -> None:
         """Keep what a file holds, if it is of such an optimizer."""
-        live = self._parameters = self._named()
+        live = self._copy.parameters = self._copy.named()
         compare_layouts(f"the parameters of {type(self.optimizer).__name__}", packed["parameters"], live)
         self._refuse_another_order(packed["names"])
-        self._keys = [live.get(key, key) for key, _ in packed["state"]]
+        self._copy.keys = [live.get(key, key) for key, _ in packed["state"]]
         content = {
             "parameters": packed["parameters"],
             "groups": [
                 with_references({**numbers}, group, f"what param_groups[{i}] holds")
-                for i, (group, numbers) in enumerate(zip(self._groups(), packed["groups"], strict=True))
+                for i, (group, numbers) in enumerate(zip(self._copy.groups(), packed["groups"], strict=True))
             ],
             "state": [value for _, value in packed["state"]],
             "attributes": _checked_attributes(packed["attributes"], self.optimizer),
         }
-        super().unpack(content, unpacker)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        groups = self.optimizer.param_groups
-        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
-
-    def _named(self) -> dict[str, Tensor]:
-        groups = [group["params"] for group in self.optimizer.param_groups]
-        return {f"group {i}, parameter {k}": p for i, group in enumerate(groups) for k, p in enumerate(group)}
+        self._copy.kept = unpacker.copy(content)
 
     def _names(self) -> dict[str, str]:
         """Return the name in a module of the parameter at each place; empty where none has it."""
         names = {id(p): name for module in reversed(self._modules) for name, p in module.named_parameters()}
-        return {place: names.get(id(p), "") for place, p in self._named().items()}
+        return {place: names.get(id(p), "") for place, p in self._copy.named().items()}
 
     def _refuse_another_order(self, names: dict[str, str]) -> None:
         """State belongs to places, as in ``load_state_dict``: of parameters of one shape only names tell them apart."""
@@ -247,15 +230,15 @@ class OptimizerState(Part):
 
     def check(self) -> None:
         """Refuse other parameters or groups, and to drop state that a CUDA graph may use."""
-        then, now = self._parameters, self._named()
-        kept, groups = self._kept["groups"], self.optimizer.param_groups
+        then, now = self._copy.parameters, self._copy.named()
+        kept, groups = self._copy.kept["groups"], self.optimizer.param_groups
         if len(kept) != len(groups) or then.keys() != now.keys() or any(then[place] is not now[place] for place in now):
             raise InvalidValueError(
                 f"{type(self.optimizer).__name__} has other parameters or groups than when the snapshot was taken "
                 f"({len(now)} in {len(groups)} groups, and {len(then)} in {len(kept)} then). Nothing was restored; "
                 "call take() after add_param_group."
             )
-        known = set(map(id, self._keys))
+        known = set(map(id, self._copy.keys))
         for group in groups:
             lost = [p for p in group["params"] if self.optimizer.state.get(p) and id(p) not in known]
             if group.get("capturable") and any(not p.is_cpu for p in lost):
@@ -267,20 +250,8 @@ class OptimizerState(Part):
 
     def restore(self, restorer: Restorer, rewind_schedule: bool) -> None:
         """Write parameters, state, numbers of groups and attributes into what is there."""
-        kept, state = self._kept, self.optimizer.state
-        _write(restorer, kept["parameters"], self._parameters)
-        copied = zip(self._keys, kept["state"], strict=True)
-        contents = {key: restorer.restored(one, state.get(key)) for key, one in copied}
-        state.clear()
-        state.update(contents)
-        stays = {"params"} if rewind_schedule else {"params", *_SCHEDULED}
-        for group, numbers in zip(self.optimizer.param_groups, kept["groups"], strict=True):
-            for key in group.keys() - numbers.keys() - stays - {"initial_lr"}:
-                del group[key]
-            for key in numbers.keys() - stays:
-                group[key] = restorer.restored(numbers[key], group.get(key))
-        for name, value in restorer.restored(kept["attributes"], attributes_of(self.optimizer)).items():
-            setattr(self.optimizer, name, value)
+        self._copy.restore(restorer, rewind_schedule)
+        _zero_gradients(self._copy.parameters.values())
 
 
 class OtherState(Part):
@@ -316,12 +287,11 @@ def optimizer_of(thing: Any) -> Optimizer | None:
     return optimizer if is_scheduler and isinstance(optimizer, Optimizer) else None
 
 
-def _write(restorer: Restorer, kept: dict[str, Any], live: dict[str, Tensor]) -> None:
-    """Write copies into these very tensors; their gradients, which were of other weights, become 0."""
-    for name, tensor in live.items():
-        restorer.write(kept[name], tensor)
-        if tensor.grad is not None:
-            tensor.grad.zero_()
+def _zero_gradients(parameters: Iterable[Tensor]) -> None:
+    """Let gradients, which were of other weights, become 0."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.zero_()
 
 
 def _memory(tensor: Tensor) -> int:

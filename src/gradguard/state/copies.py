@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,10 @@ class Copier:
             return _Mapping(_empty(value), {key: self.copy(entry) for key, entry in value.items()})
         if isinstance(value, list | tuple | deque):
             return _Sequence(value, [self.copy(entry) for entry in value])
+        return self.other(value)
+
+    def other(self, value: Any) -> Any:
+        """Return what to keep of what holds no tensors: a copy, but of functions, modules and optimizers."""
         return _owned(value)
 
     def tensor(self, tensor: Tensor) -> "TensorCopy":
@@ -99,6 +103,37 @@ class Copier:
         memory = self._free[key].pop() if self._free[key] else torch.empty_like(tensor, device="cpu", pin_memory=pinned)
         self._used.append((key, memory))
         return memory.copy_(tensor, non_blocking=pinned)
+
+
+class UndoCopier(Copier):
+    """Takes copies for undoing one step: tensors stay on their devices, objects that are no containers are the same.
+
+    Args:
+        lists: Whether tensors in lists are copied; else these are kept as they are, being replaced and never written.
+    """
+
+    def __init__(self, lists: bool = True) -> None:
+        super().__init__()
+        self._lists = lists
+
+    def copy(self, value: Any) -> Any:
+        """Return ``value`` with a `TensorCopy` for each tensor."""
+        if type(value) is list and not self._lists and all(one is None or isinstance(one, Tensor) for one in value):
+            return _Sequence(value, list(map(Same, value)))
+        return super().copy(value)
+
+    def other(self, value: Any) -> Any:
+        """Return an object as it is."""
+        return Same(value)
+
+    def _filled(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+
+class Same(NamedTuple):
+    """An object that is not copied."""
+
+    value: Any
 
 
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
@@ -269,7 +304,7 @@ class Restorer:
             return self._mapping(kept, live)
         if isinstance(kept, _Sequence):
             return self._sequence(kept, live)
-        return _owned(kept)
+        return kept.value if isinstance(kept, Same) else _owned(kept)
 
     def _tensor(self, kept: TensorCopy, live: Any) -> Tensor:
         if id(kept) in self._given:

@@ -79,9 +79,13 @@ class Blocks:
 
     def norms(self, p: float) -> Tensor:
         """Return the norm of each tensor: float64."""
-        norm, norms = ctypes.c_double(), torch.empty(len(self._tensors), dtype=torch.float64, device="cpu")
-        self._library.call("gg_norm", self._where, _ORDERS[p], ctypes.addressof(norm), norms.data_ptr())
-        return norms
+        return torch.tensor(self.norm_list(p), dtype=torch.float64, device="cpu")
+
+    def norm_list(self, p: float) -> list[float]:
+        """Return the norm of each tensor."""
+        norm, norms = ctypes.c_double(), array("d", bytes(8 * len(self._tensors)))
+        self._library.call("gg_norm", self._where, _ORDERS[p], ctypes.addressof(norm), norms.buffer_info()[0])
+        return norms.tolist()
 
     def scale_(self, factor: float) -> None:
         """Multiply every element, in float64 or float32, rounding once to the tensor's dtype."""

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradguard.clip_events import ClipEvent
-from gradguard.monitoring.observe.intercept import ClipCall
+from gradguard.listeners import ClipCall, ClipEvent
 from gradguard.monitoring.observe.measure import Norms, gradient_norms, total, unscaled
 from gradguard.monitoring.observe.shared_norms import Shared
 from gradguard.monitoring.observe.step import FIXED, ScriptClip, StepMeasurement, copied
@@ -32,14 +31,14 @@ class Clipped:
     Attributes:
         clip: The clip.
         gradients: The gradients, not kept alive.
-        versions: How often each had been written when the last clip of all was done.
+        counters: What counts the writes to each of them.
         norms: Their 2-norms before this clip; None where these are not known.
         covered: How many gradients the clip acted on.
     """
 
     clip: ScriptClip
     gradients: list[weakref.ref]
-    versions: list[int]
+    counters: "list[WriteCounter]"
     norms: Norms | None
     covered: int
 
@@ -47,24 +46,10 @@ class Clipped:
         """Return the gradients, None for one that is gone."""
         return [gradient() for gradient in self.gradients]
 
-    def drop_changed(self) -> bool:
-        """Forget gradients that were written or replaced since; tell whether there were any."""
-        living = self.living()
-        if all(map(is_not, living, repeat(None))) and versions_of(living) == self.versions:
-            return False
-        pairs = zip(living, self.versions, strict=True)
-        self.keep([k for k, (g, version) in enumerate(pairs) if g is not None and version_of(g) == version])
-        return True
-
     def keep(self, places: Sequence[int]) -> None:
         """Forget all gradients but those at ``places``."""
         self.norms = _some(self.norms, places)
-        self.gradients, self.versions = [self.gradients[k] for k in places], [self.versions[k] for k in places]
-
-    def count_anew(self) -> None:
-        """Take the present versions: what the clip that has just ended wrote is no change."""
-        pairs = zip(self.living(), self.versions, strict=True)
-        self.versions = [version if g is None else version_of(g) for g, version in pairs]
+        self.gradients, self.counters = [self.gradients[k] for k in places], [self.counters[k] for k in places]
 
 
 def _some(norms: Norms | None, places: Sequence[int]) -> Norms | None:
@@ -92,15 +77,9 @@ class StepClips:
 
     @property
     def reach(self) -> list[Sequence[int]]:
-        """The places in the step that each of several clips acted on; empty where all acted on all of them."""
+        """The places in the step that each clip acted on; empty where all acted on all of them."""
         reach = [places for _, places in self._acting()]
-        return reach if len(reach) > 1 and any(len(set(places)) != self.count for places in reach) else []
-
-    @property
-    def is_of_a_part(self) -> bool:
-        """Whether the only one of these clips left some gradients of the step alone."""
-        reach = [places for _, places in self._acting()]
-        return len(reach) == 1 and len(set(reach[0])) != self.count
+        return reach if any(len(set(places)) != self.count for places in reach) else []
 
     def _acting(self) -> list[tuple[Clipped, Sequence[int]]]:
         return [(part, places) for part, places in self.parts if part.clip.rule and not _only_measures(part.clip)]
@@ -141,49 +120,136 @@ class StepClips:
         return torch.stack([torch.as_tensor(norm, dtype=torch.float32, device=device) for norm in found])
 
 
+class WriteCounter:
+    """What counts the writes to some gradients together, as views and ``detach`` share it; autograd makes many of them.
+
+    Attributes:
+        known: How many there had been when the last clip was done.
+        example: One of the gradients, not kept alive.
+    """
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.known, self.example, self._same_as = version_of(gradient), weakref.ref(gradient), self
+
+    def itself(self) -> "WriteCounter":
+        """Return the counter that this one turned out to be."""
+        while self._same_as is not self:
+            self = self._same_as
+        return self
+
+    def is_still(self) -> bool:
+        """Tell whether nothing has been written since; False where nothing tells."""
+        gradient = self.example()
+        return gradient is not None and version_of(gradient) == self.known
+
+    def becomes(self, other: "WriteCounter") -> None:
+        """Be another one from now on."""
+        self._same_as = other
+
+
+class Writes:
+    """How often gradients had been written when the last clip of all was done.
+
+    Gradients that count their writes together are in one memory, and a clip of one that moves the count of another
+    shows that they do. A clip of one is then no write of the script's to the others.
+    """
+
+    def __init__(self) -> None:
+        self._in_memory: dict[int, list[WriteCounter]] = {}
+        self._of: dict[int, tuple[weakref.ref, WriteCounter]] = {}
+
+    def note(self, gradients: Sequence[Tensor]) -> list[WriteCounter]:
+        """Take the present counts as those that the last clip left; return the counter of each gradient."""
+        counters = [self._counter_of(gradient) for gradient in gradients]
+        for memory in {_memory_of(gradient) for gradient in gradients}:
+            beside = self._in_memory[memory]
+            for other in beside if len(beside) > 1 else ():
+                moved = other is not counters[0] and not other.is_still()
+                if len(gradients) == 1 and moved and other.example() is not None:  # only this one was written
+                    other.becomes(counters[0])
+                elif (gradient := other.example()) is not None:
+                    other.known = version_of(gradient)
+            self._in_memory[memory] = [one for one in beside if one.itself() is one and one.example() is not None]
+        for gradient, counter in zip(gradients, counters, strict=True):
+            counter.known, counter.example = version_of(gradient), weakref.ref(gradient)
+        return counters
+
+    def _counter_of(self, gradient: Tensor) -> WriteCounter:
+        ref, counter = self._of.get(id(gradient), (None, None))
+        if ref is None or counter is None or ref() is not gradient:
+            counter = WriteCounter(gradient)
+            self._in_memory.setdefault(_memory_of(gradient), []).append(counter)
+            self._of[id(gradient)] = weakref.ref(gradient), counter
+        return counter.itself()
+
+    def are_noted(self, gradients: Sequence[Any], counters: Sequence[WriteCounter]) -> bool:
+        """Tell whether none of ``gradients`` is gone (None), or has been written since it was noted."""
+        known = [counter.itself().known for counter in counters]
+        return all(map(is_not, gradients, repeat(None))) and versions_of(gradients) == known
+
+    def are_still(self, gradients: Sequence[Tensor]) -> bool:
+        """Tell whether nothing that was noted in the memory of ``gradients`` has been written since."""
+        noted = [counter for gradient in gradients for counter in self._in_memory.get(_memory_of(gradient), ())]
+        return all(map(WriteCounter.is_still, noted))
+
+
+def _memory_of(gradient: Tensor) -> int:
+    try:
+        return gradient.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # of a sparse one, and of one of another class
+        return 0
+
+
 class PendingClips:
     """Clips since the last step, in their order."""
 
     def __init__(self) -> None:
         self._clipped: list[Clipped] = []
+        self._writes = Writes()
         self._lock = threading.RLock()  # several threads may train at once
 
-    def drop_changed(self) -> bool:
+    def drop_changed(self, unless_beside: Sequence[Tensor] | None = None) -> bool:
         """Forget gradients that were written or replaced since their clip.
+
+        Args:
+            unless_beside: Gradients; where nothing in their memory was written, no others are looked at. A script may
+                clip each of hundreds alone.
 
         Returns:
             Whether there were any: the script skipped the step of their clip, or clips each micro-batch.
         """
         with self._lock:
-            if self._are_unchanged():
+            if (unless_beside is not None and self._writes.are_still(unless_beside)) or self._are_unchanged():
                 return False
-            changed = [part.drop_changed() for part in self._clipped]
+            for part in self._clipped:
+                pairs = zip(part.living(), part.counters, strict=True)
+                part.keep([k for k, (g, counter) in enumerate(pairs) if self._writes.are_noted([g], [counter])])
+                for ref, counter in zip(part.gradients, part.counters, strict=True):
+                    counter.itself().example = ref  # the last may be gone
             self._clipped = [part for part in self._clipped if part.gradients]
-        return any(changed)
+        return True
 
     def _are_unchanged(self) -> bool:
-        """Tell in one pass whether no gradient was written or replaced: a script may clip each of hundreds alone."""
+        """Tell in one pass whether no gradient was written or replaced."""
         living: list[Any] = [gradient() for part in self._clipped for gradient in part.gradients]
-        known = [version for part in self._clipped for version in part.versions]
-        return all(map(is_not, living, repeat(None))) and versions_of(living) == known
+        return self._writes.are_noted(living, [counter for part in self._clipped for counter in part.counters])
 
     def has_norms_of(self, gradients: Sequence[Tensor]) -> bool:
         """Tell whether the first pending clip covered exactly ``gradients``, and their norms before it are known."""
         with self._lock:
             if not self._clipped or self._clipped[0].norms is None:
                 return False
-            living = self._clipped[0].living()
-            return len(living) == len(gradients) and all(map(is_, living, gradients))
+            known = self._clipped[0].gradients
+            return len(known) == len(gradients) and all(map(is_, self._clipped[0].living(), gradients))
 
     def add(self, clip: ScriptClip, gradients: Sequence[Tensor], norms: Norms | None) -> None:
         """Note that ``clip`` has acted on ``gradients``, which had ``norms``."""
         refs = list(map(weakref.ref, gradients))
         with self._lock:
-            if not self._are_unchanged():  # by this clip, also of another part: views of one buffer count together
-                for part in self._clipped:
-                    part.count_anew()
+            self._writes = self._writes if self._clipped else Writes()
+            counters = self._writes.note(gradients)
             if gradients:
-                self._clipped.append(Clipped(clip, refs, versions_of(gradients), norms, len(gradients)))
+                self._clipped.append(Clipped(clip, refs, counters, norms, len(gradients)))
 
     def take(self, gradients: Sequence[Tensor | None]) -> StepClips:
         """Return what was clipped of ``gradients`` and is still so, and forget it: their step is here.
@@ -202,7 +268,7 @@ class PendingClips:
                 own = own or {id(gradient): k for k, gradient in enumerate(gradients) if gradient is not None}
                 places = [own.get(id(gradient), -1) for gradient in living]
                 if left := [k for k, place in enumerate(places) if place < 0]:
-                    rest = Clipped(part.clip, part.gradients, part.versions, part.norms, part.covered)
+                    rest = Clipped(part.clip, part.gradients, part.counters, part.norms, part.covered)
                     rest.keep(left)
                     self._clipped.append(rest)
                 if here := [k for k, place in enumerate(places) if place >= 0]:
@@ -270,65 +336,56 @@ class HeardClips:
 
     Attributes:
         count: Number of clips heard of.
+        looked: Whether pending gradients have been looked at since the last backward; None where nobody tells of those.
     """
 
     count: int = 0
+    looked: bool | None = None
     _pending: PendingClips = field(default_factory=PendingClips)
     _thread: _Thread = field(default_factory=_Thread)
 
-    def begin(
-        self,
-        parameters: Sequence[Tensor],
-        spread: bool,
-        shared: Shared | None,
-        call: ClipCall | None = None,
-        tells_norms: bool = False,
-    ) -> bool:
+    def begin(self, call: ClipCall, parameters: Sequence[Tensor], spread: bool, shared: Shared | None) -> bool:
         """Measure before a clip acts.
 
         Args:
+            call: What is known of it.
             parameters: Its parameters.
             spread: Whether processes hold parts of them.
             shared: What these have measured together.
-            call: What a call of a foreign function says; None for a clip of gradguard's, which tells when it is done.
-            tells_norms: Whether that will have the norm of each gradient.
 
         Returns:
             Whether it replaces clips that no step followed.
         """
         self.count += 1
-        replaced = self._pending.drop_changed()
-        clip = ScriptClip() if call is None else ScriptClip(call.rule, copied(call.threshold), copied(call.norm))
+        there = [] if spread else without_none(grads_of(parameters))
+        replaced = self._pending.drop_changed(there if self.looked and not spread else None)
+        self.looked = None if self.looked is None else True
+        clip = ScriptClip(call.rule, copied(call.threshold), copied(call.norm), one_factor=call.rule == "norm")
         running = RunningClip(clip, parameters)
         self._thread.running.append(running)
         if shared is not None:
             running.norms = shared.norms
-            if call is not None and call.norm is None and call.norm_type == 2 and not call.whole:
+            if call.rule and call.norm is None and call.norm_type == 2 and not call.whole:
                 clip.norm = total(shared.norms)
         elif not spread:
-            gradients = grads_of(parameters)
-            there = without_none(gradients)
             if len(there) < len(parameters):
-                running.parameters = [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
-            if not (tells_norms or self._pending.has_norms_of(there)):  # a step's norms are those before its first clip
+                running.parameters = [p for p in parameters if p.grad is not None]
+            if not (
+                call.tells_norms or self._pending.has_norms_of(there)
+            ):  # a step's norms are those before its first clip
                 running.norms = gradient_norms(there)
         return replaced
-
-    def end_foreign(self, returned: Any) -> None:
-        """The clip of the last `begin` is done and returned this."""
-        if self._thread.running:
-            running = self._thread.running.pop()
-            if running.clip.norm is None:
-                running.clip.norm = copied(returned)
-            self._finish(running)
 
     def end(self, event: ClipEvent) -> None:
         """The clip of the last `begin` is done and tells this."""
         if event.elements is None and self._thread.running:  # else an error clip, of gradients on their way
             running = self._thread.running.pop()
-            running.clip = ScriptClip.told(event)
-            running.clip.norm = copied(event.norm) if event.norm_type == 2 else None
-            running.norms = _norms_told(running.parameters, event) if running.norms is None else running.norms
+            if not running.clip.rule:  # one of gradguard's
+                running.clip = ScriptClip.told(event)
+                running.clip.norm = copied(event.norm) if event.norm_type == 2 else None
+                running.norms = _norms_told(running.parameters, event) if running.norms is None else running.norms
+            elif running.clip.norm is None:
+                running.clip.norm = copied(event.norm)
             self._finish(running)
 
     def _finish(self, running: RunningClip) -> None:
@@ -384,8 +441,7 @@ class HeardClips:
             post=post,
             clips=clips,
             reach=reach,
-            clips_a_part=clipped.is_of_a_part,
-            after=unscaled(now, scale) if reach and before is not None else None,
+            after=unscaled(now, scale) if len(reach) > 1 and before is not None else None,
             norm_after=before is None,
             total=told,
             late=(bool(parameters) and not parameters[0].is_cpu) or (measured and isinstance(norms, Tensor)),

@@ -34,7 +34,6 @@ def unscaled(norms: Any, scale: Any) -> Any:
     return [norm / float(scale) for norm in norms] if isinstance(norms, list) else norms / scale
 
 
-@torch.no_grad()
 def gradient_norms(tensors: Sequence[Tensor]) -> Norms:
     """Return the 2-norm of each of ``tensors``; not finite only if an element is not, or the norm exceeds float64.
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradguard.clip_events import ClipEvent, listen, rule_of
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.grad_scaler import listen_to_steps
+from gradguard.listeners import ClipEvent, listen, rule_of
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.clips import StepGradients, note_guard
 from gradguard.monitoring.observe.loop_setup import Unowned
@@ -40,7 +40,6 @@ from gradguard.monitoring.observe.step import ScaleUpdate, ScriptClip, StepMeasu
 from gradguard.monitoring.observe.termination import before_signals
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
-from gradguard.recovery_events import listen_to_recoveries
 from gradguard.torch_private import grads_of, loss_scale_of
 
 
@@ -157,14 +156,12 @@ class Monitor(Recorder):
         if model is not None:  # without it, it is not known which modules are trained here
             with suppress(Exception):  # a half-built one must not end the watch
                 self._unowned = Unowned([model], self._held)
-        self._hooks = [EveryStep(self._before_step, self._after_step, optimizer=optimizer, first=self._guard is None)]
+        self._hooks = [EveryStep(self.on_step, self.on_stepped, optimizer=optimizer, first=self._guard is None)]
         if self._guard is not None:
             self._hooks.append(EveryStep(self._before_guard, lambda _: None, optimizer=optimizer, first=True))
-        ear = Ear(self)
-        self._stop_listening, self._stop_recoveries = listen(ear), listen_to_recoveries(ear.recovered)
+        self._stop_listening = listen(Ear(self))
         weakref.finalize(self, self._stop_listening)
-        weakref.finalize(self, self._stop_recoveries)
-        self._leave_scaler = listen_to_steps(self._scaler_begins, self._scaler_ends, optimizer=optimizer)
+        self._leave_scaler = listen_to_steps(self.on_scaler_step, self.on_scaler_stepped, optimizer=optimizer)
         close, terminated, flush = (
             functools.partial(_if_living, weakref.WeakMethod(method))
             for method in (self.close, self._terminated, self.flush)
@@ -249,7 +246,6 @@ class Monitor(Recorder):
         for hooks in self._hooks:
             hooks.remove()
         self._stop_listening()
-        self._stop_recoveries()
         self._leave_scaler()
         if os.getpid() == self._process:
             atexit.unregister(self._at_exit)

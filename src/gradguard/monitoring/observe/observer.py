@@ -5,22 +5,20 @@ import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradguard.clip_events import ClipEvent, listen
 from gradguard.distributed.placements import is_sharded, local_part, placement_of
 from gradguard.errors import GradguardError
-from gradguard.grad_scaler import listen_to_steps
+from gradguard.listeners import ClipEvent
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.clips import AppliedClip, StepGradients
 from gradguard.monitoring.observe.graph_facts import GraphFacts, origin_of
-from gradguard.monitoring.observe.intercept import ClipCall, patched
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, Unowned
 from gradguard.monitoring.observe.meta import (
     Places,
@@ -38,8 +36,7 @@ from gradguard.monitoring.observe.step import ScaleUpdate, ScriptClip, StepMeasu
 from gradguard.monitoring.record.file import SCHEMA
 from gradguard.monitoring.record.text import on_stderr
 from gradguard.monitoring.show.sinks import Sinks
-from gradguard.optimizer_hooks import EveryStep
-from gradguard.recovery_events import listen_to_recoveries
+from gradguard.script_events import listening
 from gradguard.tensors.layout import are_readable
 
 
@@ -103,14 +100,16 @@ class Observer(Recorder):
     # --- what the script does -----------------------------------------------------------------------------------------
 
     @safely
-    def on_backward(self, loss: Tensor) -> Callable[[], None] | None:
+    def on_backward(self, loss: Tensor | None) -> Callable[[], None] | None:
         """Keep the loss; on the first steps, look whether the gradients of the last one are still there."""
-        if is_captured(loss):  # what is copied later would be memory that only a replay writes
-            return None
-        with suppress(Exception):  # one that cannot be read is no reason to stop
-            self._losses.add(loss)
-        with suppress(Exception):  # the same of a graph
-            self._look_at_graph(loss)
+        self._clips.looked = False
+        if loss is not None:
+            if is_captured(loss):  # what is copied later would be memory that only a replay writes
+                return None
+            with suppress(Exception):  # one that cannot be read is no reason to stop
+                self._losses.add(loss)
+            with suppress(Exception):  # the same of a graph
+                self._look_at_graph(loss)
         if self._backwards < IDLE_STEPS:
             self._backwards += 1
         if not self._kept.looks:
@@ -128,16 +127,6 @@ class Observer(Recorder):
     def _after_backward(self) -> None:
         self._kept.after_backward()
 
-    def on_clip(self, call: ClipCall, parameters: list[Tensor]) -> None:
-        """Measure before a foreign clip changes anything."""
-        if not (parameters and is_captured(parameters[0])):
-            self._begin_clip(parameters, *self._joined(parameters), call)
-
-    @safely
-    def on_clipped(self, norm: Any) -> None:
-        """Keep what the foreign clip returned."""
-        self._clips.end_foreign(norm)
-
     @safely
     def on_scale(self, loss: Any, scaled: Any) -> None:
         """Remember which loss a scaled loss came from."""
@@ -153,8 +142,9 @@ class Observer(Recorder):
         if before is not None and after is not None and self._buffer is not None:
             self._buffer.add(ScaleUpdate(max(self._steps - 1, 0), before, after))
 
-    def _after_step(self, optimizer: Optimizer) -> None:
-        super()._after_step(optimizer)
+    def on_stepped(self, optimizer: Optimizer) -> None:
+        """Add the row of the step that is done; end the program after the last step that was asked for."""
+        super().on_stepped(optimizer)
         if self._left is not None and os.getpid() == self._process:  # counted also where nothing is recorded
             self._left -= 1
             if self._left <= 0:
@@ -265,22 +255,9 @@ class Observer(Recorder):
         super()._write_failure(buffer, message)
 
 
-@contextmanager
-def observe(observer: Observer) -> Iterator[Observer]:
+def observe(observer: Observer) -> AbstractContextManager[None]:
     """Let ``observer`` see everything that runs inside the block; closing it is up to the caller."""
-    hooks = EveryStep(observer._before_step, observer._after_step)
-    ends = (
-        listen(observer),
-        listen_to_steps(observer._scaler_begins, observer._scaler_ends),
-        listen_to_recoveries(observer.recovered),
-    )
-    try:
-        with patched(observer):
-            yield observer
-    finally:
-        for end in ends:
-            end()
-        hooks.remove()
+    return listening(observer)
 
 
 MOST_LOSSES = 1000

@@ -19,9 +19,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradguard.clip_events import ClipEvent
 from gradguard.errors import InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
+from gradguard.listeners import ClipCall, ClipEvent, Listener, RecoveryEvent
 from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, StepGradients, note_guard
 from gradguard.monitoring.observe.kept_gradients import STEPS as KEPT_STEPS
 from gradguard.monitoring.observe.kept_gradients import KeptGradients
@@ -33,7 +33,6 @@ from gradguard.monitoring.observe.schedule import Alarm, Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
 from gradguard.monitoring.observe.step import RecoveryNote, SetupEvent, StepMeasurement, copied, total_of
 from gradguard.monitoring.record.redaction import redacted
-from gradguard.recovery_events import RecoveryEvent
 from gradguard.torch_private import grads_of, never_compiled
 
 
@@ -57,7 +56,7 @@ def safely(method: Callable) -> Callable:
     return never_compiled(safe)  # a script that compiles its step would wait for a compiler of our code, in our time
 
 
-class Recorder:
+class Recorder(Listener):
     """Makes one row of each optimizer step that it is told of.
 
     **Guarantees**: it writes to no tensor of the training (unless it was given a clip to apply), draws no random
@@ -143,7 +142,8 @@ class Recorder:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, evaluation: int) -> None:
+    def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
+        """Measure the gradients that an optimizer is about to use, and apply a clip of our own."""
         self._thread.scaler_steps = True
         first = evaluation == 0  # a closure is evaluated several times: the first has the weights of this step
         parameters = self._parameters(optimizer)
@@ -235,7 +235,8 @@ class Recorder:
             self._thread.diagnosed, self._thread.spent = parameters, time.perf_counter() - started
 
     @safely
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def on_stepped(self, optimizer: Optimizer) -> None:
+        """Add the row of the step that is done."""
         step = self._open_step()
         self._thread.step = None
         if step is None or self._buffer is None:
@@ -265,15 +266,16 @@ class Recorder:
         self._active = self._active and not buffer.sinks.lost
 
     @safely
-    def _scaler_begins(self, optimizer: Optimizer, scaler_step: ScalerStep) -> None:
+    def on_scaler_step(self, optimizer: Optimizer, step: ScalerStep) -> None:
+        """Note the loss scale."""
         del optimizer
-        self._thread.scaler_steps, self._thread.loss_scale = False, copied(scaler_step.loss_scale)
-        self._thread.scaled = scaler_step.scale is not None
+        self._thread.scaler_steps, self._thread.loss_scale = False, copied(step.loss_scale)
+        self._thread.scaled = step.scale is not None
 
     @safely
-    def _scaler_ends(self, optimizer: Optimizer, scaler_step: ScalerStep) -> None:
+    def on_scaler_stepped(self, optimizer: Optimizer, step: ScalerStep) -> None:
         """A step that a GradScaler leaves out never reaches the optimizer; it is a step all the same, a skipped one."""
-        skipped = None if getattr(self._thread, "scaler_steps", True) else scaler_step.skipped
+        skipped = None if getattr(self._thread, "scaler_steps", True) else step.skipped
         if skipped is not None and bool(skipped):  # the scaler has waited for it already
             self._add_left_out(optimizer)
         self._thread.scaler_steps, self._thread.loss_scale, self._thread.scaled = True, None, False
@@ -310,25 +312,23 @@ class Recorder:
 
     # --- clips --------------------------------------------------------------------------------------------------------
 
-    def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
-        """Measure before a clip of gradguard's changes anything, unless it measures for both of us."""
-        if self._hears(parameters):
+    def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
+        """Measure before a clip changes anything, unless it measures for both of us."""
+        if not (parameters and is_captured(parameters[0])) and self._hears(parameters):
             listed = list(parameters)
-            self._begin_clip(listed, *self._joined(listed), None, tells_norms)
+            self._begin_clip(call, listed, *self._joined(listed))
 
     @safely
-    def _begin_clip(
-        self, parameters: list[Tensor], spread: bool, shared: Shared | None, call: Any, tells_norms: bool = False
-    ) -> None:
-        if self._clips.begin(parameters, spread, shared, call, tells_norms):
+    def _begin_clip(self, call: ClipCall, parameters: list[Tensor], spread: bool, shared: Shared | None) -> None:
+        if self._clips.begin(call, parameters, spread, shared):
             self._on_replaced()
 
     def _on_replaced(self) -> None:
         """The step that the clips before were for never came."""
 
     @safely
-    def after_clip(self, event: ClipEvent) -> None:
-        """Keep what a clip of gradguard's tells: of one before a step, or within it."""
+    def on_clipped(self, event: ClipEvent) -> None:
+        """Keep what a clip tells: of one before a step, or within it."""
         if event.optimizer is None:
             if self._hears(event.parameters):
                 self._clips.end(event)
@@ -342,7 +342,7 @@ class Recorder:
             note_guard(step, event)
 
     @safely
-    def recovered(self, event: RecoveryEvent) -> None:
+    def on_recover(self, event: RecoveryEvent) -> None:
         """Note behind the last step of an optimizer what was done about spikes."""
         if self._buffer is not None and self._knows(event.optimizer):
             place = self._place_of(event.optimizer)
@@ -402,26 +402,26 @@ class Recorder:
         buffer.write(event | {"message": redacted(message), "advice": advice})
 
 
-class Ear:
-    """Hears of clips for a recorder, and does not keep it alive."""
+class Ear(Listener):
+    """Hears of clips and recoveries for a recorder, and does not keep it alive."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = weakref.ref(recorder)
 
-    def before_clip(self, parameters: Sequence[Tensor], tells_norms: bool) -> None:
+    def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
         """A clip is about to act."""
         if (recorder := self._recorder()) is not None:
-            recorder.before_clip(parameters, tells_norms)
+            recorder.on_clip(call, parameters)
 
-    def after_clip(self, event: ClipEvent) -> None:
+    def on_clipped(self, event: ClipEvent) -> None:
         """A clip is done."""
         if (recorder := self._recorder()) is not None:
-            recorder.after_clip(event)
+            recorder.on_clipped(event)
 
-    def recovered(self, event: RecoveryEvent) -> None:
+    def on_recover(self, event: RecoveryEvent) -> None:
         """Something was done about spikes."""
         if (recorder := self._recorder()) is not None:
-            recorder.recovered(event)
+            recorder.on_recover(event)
 
 
 def check_callable(on_finding: Any) -> None:

@@ -11,15 +11,14 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from gradguard.clip_events import ClipEvent
 from gradguard.distributed.placements import is_sharded
+from gradguard.listeners import ClipEvent, RecoveryEvent
 from gradguard.monitoring.judge.detectors.loop_setup import setup_episode
 from gradguard.monitoring.judge.findings import Kind
 from gradguard.monitoring.judge.live import event_line
 from gradguard.monitoring.observe.measure import Diagnostics, Norms, histogram_of
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.lines import known_fields, without_none
-from gradguard.recovery_events import RecoveryEvent
 from gradguard.words import listed
 
 EPSILON = 1e-6
@@ -30,9 +29,6 @@ ROUNDING = 1e-4
 
 FIXED = frozenset(["norm", "value", "adaptive"])
 """Rules with one threshold from the first step on."""
-
-ONE_FACTOR = frozenset(["norm", "ClipByMedian", "AutoClip", "ZClip", "ClipFraction"])
-"""Rules that multiply all gradients by one number."""
 
 _NAMED_AT_MOST = 5
 
@@ -57,17 +53,20 @@ class ScriptClip:
         norm: The norm that a norm clip compares with its threshold, copied: what it returned or was given, unless
             that is the 2-norm of all gradients that it got, which is measured here.
         coefficient: What it multiplied the gradients by, on the whole, copied; None if it does not tell.
+        one_factor: Whether it multiplied each gradient by that one number.
     """
 
     rule: str = ""
     threshold: Any = None
     norm: Any = None
     coefficient: Any = None
+    one_factor: bool = False
 
     @classmethod
     def told(cls, event: ClipEvent) -> Self:
         """Return what a clip of gradguard's tells, without its norm, which a clip within a step has no use for."""
-        return cls(event.rule, copied(event.threshold), coefficient=copied(event.coefficient))
+        coefficient = copied(event.coefficient)
+        return cls(event.rule, copied(event.threshold), coefficient=coefficient, one_factor=event.one_factor)
 
 
 @dataclass(slots=True)
@@ -82,9 +81,8 @@ class StepMeasurement:
         losses: Losses that backward was called on since the step before.
         lr: Learning rate of the first parameter group: a number, or a copy of the script's tensor.
         clips: The script's own clips, in their order.
-        reach: The places in ``norms`` that each of several acted on; empty where all acted on all of them.
-        clips_a_part: Whether a single one left some gradients alone.
-        after: 2-norm of each gradient after the clips, where there is a `reach`.
+        reach: The places in ``norms`` that each acted on; empty where all acted on all of them.
+        after: 2-norm of each gradient after the clips, where there are several with a `reach`.
         applied: The clip that the watcher applies itself, behind them.
         guard: The clip of a `Guard` that acted within the step; None if none did.
         skipped: Whether a guard left the step out.
@@ -114,7 +112,6 @@ class StepMeasurement:
     lr: Any = None
     clips: Sequence[ScriptClip] = ()
     reach: Sequence[Sequence[int]] = ()
-    clips_a_part: bool = False
     after: Norms | None = None
     applied: ScriptClip | None = None
     guard: ScriptClip | None = None
@@ -134,6 +131,11 @@ class StepMeasurement:
     lost: Any = None
     origin: tuple[str, str] | None = None
     scalars: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def acts_apart(self) -> bool:
+        """Whether several clips acted, and not all of them on all gradients."""
+        return len(self.reach) > 1
 
 
 @dataclass(slots=True)
@@ -277,7 +279,7 @@ def _user_threshold(step: StepMeasurement) -> Any:
     """
     norm, max_norm = step.scalars.pop("norm", None), step.scalars.pop("max_norm", None)
     if step.clips or step.guard is not None:  # which tell more
-        return step.clips[-1].threshold if step.clips and not step.reach else None
+        return step.clips[-1].threshold if step.clips and not step.acts_apart else None
     if norm is not None:
         before, after = float(norm), total_of(step)
         step.total, step.clips = before, [ScriptClip("norm", max_norm, before)]
@@ -328,7 +330,7 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
         "norm": total,
         "post_norm": None if coefficient is None else total * (within if step.norm_after else coefficient),
         "coefficient": coefficient,
-        "threshold": None if step.reach else binding.threshold,
+        "threshold": None if step.acts_apart else binding.threshold,
         "rule": binding.rule,
         "clips": [[clip.rule, clip.threshold, clip.coefficient] for clip in clips] if len(clips) > 1 else None,
         "clips_disjoint": True if _are_disjoint(step) else None,
@@ -361,22 +363,22 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
         multiplied by in all, if that is known; and by those of them that acted within the step.
     """
     clips = [_Clip(clip.rule, _threshold(clip.threshold), _of_clip(clip, step, total)) for clip in step.clips]
-    if step.reach and step.after is not None:
-        clips = list(_measured(clips, step.reach, _numbers(step.norms), _numbers(step.after)))
+    if step.acts_apart and step.after is not None:
+        clips = list(_measured(clips, step, _numbers(step.norms), _numbers(step.after)))
     clips = [clip for clip in clips if clip.rule not in FIXED or clip.threshold != math.inf]  # others only measure
     known = math.prod(clip.coefficient for clip in clips if clip.coefficient is not None)
     unknown = [k for k, clip in enumerate(clips) if clip.coefficient is None]
     coefficient = None
-    if clips and not unknown and (known >= 1 or (step.post is None and not step.reach)):
+    if clips and not unknown and (known >= 1 or (step.post is None and not step.acts_apart)):
         coefficient = known  # two measured norms would differ by their rounding
     elif clips and step.post is not None:
         coefficient = min(1.0, float(step.post) / total) if total > 0 else 1.0
-    if coefficient is not None and len(unknown) == 1 and known > 0 and not step.reach:
+    if coefficient is not None and len(unknown) == 1 and known > 0 and not step.acts_apart:
         own = min(1.0, coefficient / known)
         if len(clips) > 1 and own > 1 - ROUNDING:
             own, coefficient = 1.0, known
         # Beside a clip within the step, each row of the record has a factor of its own gradients, not of all.
-        is_own = not step.clips_a_part or (step.applied is None and step.guard is None)
+        is_own = not step.reach or (step.applied is None and step.guard is None)
         clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=own if is_own else None)
     within = 1.0
     for clip in without_none((step.applied, step.guard)):
@@ -393,7 +395,7 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
 
 
 def _measured(
-    clips: Sequence[_Clip], reach: Sequence[Sequence[int]], before: Sequence[float], after: Sequence[float]
+    clips: Sequence[_Clip], step: StepMeasurement, before: Sequence[float], after: Sequence[float]
 ) -> Iterator[_Clip]:
     """Yield the clips, with a coefficient from norms for each that told none, where the norms determine it.
 
@@ -402,16 +404,17 @@ def _measured(
     for all of its gradients, has none.
     """
     told, doubtful = [1.0] * len(before), Counter[int]()
-    for clip, places in zip(clips, reach, strict=True):
-        if clip.coefficient is None or clip.rule not in ONE_FACTOR:
+    factors = [clip.coefficient if own.one_factor else None for clip, own in zip(clips, step.clips, strict=True)]
+    for factor, places in zip(factors, step.reach, strict=True):
+        if factor is None:
             doubtful.update(set(places))
             continue
         for place in places:
-            told[place] *= clip.coefficient
+            told[place] *= factor
     earlier = [1.0] * len(before)
-    for clip, places in zip(clips, reach, strict=True):
+    for clip, factor, places in zip(clips, factors, step.reach, strict=True):
         if clip.coefficient is not None:
-            for place in places if clip.rule in ONE_FACTOR else ():
+            for place in places if factor is not None else ():
                 earlier[place] *= clip.coefficient
             yield clip
             continue
@@ -426,7 +429,7 @@ def _measured(
 
 def _are_disjoint(step: StepMeasurement) -> bool:
     """Tell whether several clips acted, each on parameters of its own."""
-    if not step.reach or step.applied is not None or step.guard is not None:  # those two act on all of them
+    if not step.acts_apart or step.applied is not None or step.guard is not None:  # those two act on all of them
         return False
     return len(set().union(*step.reach)) == sum(len(set(places)) for places in step.reach)
 

@@ -19,9 +19,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from gradguard.tensors.layout import wide_dtype
 from gradguard.torch_private import (
+    Backward,
+    call_before_backwards,
     current_graph_task,
     input_metadata_of,
-    never_compiled,
     saved_constant,
     saved_settings,
     saved_value,
@@ -97,50 +98,31 @@ class Root(NamedTuple):
 
 
 class BackwardRoots:
-    """Tells ``look`` of the roots of each backward that this thread is about to run, from `start` to `stop`.
+    """Calls ``look`` with the roots of each backward that this thread is about to run, from `start` to `stop`.
 
-    `torch.autograd.backward` is replaced meanwhile; ``Tensor.backward`` calls that. A backward within a backward, as
-    checkpoints run it, is not one that a loss begins. Others may replace the function before, after and in between:
-    what cannot be taken away is left without effect.
+    A backward within a backward, as checkpoints run it, is not one that a loss begins; `torch.autograd.grad` is none.
     """
 
     def __init__(self, look: Callable[[list[Root]], None]) -> None:
         self._look = look
         self._thread = 0
-        self._original: Callable[..., Any] | None = None
-        self._replacement: Callable[..., Any] | None = None
-        self._is_inside = False  # under a TorchFunctionMode, such as a default device, torch calls the function again
+        self._end: Callable[[], None] | None = None
 
     def start(self) -> None:
         """Begin; again while it runs does nothing."""
-        if self._original is not None:
-            return
-        original: Any = torch.autograd.backward
-        self._original, self._thread = original, threading.get_ident()
-
-        @never_compiled  # traced, it would look at nothing: a compiled step breaks its graph at backward
-        @functools.wraps(original)
-        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            mine = self._replacement is backward and threading.get_ident() == self._thread
-            if not mine or self._is_inside or current_graph_task() != -1:
-                return original(tensors, grad_tensors, *args, **kwargs)
-            roots = _roots(tensors, grad_tensors)
-            if roots:
-                self._look(roots)
-            self._is_inside = True
-            try:
-                return original(tensors, grad_tensors, *args, **kwargs)
-            finally:
-                self._is_inside = False
-
-        self._replacement = backward
-        torch.autograd.backward = backward
+        if self._end is None:
+            self._thread, self._end = threading.get_ident(), call_before_backwards(self._begins)
 
     def stop(self) -> None:
         """End; again does nothing."""
-        if self._original is not None and torch.autograd.backward is self._replacement:
-            torch.autograd.backward = self._original
-        self._original = self._replacement = None
+        if self._end is not None:
+            self._end()
+            self._end = None
+
+    def _begins(self, backward: Backward) -> None:
+        mine = backward.accumulates and threading.get_ident() == self._thread and current_graph_task() == -1
+        if mine and (roots := _roots(backward)):
+            self._look(roots)
 
     def __enter__(self) -> "BackwardRoots":
         self.start()
@@ -150,19 +132,14 @@ class BackwardRoots:
         self.stop()
 
 
-def _roots(tensors: Any, grad_tensors: Any) -> list[Root]:
-    """The roots of a call of `torch.autograd.backward`; none if the call is one that it refuses, or is not known."""
-    tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-    grads = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else grad_tensors
-    if not isinstance(tensors, Sequence) or not isinstance(grads, Sequence) or len(grads) not in {1, len(tensors)}:
-        return []
-    grads = grads if len(grads) == len(tensors) else [*grads] * len(tensors)
+def _roots(backward: Backward) -> list[Root]:
+    """The roots of a backward; none if the engine refuses it, or it does not start from tensors."""
     roots = []
-    for tensor, grad in zip(tensors, grads, strict=True):
-        if not isinstance(tensor, Tensor) or not tensor.requires_grad or (grad is None and tensor.numel() != 1):
+    for tensor, grad in zip(backward.roots, backward.gradients, strict=True):
+        if grad is None or not isinstance(tensor, Tensor) or not tensor.requires_grad:
             return []
         edge = get_gradient_edge(tensor)
-        roots.append(Root(edge.node, edge.output_nr, torch.ones_like(tensor) if grad is None else grad.detach()))
+        roots.append(Root(edge.node, edge.output_nr, grad.detach()))
     return roots
 
 

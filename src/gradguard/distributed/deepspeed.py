@@ -1,4 +1,4 @@
-"""Engines that keep gradients elsewhere than in ``.grad``: DeepSpeed's ZeRO, stages 1 to 3, read and never imported."""
+"""DeepSpeed's ZeRO, stages 1 to 3, which keeps gradients elsewhere than in ``.grad``: read and never imported."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gradguard.distributed.processes import rank_and_size, ranks_of
 from gradguard.errors import UnsupportedGradientError
+from gradguard.replacements import Replacement
 
 
 @dataclass(eq=False, slots=True)
@@ -30,6 +31,19 @@ class Slice:
     whole: int
     real: int
     shape: None = None
+
+
+def replacements(clip: Callable[..., Any], step: Callable[..., Any]) -> list[Replacement]:
+    """Return what replaces the functions that an engine clips and steps by, which it looks up by name at each call.
+
+    Args:
+        clip: Called in place of a function of parameters, ``max_norm`` and perhaps ``norm_type``, with that first.
+        step: Called in place of the step of an engine, with that and the engine.
+    """
+    return [
+        Replacement("deepspeed.runtime.engine", "clip_grad_norm_", clip),
+        Replacement("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step", step),
+    ]
 
 
 def holds_gradients_itself(model: nn.Module) -> bool:

@@ -1,0 +1,153 @@
+"""Events of a script that knows nothing of gradguard: its backwards, clips, steps and loss scales, for listeners.
+
+PyTorch's clipping functions, and those of engines, are replaced while somebody listens. A replacement tells the
+listeners and then does exactly what the original does, with the same arguments and result.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradguard.grad_scaler import listen_to_scale, listen_to_steps
+from gradguard.listeners import ClipCall, ClipEvent, Listener, is_muted, listen
+from gradguard.optimizer_hooks import EveryStep
+from gradguard.replacements import Replacement, place_waiting
+from gradguard.torch_private import Backward, call_before_backwards, current_graph_task
+
+
+@contextmanager
+def listening(*listeners: Listener) -> Iterator[None]:
+    """Let listeners hear of everything that a script does until the block ends, each event in their order.
+
+    Blocks may end in any order. What has kept a replacement beyond the end (a class of the script, somebody else's
+    wrapper) tells those who listen then: nobody, or the next block.
+
+    Args:
+        *listeners: Who listens.
+    """
+    with ExitStack() as ends:
+        for listener in listeners:
+            listener.on_begin()
+            ends.callback(listener.on_end)
+            ends.callback(EveryStep(listener.on_step, listener.on_stepped).remove)
+            ends.callback(listen(listener))
+            ends.callback(listen_to_steps(listener.on_scaler_step, listener.on_scaler_stepped))
+            ends.callback(listen_to_scale(listener.on_scale, listener.on_scale_update))
+            ends.callback(call_before_backwards(functools.partial(_tell_backward, listener)))
+            for one in _CLIPS:
+                ends.callback(one.use())
+            _listeners.append(listener)
+            ends.callback(_listeners.remove, listener)
+        yield
+
+
+_listeners: list[Listener] = []
+
+
+def _tell_backward(listener: Listener, backward: Backward) -> Callable[[], object] | None:
+    place_waiting()
+    if not backward.accumulates or current_graph_task() != -1 or is_muted():  # within one, a checkpoint runs its own
+        return None
+    [first, *others] = backward.roots
+    return listener.on_backward(first if isinstance(first, Tensor) and not others else None)
+
+
+Reader = Callable[..., ClipCall]
+"""Reads what follows the parameters in a call."""
+
+
+def clips_by(read: Reader, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Make a call of a script's clipping function, and tell the listeners of it.
+
+    Args:
+        read: Reads the call.
+        original: The function.
+        *args: Its arguments, the first of them parameters, or a module.
+        **kwargs: Its arguments.
+
+    Returns:
+        What it returned.
+    """
+    if not _listeners or is_muted():
+        return original(*args, **kwargs)
+    named = dict(kwargs)
+    key = next((name for name in ("parameters", "model") if name in kwargs), None)
+    try:
+        parameters, rest = (named.pop(key), args) if key else (args[0], args[1:])
+        call = read(*rest, **named)
+    except Exception:  # a wrong call: the original says so
+        return original(*args, **kwargs)
+    parameters, seen = _reusable(parameters)
+
+    def act(given: Any) -> Any:
+        return original(*rest, **named, **{key: given}) if key else original(given, *rest, **named)
+
+    call.again = functools.partial(act, seen)
+    tensors: list[Tensor] = []
+    with suppress(Exception):  # of what the script passes anything may raise, at the second look
+        tensors = tensors_of(seen)
+    listeners = tuple(_listeners)
+    with ExitStack() as inside:
+        for listener in listeners:
+            if (context := listener.on_clip(call, tensors)) is not None:
+                inside.enter_context(context)
+        result = act(parameters)
+    norm = result if isinstance(result, Tensor) else None
+    event = ClipEvent(call.rule, tensors, call.threshold, norm, norm_type=call.norm_type)
+    for listener in listeners:
+        listener.on_clipped(event)
+    return result
+
+
+def _reusable(parameters: Any) -> tuple[Any, Any]:
+    """Return the parameters twice: for the original call (a generator stays one), and as a list."""
+    if isinstance(parameters, types.GeneratorType):
+        listed = list(parameters)
+        return (p for p in listed), listed
+    if isinstance(parameters, Iterator):
+        parameters = list(parameters)
+    return parameters, parameters
+
+
+def tensors_of(parameters: Any) -> list[Tensor]:
+    """Return the tensors in whatever a clipping function takes; what cannot be one is left for the call to refuse."""
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    if isinstance(parameters, nn.Module):
+        return list(parameters.parameters())
+    entries = parameters.values() if isinstance(parameters, Mapping) else parameters
+    if not isinstance(entries, Iterable):
+        return []
+    entries = list(entries)
+    if all(issubclass(kind, Tensor) for kind in set(map(type, entries))):  # one by one it takes longer
+        return entries
+    plain = [entry[-1] if isinstance(entry, tuple) and entry else entry for entry in entries]
+    return [entry for entry in plain if isinstance(entry, Tensor)]
+
+
+def by_norm(max_norm: Any, norm_type: float = 2.0, *_: Any, whole: bool = False, **__: Any) -> ClipCall:
+    """Read a call as PyTorch's ``clip_grad_norm_`` takes it."""
+    return ClipCall("norm", max_norm, float(norm_type), whole=whole)
+
+
+_READERS: dict[str, Reader] = {
+    "clip_grad_norm_": by_norm,
+    "clip_grads_with_norm_": lambda max_norm, total_norm, *_, **__: ClipCall("norm", max_norm, norm=total_norm),
+    "clip_grad_value_": lambda clip_value, *_, **__: ClipCall("value", clip_value),
+}
+
+_FSDP = functools.partial(clips_by, functools.partial(by_norm, whole=True))
+
+_CLIPS = [
+    *(
+        Replacement(home, name, functools.partial(clips_by, read), everywhere=True, one_call=name)
+        for home in ("torch.nn.utils.clip_grad", "torch.nn.utils")
+        for name, read in _READERS.items()
+    ),
+    Replacement("torch.distributed.fsdp", "FullyShardedDataParallel.clip_grad_norm_", _FSDP, one_call="FSDP"),
+]
+"""PyTorch's clipping functions, where they are defined; scripts import them by name."""

@@ -1,0 +1,94 @@
+"""What a step of an optimizer changes, copied and written back; also the attributes that it counts with."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from gradguard.state.copies import Copier, Restorer, is_plain
+from gradguard.torch_private import hook_tables
+
+NOT_ATTRIBUTES = ("state", "param_groups", "defaults")
+"""Attributes that are kept apart, or never change."""
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return those that are numbers, text, tensors, or containers of these; torch's tables of hooks are not."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in NOT_ATTRIBUTES and name not in hook_tables(optimizer) and is_plain(value)
+    }
+
+
+SCHEDULED = ("lr", "momentum", "betas", "weight_decay", "initial_lr", "max_lr", "min_lr")
+SCHEDULED += ("base_momentum", "max_momentum")
+"""Numbers of a group that schedulers write; what else it holds is the optimizer's own."""
+
+
+class OptimizerCopy:
+    """What a step of one optimizer changes: parameters, state, the numbers of groups, and plain attributes.
+
+    Args:
+        optimizer: The optimizer.
+
+    Attributes:
+        parameters: Its parameters when they were copied, by group and place in it.
+        keys: Those of its state then.
+        kept: The copies.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.parameters: dict[str, Tensor] = {}
+        self.keys: list[Any] = []
+        self.kept: Any = None
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the parameters as they are now, by group and place in it."""
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        return {f"group {i}, parameter {k}": p for i, group in enumerate(groups) for k, p in enumerate(group)}
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return what the groups hold now beside parameters."""
+        groups = self.optimizer.param_groups
+        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+    def take(self, copier: Copier) -> None:
+        """Copy it."""
+        self.parameters, self.keys = self.named(), list(self.optimizer.state)
+        content = {
+            "parameters": self.parameters,
+            "groups": self.groups(),
+            "state": list(self.optimizer.state.values()),
+            "attributes": attributes_of(self.optimizer),
+        }
+        self.kept = copier.copy(content)
+
+    def restore(self, restorer: Restorer, rewind_schedule: bool = True) -> None:
+        """Write it back, each number into the tensors, dictionaries and lists that are there.
+
+        Args:
+            restorer: Writes the copies.
+            rewind_schedule: Whether the numbers of groups that schedulers write go back, too.
+        """
+        for name, parameter in self.parameters.items():
+            restorer.write(self.kept["parameters"][name], parameter)
+        state = self.optimizer.state
+        copied = zip(self.keys, self.kept["state"], strict=True)
+        contents = {key: restorer.restored(one, state.get(key)) for key, one in copied}
+        state.clear()
+        state.update(contents)
+        stays = {"params"} if rewind_schedule else {"params", *SCHEDULED}
+        for group, numbers in zip(self.optimizer.param_groups, self.kept["groups"], strict=True):
+            for key in group.keys() - numbers.keys() - stays - {"initial_lr"}:
+                del group[key]
+            for key in numbers.keys() - stays:
+                group[key] = restorer.restored(numbers[key], group.get(key))
+        for name, value in restorer.restored(self.kept["attributes"], attributes_of(self.optimizer)).items():
+            setattr(self.optimizer, name, value)
+
+    def forget_new_attributes(self) -> None:
+        """Delete plain attributes that have come since."""
+        for name in attributes_of(self.optimizer).keys() - self.kept["attributes"].keys():
+            delattr(self.optimizer, name)

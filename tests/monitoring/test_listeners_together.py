@@ -1,0 +1,209 @@
+"""`gradguard run` does what it does by listeners of one run: alone or in pairs they leave a script's numbers alone.
+
+Each script writes its weights and what its own clips returned; the twin is the script run by Python itself.
+"""
+
+import sys
+from contextlib import suppress
+from itertools import combinations
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import gradguard as gg
+from gradguard.audit.in_script import ScriptAudit
+from gradguard.cli import main
+from gradguard.listeners import Listener
+from gradguard.monitoring.observe.meta import living_modules
+from gradguard.monitoring.observe.observer import Observer
+from gradguard.monitoring.record.file import read_record
+from gradguard.replacements import Replacement, place_waiting
+from gradguard.resilience.each_optimizer import GuardEachOptimizer
+from gradguard.script_events import listening
+
+HEAD = """
+import torch, gradguard as gg
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 1))
+opt = torch.optim.AdamW(model.parameters(), 0.01)
+scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+told, everything = [], lambda: list(model.parameters())
+def loss(): return model(torch.randn(5, 6)).square().mean()
+"""
+TAIL = """
+torch.save({"weights": model.state_dict(), "told": told}, "out.pt")
+"""
+LOOPS = {
+    "plain": "loss().backward()",
+    "torch.autograd.backward": "torch.autograd.backward([loss(), loss()])",
+    "clipped": "loss().backward(); told.append(clip_grad_norm_(everything(), 0.1))",
+    "each alone": "loss().backward(); told.extend(clip_grad_norm_(p, 0.05) for p in everything())",
+    "with a norm": "loss().backward(); n = get_total_norm([p.grad for p in everything()]);"
+    " clip_grads_with_norm_(everything(), 0.1, n)",
+    "by value": "loss().backward(); clip_grad_value_(everything(), 0.01)",
+    "gradguard": "loss().backward(); told.append(gg.clip_grad_norm_(model, 0.1))",
+    "both": "loss().backward(); gg.clip_grad_norm_(model[0], 0.1); told.append(clip_grad_norm_(everything(), 0.1))",
+    "accumulated": "[loss().backward() for _ in range(3)]; told.append(clip_grad_norm_(everything(), 0.1))",
+    "scaled": "scaler.scale(loss()).backward(); scaler.unscale_(opt); told.append(clip_grad_norm_(everything(), 0.1))",
+}
+
+
+def script(loop):
+    step = "scaler.step(opt); scaler.update()" if loop == "scaled" else "opt.step()"
+    return f"{HEAD}for _ in range(7):\n    opt.zero_grad()\n    {LOOPS[loop]}\n    {step}\n{TAIL}"
+
+
+LISTENERS = {
+    "record": lambda path: Observer(path, {}),
+    "audit": lambda path: ScriptAudit(living_modules, 2, goes_on=True),
+    "spikes": lambda path: GuardEachOptimizer(),
+}
+
+
+def outcome(source, path, monkeypatch, *names):
+    monkeypatch.chdir(path)
+    made = [LISTENERS[name](path / f"{name}.jsonl") for name in names]
+    with listening(*made):
+        exec(compile(source, "train.py", "exec"), {})
+    for one in made:
+        if isinstance(one, Observer):
+            one.close(0, False)
+    return torch.load("out.pt"), dict(zip(names, made, strict=True))
+
+
+def same(a, b):
+    assert a["weights"].keys() == b["weights"].keys()
+    assert all(torch.equal(a["weights"][name], b["weights"][name]) for name in a["weights"])
+    assert all(torch.equal(x, y) for x, y in zip(a["told"], b["told"], strict=True))
+
+
+PAIRS = [("record", "audit"), ("audit", "spikes"), ("spikes", "record")]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_listeners_and_pairs_of_them_change_no_bit(loop, tmp_path, monkeypatch):
+    twin, _ = outcome(script(loop), tmp_path, monkeypatch)
+    for names in PAIRS + [(name,) for name in LISTENERS if loop in ("plain", "both")]:
+        folder = tmp_path / "-".join(names)
+        folder.mkdir()
+        found, made = outcome(script(loop), folder, monkeypatch, *names)
+        same(found, twin)
+        if "audit" in made:
+            assert made["audit"].done
+        if "record" in made:
+            steps = read_record(folder / "record.jsonl").steps
+            assert len(steps) == 7
+            assert all(("loss" in step) == (loop != "torch.autograd.backward") for step in steps)
+
+
+@pytest.mark.parametrize("loop", ["plain", "clipped", "gradguard", "scaled", "each alone"])
+def test_a_record_says_the_same_beside_an_audit(loop, tmp_path, monkeypatch):
+    found = []
+    for names in (("record",), ("audit", "record")):
+        folder = tmp_path / "-".join(names)
+        folder.mkdir()
+        outcome(script(loop), folder, monkeypatch, *names)
+        steps = read_record(folder / "record.jsonl").steps
+        found.append([{key: value for key, value in step.items() if key != "wall"} for step in steps])
+    assert found[0] == found[1]
+
+
+OPTIONS = {
+    "--out": ["--out", "out", "--no-report"],
+    "--audit-norm": ["--audit-norm"],
+    "--resilient": ["--resilient", "--out", "out", "--no-report"],
+    "--save-gradients": ["--save-gradients", "saved.safetensors", "--perturbed", "0"],
+}
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("train.py").write_text(script("clipped"))
+
+    def go(*options):
+        Path("out.pt").unlink(missing_ok=True)
+        code = main(["run", "--force", *options, "train.py"])
+        return code, capsys.readouterr()
+
+    return go
+
+
+TOGETHER = [*combinations(["--out", "--audit-norm", "--resilient"], 2), tuple(OPTIONS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", TOGETHER, ids=" ".join)
+def test_options_that_work_alone_work_together(names, command, tmp_path):
+    exec(compile(script("clipped"), "train.py", "exec"), {})
+    twin = torch.load("out.pt")
+    code, said = command(*(word for name in names for word in OPTIONS[name]))
+    assert code == 0, said
+    same(torch.load("out.pt"), twin)
+    assert ("PASS" in said.out) == ("--audit-norm" in names)
+    assert ("--resilient skipped 0 of 7 steps" in said.err) == ("--resilient" in names)
+    assert (tmp_path / "saved.safetensors").exists() == ("--save-gradients" in names)
+    assert (tmp_path / "out" / "run.jsonl").exists()
+
+
+def test_an_audit_beside_a_record_has_its_exit_code_and_lets_the_script_go_on(command):
+    Path("train.py").write_text(
+        script("with a norm").replace("n = get_total_norm", "n = 2 * get_total_norm") + "print('to the end')"
+    )
+    code, said = command("--audit-norm", "--out", "out", "--no-report")
+    assert (code, "FAIL" in said.out, "to the end" in said.out) == (1, True, True)
+    assert len(read_record(Path("out/run.jsonl")).steps) == 7
+
+
+def test_nobody_hears_of_what_an_audit_tries(tmp_path):
+    """An audit calls a clip again, to see what it does: another listener hears of one clip a step."""
+
+    class Count(Listener):
+        clips = 0
+
+        def on_clipped(self, event):
+            self.clips += 1
+
+    model = torch.nn.Linear(3, 2)
+    optimizer, count = torch.optim.SGD(model.parameters(), 0.1), Count()
+    with listening(ScriptAudit(living_modules, 2, goes_on=True), count):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            gg.clip_grad_norm_(model, 0.05)
+            optimizer.step()
+    assert count.clips == 6
+
+
+def test_a_block_that_ends_gives_back_what_it_replaced_and_tells_the_listener():
+    heard, listener = [], Listener()
+    listener.on_begin, listener.on_end = lambda: heard.append("begin"), lambda: heard.append("end")
+
+    def places():
+        return torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler.step, torch.autograd._engine_run_backward
+
+    before = places()
+    with suppress(ValueError), listening(listener):
+        assert all(now is not then for now, then in zip(places(), before, strict=True))
+        raise ValueError
+    assert (places(), heard) == (before, ["begin", "end"])
+
+
+def test_a_function_of_a_package_that_is_imported_later_is_replaced_then(monkeypatch):
+    later = Replacement("engine_of_a_test", "Engine.clip", lambda original, *args: ("ours", original(*args)))
+    end = later.use()
+    module = ModuleType("engine_of_a_test")
+    module.Engine = type("Engine", (), {"clip": lambda self: "theirs"})
+    monkeypatch.setitem(sys.modules, "engine_of_a_test", module)
+    assert module.Engine().clip() == "theirs"
+    place_waiting()
+    assert module.Engine().clip() == ("ours", "theirs")
+    end()
+    end()
+    assert module.Engine().clip() == "theirs"
