@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.capture import reaches_inside, taps_are_silent
-from gradguard.per_sample.comparison import Comparison, judge, norm
+from gradguard.per_sample.comparison import Comparison, distance, judge, norm
 from gradguard.per_sample.contributions import Contribution, wide
 from gradguard.per_sample.mini_batch import GradientCollector, MiniBatch
 from gradguard.per_sample.rerun import UntoldDrawsError
@@ -218,7 +218,7 @@ class Witness:
         for name in trained:
             if name in found:
                 row = found[name].rows(sample, sample + 1)[0]
-                error = norm(wide(expected[name]) - row) if name in expected else norm(row)
+                error = distance(wide(expected[name]), row) if name in expected else norm(row)
             else:
                 error = own.get(name, 0.0)
             one = judge(name, error, own.get(name, 0.0), whole, precision)
