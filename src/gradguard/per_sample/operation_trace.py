@@ -111,10 +111,12 @@ class OperationTrace(TorchFunctionMode):
         number = self._of_all.get(id(tensor))
         return number is not None and number() is tensor
 
-    def _has_data(self, tensor: Tensor) -> bool:
-        """Tell whether values of the batch, of parameters or of chance may be in ``tensor``, as far as is known."""
-        known = self._without_data.get(id(tensor))
-        return known is None or known[0]() is not tensor or known[1] != changes_of(tensor)
+    def _has_data(self, value: Any) -> bool:
+        """Tell whether values of the batch, of parameters or of chance may be in a tensor."""
+        if not isinstance(value, Tensor):
+            return False
+        known = self._without_data.get(id(value))
+        return known is None or known[0]() is not value or known[1] != changes_of(value)
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         forms: list[Any] = [func, *map(self._form, args)]
@@ -125,8 +127,7 @@ class OperationTrace(TorchFunctionMode):
 
     def _form(self, value: Any) -> Any:
         kind = type(value)
-        if self._is_without_data and isinstance(value, Tensor):
-            self._is_without_data = not self._has_data(value)
+        self._is_without_data = self._is_without_data and not self._has_data(value)
         if kind is Tensor or kind is nn.Parameter:
             node = value.grad_fn
             if node is None:
@@ -175,6 +176,7 @@ class OperationTrace(TorchFunctionMode):
     def ends(self, outputs: Sequence[Tensor]) -> None:
         """Note what the outermost module returns."""
         self.events.append(("ends", *[self._form(tensor) for tensor in outputs]))
+        self._made.clear()  # nodes would keep the graph alive
 
     def resume(self) -> None:
         """Note what is called from now on."""

@@ -47,8 +47,8 @@ MANY, SOME = 16, 4
 _ROUNDING = 256.0
 """Differences above this multiple of the usual rounding are not looked at again."""
 
-SecondOpinion = Callable[[LoopedCall, int], Comparison | None]
-"""Compares one sample with all others beside it, in float64; None where that cannot be."""
+SecondOpinion = Callable[[], Callable[[LoopedCall, int], Comparison | None] | None]
+"""Gives what compares one sample with all others beside it, in float64; None once its owner is dropped."""
 
 
 class Witness:
@@ -187,7 +187,8 @@ class Witness:
         coarse = max(call.precision for call in calls) > 1e-4
         if not coarse and self._compare([*calls, *loops], sample, found, trained, _ROUNDING) is not None:
             return words
-        opinions = [self._second_opinion(call, sample) for call in calls]
+        opinion = self._second_opinion()
+        opinions = [None if opinion is None else opinion(call, sample) for call in calls]
         return None if all(one is not None and one.excess <= 1 for one in opinions) else words
 
     def _compare(

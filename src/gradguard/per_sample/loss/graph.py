@@ -9,6 +9,7 @@ import hashlib
 import math
 import re
 import threading
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -118,20 +119,27 @@ class BackwardRoots:
         original: Any = torch.autograd.backward
         self._original, self._thread = original, threading.get_ident()
 
+        def give_back(_: Any) -> None:
+            if torch.autograd.backward is backward:
+                torch.autograd.backward = original
+
+        found = weakref.ref(self, give_back)  # a clipper that is dropped between forward and backward is freed
+
         @never_compiled  # traced, it would look at nothing: a compiled step breaks its graph at backward
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            mine = self._replacement is backward and threading.get_ident() == self._thread
-            if not mine or self._is_inside or current_graph_task() != -1:
+            own = found()
+            mine = own is not None and own._replacement is backward and threading.get_ident() == own._thread
+            if own is None or not mine or own._is_inside or current_graph_task() != -1:
                 return original(tensors, grad_tensors, *args, **kwargs)
             roots = _roots(tensors, grad_tensors)
             if roots:
-                self._look(roots)
-            self._is_inside = True
+                own._look(roots)
+            own._is_inside = True
             try:
                 return original(tensors, grad_tensors, *args, **kwargs)
             finally:
-                self._is_inside = False
+                own._is_inside = False
 
         self._replacement = backward
         torch.autograd.backward = backward

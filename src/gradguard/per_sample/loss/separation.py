@@ -223,10 +223,7 @@ class Outputs:
         multiplied: Sequence[Tensor | None],
         digit: int,
     ) -> bool:
-        """Tell whether each sample's part of ``multiplied`` is that of ``once`` times its power of two.
-
-        What ``again`` has otherwise than ``once``, from the same cotangent, is rounding.
-        """
+        """Tell whether samples' parts are multiples; what ``again`` has otherwise than ``once`` is rounding."""
         return all(
             first is None
             or (repeat is not None and second is not None and self._is_multiple(first, repeat, second, axis, digit))
