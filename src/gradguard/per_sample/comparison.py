@@ -42,6 +42,7 @@ def judge(name: str, error: float, own: float, whole: float, precision: float) -
         How far off it is.
     """
     bars = _bars(precision)
+    error = math.inf if math.isnan(error) else error  # no comparison with NaN is true
     allowed = bars[0] * own + bars[1] * whole
     return Comparison(error / max(own, 1e-2 * whole, 1e-300), name, error / max(allowed, 1e-300))
 
