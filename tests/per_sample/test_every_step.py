@@ -689,3 +689,45 @@ def test_another_order_between_two_witnesses_is_seen_on_its_step(change, monkeyp
     with pytest.raises(UnsupportedGradientError, match=MIXED) as refused:
         go()
     assert "was run alone" not in str(refused.value)
+
+
+def _of_positions(x):
+    return torch.arange(x.shape[1]).unsqueeze(0).expand(len(x), -1)
+
+
+def _overwritten(x):
+    positions = torch.zeros(x.shape, dtype=torch.int64)
+    positions += x.detach().long()
+    return positions
+
+
+@pytest.mark.parametrize(
+    ("positions", "runs"),
+    [
+        (_of_positions, 1),
+        (lambda x: _of_positions(x) - 1, 1),
+        (_overwritten, 5),
+        (lambda x: _of_positions(x).expand(2, *x.shape)[x.long().sign().abs()], 5),
+        (lambda x: torch.bernoulli(torch.ones(x.shape)), 5),
+    ],
+    ids=["made of sizes", "and a number", "written into", "chosen by values", "drawn"],
+)
+def test_what_is_made_of_sizes_alone_reads_no_values(positions, runs):
+    """Mini-batch 3 is witnessed where a forward reads values: four samples run alone."""
+    counted = []
+
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            counted.append(len(x))
+            return self.layer(x) * (1.0 if bool((positions(x).cumsum(-1) > -9).all()) else 2.0)
+
+    model = Reading().double()
+    clipper = clipper_of(model)
+    several_steps(model, clipper, 2)
+    counted.clear()
+    step(model, clipper, batch())
+    assert len(counted) == runs

@@ -485,3 +485,19 @@ def test_a_model_goes_with_its_clipper():
     del model, clipper
     gc.collect()
     assert forgotten() is None
+
+
+@pytest.mark.parametrize("steps_before", [False, True])
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_a_clipper_that_is_dropped_before_it_clips_is_freed(steps_before, goes_back):
+    model, plain = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), torch.autograd.backward
+    clipper = one_step(model) if steps_before else PerSampleGradientClipper(model, FlatNormClipper(1.0))
+    output = model(torch.ones(4, 3))
+    if goes_back:
+        output.square().mean().backward()
+    forgotten = weakref.ref(model), weakref.ref(clipper)
+    del model, clipper, output
+    gc.collect()
+    gc.collect()  # the first has freed the graph, which held the rest
+    assert [one() for one in forgotten] == [None, None]
+    assert torch.autograd.backward is plain

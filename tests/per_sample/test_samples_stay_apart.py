@@ -407,3 +407,34 @@ def test_a_model_made_half_precise_later_keeps_the_bound():
         clipper.pre_step()
         largest = max(largest, gg.get_total_norm([p.grad.double() for p in model.parameters()]).item())
     assert 0.99 < largest <= 1.0
+
+
+class NotANumberBesideOthers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g if len(g) == 1 else g * torch.nan
+
+
+def test_a_backward_that_is_finite_for_a_sample_alone_only_is_run_sample_by_sample():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.b(NotANumberBesideOthers.apply(self.a(x)))
+
+    model, x = Model(), torch.randn(4, 3)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(torch.inf))
+    model(x).square().sum(1).mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    clipper.detach()
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    rows = per_sample_gradients(model, lambda one: model(one).square().sum(), [x[i : i + 1] for i in range(4)])
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, rows[name].mean(0).to(grad))

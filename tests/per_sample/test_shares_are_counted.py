@@ -867,3 +867,33 @@ def test_rows_of_many_samples_in_half_precision_are_told_apart():
     torch.stack([out[i] for i in torch.randperm(260).tolist()]).exp().mean(1).mean().backward()
     clipper.clip_and_accumulate()
     assert clipper.pre_step().batch_size == 260
+
+
+def step_of_time_first(loss) -> dict[str, Tensor]:
+    """A step with as many samples as classes, of which it is seen which of the two an operation goes along."""
+    batch = Batch([T] * V)
+    clipper = gg.PerSampleGradientClipper(made(), gg.FlatNormClipper(torch.inf), batch_first=False, mode="exact")
+    loss(clipper.module(batch.x.transpose(0, 1)), batch).backward()
+    clipper.clip_and_accumulate()
+    return clipper.per_sample_gradients()
+
+
+def test_classes_are_no_samples_because_there_are_as_many():
+    def loss(out, batch):
+        return F.cross_entropy(out.transpose(0, 1).flatten(0, 1), batch.tokens.flatten())
+
+    found = step_of_time_first(loss)
+    assert_exact(found, lambda out, batch: loss(out.transpose(0, 1), batch), Batch([T] * V))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_only_what_goes_along_the_samples_is_refused(dim):
+    def loss(out, batch):
+        return (out.log_softmax(dim) * batch.target.transpose(0, 1)).sum((0, 2)).mean()
+
+    if dim == 1:
+        with pytest.raises(UnsupportedGradientError, match="depend on several samples each"):
+            step_of_time_first(loss)
+    else:
+        found = step_of_time_first(loss)
+        assert_exact(found, lambda out, batch: (out.log_softmax(1) * batch.target).sum(), Batch([T] * V))

@@ -98,7 +98,8 @@ class CallTracker:
         rehearse: "Callable[[CallTracker, LastCall], None] | None" = None,
         loss_check: LossCheck | None = None,
     ) -> None:
-        self._loss_check = loss_check
+        # Not held: a module leads here, and the graph of a loss, which no garbage collector sees, to the module.
+        self._loss_check_of_clipper = (lambda: None) if loss_check is None else weakref.ref(loss_check)
         self._module, self.batch_first, self._names = module, batch_first, names
         self._reduction, self._rehearse = reduction, rehearse
         self._rehearsed: CallPattern | None = None
@@ -152,6 +153,11 @@ class CallTracker:
         self._capture.collector.closed = True
         if self.witness is not None:
             self.witness.forget()
+
+    @property
+    def _loss_check(self) -> LossCheck | None:
+        """What looks at the loss, as long as there is a clipper."""
+        return self._loss_check_of_clipper()
 
     @property
     def collector(self) -> GradientCollector:

@@ -5,6 +5,7 @@ r"""Clip each sample's gradient before they are summed, from one forward and one
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -185,7 +186,7 @@ class PerSampleGradientClipper:
             )
             attached.callback(self._tracker.remove)
             if check and not self._tracker.planner.sharded:
-                self._tracker.witness = Witness(self._second_opinion, check == "warn")
+                self._tracker.witness = Witness(weakref.WeakMethod(self._second_opinion), check == "warn")
             attached.callback(watch_steps_and_scalers(self))
             self._prepare()
             self._attached = attached.pop_all()

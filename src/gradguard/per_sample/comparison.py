@@ -1,11 +1,15 @@
 """How far a sample's gradient may be from another computation of it: parameter by parameter, each by its own bar."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradguard.tensors.layout import wide_dtype
+
+_PIECE = 1 << 20
+"""Elements of a difference that are held at a time."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ def judge(name: str, error: float, own: float, whole: float, precision: float) -
         How far off it is.
     """
     bars = _bars(precision)
+    error = math.inf if math.isnan(error) else error  # no comparison with NaN is true
     allowed = bars[0] * own + bars[1] * whole
     return Comparison(error / max(own, 1e-2 * whole, 1e-300), name, error / max(allowed, 1e-300))
 
@@ -60,3 +65,13 @@ def norm(values: Tensor) -> float:
     """Return the 2-norm of ``values``, summed widely."""
     dtype = None if values.is_complex() else wide_dtype(values.device)
     return float(torch.linalg.vector_norm(values, dtype=dtype))
+
+
+def distance(expected: Tensor, found: Tensor, factor: float = 1.0) -> float:
+    """Return the 2-norm of ``expected - factor * found``, two tensors of one shape, piece by piece.
+
+    A difference as large as the gradient of a large layer would be made in memory that is fresh from the system, which
+    takes longer than the arithmetic.
+    """
+    pieces = zip(expected.flatten().split(_PIECE), found.flatten().split(_PIECE), strict=True)
+    return math.hypot(*[norm(torch.sub(one, other, alpha=factor)) for one, other in pieces])

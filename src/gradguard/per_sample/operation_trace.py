@@ -51,6 +51,12 @@ _BY_VALUE = frozenset({"__bool__", "__int__", "__float__", "__index__", "__conta
 """Functions that read values for the program, or select by them: what they do to a sample may depend on others."""
 
 
+_MAKING = frozenset({"arange", "ones", "zeros", "full", "eye"})
+_KEEPING = frozenset({"getitem", "view", "reshape", "unsqueeze", "expand", "to", "diff", "cumsum", "cat", "all", "any",
+                      "add", "sub", "rsub", "eq", "ne", "lt", "le", "gt", "ge"})  # fmt: skip
+"""Functions that make a tensor of numbers alone, and those that make one of other tensors alone: of positions, say."""
+
+
 _COMPARE = frozenset({"gt", "lt", "ge", "le", "eq", "ne", "where"})
 """These too, where they get what has a gradient, and not a mask of the data."""
 
@@ -72,15 +78,22 @@ class OperationTrace(TorchFunctionMode):
         self._paused = True
         self._made: dict[Node, int] = {}
         self._of_all: dict[int, weakref.ref[Tensor]] = {}
+        self._without_data: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._is_without_data = False
 
     @never_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._paused and (name := getattr(func, "__name__", "")) not in _READS:
-            if name in _BY_VALUE or (name in _COMPARE and any(isinstance(a, Tensor) and a.requires_grad for a in args)):
-                self.by_value = True
+            self._is_without_data = True
             self._note(func, args, kwargs)
+            without_data = self._is_without_data
+            compares = name in _COMPARE and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+            if compares or (name in _BY_VALUE and not without_data):
+                self.by_value = True
             result = func(*args, **kwargs) if kwargs else func(*args)
             self.made(result)
+            if without_data and type(result) is Tensor and (name in _MAKING or name.strip("_") in _KEEPING):
+                self._without_data[id(result)] = weakref.ref(result), changes_of(result)
             if type(result) is Tensor and not self.by_value:
                 self._follow_numbers(args, result)
             return result
@@ -98,6 +111,13 @@ class OperationTrace(TorchFunctionMode):
         number = self._of_all.get(id(tensor))
         return number is not None and number() is tensor
 
+    def _has_data(self, value: Any) -> bool:
+        """Tell whether values of the batch, of parameters or of chance may be in a tensor."""
+        if not isinstance(value, Tensor):
+            return False
+        known = self._without_data.get(id(value))
+        return known is None or known[0]() is not value or known[1] != changes_of(value)
+
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         forms: list[Any] = [func, *map(self._form, args)]
         if kwargs:
@@ -107,6 +127,7 @@ class OperationTrace(TorchFunctionMode):
 
     def _form(self, value: Any) -> Any:
         kind = type(value)
+        self._is_without_data = self._is_without_data and not self._has_data(value)
         if kind is Tensor or kind is nn.Parameter:
             node = value.grad_fn
             if node is None:
@@ -155,6 +176,7 @@ class OperationTrace(TorchFunctionMode):
     def ends(self, outputs: Sequence[Tensor]) -> None:
         """Note what the outermost module returns."""
         self.events.append(("ends", *[self._form(tensor) for tensor in outputs]))
+        self._made.clear()  # nodes would keep the graph alive
 
     def resume(self) -> None:
         """Note what is called from now on."""

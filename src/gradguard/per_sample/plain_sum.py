@@ -64,10 +64,10 @@ def off_from_sum(contribution: Contribution, plain: Tensor | None, precision: fl
         size: Norm of what else the same call was given and gave.
     """
     own = magnitude(contribution)
-    total = contribution.weighted_sum(torch.ones(contribution.batch_size, device=own.device)).double()
-    expected = torch.zeros_like(total) if plain is None else _dense(plain).double().view(total.shape)
+    total = contribution.weighted_sum(torch.ones(contribution.batch_size, device=own.device))
+    off = total if plain is None else total - _dense(plain).view(total.shape)
     steps = 1.5 if precision > 1e-4 else 64.0
-    error = (total - expected).norm() / (steps * precision * (own + size) + 1e-300)
+    error = torch.linalg.vector_norm(off, dtype=wide_dtype(off.device)) / (steps * precision * (own + size) + 1e-300)
     return torch.where(error.isfinite(), error, 0.0)
 
 

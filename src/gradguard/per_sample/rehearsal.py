@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Skeleton, to_float64
 from gradguard.per_sample.call_tracker import CallTracker, LastCall
-from gradguard.per_sample.comparison import Comparison, judge, norm
+from gradguard.per_sample.comparison import Comparison, distance, judge, norm
 from gradguard.per_sample.contributions import Contribution, exact_products
 from gradguard.per_sample.dry_run import Slot, WithoutDropout
 from gradguard.per_sample.layers.call import BatchAxis
@@ -340,14 +340,15 @@ class _Pair:
         if all(grad is None for grad in loop.call.grads):
             return None
         if not both_orders:
-            return self._against(loop, found, loop.run(range(alone)), order)
-        own = [*loop.run(order)]
+            return self._against(loop, found, _measured(loop, range(alone)), order)
+        own = [*_measured(loop, order)]
         first = self._against(loop, found, own, order)
         if first.excess > 1:
             return first
         order.reverse()
         loop, found = self._run_together(self._random_grads, order, scaled)
-        return self._against(loop, found, loop.run(range(len(order))) if loop.drew else reversed(own), order)
+        again = _measured(loop, range(len(order))) if loop.drew else reversed(own)
+        return self._against(loop, found, again, order)
 
     def unowned(self) -> dict[int, str]:
         """Return what to say of gradients of outputs that no sample owns; numbers that are the reduction are owned."""
@@ -382,7 +383,7 @@ class _Pair:
 
         def compared(scaled: bool) -> Comparison:
             loop, found = self._run_together(one, order, scaled, number=True)
-            return self._against(loop, found, loop.run(order), order, shared=self._reduction == "token_mean")
+            return self._against(loop, found, _measured(loop, order), order, shared=self._reduction == "token_mean")
 
         try:
             if compared(True).excess <= 1:
@@ -462,7 +463,7 @@ class _Pair:
         self,
         loop: SampleLoop,
         found: Mapping[str, Contribution],
-        alone: Iterable[dict[str, Tensor]],
+        alone: Iterable[tuple[dict[str, Tensor], dict[str, float]]],
         order: Sequence[int],
         shared: bool = False,
     ) -> Comparison:
@@ -471,7 +472,7 @@ class _Pair:
         Args:
             loop: The samples that ran together.
             found: Their per-sample gradients.
-            alone: Those of the first few by themselves.
+            alone: Those of the first few by themselves, with their norms.
             order: Which of the samples they are.
             shared: Each sample has a share of its own in a number; the shares must add up to 1.
 
@@ -482,8 +483,7 @@ class _Pair:
             UnsupportedGradientError: If the gradient of a sample is not finite.
         """
         worst, shares = Comparison(0.0, "", 0.0), 0.0
-        for place, expected in enumerate(alone):
-            own = {name: norm(gradient) for name, gradient in expected.items()}
+        for place, (expected, own) in enumerate(alone):
             whole = math.hypot(*own.values())
             if not math.isfinite(whole):
                 raise UnsupportedGradientError(
@@ -491,11 +491,12 @@ class _Pair:
                     f"are: nothing shows whether samples are separate. {_NOT_FINITE}"
                 )
             scale = loop.call.scales[place]
-            together = {name: rows.rows(place, place + 1)[0] * scale for name, rows in found.items()}
-            share = _share(together, expected) if shared else 1.0
+            rows = {name: contribution.rows(place, place + 1)[0] for name, contribution in found.items()}
+            share = _share(rows, expected) * scale if shared else 1.0
             shares += share
             for name, gradient in expected.items():
-                error = norm(share * gradient - together.get(name, 0.0))
+                gradient = gradient * share if shared else gradient
+                error = distance(gradient, rows.pop(name), scale) if name in rows else share * own[name]
                 found_here = judge(name, error, own[name], whole, self.precision)
                 worst = max(worst, found_here, key=lambda c: c.excess)
         if shared and abs(shares - 1) > 1e-3:
@@ -510,6 +511,12 @@ def _placed(grad: Tensor, axis: BatchAxis, order: Sequence[int], scales: Sequenc
         part = rows_of(grad, axis, size, i)
         rows_of(placed, axis, size, place).copy_(part * scales[place] if scales else part)
     return placed
+
+
+def _measured(loop: SampleLoop, samples: Sequence[int]) -> Iterator[tuple[dict[str, Tensor], dict[str, float]]]:
+    """Yield the gradients of some samples, each by itself, with their norms."""
+    for gradients in loop.run(samples):
+        yield gradients, {name: norm(gradient) for name, gradient in gradients.items()}
 
 
 def _share(together: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> float:

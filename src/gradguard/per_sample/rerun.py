@@ -157,11 +157,11 @@ class _Content:
         self._container = container
         self._base: Any = next(base for base in _BASES if isinstance(container, base))
         self._before = self._now()
-        self.held = self._before[1::2] if issubclass(self._base, dict) else self._before
+        self.held = self._before[len(self._before) // 2 :] if issubclass(self._base, dict) else self._before
 
     def _now(self) -> list[Any]:
-        if issubclass(self._base, dict):  # a key, its value, the next key, ...
-            return [one for pair in self._base.items(self._container) for one in pair]
+        if issubclass(self._base, dict):  # the keys, and then the values
+            return [*self._base.keys(self._container), *self._base.values(self._container)]
         return list(self._base.__iter__(self._container))
 
     def put_back(self) -> None:
@@ -172,7 +172,7 @@ class _Content:
         base, container = self._base, self._container
         base.clear(container)
         if issubclass(base, dict):
-            for key, value in zip(before[::2], before[1::2], strict=True):
+            for key, value in zip(before, self.held, strict=False):
                 base.__setitem__(container, key, value)
         elif base is set:
             base.update(container, before)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.capture import reaches_inside, taps_are_silent
-from gradguard.per_sample.comparison import Comparison, judge, norm
+from gradguard.per_sample.comparison import Comparison, distance, judge, norm
 from gradguard.per_sample.contributions import Contribution, wide
 from gradguard.per_sample.mini_batch import GradientCollector, MiniBatch
 from gradguard.per_sample.rerun import UntoldDrawsError
@@ -46,8 +46,8 @@ MANY, SOME = 16, 4
 _ROUNDING = 256.0
 """Differences above this multiple of the usual rounding are not looked at again."""
 
-SecondOpinion = Callable[[LoopedCall, int], Comparison | None]
-"""Compares one sample with all others beside it, in float64; None where that cannot be."""
+SecondOpinion = Callable[[], Callable[[LoopedCall, int], Comparison | None] | None]
+"""Gives what compares one sample with all others beside it, in float64; None once its owner is dropped."""
 
 
 class Witness:
@@ -186,7 +186,8 @@ class Witness:
         coarse = max(call.precision for call in calls) > 1e-4
         if not coarse and self._compare([*calls, *loops], sample, found, trained, _ROUNDING) is not None:
             return words
-        opinions = [self._second_opinion(call, sample) for call in calls]
+        opinion = self._second_opinion()
+        opinions = [None if opinion is None else opinion(call, sample) for call in calls]
         return None if all(one is not None and one.excess <= 1 for one in opinions) else words
 
     def _compare(
@@ -217,7 +218,7 @@ class Witness:
         for name in trained:
             if name in found:
                 row = found[name].rows(sample, sample + 1)[0]
-                error = norm(wide(expected[name]) - row) if name in expected else norm(row)
+                error = distance(wide(expected[name]), row) if name in expected else norm(row)
             else:
                 error = own.get(name, 0.0)
             one = judge(name, error, own.get(name, 0.0), whole, precision)

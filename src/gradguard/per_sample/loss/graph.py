@@ -9,6 +9,7 @@ import hashlib
 import math
 import re
 import threading
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -110,8 +111,17 @@ class BackwardRoots:
 
     def start(self) -> None:
         """Begin; again while it runs does nothing."""
-        if self._end is None:
-            self._thread, self._end = threading.get_ident(), call_before_backwards(self._begins)
+        if self._end is not None:
+            return
+        found = weakref.ref(self, lambda _: end())  # a clipper that is dropped between forward and backward is freed
+
+        def begins(backward: Backward) -> None:
+            own = found()
+            if own is not None:
+                own._begins(backward)
+
+        end = self._end = call_before_backwards(begins)
+        self._thread = threading.get_ident()
 
     def stop(self) -> None:
         """End; again does nothing."""

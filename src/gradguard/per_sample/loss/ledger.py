@@ -19,6 +19,7 @@ then the numbers must stay what they are, too.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,36 +57,31 @@ class RowWeights:
     by_shape: bool | None
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     """The values that have stayed the same; None for those that have not."""
 
-    row: Values | None
-    total: Values | None
-    numbers: Values | None
-    average: Values | None
-
-    @property
-    def anything(self) -> bool:
-        return any(values is not None for values in (self.row, self.total, self.numbers, self.average))
+    row: Values | None = None
+    total: Values | None = None
+    numbers: Values | None = None
+    average: Values | None = None
 
     def narrowed(self, other: "_Kept", close: float) -> "_Kept":
+        differs = self.changed(other, close)
         row, total, numbers, average = (
-            mine if mine is not None and theirs is not None and _same(mine, theirs, close) else None
-            for mine, theirs in zip(self._weighed, other._weighed, strict=True)
+            None if theirs is None or one else mine for mine, theirs, one in zip(self, other, differs, strict=True)
         )
-        if row is None and self.row is not None and other.row is not None:
-            numbers = None  # a tensor that has one value for all rows is a number
-        if total is None and self.total is not None and other.total is not None:
-            average = None
-        return _Kept(row, total, numbers, average)
+        # A tensor that has one value for all rows is a number.
+        return _Kept(row, total, None if differs[0] else numbers, None if differs[1] else average)
 
-    @property
-    def _weighed(self) -> tuple[Values | None, ...]:
-        return self.row, self.total, self.numbers, self.average
+    def changed(self, other: "_Kept", close: float) -> list[bool]:
+        """Tell of each value whether both have it, and it is another."""
+        return [
+            mine is not None and theirs is not None and not _same(mine, theirs, close)
+            for mine, theirs in zip(self, other, strict=True)
+        ]
 
 
-_NOTHING = _Kept(None, None, None, None)
+_NOTHING = _Kept()
 
 
 @dataclass(frozen=True)
@@ -137,16 +133,14 @@ def written(rows: Sequence[RowWeights], factors: Tensor, returned: float, is_sum
     entries: dict[tuple[str, ...], Entry] = {}
     for kind in {each.kind: None for each in rows}:
         of_kind = [each for each in rows if each.kind == kind]
-        if all(
-            each.by_shape and not each.size for each in of_kind
-        ):  # cut to the length of a longest sample that has no rows
+        if all(each.by_shape and not each.size for each in of_kind):  # cut to a longest sample that has no rows
             entries[kind] = Entry(_NOTHING, {returned: (0.0,)}, owned=False, read=False)
         mine = [each for each in of_kind if bool((each.counts > 0).any())]
         if not mine:
             continue
-        kept = _kept(mine, scale)
-        counted = torch.stack([each.counts for each in mine]).sum(0)
-        counted = counted[counted > 0]
+        counts = torch.stack([each.counts for each in mine]).sum(0)
+        kept = _kept(mine, scale, counts)
+        counted = counts[counts > 0]
         unequal = bool((counted != counted[0]).any())
         by_shape = not unequal and _by_shape(mine)
         shapes = {returned: (*(kept.numbers or ()), float(counted[0]))} if by_shape else {}
@@ -161,8 +155,8 @@ def _by_shape(rows: Sequence[RowWeights]) -> bool:
     return all(each.by_shape or (each.by_shape is None and counted % size == 0) for each in rows)
 
 
-def _kept(rows: Sequence[RowWeights], scale: Tensor) -> _Kept:
-    has = torch.stack([each.counts for each in rows]).sum(0) > 0
+def _kept(rows: Sequence[RowWeights], scale: Tensor, counts: Tensor) -> _Kept:
+    has = counts > 0
     total = (torch.stack([each.each for each in rows]).sum(0) * scale)[has]
     numbers = [value for each in rows for value in (each.number * scale)[each.counts > 0].tolist()]
     averages = torch.stack([each.number * each.counts for each in rows]).sum(0) * scale
@@ -241,7 +235,7 @@ class Ledger:
         kept = old.kept.narrowed(new.kept, close)
         if _NOTHING in (old.kept, new.kept):
             kept = new.kept if old.kept == _NOTHING else old.kept
-        elif not kept.anything:
+        elif kept == _NOTHING:
             return _changed(old.kept, new.kept)
         for returned, shape in new.shapes.items():
             before = [one for other, one in old.shapes.items() if self.strict or other == returned]
@@ -251,14 +245,8 @@ class Ledger:
 
 
 def _changed(old: _Kept, new: _Kept) -> str:
-    was, now = next(
-        (
-            (one, other)
-            for one, other in zip(old._weighed, new._weighed, strict=True)
-            if one is not None and other is not None and not _same(one, other, _CLOSE)
-        ),
-        ((), ()),
-    )
+    differs = old.changed(new, _CLOSE)
+    was, now = next(((a, b) for a, b, one in zip(old, new, differs, strict=True) if one and a and b), ((), ()))
     words = f", from {_shown(was)} to {_shown(now)} in the scale of its own loss" if was else ""
     return (
         f"what a sample's rows weigh has changed since an earlier batch{words}. Is a number in the loss, a tensor of "

@@ -184,7 +184,8 @@ class Rows:
         for samples in [*candidates, *(self._flattened() if candidates else [])]:
             found = self._apart(samples)
             if all(one is None for one in found):  # within the module, which was looked at by itself
-                return Owner(self.name, samples, len(candidates) == 1 and self._in_order())
+                only = self._outputs.batch_size == 1 or (len(candidates) == 1 and self._in_order())
+                return Owner(self.name, samples, only)
             if False not in found:
                 if len(self.shape) == 1 or samples.numel() > self._outputs.batch_size:  # a list of rows, not [B, T]
                     self._refuse_others(samples)
@@ -240,7 +241,8 @@ class Rows:
         edges = [(path.node, path.number), *[edge for node in self._behind for edge in parents(node)]]
         ends = [end for end in edges if end in outputs.values or end[0].name() in TAPS]
         in_front = all(shape_of(*end)[:1] == (outputs.batch_size,) for end in ends if shape_of(*end))
-        still = all(operation(node) in _IN_ORDER or _turns_rows_only(node) for node in self._behind)
+        chosen = _selections(path.node, self.shape, self._depends)  # whose rows are known
+        still = all(operation(n) in _IN_ORDER or n in chosen or _turns_rows_only(n) for n in self._behind)
         return outputs.batch_first and in_front and still
 
     def _measured(self, node: Node, number: int) -> Tensor:
@@ -269,12 +271,23 @@ class Rows:
             return
         for node in self._behind:
             reduces = node is self.path.node and self.name in _WITH_REDUCTION
-            if not reduces and _mixes(node, self._outputs, self._depends):
+            if not reduces and _mixes(node, self._outputs, self._depends) and not self._keeps_apart(node):
                 raise Coupled(
                     f"{node.name()} mixes samples, and what comes of it is no sum of parts that are one sample's own: "
                     "what a sample adds to the gradient depends on the others. Leave that term out, or compute it for "
                     "each sample and average"
                 )
+
+    def _keeps_apart(self, node: Node) -> bool:
+        """Tell whether derivatives show that what an operation puts together is one sample's, whatever sizes say."""
+        if operation(node) not in _OVER_DIMS:
+            return False
+        try:
+            samples = self._outputs.samples_of(*parents(node)[0])
+        except Unreadable:
+            return False
+        dims = _dims(node) or [*range(samples.dim())]
+        return torch.equal(samples.amin(dims), samples.amax(dims))
 
     @property
     def _nodes(self) -> list[Node]:
@@ -557,16 +570,19 @@ _IN_ORDER = (
     | _WITH_REDUCTION
     | operations(
         "View UnsafeView ReshapeAlias Squeeze Unsqueeze Slice LogSoftmax Softmax Pow Exp Log Abs Relu Gelu Silu "
-        "Sigmoid Tanh Softplus Square Sqrt Sum Mean Logsumexp Max Amax Gather Mm Addmm Bmm"
+        "Sigmoid Tanh Softplus LogSigmoid Square Sqrt Rsqrt Reciprocal Log1P Expm1 Clamp ClampMin ClampMax Maximum "
+        "Minimum Xlogy Norm LinalgVectorNorm Cumsum Sum Mean Var Std Logsumexp Max Amax Gather Mm Addmm Bmm"
     )
 )
 """Operations that leave the samples in their order, where the values of each lie side by side."""
 
 
 def _turns_rows_only(node: Node) -> bool:
-    """Whether an operation exchanges dimensions, but not the first."""
+    """Whether an operation exchanges or takes away dimensions, but not the first."""
     if operation(node) == "Permute":
         return saved(node, "dims")[0] == 0
+    if operation(node) == "Select":
+        return signed(saved(node, "dim")) % len(_before(node)) != 0
     if operation(node) != "Transpose":
         return False
     dims = len(_metadata(node).shape)

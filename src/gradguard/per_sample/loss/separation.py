@@ -109,14 +109,12 @@ class Outputs:
         if all(gradient is None for gradient in once):
             return None
         self.conclusive = self.conclusive and self._tells(once, samples)
-        repeats = self._pull(node, number, cotangent)
         for digit in range(self._digits):
             multiplied = self._pull(node, number, cotangent * _power(samples, digit).to(value.dtype))
-            for first, again, second, axis in zip(once, repeats, multiplied, self._axes, strict=True):
-                if first is None:
-                    continue
-                if again is None or second is None or not self._is_multiple(first, again, second, axis, digit):
-                    return False
+            if self._are_multiples(once, once, multiplied, digit):
+                continue
+            if not self._are_multiples(once, self._pull(node, number, cotangent), multiplied, digit):
+                return False
         return True
 
     def samples_of(self, node: Node, number: int) -> Tensor:
@@ -218,10 +216,26 @@ class Outputs:
                 reached |= samples_first(gradient, axis, self.batch_size).reshape(self.batch_size, -1).any(1)
         return int(reached.sum()) >= min(2, len(samples.unique()))
 
+    def _are_multiples(
+        self,
+        once: Sequence[Tensor | None],
+        again: Sequence[Tensor | None],
+        multiplied: Sequence[Tensor | None],
+        digit: int,
+    ) -> bool:
+        """Tell whether samples' parts are multiples; what ``again`` has otherwise than ``once`` is rounding."""
+        return all(
+            first is None
+            or (repeat is not None and second is not None and self._is_multiple(first, repeat, second, axis, digit))
+            for first, repeat, second, axis in zip(once, again, multiplied, self._axes, strict=True)
+        )
+
     def _is_multiple(self, first: Tensor, again: Tensor, second: Tensor, axis: BatchAxis, digit: int) -> bool:
-        """Whether each sample's part of ``second`` is that of ``first``, times its power of two."""
-        exact = torch.equal(_finite(first), _finite(again))
-        first, second = (_finite(samples_first(g, axis, self.batch_size)) for g in (first, second))
+        exact = first is again or torch.equal(_finite(first), _finite(again))
+        first, second = (samples_first(g, axis, self.batch_size) for g in (first, second))
+        if torch.equal(second, first * self._powers(digit, first)):
+            return True
+        first, second = _finite(first), _finite(second)
         expected = first * self._powers(digit, first)
         limits = torch.finfo(first.dtype)
         bar = _BASE * 2.0**_BASE * limits.smallest_normal * limits.eps  # products below the normal numbers are rounded
