@@ -8,26 +8,17 @@ call changes is put back before the next.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradguard.check.admission import WIDE, refuse_empty, refuse_unfit, refuse_unless
 from gradguard.check.state import State
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.torch_private import gradients_of, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
-
-WIDE = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.float64: torch.float64,
-    torch.complex32: torch.complex128,
-    torch.complex64: torch.complex128,
-    torch.complex128: torch.complex128,
-}
 
 
 @dataclass(frozen=True)
@@ -71,6 +62,7 @@ class Function:
         kwargs: Mapping[str, Any],
         wide: bool,
         names: list[str] | None = None,
+        chosen: list[str] | None = None,
     ) -> None:
         self.fn, self.wide = fn, wide
         self.forwards = self.backwards = 0
@@ -82,18 +74,20 @@ class Function:
         parameters = {} if module is None else dict(module.named_parameters())
         own = parameters if module is None else {**parameters, **dict(module.named_buffers())}
         names = names or _argument_names(fn if module is None else module.forward, args, flat)
-        for name, value in zip([*names, *own], [*given, *own.values()], strict=True):
-            _check_layout(name, value)
+        refuse_empty(dict(zip([*names, *own], [*given, *own.values()], strict=True)))
         names = [*names, *(f"parameter {n}" if n in names else n for n in own)]
         self._count, self._own_names = len(given), list(own)
         self._values = [self._converted(value) for value in (*given, *own.values())]
-        self._known = dict(zip(names, self._values, strict=True))
         candidates = [i for i, v in enumerate(given) if is_differentiable(v)]
-        chosen = [i for i in candidates if given[i].requires_grad] or candidates
-        chosen += [i for i, p in enumerate(parameters.values(), len(given)) if p.requires_grad]
-        self.inputs = [Input(names[i], _dense(self._values[i]), i, i < len(given)) for i in chosen]
-        for one in self.inputs:
-            _check_input(one)
+        checked = [i for i in candidates if given[i].requires_grad] or candidates
+        checked += [i for i, p in enumerate(parameters.values(), len(given)) if p.requires_grad]
+        if chosen is not None:
+            _refuse_others(chosen, [names[i] for i in checked], dict(zip(names, self._values, strict=True)))
+            checked = [i for i in checked if names[i] in chosen]
+        for i in checked:
+            refuse_unfit(f"input {names[i]!r}", self._values[i], names[i])
+            refuse_unless(~self._values[i].isnan(), f"input {names[i]!r}", self._values[i], "expected numbers")
+        self.inputs = [Input(names[i], _dense(self._values[i]), i, i < len(given)) for i in checked]
         are_leaves = all(one is value for one, value in zip(args, given, strict=False))
         self._takes_leaves_alone = module is None and not kwargs and are_leaves and len(args) == len(given)
         self._kept = range(len(given), len(given) + len(parameters))
@@ -106,28 +100,6 @@ class Function:
         """The outputs at the point, once they are known to be the same at each call."""
         self.taken: tuple[Tensor, Tensor] | None = None
         """A cotangent, and its gradient at the point."""
-
-    def choose(self, names: Iterable[str]) -> None:
-        """Check the gradients for these inputs only.
-
-        Raises:
-            InvalidValueError: If there is no such input.
-            InvalidTypeError: If it holds no real or complex numbers.
-        """
-        chosen, known = list(names), [one.name for one in self.inputs]
-        if not chosen:
-            raise InvalidValueError(f"inputs_to_check is empty: expected some of {known}, or None for all of them.")
-        for name in chosen:
-            value = self._known.get(name)
-            if isinstance(value, Tensor) and not is_differentiable(value):
-                raise InvalidTypeError(
-                    f"input {name!r} is {value.dtype}, which has no gradient: expected a floating or complex tensor; "
-                    f"call {name}.double() first, or leave it out."
-                )
-            if name not in known:
-                raise InvalidValueError(f"inputs_to_check has {name!r}, which is not among the inputs: {known}.")
-        self.inputs = [one for one in self.inputs if one.name in chosen]
-        self._learn_inputs()
 
     def _learn_inputs(self) -> None:
         self.sizes = [one.size for one in self.inputs]
@@ -292,9 +264,11 @@ class Function:
 
     def learn_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Remember what the outputs look like."""
+        names = [f"output {i}" if len(outputs) > 1 else "the output" for i in range(len(outputs))]
+        for name, output in zip(names, outputs, strict=True):
+            refuse_unfit(f"{name} of {name_of(self.fn)}", output, "output")
         self.outputs = [
-            Layout(f"output {i}" if len(outputs) > 1 else "the output", o.shape, o.dtype, o.device, o.requires_grad)
-            for i, o in enumerate(outputs)
+            Layout(name, o.shape, o.dtype, o.device, o.requires_grad) for name, o in zip(names, outputs, strict=True)
         ]
         self.output_sizes = [o.shape.numel() * (2 if o.dtype.is_complex else 1) for o in self.outputs]
         self.size = sum(self.output_sizes)
@@ -410,19 +384,21 @@ def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequenc
     return names
 
 
-def _check_layout(name: str, value: Any) -> None:
-    if isinstance(value, Tensor) and value.is_meta:
-        raise InvalidTypeError(f"input {name!r} is on the meta device, which holds no numbers: expected some to check.")
-    if isinstance(value, Tensor) and value.layout is not torch.strided:
-        raise InvalidTypeError(f"input {name!r} is {value.layout}: expected a dense tensor, such as {name}.to_dense().")
+def _refuse_others(chosen: list[str], inputs: list[str], known: Mapping[str, Any]) -> None:
+    """Refuse names of what is no input to check.
 
-
-def _check_input(one: Input) -> None:
-    value = one.value
-    if value.dtype not in WIDE:
-        raise InvalidTypeError(
-            f"input {one.name!r} is {value.dtype}: expected one of float16, bfloat16, 32, 64, complex."
-        )
-    if bool(value.isnan().any()):
-        bad = value.isnan().nonzero()[0].tolist()
-        raise InvalidValueError(f"input {one.name!r} is {value[tuple(bad)]} at index {bad}: expected numbers.")
+    Raises:
+        InvalidValueError: If there is no such input, or no name at all.
+        InvalidTypeError: If it holds no real or complex numbers.
+    """
+    if not chosen:
+        raise InvalidValueError(f"inputs_to_check is empty: expected some of {inputs}, or None for all of them.")
+    for name in chosen:
+        value = known.get(name)
+        if isinstance(value, Tensor) and not is_differentiable(value):
+            raise InvalidTypeError(
+                f"input {name!r} is {value.dtype}, which has no gradient: expected a floating or complex tensor; "
+                f"call {name}.double() first, or leave it out."
+            )
+        if name not in inputs:
+            raise InvalidValueError(f"inputs_to_check has {name!r}, which is not among the inputs: {inputs}.")

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradguard.check.admission import WIDE, refuse_unless
 from gradguard.check.branches import Branches
-from gradguard.check.contract import Contract
+from gradguard.check.contract import Contract, nodes_of
 from gradguard.check.custom_operators import registration_of
 from gradguard.check.devices import device_called, full_float32, is_here, moved
 from gradguard.check.differences import Differences
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.forward_mode import ForwardMode, check_forward_mode
-from gradguard.check.function import WIDE, Function, name_of
+from gradguard.check.function import Function, name_of
 from gradguard.check.guess import with_guesses
 from gradguard.check.precision import Conditioning, compare_backends
 from gradguard.check.report import Finding, GradientReport, Power, Verdict
@@ -259,9 +260,7 @@ class _Check:
 
     def _function(self, fn: Any, wide: bool, device: torch.device | None = None) -> Function:
         args, kwargs = (self.args, self.kwargs) if device is None else moved((self.args, self.kwargs), device)
-        function = Function(fn, args, kwargs, wide)
-        if self.chosen is not None:
-            function.choose(self.chosen)
+        function = Function(fn, args, kwargs, wide, chosen=self.chosen)
         if not function.inputs:
             raise InvalidTypeError(
                 "there is nothing to check: expected a floating or complex tensor among the inputs, such as x.double() "
@@ -307,11 +306,7 @@ class _Check:
                 f"operations; is there a detach(), a torch.no_grad() or a .data in it?"
             )
         for layout, output in zip(function.outputs, outputs, strict=True):
-            if bool(output.isnan().any()):
-                bad = output.isnan().nonzero()[0].tolist()
-                raise InvalidValueError(
-                    f"{layout.name} of {name_of(function.fn)} is NaN at index {bad}: choose another point."
-                )
+            refuse_unless(~output.isnan(), f"{layout.name} of {name_of(function.fn)}", output, "choose another point")
 
     def _is_the_same(self, exact: Function, low: Function, name: str = "it") -> bool:
         """Return whether two functions agree at the point as far as the lower precision goes, or refuse.
@@ -353,6 +348,11 @@ class _Check:
         try:
             contract.probe()
         except Exception as error:
+            if "use_reentrant" in str(error):  # torch's checkpoint, whose backward fills .grad and returns nothing
+                raise InvalidValueError(
+                    f"{name_of(function.fn)} has a reentrant checkpoint, which torch.autograd.grad cannot go through: "
+                    f"expected torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+                ) from error
             self.findings.append(Finding("error", f"the backward raises {type(error).__name__}: {error}"))
             return False
         function.taken = cotangent, contract.first
@@ -433,6 +433,8 @@ class _Check:
         self.functions.append(second)
         try:
             self._learn(second)
+            if any(node.name() == "torch::autograd::Error" for node in nodes_of(second.record(second.leaves()))):
+                raise InvalidValueError("it is marked once_differentiable, or what it calls is.")
             self._search(second, exhaustive, "second order")
         except (InvalidValueError, RuntimeError) as error:
             self.findings.append(Finding("error", f"the backward cannot be differentiated: {error}"))
