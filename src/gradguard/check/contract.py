@@ -124,7 +124,10 @@ class Contract:
         self._hidden_float32()
 
     def _record(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return new leaves, and the outputs with their graph."""
+        """Return leaves, and the outputs with their graph: those of the first call if nobody has used them."""
+        recorded, self.function.recorded = self.function.recorded, None
+        if recorded is not None:
+            return recorded
         leaves = self.function.leaves()
         return leaves, self.function.record(leaves)
 

@@ -87,13 +87,16 @@ class Function:
         for i in checked:
             refuse_unfit(f"input {names[i]!r}", self._values[i], names[i])
             refuse_unless(~self._values[i].isnan(), f"input {names[i]!r}", self._values[i], "expected numbers")
-        self.inputs = [Input(names[i], _dense(self._values[i]), i, i < len(given)) for i in checked]
+        values = [_dense(self._values[i]) for i in checked]
+        self.inputs = [Input(names[i], v, i, i < len(given)) for i, v in zip(checked, values, strict=True)]
         are_leaves = all(one is value for one, value in zip(args, given, strict=False))
         self._takes_leaves_alone = module is None and not kwargs and are_leaves and len(args) == len(given)
         self._kept = range(len(given), len(given) + len(parameters))
         """The positions of parameters, which no call changes."""
         self._learn_inputs()
         self.outputs: list[Layout] = []
+        self.recorded: tuple[list[Tensor], list[Tensor]] | None = None
+        """Leaves and outputs of the first call, with its graph."""
         self.learnt: Tensor | None = None
         """The outputs at the point, as the first call gave them."""
         self.base: Tensor | None = None
@@ -121,6 +124,7 @@ class Function:
             self._point = self.join([one.value for one in self.inputs])
             parts = zip(self.inputs, self._point.split_with_sizes(self.sizes), strict=True)
             self.inputs = [replace(one, value=part.view(one.value.shape)) for one, part in parts]
+            self._shapes = [one.value.shape for one in self.inputs]
 
     @property
     def point(self) -> Tensor:
@@ -141,8 +145,10 @@ class Function:
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the inputs that ``vector`` stands for, rounded to their dtype, with their strides."""
-        tensors = []
         parts = (vector,) if len(self.sizes) == 1 else vector.split_with_sizes(self.sizes)
+        if self._point is not None:
+            return [part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        tensors = []
         for part, one in zip(parts, self.inputs, strict=True):
             value = one.value
             if value.is_complex():
@@ -248,13 +254,17 @@ class Function:
         self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor | None], keep: bool
     ) -> Sequence[Tensor | None]:
         """Return the gradients of Σ cotangent · output as the backward returns them, None where there is none."""
-        pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad and c is not None]
         self.backwards += 1
-        if not pairs:
-            return [None] * len(self.inputs)
-        needed = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(gradients_of([o for o, _ in pairs], needed, [c for _, c in pairs], keep))
-        return [next(found) if leaf.requires_grad else None for leaf in leaves]
+        used, given, needed = [], [], [leaf for leaf in leaves if leaf.requires_grad]
+        for output, cotangent in zip(outputs, cotangents, strict=True):
+            if output.requires_grad and cotangent is not None:
+                used.append(output)
+                given.append(cotangent)
+        found = gradients_of(used, needed, given, keep) if used else [None] * len(needed)
+        if len(needed) == len(leaves):
+            return found
+        each = iter(found)
+        return [next(each) if leaf.requires_grad else None for leaf in leaves]
 
     def gradient(self, vector: Tensor | None, cotangent: Tensor) -> Tensor:
         """Return the gradient of cotangent · outputs at ``vector``, from one forward and one backward."""

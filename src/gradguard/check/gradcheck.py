@@ -198,6 +198,7 @@ class _Check:
         low = self._function(self.fn, wide=False)
         is_low = any(one.value.dtype is not WIDE[one.value.dtype] for one in low.inputs)
         exact = self._exact(low, reference, is_low)
+        low.recorded = low.recorded if exact in (None, low) else None
         if exact is None:  # a half-precision kernel alone: differences of its outputs say nothing
             self._contract(low)
             dtype = str(low.inputs[0].value.dtype).removeprefix("torch.")
@@ -293,7 +294,8 @@ class _Check:
 
     def _learn(self, function: Function) -> None:
         """Call the function once, and refuse what cannot be checked."""
-        outputs = function.record(function.leaves())
+        leaves = function.leaves()
+        outputs = function.record(leaves)
         if not outputs:
             raise InvalidTypeError(
                 f"{name_of(function.fn)} returned no floating or complex tensor: expected a tensor, or tensors in a "
@@ -307,6 +309,7 @@ class _Check:
             )
         for layout, output in zip(function.outputs, outputs, strict=True):
             refuse_unless(~output.isnan(), f"{layout.name} of {name_of(function.fn)}", output, "choose another point")
+        function.recorded = leaves, outputs
 
     def _is_the_same(self, exact: Function, low: Function, name: str = "it") -> bool:
         """Return whether two functions agree at the point as far as the lower precision goes, or refuse.
@@ -365,6 +368,7 @@ class _Check:
         base, again = function.learnt, function.values(function.point)
         if base is None or not _are_equal(base, again):
             function.state.keep_random()
+            function.recorded = None
             base, again = function.values(function.point), function.values(function.point)
             size = function.rounding_of(base).nan_to_num()
             if bool(((again - base).abs().nan_to_num() > 2e3 * size + 1e-300).any()):
@@ -421,6 +425,7 @@ class _Check:
                 continue
             functions[name] = self._function(fn, wide=False, device=device)
             self._learn(functions[name])
+            functions[name].recorded = None
             self._is_the_same(exact, functions[name], f"backends[{name!r}]")
             self._contract(functions[name], f"{name}: ")
         self.findings += compare_backends(exact, functions, self.generator, self.rtol)
@@ -433,7 +438,8 @@ class _Check:
         self.functions.append(second)
         try:
             self._learn(second)
-            if any(node.name() == "torch::autograd::Error" for node in nodes_of(second.record(second.leaves()))):
+            recorded, second.recorded = second.recorded, None
+            if any(node.name() == "torch::autograd::Error" for node in nodes_of(recorded[1] if recorded else ())):
                 raise InvalidValueError("it is marked once_differentiable, or what it calls is.")
             self._search(second, exhaustive, "second order")
         except (InvalidValueError, RuntimeError) as error:
