@@ -20,6 +20,9 @@ from gradguard.check.state import State
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.torch_private import gradients_of, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
+_LEAVES = {Tensor, nn.Parameter, int, float, bool, complex, str, type(None)}
+"""Types of arguments that hold no others; of these alone a call is quick."""
+
 
 @dataclass(frozen=True)
 class Input:
@@ -69,8 +72,9 @@ class Function:
         self.state = State(fn, args, kwargs)
         self.clones_inputs = self.keeps_inputs = False
         self.module = module = fn if isinstance(fn, nn.Module) else None
-        flat, self._structure = tree_flatten_with_path((args, dict(kwargs)))
-        given = [value for _, value in flat]
+        are_leaves = not kwargs and {*map(type, args)} <= _LEAVES
+        flat, self._structure = (None, None) if are_leaves else tree_flatten_with_path((args, dict(kwargs)))
+        given = args if flat is None else [value for _, value in flat]
         parameters = {} if module is None else dict(module.named_parameters())
         own = parameters if module is None else {**parameters, **dict(module.named_buffers())}
         names = names or _argument_names(fn if module is None else module.forward, args, flat)
@@ -89,8 +93,7 @@ class Function:
             refuse_unless(~self._values[i].isnan(), f"input {names[i]!r}", self._values[i], "expected numbers")
         values = [_dense(self._values[i]) for i in checked]
         self.inputs = [Input(names[i], v, i, i < len(given)) for i, v in zip(checked, values, strict=True)]
-        are_leaves = all(one is value for one, value in zip(args, given, strict=False))
-        self._takes_leaves_alone = module is None and not kwargs and are_leaves and len(args) == len(given)
+        self._takes_leaves_alone = module is None and flat is None
         self._kept = range(len(given), len(given) + len(parameters))
         """The positions of parameters, which no call changes."""
         self._learn_inputs()
@@ -137,17 +140,19 @@ class Function:
         for tensor, size in zip(tensors, self.sizes, strict=True):
             if tensor is None:
                 parts.append(torch.zeros(size, dtype=torch.float64, device="cpu"))
-            elif tensor.dtype is torch.float64 and not (tensor.requires_grad or tensor.is_sparse):
-                parts.append(tensor.reshape(-1).cpu())
             else:
-                parts.append(_flat(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()))
+                kept = tensor.detach() if tensor.requires_grad else tensor
+                parts.append(_flat(kept.to_dense() if kept.is_sparse else kept))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the inputs that ``vector`` stands for, rounded to their dtype, with their strides."""
         parts = (vector,) if len(self.sizes) == 1 else vector.split_with_sizes(self.sizes)
         if self._point is not None:
-            return [part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+            return [
+                part if len(shape) == 1 else part.reshape(shape)
+                for part, shape in zip(parts, self._shapes, strict=True)
+            ]
         tensors = []
         for part, one in zip(parts, self.inputs, strict=True):
             value = one.value
@@ -213,7 +218,9 @@ class Function:
             values[i] = values[i].clone()
         for one, tensor in zip(self.inputs, tensors, strict=True):
             values[one.position] = tensor
-        args, kwargs = tree_unflatten(values[: self._count], self._structure)
+        args, kwargs = tuple(values[: self._count]), {}
+        if self._structure is not None:
+            args, kwargs = tree_unflatten(args, self._structure)
         if self.module is None:
             return _outputs_of(self.fn(*args, **kwargs))
         own = dict(zip(self._own_names, values[self._count :], strict=True))
@@ -344,9 +351,11 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    if tensor.dtype is torch.float64:
-        return tensor.reshape(-1).cpu()
-    return _real(tensor).reshape(-1).to("cpu", torch.float64)
+    """Return a tensor as one float64 vector on the CPU; operations that would change nothing cost time as well."""
+    if tensor.dtype is not torch.float64:
+        return _real(tensor).reshape(-1).to("cpu", torch.float64)
+    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
+    return flat if flat.is_cpu else flat.cpu()
 
 
 def _dense(value: Tensor) -> Tensor:
@@ -375,8 +384,8 @@ def _outputs_of(result: Any) -> list[Tensor]:
     return found
 
 
-def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequence[tuple[Any, Any]]) -> list[str]:
-    """Return a name for each leaf of the arguments, as the callable's signature has them."""
+def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequence[tuple[Any, Any]] | None) -> list[str]:
+    """Return a name for each leaf of the arguments, or for each argument, as the callable's signature has them."""
     positional = [f"input {i}" if len(args) > 1 else "input" for i in range(len(args))]
     try:
         given = [p for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY]
@@ -387,6 +396,8 @@ def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequenc
             positional[i:] = [f"{parameter.name}[{j}]" for j in range(len(args) - i)]
             break
         positional[i] = parameter.name
+    if flat is None:
+        return positional
     names = []
     for path, _ in flat:
         within = keystr(path[2:])

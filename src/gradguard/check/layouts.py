@@ -27,7 +27,8 @@ class Layout:
 def layouts_of(tensors: Sequence[Tensor]) -> list[Layout]:
     """Return the layouts in which at least one of ``tensors`` lies elsewhere."""
     found = [FLAGGED] if any(map(_has_flag, tensors)) else [STRIDED] if any(one.numel() > 1 for one in tensors) else []
-    return [*found, WITHIN, *(one for one in _ORDERS if any(one.moves(tensor) for tensor in tensors))]
+    with_order = [one for one in tensors if one.dim() > 1]
+    return [*found, WITHIN, *(order for order in _ORDERS if any(map(order.moves, with_order)))]
 
 
 def _strided(tensor: Tensor) -> Tensor:
