@@ -15,7 +15,7 @@ from gradguard.check.admission import WIDE, refuse_unless
 from gradguard.check.branches import Branches
 from gradguard.check.contract import Contract, nodes_of
 from gradguard.check.custom_operators import registration_of
-from gradguard.check.devices import device_called, full_float32, is_here, moved
+from gradguard.check.devices import device_called, is_here, moved
 from gradguard.check.differences import Differences
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.forward_mode import ForwardMode, check_forward_mode
@@ -28,6 +28,7 @@ from gradguard.check.second_order import GradientOf
 from gradguard.check.sizes import with_other_sizes
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.generators import generator_states, restore_generators
+from gradguard.tensors.precision import full_float32
 
 _UNLIKE_THE_CALLERS = 7_919_190_301
 """Added to the seed: a cotangent drawn like the caller's inputs would be the same numbers, a special case."""
