@@ -416,7 +416,7 @@ def gradients_of(
 
     That function imports the compiler's symbolic shapes, half a second, to compare the shapes of ``grad_outputs``.
     """
-    is_usual = all(type(one) is Tensor for one in (*outputs, *inputs))
+    is_usual = {*map(type, outputs), *map(type, inputs)} == {Tensor}
     for one, v in zip(outputs, grad_outputs, strict=True):
         is_usual = is_usual and one.shape == v.shape and one.dtype == v.dtype
     if not is_usual:

@@ -211,17 +211,17 @@ BAD_CALLS = {
     "sparse": (
         {"input_values": {"x": torch.eye(2).to_sparse(), "y": 2.0}},
         InvalidTypeError,
-        r"torch.sparse_coo: expected a dense tensor, x.to_dense\(\)",
+        r"torch.sparse_coo: expected a dense tensor, such as x.to_dense\(\)",
     ),
     "NaN in the input": (
         {"input_values": {"x": np.array([[1.0, np.nan]]), "y": 2.0}},
         InvalidValueError,
-        r"input 'x' is nan at index \(0, 1\)",
+        r"input 'x' is nan at index \[0, 1\]",
     ),
     "infinite at the point": (
         {"op": torch.log, "input_values": {"x": np.array([1.0, 0.0])}},
         InvalidValueError,
-        r"output 'out' of log is -inf at index \(1,\)",
+        r"output 'out' of log is -inf at index \[1\]",
     ),
     "no dict": ({"input_values": X}, InvalidTypeError, "input_values is ndarray: expected a dict"),
     "no function": ({"op": 3}, InvalidTypeError, "the operator is int: expected a function or a module"),

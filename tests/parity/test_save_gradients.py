@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, ParityError, UnsupportedGradientError
+from gradguard.parity import replay
 from gradguard.parity.compare import compare
 from gradguard.parity.replay import _flipped, _shift, epsilon_of
 from gradguard.testing import assert_parity
@@ -293,6 +294,22 @@ def test_autocast_is_seen():
 )
 def test_the_coarsest_dtype_is_what_counts(dtypes, epsilon):
     assert epsilon_of({*dtypes, torch.int64}, torch.device("cpu")) == epsilon
+
+
+@pytest.mark.parametrize(
+    ("net", "kinds"),
+    [
+        (nn.Linear(2, 2), {"product"}),
+        (nn.Conv1d(2, 2, 1), {"product", "convolution"}),
+        (nn.Sequential(nn.LSTMCell(2, 2), nn.Linear(2, 2)), {"product", "recurrent"}),
+    ],
+    ids=["Linear", "Conv1d", "LSTMCell"],
+)
+def test_tf32_counts_for_what_the_model_computes(net, kinds, monkeypatch):
+    asked = set()
+    monkeypatch.setattr(replay, "is_tf32_allowed", lambda device, *found: asked.update(found))
+    save(net, lambda: sum(p.sum() for p in net.parameters()).backward())
+    assert asked == kinds
 
 
 # Bugs of real engines, in a few lines each: found, and named.

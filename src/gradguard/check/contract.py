@@ -8,7 +8,7 @@ other run owes, and several properties can be probed by one run: only a run that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -124,7 +124,10 @@ class Contract:
         self._hidden_float32()
 
     def _record(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return new leaves, and the outputs with their graph."""
+        """Return leaves, and the outputs with their graph: those of the first call if nobody has used them."""
+        recorded, self.function.recorded = self.function.recorded, None
+        if recorded is not None:
+            return recorded
         leaves = self.function.leaves()
         return leaves, self.function.record(leaves)
 
@@ -274,15 +277,22 @@ class Contract:
         try:
             placed = [v * factor if layout is None else layout.place(v * factor) for v in self.shaped]
             gradient = self._backward(outputs, leaves, placed)
-        except Exception:
-            if not alone:
+        except Exception as error:
+            if alone:  # it refuses what they have not alone
+                return all([self._try(*one, leaves, outputs) for one in alone])
+            if layout is None:
                 raise
-            return all([self._try(*one, leaves, outputs) for one in alone])  # it refuses what they have not alone
+            return self._refused(words[0], error)
         kind, guess = ("linearity", "") if layout is None else ("layout", _STRIDED)
         found = self._difference(kind, ", and ".join(words), gradient, self.first * factor, factor, guess)
         if found is not None and all([self._try(*one, leaves, outputs) for one in alone]):
             self.findings.append(found)
         return found is None
+
+    def _refused(self, words: str, error: Exception) -> bool:
+        """Note that the backward raises for such a grad_output; tell whether that is no fault of ``fn``."""
+        said = f"{words}: the backward raises {type(error).__name__}: {error}"
+        return self._note_or_find(Finding("layout", said), is_rare=True)
 
     def _stride_0(self, leaves: list[Tensor], outputs: list[Tensor]) -> None:
         """Give a grad_output of stride 0, in all dimensions or along one, as sums make it.
@@ -294,12 +304,20 @@ class Contract:
         for dim in range(max((v.dim() for v in shaped if v.dim() > 1), default=0)):
             rows = [v.narrow(dim, 0, 1).expand(v.shape) if dim < v.dim() and v.numel() else v for v in shaped]
             others[f"a grad_output of stride 0 along dimension {dim}, as sum({dim}) makes"] = rows
-        found = {message: self._backward(outputs, leaves, other) for message, other in others.items()}
-        total = self._backward(outputs, leaves, [torch.stack(one).sum(0) for one in zip(*others.values(), strict=True)])
+        found: dict[str, Tensor] = {}
+        for message, other in others.items():
+            try:
+                found[message] = self._backward(outputs, leaves, other)
+            except Exception as error:
+                self._refused(message, error)
+        parts = [others[message] for message in found]
+        if not found:
+            return
+        total = self._backward(outputs, leaves, [torch.stack(one).sum(0) for one in zip(*parts, strict=True)])
         if self._difference("layout", _ONES, sum(found.values(), torch.zeros((), device="cpu")), total) is None:
             return
-        for message, other in others.items():
-            dense = [v.clone(memory_format=torch.contiguous_format) for v in other]
+        for message in found:
+            dense = [v.clone(memory_format=torch.contiguous_format) for v in others[message]]
             expected = self._backward(outputs, leaves, dense)
             if not self._compare("layout", message, found[message], expected, guess=_STRIDED):
                 return
@@ -445,13 +463,12 @@ class Contract:
         self._note_or_find(wrong, is_rare=True)
         return False
 
-    def _note_or_find(self, wrong: Finding, *, is_rare: bool) -> None:
-        """Note what PyTorch's own operators do wrong with inputs that are rarely laid out so: no fault of ``fn``."""
+    def _note_or_find(self, wrong: Finding, *, is_rare: bool) -> bool:
+        """Note what PyTorch's own operators do wrong with numbers that are rarely laid out so: no fault of ``fn``."""
+        is_torchs = is_rare and not _has_own_code(self._record()[1])
         message = f"PyTorch's own operators are wrong here: {wrong.message}"
-        if is_rare and not _has_own_code(self._record()[1]):
-            self.notes.append(replace(wrong, message=message))
-        else:
-            self.findings.append(wrong)
+        (self.notes if is_torchs else self.findings).append(replace(wrong, message=message) if is_torchs else wrong)
+        return is_torchs
 
     def _of_shared(self, shared: _Shared, *, is_copied: bool, moved: float = 0.0) -> tuple[Tensor, Tensor]:
         """Return outputs and gradient; copies may be ``moved``, relative to their size or its mean if that is more."""
@@ -614,18 +631,24 @@ def _power(factor: float) -> str:
     return f"2^{round(math.log2(factor))}" if factor > 0 else f"{factor:g}"
 
 
-def _has_own_code(outputs: Sequence[Tensor]) -> bool:
-    """Tell whether a node of the graph was written by somebody else than PyTorch."""
-    seen: set[Any] = set()
-    waiting = [o.grad_fn for o in outputs]
+def nodes_of(outputs: Sequence[Tensor]) -> Iterator[Any]:
+    """Yield each node of the graph of ``outputs`` once."""
+    waiting: list[Any] = [o.grad_fn for o in outputs]
+    seen: set[Any] = {None}
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in seen:
+        if node not in seen:
             seen.add(node)
-            if isinstance(node, torch.autograd.function.BackwardCFunction) or "CppNode" in node.name():
-                return True
+            yield node
             waiting += [other for other, _ in node.next_functions]
-    return False
+
+
+def _has_own_code(outputs: Sequence[Tensor]) -> bool:
+    """Tell whether a node of the graph was written by somebody else than PyTorch."""
+    return any(
+        isinstance(node, torch.autograd.function.BackwardCFunction) or "CppNode" in node.name()
+        for node in nodes_of(outputs)
+    )
 
 
 def _shorter(value: Tensor, length: int, dim: int | None) -> Tensor:

@@ -8,26 +8,20 @@ call changes is put back before the next.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradguard.check.admission import WIDE, refuse_empty, refuse_unfit, refuse_unless
 from gradguard.check.state import State
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.torch_private import gradients_of, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-WIDE = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.float64: torch.float64,
-    torch.complex32: torch.complex128,
-    torch.complex64: torch.complex128,
-    torch.complex128: torch.complex128,
-}
+_LEAVES = {Tensor, nn.Parameter, int, float, bool, complex, str, type(None)}
+"""Types of arguments that hold no others; of these alone a call is quick."""
 
 
 @dataclass(frozen=True)
@@ -71,63 +65,47 @@ class Function:
         kwargs: Mapping[str, Any],
         wide: bool,
         names: list[str] | None = None,
+        chosen: list[str] | None = None,
     ) -> None:
         self.fn, self.wide = fn, wide
         self.forwards = self.backwards = 0
         self.state = State(fn, args, kwargs)
         self.clones_inputs = self.keeps_inputs = False
         self.module = module = fn if isinstance(fn, nn.Module) else None
-        flat, self._structure = tree_flatten_with_path((args, dict(kwargs)))
-        given = [value for _, value in flat]
+        are_leaves = not kwargs and {*map(type, args)} <= _LEAVES
+        flat, self._structure = (None, None) if are_leaves else tree_flatten_with_path((args, dict(kwargs)))
+        given = args if flat is None else [value for _, value in flat]
         parameters = {} if module is None else dict(module.named_parameters())
         own = parameters if module is None else {**parameters, **dict(module.named_buffers())}
         names = names or _argument_names(fn if module is None else module.forward, args, flat)
-        for name, value in zip([*names, *own], [*given, *own.values()], strict=True):
-            _check_layout(name, value)
+        refuse_empty(dict(zip([*names, *own], [*given, *own.values()], strict=True)))
         names = [*names, *(f"parameter {n}" if n in names else n for n in own)]
         self._count, self._own_names = len(given), list(own)
         self._values = [self._converted(value) for value in (*given, *own.values())]
-        self._known = dict(zip(names, self._values, strict=True))
         candidates = [i for i, v in enumerate(given) if is_differentiable(v)]
-        chosen = [i for i in candidates if given[i].requires_grad] or candidates
-        chosen += [i for i, p in enumerate(parameters.values(), len(given)) if p.requires_grad]
-        self.inputs = [Input(names[i], _dense(self._values[i]), i, i < len(given)) for i in chosen]
-        for one in self.inputs:
-            _check_input(one)
-        are_leaves = all(one is value for one, value in zip(args, given, strict=False))
-        self._takes_leaves_alone = module is None and not kwargs and are_leaves and len(args) == len(given)
+        checked = [i for i in candidates if given[i].requires_grad] or candidates
+        checked += [i for i, p in enumerate(parameters.values(), len(given)) if p.requires_grad]
+        if chosen is not None:
+            _refuse_others(chosen, [names[i] for i in checked], dict(zip(names, self._values, strict=True)))
+            checked = [i for i in checked if names[i] in chosen]
+        for i in checked:
+            refuse_unfit(f"input {names[i]!r}", self._values[i], names[i])
+            refuse_unless(~self._values[i].isnan(), f"input {names[i]!r}", self._values[i], "expected numbers")
+        values = [_dense(self._values[i]) for i in checked]
+        self.inputs = [Input(names[i], v, i, i < len(given)) for i, v in zip(checked, values, strict=True)]
+        self._takes_leaves_alone = module is None and flat is None
         self._kept = range(len(given), len(given) + len(parameters))
         """The positions of parameters, which no call changes."""
         self._learn_inputs()
         self.outputs: list[Layout] = []
+        self.recorded: tuple[list[Tensor], list[Tensor]] | None = None
+        """Leaves and outputs of the first call, with its graph."""
         self.learnt: Tensor | None = None
         """The outputs at the point, as the first call gave them."""
         self.base: Tensor | None = None
         """The outputs at the point, once they are known to be the same at each call."""
         self.taken: tuple[Tensor, Tensor] | None = None
         """A cotangent, and its gradient at the point."""
-
-    def choose(self, names: Iterable[str]) -> None:
-        """Check the gradients for these inputs only.
-
-        Raises:
-            InvalidValueError: If there is no such input.
-            InvalidTypeError: If it holds no real or complex numbers.
-        """
-        chosen, known = list(names), [one.name for one in self.inputs]
-        if not chosen:
-            raise InvalidValueError(f"inputs_to_check is empty: expected some of {known}, or None for all of them.")
-        for name in chosen:
-            value = self._known.get(name)
-            if isinstance(value, Tensor) and not is_differentiable(value):
-                raise InvalidTypeError(
-                    f"input {name!r} is {value.dtype}, which has no gradient: expected a floating or complex tensor; "
-                    f"call {name}.double() first, or leave it out."
-                )
-            if name not in known:
-                raise InvalidValueError(f"inputs_to_check has {name!r}, which is not among the inputs: {known}.")
-        self.inputs = [one for one in self.inputs if one.name in chosen]
-        self._learn_inputs()
 
     def _learn_inputs(self) -> None:
         self.sizes = [one.size for one in self.inputs]
@@ -149,6 +127,7 @@ class Function:
             self._point = self.join([one.value for one in self.inputs])
             parts = zip(self.inputs, self._point.split_with_sizes(self.sizes), strict=True)
             self.inputs = [replace(one, value=part.view(one.value.shape)) for one, part in parts]
+            self._shapes = [one.value.shape for one in self.inputs]
 
     @property
     def point(self) -> Tensor:
@@ -161,16 +140,20 @@ class Function:
         for tensor, size in zip(tensors, self.sizes, strict=True):
             if tensor is None:
                 parts.append(torch.zeros(size, dtype=torch.float64, device="cpu"))
-            elif tensor.dtype is torch.float64 and not (tensor.requires_grad or tensor.is_sparse):
-                parts.append(tensor.reshape(-1).cpu())
             else:
-                parts.append(_flat(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()))
+                kept = tensor.detach() if tensor.requires_grad else tensor
+                parts.append(_flat(kept.to_dense() if kept.is_sparse else kept))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the inputs that ``vector`` stands for, rounded to their dtype, with their strides."""
-        tensors = []
         parts = (vector,) if len(self.sizes) == 1 else vector.split_with_sizes(self.sizes)
+        if self._point is not None:
+            return [
+                part if len(shape) == 1 else part.reshape(shape)
+                for part, shape in zip(parts, self._shapes, strict=True)
+            ]
+        tensors = []
         for part, one in zip(parts, self.inputs, strict=True):
             value = one.value
             if value.is_complex():
@@ -235,7 +218,9 @@ class Function:
             values[i] = values[i].clone()
         for one, tensor in zip(self.inputs, tensors, strict=True):
             values[one.position] = tensor
-        args, kwargs = tree_unflatten(values[: self._count], self._structure)
+        args, kwargs = tuple(values[: self._count]), {}
+        if self._structure is not None:
+            args, kwargs = tree_unflatten(args, self._structure)
         if self.module is None:
             return _outputs_of(self.fn(*args, **kwargs))
         own = dict(zip(self._own_names, values[self._count :], strict=True))
@@ -276,13 +261,17 @@ class Function:
         self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor | None], keep: bool
     ) -> Sequence[Tensor | None]:
         """Return the gradients of Σ cotangent · output as the backward returns them, None where there is none."""
-        pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad and c is not None]
         self.backwards += 1
-        if not pairs:
-            return [None] * len(self.inputs)
-        needed = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(gradients_of([o for o, _ in pairs], needed, [c for _, c in pairs], keep))
-        return [next(found) if leaf.requires_grad else None for leaf in leaves]
+        used, given, needed = [], [], [leaf for leaf in leaves if leaf.requires_grad]
+        for output, cotangent in zip(outputs, cotangents, strict=True):
+            if output.requires_grad and cotangent is not None:
+                used.append(output)
+                given.append(cotangent)
+        found = gradients_of(used, needed, given, keep) if used else [None] * len(needed)
+        if len(needed) == len(leaves):
+            return found
+        each = iter(found)
+        return [next(each) if leaf.requires_grad else None for leaf in leaves]
 
     def gradient(self, vector: Tensor | None, cotangent: Tensor) -> Tensor:
         """Return the gradient of cotangent · outputs at ``vector``, from one forward and one backward."""
@@ -292,9 +281,11 @@ class Function:
 
     def learn_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Remember what the outputs look like."""
+        names = [f"output {i}" if len(outputs) > 1 else "the output" for i in range(len(outputs))]
+        for name, output in zip(names, outputs, strict=True):
+            refuse_unfit(f"{name} of {name_of(self.fn)}", output, "output")
         self.outputs = [
-            Layout(f"output {i}" if len(outputs) > 1 else "the output", o.shape, o.dtype, o.device, o.requires_grad)
-            for i, o in enumerate(outputs)
+            Layout(name, o.shape, o.dtype, o.device, o.requires_grad) for name, o in zip(names, outputs, strict=True)
         ]
         self.output_sizes = [o.shape.numel() * (2 if o.dtype.is_complex else 1) for o in self.outputs]
         self.size = sum(self.output_sizes)
@@ -360,9 +351,11 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    if tensor.dtype is torch.float64:
-        return tensor.reshape(-1).cpu()
-    return _real(tensor).reshape(-1).to("cpu", torch.float64)
+    """Return a tensor as one float64 vector on the CPU; operations that would change nothing cost time as well."""
+    if tensor.dtype is not torch.float64:
+        return _real(tensor).reshape(-1).to("cpu", torch.float64)
+    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
+    return flat if flat.is_cpu else flat.cpu()
 
 
 def _dense(value: Tensor) -> Tensor:
@@ -391,8 +384,8 @@ def _outputs_of(result: Any) -> list[Tensor]:
     return found
 
 
-def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequence[tuple[Any, Any]]) -> list[str]:
-    """Return a name for each leaf of the arguments, as the callable's signature has them."""
+def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequence[tuple[Any, Any]] | None) -> list[str]:
+    """Return a name for each leaf of the arguments, or for each argument, as the callable's signature has them."""
     positional = [f"input {i}" if len(args) > 1 else "input" for i in range(len(args))]
     try:
         given = [p for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY]
@@ -403,6 +396,8 @@ def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequenc
             positional[i:] = [f"{parameter.name}[{j}]" for j in range(len(args) - i)]
             break
         positional[i] = parameter.name
+    if flat is None:
+        return positional
     names = []
     for path, _ in flat:
         within = keystr(path[2:])
@@ -410,19 +405,21 @@ def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequenc
     return names
 
 
-def _check_layout(name: str, value: Any) -> None:
-    if isinstance(value, Tensor) and value.is_meta:
-        raise InvalidTypeError(f"input {name!r} is on the meta device, which holds no numbers: expected some to check.")
-    if isinstance(value, Tensor) and value.layout is not torch.strided:
-        raise InvalidTypeError(f"input {name!r} is {value.layout}: expected a dense tensor, such as {name}.to_dense().")
+def _refuse_others(chosen: list[str], inputs: list[str], known: Mapping[str, Any]) -> None:
+    """Refuse names of what is no input to check.
 
-
-def _check_input(one: Input) -> None:
-    value = one.value
-    if value.dtype not in WIDE:
-        raise InvalidTypeError(
-            f"input {one.name!r} is {value.dtype}: expected one of float16, bfloat16, 32, 64, complex."
-        )
-    if bool(value.isnan().any()):
-        bad = value.isnan().nonzero()[0].tolist()
-        raise InvalidValueError(f"input {one.name!r} is {value[tuple(bad)]} at index {bad}: expected numbers.")
+    Raises:
+        InvalidValueError: If there is no such input, or no name at all.
+        InvalidTypeError: If it holds no real or complex numbers.
+    """
+    if not chosen:
+        raise InvalidValueError(f"inputs_to_check is empty: expected some of {inputs}, or None for all of them.")
+    for name in chosen:
+        value = known.get(name)
+        if isinstance(value, Tensor) and not is_differentiable(value):
+            raise InvalidTypeError(
+                f"input {name!r} is {value.dtype}, which has no gradient: expected a floating or complex tensor; "
+                f"call {name}.double() first, or leave it out."
+            )
+        if name not in inputs:
+            raise InvalidValueError(f"inputs_to_check has {name!r}, which is not among the inputs: {inputs}.")

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradguard.check.admission import WIDE, refuse_unless
 from gradguard.check.branches import Branches
-from gradguard.check.contract import Contract
+from gradguard.check.contract import Contract, nodes_of
 from gradguard.check.custom_operators import registration_of
-from gradguard.check.devices import device_called, full_float32, is_here, moved
+from gradguard.check.devices import device_called, is_here, moved
 from gradguard.check.differences import Differences
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.forward_mode import ForwardMode, check_forward_mode
-from gradguard.check.function import WIDE, Function, name_of
+from gradguard.check.function import Function, name_of
 from gradguard.check.guess import with_guesses
 from gradguard.check.precision import Conditioning, compare_backends
 from gradguard.check.report import Finding, GradientReport, Power, Verdict
@@ -27,6 +28,7 @@ from gradguard.check.second_order import GradientOf
 from gradguard.check.sizes import with_other_sizes
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.generators import generator_states, restore_generators
+from gradguard.tensors.precision import full_float32
 
 _UNLIKE_THE_CALLERS = 7_919_190_301
 """Added to the seed: a cotangent drawn like the caller's inputs would be the same numbers, a special case."""
@@ -197,6 +199,7 @@ class _Check:
         low = self._function(self.fn, wide=False)
         is_low = any(one.value.dtype is not WIDE[one.value.dtype] for one in low.inputs)
         exact = self._exact(low, reference, is_low)
+        low.recorded = low.recorded if exact in (None, low) else None
         if exact is None:  # a half-precision kernel alone: differences of its outputs say nothing
             self._contract(low)
             dtype = str(low.inputs[0].value.dtype).removeprefix("torch.")
@@ -259,9 +262,7 @@ class _Check:
 
     def _function(self, fn: Any, wide: bool, device: torch.device | None = None) -> Function:
         args, kwargs = (self.args, self.kwargs) if device is None else moved((self.args, self.kwargs), device)
-        function = Function(fn, args, kwargs, wide)
-        if self.chosen is not None:
-            function.choose(self.chosen)
+        function = Function(fn, args, kwargs, wide, chosen=self.chosen)
         if not function.inputs:
             raise InvalidTypeError(
                 "there is nothing to check: expected a floating or complex tensor among the inputs, such as x.double() "
@@ -294,7 +295,8 @@ class _Check:
 
     def _learn(self, function: Function) -> None:
         """Call the function once, and refuse what cannot be checked."""
-        outputs = function.record(function.leaves())
+        leaves = function.leaves()
+        outputs = function.record(leaves)
         if not outputs:
             raise InvalidTypeError(
                 f"{name_of(function.fn)} returned no floating or complex tensor: expected a tensor, or tensors in a "
@@ -307,11 +309,8 @@ class _Check:
                 f"operations; is there a detach(), a torch.no_grad() or a .data in it?"
             )
         for layout, output in zip(function.outputs, outputs, strict=True):
-            if bool(output.isnan().any()):
-                bad = output.isnan().nonzero()[0].tolist()
-                raise InvalidValueError(
-                    f"{layout.name} of {name_of(function.fn)} is NaN at index {bad}: choose another point."
-                )
+            refuse_unless(~output.isnan(), f"{layout.name} of {name_of(function.fn)}", output, "choose another point")
+        function.recorded = leaves, outputs
 
     def _is_the_same(self, exact: Function, low: Function, name: str = "it") -> bool:
         """Return whether two functions agree at the point as far as the lower precision goes, or refuse.
@@ -353,6 +352,11 @@ class _Check:
         try:
             contract.probe()
         except Exception as error:
+            if "use_reentrant" in str(error):  # torch's checkpoint, whose backward fills .grad and returns nothing
+                raise InvalidValueError(
+                    f"{name_of(function.fn)} has a reentrant checkpoint, which torch.autograd.grad cannot go through: "
+                    f"expected torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+                ) from error
             self.findings.append(Finding("error", f"the backward raises {type(error).__name__}: {error}"))
             return False
         function.taken = cotangent, contract.first
@@ -365,6 +369,7 @@ class _Check:
         base, again = function.learnt, function.values(function.point)
         if base is None or not _are_equal(base, again):
             function.state.keep_random()
+            function.recorded = None
             base, again = function.values(function.point), function.values(function.point)
             size = function.rounding_of(base).nan_to_num()
             if bool(((again - base).abs().nan_to_num() > 2e3 * size + 1e-300).any()):
@@ -421,6 +426,7 @@ class _Check:
                 continue
             functions[name] = self._function(fn, wide=False, device=device)
             self._learn(functions[name])
+            functions[name].recorded = None
             self._is_the_same(exact, functions[name], f"backends[{name!r}]")
             self._contract(functions[name], f"{name}: ")
         self.findings += compare_backends(exact, functions, self.generator, self.rtol)
@@ -433,6 +439,9 @@ class _Check:
         self.functions.append(second)
         try:
             self._learn(second)
+            recorded, second.recorded = second.recorded, None
+            if any(node.name() == "torch::autograd::Error" for node in nodes_of(recorded[1] if recorded else ())):
+                raise InvalidValueError("it is marked once_differentiable, or what it calls is.")
             self._search(second, exhaustive, "second order")
         except (InvalidValueError, RuntimeError) as error:
             self.findings.append(Finding("error", f"the backward cannot be differentiated: {error}"))

@@ -26,11 +26,9 @@ class Layout:
 
 def layouts_of(tensors: Sequence[Tensor]) -> list[Layout]:
     """Return the layouts in which at least one of ``tensors`` lies elsewhere."""
-    most = max((one.dim() for one in tensors), default=0)
-    swaps = [pair for least, pair in ((2, (0, -1)), (3, (-2, -1)), (3, (0, 1))) if most >= least]
-    found = [FLAGGED if any(map(_has_flag, tensors)) else STRIDED, WITHIN]
-    found += [_swapped(*pair) for pair in swaps]
-    return found + ([CHANNELS_LAST] if any(one.dim() in (4, 5) for one in tensors) else [])
+    found = [FLAGGED] if any(map(_has_flag, tensors)) else [STRIDED] if any(one.numel() > 1 for one in tensors) else []
+    with_order = [one for one in tensors if one.dim() > 1]
+    return [*found, WITHIN, *(order for order in _ORDERS if any(map(order.moves, with_order)))]
 
 
 def _strided(tensor: Tensor) -> Tensor:
@@ -61,24 +59,46 @@ def _flagged(tensor: Tensor) -> Tensor:
     return torch.complex(torch.full_like(tensor, torch.nan), -tensor).conj().imag
 
 
-def _swapped(first: int, second: int) -> Layout:
+@dataclass(frozen=True)
+class _Order(Layout):
+    """A layout that has the dimensions in another order, the outermost first."""
+
+    order: Callable[[int], list[int] | None] = lambda _: None
+    """From the number of dimensions to that order, None if there is none for so many."""
+
+    def moves(self, tensor: Tensor) -> bool:
+        """Tell whether an element lies elsewhere: dimensions of one length have no place in the order."""
+        order = [dim for dim in self.order(tensor.dim()) or () if tensor.shape[dim] > 1]
+        return order != sorted(order)
+
+
+def _ordered(words: str, order: Callable[[int], list[int] | None]) -> _Order:
     def place(tensor: Tensor) -> Tensor:
-        if tensor.dim() < 2:
+        found = order(tensor.dim())
+        if found is None:
             return tensor
-        pair = (first, second) if tensor.dim() > 2 else (0, 1)
-        return tensor.transpose(*pair).contiguous().transpose(*pair)
+        return tensor.permute(found).contiguous().permute([found.index(dim) for dim in range(tensor.dim())])
 
-    if (first, second) == (0, -1):
-        return Layout("transposed {}", place)
-    return Layout(f"{{}} with the {'last' if first else 'first'} two dimensions swapped in memory", place)
+    return _Order(words, place, order=order)
 
 
-def _channels_last(tensor: Tensor) -> Tensor:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return tensor.contiguous(memory_format=formats.get(tensor.dim(), torch.contiguous_format))
+def _swapped(first: int, second: int, least: int) -> Callable[[int], list[int] | None]:
+    def order(count: int) -> list[int] | None:
+        found = list(range(count))
+        if count < least:
+            return None
+        found[first], found[second] = found[second], found[first]
+        return found
+
+    return order
 
 
 STRIDED = Layout("{} at every second element of a larger buffer", _strided)
 WITHIN = Layout("{} that begins within a buffer", _within)
-CHANNELS_LAST = Layout("channels_last {}", _channels_last)
 FLAGGED = Layout("{} with the negative or the conjugate bit", _flagged, (STRIDED, WITHIN))
+_ORDERS = (
+    _ordered("transposed {}", _swapped(0, -1, 2)),
+    _ordered("{} with the last two dimensions swapped in memory", _swapped(-2, -1, 3)),
+    _ordered("{} with the first two dimensions swapped in memory", _swapped(0, 1, 3)),
+    _ordered("channels_last {}", lambda count: [0, *range(2, count), 1] if count in (4, 5) else None),
+)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradguard.check.admission import refuse_empty, refuse_unfit, refuse_unless
 from gradguard.check.function import is_differentiable, name_of
 from gradguard.check.state import State
 from gradguard.errors import InvalidTypeError, InvalidValueError
@@ -78,7 +79,7 @@ class NamedCall:
         """Return a contiguous copy of an input that is to be checked.
 
         Raises:
-            InvalidTypeError: If it holds no real or complex numbers, or is sparse.
+            InvalidTypeError: If it holds no real or complex numbers, or is no dense tensor.
             InvalidValueError: If an element is NaN or infinite.
         """
         value = self.values[name]
@@ -92,11 +93,8 @@ class NamedCall:
                 f"input {name!r} is {kind}, which has no gradient: expected floating or complex numbers; convert it "
                 f"first, as {name}.astype('float64') does, or leave it out."
             )
-        if value.layout is not torch.strided:
-            raise InvalidTypeError(f"input {name!r} is {value.layout}: expected a dense tensor, {name}.to_dense().")
-        if not bool(value.isfinite().all()):
-            bad = tuple((~value.isfinite()).nonzero()[0].tolist())
-            raise InvalidValueError(f"input {name!r} is {value[bad].item()} at index {bad}: expected finite numbers.")
+        refuse_unfit(f"input {name!r}", value, name)
+        refuse_unless(value.isfinite(), f"input {name!r}", value, "expected finite numbers")
         return value.resolve_conj().clone(memory_format=torch.contiguous_format)
 
     def __call__(self, replaced: Mapping[str, Tensor]) -> Tensor:
@@ -206,6 +204,7 @@ def select_output(result: Any, output_name: str | int, op_name: str) -> Tensor:
             f"output {output_name!r} of {op_name} is {kind}, which has no gradient: expected a floating or complex "
             f"tensor."
         )
+    refuse_unfit(f"output {output_name!r} of {op_name}", chosen, "output")
     return chosen
 
 
@@ -236,6 +235,7 @@ def _tensor_values(argument: str, values: Mapping[str, Any], aliases: Mapping[st
             f"{argument} is {type(values).__name__}: expected a dict from the name of each input to its array, as in "
             f"{{'x': array}}."
         )
+    refuse_empty(values)
     found: dict[str, Any] = {}
     for name, value in values.items():
         tensor, kept = _tensor(name, value), aliases.get(name, name)
@@ -282,7 +282,11 @@ def _own_tensors(op: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the parameters and the buffers of a module by name, detached."""
     if not isinstance(op, nn.Module):
         return {}, {}
-    return {n: p.detach() for n, p in op.named_parameters()}, {n: b.detach() for n, b in op.named_buffers()}
+    own = dict(op.named_parameters()), dict(op.named_buffers())
+    for some in own:
+        refuse_empty(some)
+    parameters, buffers = ({name: one.detach() for name, one in some.items()} for some in own)
+    return parameters, buffers
 
 
 def _argument_names(op: Any) -> set[str]:

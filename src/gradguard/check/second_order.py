@@ -24,7 +24,8 @@ class GradientOf:
             grads = torch.autograd.grad(
                 [o for o, _ in pairs], leaves, [v for _, v in pairs], create_graph=True, allow_unused=True
             )
-        return [leaf * 0.0 if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True)]
+        dense = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
+        return [leaf * 0.0 if grad is None else grad for grad, leaf in zip(dense, leaves, strict=True)]
 
     @property
     def names(self) -> list[str]:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number
-from gradguard.check.devices import full_float32
-from gradguard.check.function import WIDE, index_of, is_differentiable, name_of
+from gradguard.check.admission import WIDE, refuse_unless
+from gradguard.check.function import index_of, is_differentiable, name_of
 from gradguard.check.named_call import NamedCall
 from gradguard.errors import GradientCheckError, InvalidValueError
+from gradguard.tensors.precision import full_float32
 
 if TYPE_CHECKING:
     import numpy as np
@@ -205,12 +206,8 @@ def _output_at(call: NamedCall, name: str, value: Tensor, moving: Tensor, i: int
 
 def _check_point(call: NamedCall, name: str, value: Tensor) -> None:
     output = call({name: value})
-    if not bool(output.isfinite().all()):
-        index = tuple((~output.isfinite()).nonzero()[0].tolist())
-        raise InvalidValueError(
-            f"output {call.output_name!r} of {name_of(call.op)} is {output[index].item()} at index {index}: expected "
-            f"finite numbers; choose another point."
-        )
+    what = f"output {call.output_name!r} of {name_of(call.op)}"
+    refuse_unless(output.isfinite(), what, output, "expected finite numbers; choose another point")
 
 
 def _widened_numerical(call: NamedCall, names: list[str]) -> dict[str, Tensor]:

@@ -13,7 +13,11 @@ from gradguard.state.generators import States, generator_states, restore_generat
 from gradguard.torch_private import buffer_slots
 
 _DEEPEST = 4
-_WITHOUT_MODULES = (Tensor, str, bytes, int, float, type(None), type(random), torch.dtype, torch.device)
+_WITHOUT_MODULES = frozenset({
+    Tensor, str, bytes, bool, int, float, complex, type(None), type(random), type(len), torch.dtype, torch.device,
+    torch.Size, nn.Parameter,
+})  # fmt: skip
+"""Types of objects that refer to no module."""
 
 
 class State:
@@ -67,7 +71,7 @@ def _collect(value: Any, depth: int, seen: dict[int, int], found: dict[int, nn.M
     elif seen.get(id(value), 0) < depth:
         seen[id(value)] = depth
         for one in _referred(value):
-            if not isinstance(one, _WITHOUT_MODULES):
+            if type(one) not in _WITHOUT_MODULES:
                 _collect(one, depth - 1, seen, found)
 
 
@@ -76,14 +80,15 @@ def _referred(value: Any) -> list[Any]:
         return list(value.values())
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
-    held = [getattr(value, "__self__", None), getattr(value, "func", None)]
-    held += [getattr(value, "args", ()), getattr(value, "keywords", {})] if hasattr(value, "func") else []
+    has_function = hasattr(value, "func")
+    held = [getattr(value, "__self__", None)]
+    held += [value.func, getattr(value, "args", ()), getattr(value, "keywords", {})] if has_function else []
     held += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if _is_filled(cell)]
     if (code := getattr(value, "__code__", None)) is not None:
         if not str(getattr(value, "__module__", "")).startswith("torch."):  # whose globals are no user's modules
             held += [value.__globals__.get(name) for name in code.co_names]
         held += [getattr(value, "__defaults__", None), getattr(value, "__kwdefaults__", None)]
-    elif not isinstance(value, type) and not hasattr(value, "func"):
+    elif not isinstance(value, type) and not has_function:
         held += vars(value).values() if hasattr(value, "__dict__") else []
     return held
 

@@ -170,13 +170,13 @@ def _note(output: Any, seen: set[torch.dtype]) -> None:
                 seen.add(torch.get_autocast_dtype(value.device.type))
 
 
-def epsilon_of(dtypes: Iterable[torch.dtype], device: torch.device, convolves: bool = False) -> float:
+def epsilon_of(dtypes: Iterable[torch.dtype], device: torch.device, kinds: Iterable[Kind] = ("product",)) -> float:
     """Return the distance from 1 to the next number in the coarsest of ``dtypes``, and of TF32 where it is on.
 
     Args:
         dtypes: What is computed in.
         device: Where.
-        convolves: Whether there may be convolutions, for which TF32 is on by default.
+        kinds: What is computed there; for convolutions and recurrent layers TF32 is on by default.
 
     Raises:
         InvalidValueError: If none is a floating dtype.
@@ -184,5 +184,4 @@ def epsilon_of(dtypes: Iterable[torch.dtype], device: torch.device, convolves: b
     known = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
     if not known:
         raise InvalidValueError("no trained parameter is of a floating dtype, so there is no gradient to save.")
-    kinds: list[Kind] = ["product", "convolution"] if convolves else ["product"]
     return max([*known, TF32_EPSILON if is_tf32_allowed(device, *kinds) else 0.0])

@@ -18,6 +18,7 @@ from gradguard.parity.replay import epsilon_of
 from gradguard.parity.saved import SavedGradients, SavedParameter
 from gradguard.parity.shards import TASK, LocalParameter, Whole, agree_on, gathered
 from gradguard.parity.summation import most_of_sums, rounding_of_sums
+from gradguard.tensors.precision import Kind
 from gradguard.tensors.sketch import HASH_VERSION, ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
 
 Sketches = list[list[float]]
@@ -130,8 +131,12 @@ class WholeParameters:
         """Return the spacing of the coarsest dtype on any process: of ``seen``, of weights and of gradients."""
         dtypes = {p.weights()[1].dtype for p in self._local}
         gradients = {gradient.dtype for p in self._local if (gradient := gradient_of(p.parameter)) is not None}
-        convolves = any(p.parameter.dim() > 2 for p in self._local)
-        return max(gathered(epsilon_of(dtypes | gradients | seen or {torch.float32}, self._device, convolves)))
+        kinds: list[Kind] = ["product"]
+        if any(p.parameter.dim() > 2 for p in self._local):
+            kinds.append("convolution")
+        if any("weight_hh" in p.name for p in self._local):  # as torch's recurrent layers call it
+            kinds.append("recurrent")
+        return max(gathered(epsilon_of(dtypes | gradients | seen or {torch.float32}, self._device, kinds)))
 
     def saved(
         self,

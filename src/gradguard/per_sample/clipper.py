@@ -26,7 +26,6 @@ from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, che
 from gradguard.per_sample.comparison import Comparison
 from gradguard.per_sample.contributions import (
     Contribution,
-    exact_products,
     joint_norm,
     sample_norms,
     scale_rows,
@@ -51,6 +50,7 @@ from gradguard.per_sample.results import Accumulation, ClippedSums, PerSampleSta
 from gradguard.per_sample.sample_loop import LoopedCall, sum_together
 from gradguard.per_sample.witness import Witness
 from gradguard.tensors.layout import wide_dtype
+from gradguard.tensors.precision import full_float32
 from gradguard.torch_private import loss_scale_of, parameter_slots
 
 
@@ -289,7 +289,7 @@ class PerSampleGradientClipper:
         self._gradients = self._clipped_by = None
         try:
             if mini_batch.batch_size > 0:
-                with torch.autocast(self._device.type, enabled=False), exact_products():
+                with torch.autocast(self._device.type, enabled=False), full_float32():
                     self._accumulate(mini_batch)
         except BaseException:
             self.discard()  # what was added of this mini-batch cannot be told from the rest, and must not count twice
@@ -551,7 +551,7 @@ class PerSampleGradientClipper:
                     if (factors := self._loss_check.factors) is not None:
                         for call in (*mini_batch.loops, *mini_batch.witnessed):
                             call.shares = factors / len(factors)
-                with torch.autocast(self._device.type, enabled=False), exact_products():
+                with torch.autocast(self._device.type, enabled=False), full_float32():
                     mini_batch.finish(self._device)
                     self._look_at_witness(mini_batch)
             except UnsupportedGradientError:

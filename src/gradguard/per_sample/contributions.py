@@ -16,9 +16,8 @@ Each gives squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,27 +28,6 @@ from gradguard.tensors.units import wide_row_norms
 
 ROW = 1024
 """Elements that are summed in float32 before float64 takes over."""
-
-
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """Multiply float32 as float32 in a block: TF32 or bfloat16, where a user allows them, would break the bound."""
-    backends: Any = torch.backends
-    settings = [backends.mkldnn.matmul, backends.mkldnn.conv]
-    if torch.cuda.is_available():
-        settings += [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
-    above = (backends.fp32_precision, backends.mkldnn.fp32_precision)
-    before = [setting.fp32_precision for setting in settings]
-    if {*before, *above} <= {"none", "ieee"}:  # the usual case on the CPU
-        yield
-        return
-    try:
-        for setting in settings:
-            setting.fp32_precision = "ieee"
-        yield
-    finally:
-        for setting, precision in zip(settings, before, strict=True):
-            setting.fp32_precision = precision
 
 
 def wide(values: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from gradguard.per_sample.contributions import (
     Contribution,
     Materialized,
     choose_method,
-    exact_products,
     kept_bytes,
     together,
 )
@@ -23,7 +22,7 @@ from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
 from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.vmap_fallback import NestedCall, VmapFallback
-from gradguard.tensors.precision import TF32_EPSILON, Kind, is_tf32_allowed
+from gradguard.tensors.precision import TF32_EPSILON, Kind, full_float32, is_tf32_allowed
 from gradguard.torch_private import call_after_backward, current_graph_task
 
 _LEAST = 32 << 20
@@ -247,7 +246,7 @@ class GradientCollector:
         assert layer.plan.rule is not None
         device = next(grad.device for grad in grads if grad is not None)
         is_rounded = layer.leaves is not None and is_tf32_allowed(device, *_kinds_of(layer.module))
-        with torch.autocast(device.type, enabled=False), exact_products():
+        with torch.autocast(device.type, enabled=False), full_float32():
             contributions = layer.plan.rule.contributions(call)
             if contributions.keys() != layer.names.keys():
                 raise UnsupportedGradientError(

@@ -26,11 +26,12 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Skeleton, to_float64
 from gradguard.per_sample.call_tracker import CallTracker, LastCall
 from gradguard.per_sample.comparison import Comparison, distance, judge, norm
-from gradguard.per_sample.contributions import Contribution, exact_products
+from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.dry_run import Slot, WithoutDropout
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.rerun import Draws, Snapshot, substituted, undisturbed, without_graph
 from gradguard.per_sample.sample_loop import SampleLoop, rows_of, same_rows
+from gradguard.tensors.precision import full_float32
 from gradguard.torch_private import buffer_slots, parameter_slots
 
 _LARGEST_IN_FLOAT64 = 1 << 30
@@ -61,7 +62,7 @@ class Rehearsal:
         if tracker.planner.sharded:
             return  # a second run would be a collective
         try:
-            with exact_products():
+            with full_float32():
                 self._try(tracker, call)
         except UnsupportedGradientError as error:
             if not self._only_warn:
@@ -133,7 +134,7 @@ class Rehearsal:
         """
         size = call.batch_size
         last = size - 1
-        with _as_called(call, autocast=False) as reset, exact_products():
+        with _as_called(call, autocast=False) as reset, full_float32():
             whole = _together(tracker, call, [*reversed(range(size))], reset, hooks=True)
             first = max(1, size // 2 - (size // 2 + 1) % 2)
             alone = {whole.indices[place]: whole.alone([place]) for place in (0, last)}
@@ -277,7 +278,7 @@ def compare(
     """
 
     def compared(one: LastCall, autocast: bool) -> Comparison | None:
-        with torch.enable_grad(), _as_called(one, autocast) as reset, exact_products():
+        with torch.enable_grad(), _as_called(one, autocast) as reset, full_float32():
             pair = _Pair(tracker, one if autocast else replace(one, autocast=None), list(samples), reduction, reset)
             found = pair.compare(scaled, len(samples) if alone is None else alone, opened and len(samples) > 1)
             unowned = pair.unowned() if note or found is None else {}

@@ -1,6 +1,8 @@
-"""How many digits float32 products have on a GPU: 24 bits, or the 11 of TF32 where PyTorch is allowed to take it."""
+"""How many digits float32 products have: 24 bits, or the 11 of TF32 or 8 of bfloat16 where PyTorch may take these."""
 
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -36,3 +38,73 @@ def is_tf32_allowed(device: torch.device, *kinds: Kind) -> bool:
         if next((one for one in said if one != "none"), "ieee") != "ieee":
             return True
     return False
+
+
+_FULL = ("none", "ieee")
+_Said = TypeVar("_Said")
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Compute float32 products, convolutions and recurrent layers in float32 in a block, whatever the program allows.
+
+    PyTorch has an older switch for products and one for cuDNN, and newer ones, of which a lower one that says nothing
+    does as the one above it. Where only newer ones were used, reading an older one raises, and so it is left alone;
+    otherwise the older ones say "float32" too, so that code in the block may read them.
+
+    **Guarantees.** Afterwards each switch says what it said, and a switch that followed the one above follows it again;
+    but for cuDNN's own default of TF32, which PyTorch cannot be told to forget: it is then written out. Nothing is
+    written where nothing is rounded. Switches of CUDA are looked at only where there is a GPU.
+    """
+    backends: Any = torch.backends
+    kinds, above = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn], [backends]
+    if torch.cuda.is_available():
+        kinds += [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+        above.append(backends.cudnn)
+    if all(kind.fp32_precision in _FULL for kind in kinds):
+        yield
+        return
+    products = _older(torch.get_float32_matmul_precision)
+    convolutions = torch.cuda.is_available() and _older(lambda: backends.cudnn.allow_tf32)
+    changed = _tell_uppermost(above)
+    said = [kind.fp32_precision for kind in kinds]  # "ieee": it follows
+    own = ["none" if one == "ieee" else one for one in said]
+    try:
+        if products not in (None, "highest"):
+            torch.set_float32_matmul_precision("highest")
+        if convolutions:
+            backends.cudnn.allow_tf32, own[-2:] = False, ["tf32", "tf32"]
+        for i, kind in enumerate(kinds):
+            if kind.fp32_precision not in _FULL:
+                kind.fp32_precision = "none"
+                own[i] = "none" if kind.fp32_precision == said[i] else own[i]  # it follows one that cannot be written
+                kind.fp32_precision = "ieee"
+        yield
+    finally:
+        if products not in (None, "highest"):
+            torch.set_float32_matmul_precision(products)
+        if convolutions:
+            backends.cudnn.allow_tf32 = True
+        for kind, before, value in zip(kinds, said, own, strict=True):
+            if kind.fp32_precision != before:
+                kind.fp32_precision = value
+        for switch, value in reversed(changed):
+            switch.fp32_precision = value
+
+
+def _tell_uppermost(switches: Sequence[Any]) -> list[tuple[Any, str]]:
+    """Set these to float32, from the top down, but for those which follow; return what each of the others said."""
+    changed = []
+    for switch in switches:
+        if (said := switch.fp32_precision) != "ieee":
+            changed.append((switch, said))
+            switch.fp32_precision = "ieee"
+    return changed
+
+
+def _older(read: Callable[[], _Said]) -> _Said | None:
+    """Return what an older switch says, None where only newer ones have been used."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
