@@ -122,7 +122,7 @@ def _by_head(largest: Tensor) -> Tensor:
 
 
 class _Stack(threading.local):
-    """The modules that run in this thread, outermost first: who listens, the module's name, and if it is in training."""
+    """The modules that run in this thread, outermost first: who listens, its name, if it is in training."""
 
     def __init__(self) -> None:
         self.open: list[tuple[AttentionListener, str, bool]] = []

@@ -214,8 +214,8 @@ class QKClip:
                     f"{one.title} does not attend with what its projections return: the norms of its query or key "
                     "vectors are not one factor times those of the outputs. A normalisation between them (QK-norm) "
                     "makes any rescaling of the weights useless, and needs none. A position that is added, or rows in "
-                    "another order, cannot be rescaled by rows of heads. Name the right layers, or leave this one alone: "
-                    f" projections={{{one.name!r}: None}}. Nothing was rescaled, and no step was taken."
+                    "another order, cannot be rescaled by rows of heads. Name the right layers, or leave this one "
+                    f"alone, projections={{{one.name!r}: None}}. Nothing was rescaled, and no step was taken."
                 )
 
 
@@ -538,7 +538,7 @@ def _check_weights(attentions: Sequence[_Attention], optimizer: Optimizer) -> No
             if weight.dim() != 2 or not weight.is_floating_point():
                 raise UnsupportedGradientError(
                     f"a projection of {one.title} has a weight of {weight.dim()} dimensions and {weight.dtype}: "
-                    "expected a matrix of floating-point numbers. FSDP1 flattens weights and quantized ones are packed: use "
+                    "expected a matrix of floating-point numbers, not one that FSDP1 or a quantization has packed. Use "
                     f"fully_shard(model), or projections={{{one.name!r}: None}}."
                 )
             if id(weight) not in own:
