@@ -1,4 +1,4 @@
-"""Attention modules of every kind, each with the queries and keys that attend, and a twin of QK-Clip written by hand."""
+"""Attention modules of every kind, each with the queries and keys that attend, and a twin of QK-Clip by hand."""
 
 import math
 
@@ -117,7 +117,9 @@ class Folded(Separate):
 
     def forward(self, x):
         query, key, value = (one.flatten(0, 1) for one in self.vectors(x))
-        out = F.scaled_dot_product_attention(query, key, value, self.mask, is_causal=self.settings.get("is_causal", False))
+        out = F.scaled_dot_product_attention(
+            query, key, value, self.mask, is_causal=self.settings.get("is_causal", False)
+        )
         return out.unflatten(0, (-1, HEADS)).transpose(1, 2).flatten(2)
 
 

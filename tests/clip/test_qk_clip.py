@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
-from attentions import HEADS, KINDS, WIDTH, largest_logits, made, rescale
+import torch.nn.functional as F
+from attentions import HEADS, KINDS, WIDTH, Separate, largest_logits, made, rescale, rotated
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 
 THRESHOLD = 3.0
 
@@ -95,7 +97,12 @@ def test_padding_by_sample_and_by_head_is_left_out():
     backward(model, x)
     query, key, _ = model.vectors(x)
     by_hand = [
-        max(float(query[b, h, i].detach() @ key[b, h, j].detach()) / 2 for b in range(3) for i in range(6) for j in range(kept[b]))
+        max(
+            float(query[b, h, i].detach() @ key[b, h, j].detach()) / 2
+            for b in range(3)
+            for i in range(6)
+            for j in range(kept[b])
+        )
         for h in range(HEADS)
     ]
     torch.testing.assert_close(watch.max_logits[""], torch.tensor(by_hand, dtype=torch.float64))
@@ -235,10 +242,9 @@ def test_a_step_that_a_guard_skips_rescales_nothing(clip_first):
 def test_logits_that_are_not_finite_enter_no_maximum():
     model, x = Block(), batch(0)
     x[0, 0, 0] = float("nan")
+    watch, expected = gg.LogitWatch(model), largest_logits(model.attention, batch(1))
     clip = stepped(model, [x, batch(1)], threshold=1e9)
-    torch.testing.assert_close(clip.last["attention"], largest_logits(model.attention, batch(1)))
-    watch = gg.LogitWatch(model)
-    backward(model, x)
+    torch.testing.assert_close(clip.last["attention"], expected)
     assert bool(watch.max_logits["attention"].isnan().all())
 
 
@@ -254,6 +260,7 @@ def test_heads_at_or_below_the_threshold_keep_their_bits():
     assert torch.equal(before.attention.v_proj.weight, model.attention.v_proj.weight)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by the compiler's own code
 def test_a_forward_under_autocast_and_one_compiled_count():
     for make in (lambda m: m, lambda m: torch.compile(m, backend="aot_eager")):
         model = Block().float()
@@ -281,3 +288,228 @@ def test_torch_is_left_as_it_was(monkeypatch):
     watch.detach()
     backward(model, 100 * batch(1))
     torch.testing.assert_close(watch.max_logits["attention"], largest_logits(model.attention, batch(0)))
+
+
+# What cannot be rescaled rightly is refused.
+
+
+class Changed(Separate):
+    """Queries and keys are changed between their layers and the attention."""
+
+    def __init__(self, change, which=(0, 1)):
+        super().__init__()
+        self.change, self.which = change, which
+
+    def vectors(self, x):
+        found = list(super().vectors(x))
+        for place in self.which:
+            found[place] = self.change(found[place])
+        return found
+
+
+CHANGES = {
+    "normalised": lambda v: F.rms_norm(v, v.shape[-1:]),
+    "of length one": lambda v: F.normalize(v, dim=-1),
+    "a layer norm": lambda v: F.layer_norm(v, v.shape[-1:]),
+    "a layer norm over heads": lambda v: (
+        F.layer_norm(v.transpose(1, 2).flatten(2), (WIDTH,)).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    ),
+    "a position": lambda v: v + torch.linspace(-1, 1, v.shape[-2], dtype=v.dtype)[:, None],
+    "clamped": lambda v: v.clamp(-1, 1),
+    "other heads": lambda v: v.roll(1, 1),
+    "other tokens": lambda v: v.roll(1, 2),
+    "interleaved": lambda v: v.transpose(1, 2).flatten(2).unflatten(-1, (-1, HEADS)).permute(0, 3, 1, 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("change", CHANGES)
+def test_vectors_that_are_not_those_of_the_layers_are_refused_before_the_step(change, which, dtype):
+    torch.manual_seed(0)
+    model = Changed(CHANGES[change], which).to(dtype)
+    before = copy.deepcopy(model.state_dict())
+    clip = gg.QKClip(torch.optim.SGD(model.parameters(), lr=0.1), model, threshold=0.01)
+    backward(model, batch(0, dtype))
+    with pytest.raises(UnsupportedGradientError, match="does not attend with what its projections return"):
+        clip.optimizer.step()
+    assert all(torch.equal(v, before[name]) for name, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("change", [lambda v: 3 * v, lambda v: -v, rotated, lambda v: v.flip(-1)])
+def test_vectors_that_are_turned_or_scaled_are_those_of_the_layers(change):
+    model = Changed(change).double()
+    clip = stepped(model, [batch(0)], threshold=0.01)
+    assert bool((clip.last[""] > 0.01).any())
+
+
+def test_healthy_vectors_of_any_shape_and_precision_are_not_refused():
+    draws = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for trial in range(12):
+            model, _ = made("separate" if trial % 2 else "grouped", dtype, seed=trial, size=0.3 * (1 + trial))
+            samples, tokens = (int(torch.randint(1, 40, (), generator=draws)) for _ in range(2))
+            clip = gg.QKClip(torch.optim.SGD(model.parameters(), lr=0.0), model)
+            model(torch.randn(samples, tokens, WIDTH, generator=draws).to(dtype)).sum().backward()
+            clip.optimizer.step()
+            assert clip.last[""].shape == (HEADS,)
+
+
+def test_tokens_may_be_outside_of_the_batch():
+    model, inner = Separate().double(), Separate.vectors
+    model.vectors = lambda x: [v.transpose(0, 2) for v in inner(model, x)]  # x of shape (tokens, batch, width)
+    model.forward = lambda x: F.scaled_dot_product_attention(*model.vectors(x))
+    clip = stepped(model, [batch(0)])
+    assert clip.last[""].shape == (HEADS,)
+
+
+class Adapter(torch.nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+def with_layer(layer):
+    model = Block()
+    model.attention.k_proj = layer
+    return model
+
+
+def tied():
+    model = torch.nn.Sequential(Separate(), Separate())
+    model[1].q_proj = model[0].q_proj
+    return model
+
+
+REFUSED = {
+    "no attention": (
+        lambda: torch.nn.Linear(2, 2),
+        {},
+        InvalidValueError,
+        "has no attention whose projections are known",
+    ),
+    "frozen": (lambda: Block().requires_grad_(False), {}, InvalidValueError, "known and trained"),
+    "an adapter": (
+        lambda: with_layer(Adapter(WIDTH, WIDTH)),
+        {},
+        UnsupportedGradientError,
+        "is a Adapter whose output",
+    ),
+    "weight_norm": (
+        lambda: with_layer(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(WIDTH, WIDTH))),
+        {},
+        UnsupportedGradientError,
+        "need not scale with its weight",
+    ),
+    "tied": (tied, {}, InvalidValueError, "1 and 0 share a projection"),
+    "a key of its own": (
+        lambda: torch.nn.MultiheadAttention(8, 2, add_bias_kv=True),
+        {},
+        UnsupportedGradientError,
+        "add_bias_kv=True",
+    ),
+    "no such module": (Block, {"projections": {"layers.*": None}}, InvalidValueError, "fits no module of the model"),
+    "no such layer": (
+        Block,
+        {"projections": {"attention": ("q", "k")}},
+        InvalidValueError,
+        "projections of 'attention'",
+    ),
+    "no layers": (Block, {"projections": {"attention": ("q", 3)}}, InvalidTypeError, "expected 'qkv layer'"),
+    "a threshold": (Block, {"threshold": 0.0}, InvalidValueError, "threshold=0.0: expected"),
+    "alpha": (Block, {"alpha": 1.5}, InvalidValueError, "alpha=1.5: expected"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_when_it_is_made(case):
+    make, options, error, words = REFUSED[case]
+    model = make()
+    with pytest.raises(error, match=words):
+        gg.QKClip(torch.optim.SGD(model.parameters()), model, **options)
+
+
+def test_weights_of_another_optimizer_are_refused():
+    model = Block()
+    with pytest.raises(InvalidValueError, match="are not parameters of this AdamW"):
+        gg.QKClip(torch.optim.AdamW(model.head.parameters()), model)
+    with pytest.raises(InvalidTypeError, match="whose step\\(\\) runs no hooks"):
+        gg.QKClip(object(), model)
+
+
+def test_biases_may_be_another_optimizers():
+    model, x = Block(), batch(0)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    clip = gg.QKClip(torch.optim.Muon(matrices, lr=0.0), model, THRESHOLD)
+    for _ in range(2):
+        backward(model, x)
+        clip.optimizer.step()
+    assert float(clip.last["attention"].max()) == pytest.approx(THRESHOLD)
+
+
+def test_an_attention_that_nothing_tells_is_refused():
+    model = torch.nn.Sequential(Separate(), Separate())
+    model[1].own, model[1].q_proj = model[1].q_proj, torch.nn.Identity()
+    model[1].vectors = lambda x: Separate.vectors(model[0], x)
+    model = model.double()
+    gg.QKClip(torch.optim.SGD(model.parameters()), model, projections={"1": None})
+    clip = gg.QKClip(torch.optim.SGD(model.parameters()), model)
+    with pytest.raises(InvalidValueError, match="1 computes an attention, and which layers make its queries and keys"):
+        model(batch(0))
+    clip.detach()
+    model(batch(0))
+
+
+def test_logits_that_were_not_seen_are_refused_before_the_step():
+    attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    clip = gg.QKClip(torch.optim.SGD(attention.parameters(), lr=0.1), attention)
+    before = attention.in_proj_weight.detach().clone()
+    x = torch.randn(2, 3, 8)
+    attention(x, x, x)[0].sum().backward()
+    with pytest.raises(UnsupportedGradientError, match="need_weights=False"):
+        clip.optimizer.step()
+    assert torch.equal(attention.in_proj_weight, before)
+    attention.eval()
+    attention(x, x, x, need_weights=False)[0].sum().backward()
+    with pytest.raises(UnsupportedGradientError, match=r"model.train\(\)"):
+        clip.optimizer.step()
+
+
+def test_the_same_layers_may_not_attend_twice_with_one_output():
+    model = Block()
+
+    def twice(x):
+        q, k, v = model.attention.vectors(x)
+        return sum(F.scaled_dot_product_attention(q, k, v) for _ in range(2)).transpose(1, 2).flatten(2)
+
+    model.attention.forward = twice
+    gg.QKClip(torch.optim.SGD(model.parameters()), model)
+    with pytest.raises(UnsupportedGradientError, match="attends more than once"):
+        model(batch(0))
+
+
+def test_rows_that_are_not_whole_heads_are_refused():
+    model = made("latent")[0]
+    for layers, words in ((("q_b", "kv_b"), "not whole heads"), (("kv_b", "q_b", 2), "not whole heads")):
+        clip = gg.QKClip(torch.optim.SGD(model.parameters()), model, projections={"": layers})
+        with pytest.raises(UnsupportedGradientError, match=words):
+            model(batch(0))
+        clip.detach()
+
+
+@pytest.mark.parametrize("make", [gg.LogitWatch, lambda m: gg.QKClip(torch.optim.SGD(m.parameters()), m)])
+def test_nested_tensors_are_refused(make):
+    model = Changed(lambda v: torch.nested.nested_tensor(list(v), layout=torch.jagged)).double()
+    make(model)
+    with pytest.raises(UnsupportedGradientError, match="nested tensors or DTensors"):
+        model(batch(0))
+
+
+def test_a_clip_is_not_copied():
+    clip = stepped(Block(), [batch(0)])
+    assert repr(clip) == "QKClip(optimizer, model, threshold=100, alpha=0.5)"
+    with pytest.raises(InvalidTypeError, match="belongs to one optimizer"):
+        copy.deepcopy(clip)
+    optimizer = copy.deepcopy(clip.optimizer)
+    optimizer.step()
