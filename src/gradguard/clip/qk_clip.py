@@ -15,7 +15,7 @@ from gradguard.clip.guard import check_hookable, guard_of
 from gradguard.clip.guard_counts import LateReader
 from gradguard.clip.logits import AttentionCall, AttentionListener, largest_logits
 from gradguard.distributed.placements import gradient_of, is_sharded, local_part, shard_like
-from gradguard.distributed.processes import largest_over
+from gradguard.distributed.processes import largest_over, numbers_of_all
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
 from gradguard.optimizer_hooks import EveryStep
@@ -25,6 +25,7 @@ from gradguard.torch_private import never_compiled
 Projections = str | tuple[str, str] | tuple[str, str, int]
 
 _USUAL = (("q_proj", "k_proj"), ("wq", "wk"), ("to_q", "to_k"), ("query", "key"), ("qkv",), ("qkv_proj",), ("c_attn",))
+_TASK = "clip attention logits"
 _USUAL_WORDS = " or ".join(", ".join(names) for names in _USUAL)
 
 
@@ -134,6 +135,7 @@ class QKClip:
         self._attentions = _found(model, projections or {})
         _check_weights([one for one in self._attentions.values() if one is not None], optimizer)
         self._overflow: Tensor | None = None
+        self._is_agreed = False  # whether all processes are known to have the same attentions
         self._late = LateReader(self._refuse_changed)
         self._listener = AttentionListener(model, self._heard)
         self._hooks = [hook for one in self._told() for hook in one.keep_outputs()]
@@ -179,7 +181,13 @@ class QKClip:
         told = self._told()
         parts = [one.nothing() if one.measured is None else one.measured for one in told]
         joined = torch.cat([move(part, parts[0].device) for part in parts])
-        joined = largest_over(joined, self._group, "clip attention logits").split([len(part) for part in parts])
+        if not self._is_agreed and len(set(numbers_of_all(len(joined), self._group, _TASK))) > 1:
+            raise InvalidValueError(
+                "the processes have different query weights, as pipeline stages do: expected process_group=, with those "
+                "that have the same ones."
+            )
+        self._is_agreed = True
+        joined = largest_over(joined, self._group, _TASK).split([len(part) for part in parts])
         for one, part, everywhere in zip(told, parts, joined, strict=True):
             one.measured = move(everywhere, part.device)
             one.look()
