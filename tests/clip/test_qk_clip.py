@@ -336,6 +336,14 @@ def test_vectors_that_are_not_those_of_the_layers_are_refused_before_the_step(ch
     assert all(torch.equal(v, before[name]) for name, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("hook", [lambda layer, args, out: out.clamp_(-1, 1), lambda layer, args, out: out.tanh()])
+def test_outputs_that_are_changed_in_place_or_by_a_hook_are_refused(hook):
+    model = Block()
+    model.attention.k_proj.register_forward_hook(hook)
+    with pytest.raises(UnsupportedGradientError, match="attention does not attend with what its projections return"):
+        stepped(model, [batch(0)])
+
+
 @pytest.mark.parametrize("change", [lambda v: 3 * v, lambda v: -v, rotated, lambda v: v.flip(-1)])
 def test_vectors_that_are_turned_or_scaled_are_those_of_the_layers(change):
     model = Changed(change).double()

@@ -183,8 +183,8 @@ class QKClip:
         joined = torch.cat([move(part, parts[0].device) for part in parts])
         if not self._is_agreed and len(set(numbers_of_all(len(joined), self._group, _TASK))) > 1:
             raise InvalidValueError(
-                "the processes have different query weights, as pipeline stages do: expected process_group=, with those "
-                "that have the same ones."
+                "the processes have different query weights, as pipeline stages do: expected process_group=, those "
+                "that have the same layers."
             )
         self._is_agreed = True
         joined = largest_over(joined, self._group, _TASK).split([len(part) for part in parts])
@@ -300,7 +300,7 @@ class _Attention:
     def _keep(self, place: int, layer: nn.Module, args: Any, output: Tensor) -> None:
         del layer, args
         if torch.is_grad_enabled():
-            self._outputs[place] = local_part(output).detach()
+            self._outputs[place] = local_part(output).detach().clone()  # which may be changed in place
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
