@@ -514,6 +514,20 @@ def test_nested_tensors_are_refused(make):
         model(batch(0))
 
 
+def test_a_function_in_place_of_torchs_is_refused(monkeypatch):
+    model, attention = Block(), F.scaled_dot_product_attention
+    watch = gg.LogitWatch(model)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: attention(*args, **kwargs))
+    with torch.no_grad():
+        model(batch(0))
+    with pytest.raises(
+        UnsupportedGradientError, match="was replaced by a function of test_qk_clip, as context_parallel"
+    ):
+        model(batch(0))
+    watch.detach()
+    model(batch(0))
+
+
 def test_a_clip_is_not_copied():
     clip = stepped(Block(), [batch(0)])
     assert repr(clip) == "QKClip(optimizer, model, threshold=100, alpha=0.5)"

@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -182,11 +183,22 @@ class AttentionListener:
             if _state["calls"] == 0 and F.scaled_dot_product_attention is _state["ours"]:
                 F.scaled_dot_product_attention = _state["before"]
 
-    def tell(self, args: Any, kwargs: Any) -> None:
-        """Tell a call that is made now."""
+    def tell(self, attention: Callable[..., Tensor], args: Any, kwargs: Any) -> None:
+        """Tell a call of ``attention`` that is made now.
+
+        Raises:
+            UnsupportedGradientError: If it is not torch's own function, or is called with parts of the sequence.
+        """
         names, training = zip(*[one[1:] for one in _running.open if one[0] is self], strict=True)
-        if torch.is_grad_enabled() and training[-1]:
-            self._heard(names, _call_of(*args, **kwargs))
+        if not (torch.is_grad_enabled() and training[-1]):
+            return
+        if not isinstance(attention, BuiltinFunctionType):
+            raise UnsupportedGradientError(
+                "torch.nn.functional.scaled_dot_product_attention was replaced by a function of "
+                f"{getattr(attention, '__module__', None)}, as context_parallel does, whose queries and keys are parts of "
+                "the sequence: the largest logit is not known. Attend without it, or detach() what looks at the logits."
+            )
+        self._heard(names, _call_of(*args, **kwargs))
 
 
 def _telling(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -195,7 +207,7 @@ def _telling(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @never_compiled
     def tell_and_attend(*args: Any, **kwargs: Any) -> Tensor:
         for listener in dict.fromkeys(listener for listener, _, _ in _running.open):
-            listener.tell(args, kwargs)
+            listener.tell(attention, args, kwargs)
         return attention(*args, **kwargs)
 
     return tell_and_attend
@@ -231,7 +243,9 @@ class LogitWatch:
     NaN                                 is the largest
     half precision, autocast            products in float32 of what the call gets
     several processes                   each has its own numbers, of its batch and its heads
-    nested tensors, DTensors            an error
+    nested tensors, DTensors, a         an error
+    function in place of torch's, as
+    under ``context_parallel``
     FlexAttention, flash_attn, softmax  not seen: no entry. So is `torch.nn.MultiheadAttention` with its default
     by hand                             ``need_weights=True``
     ==================================  ========================================================================
