@@ -195,8 +195,8 @@ class AttentionListener:
         if not isinstance(attention, BuiltinFunctionType):
             raise UnsupportedGradientError(
                 "torch.nn.functional.scaled_dot_product_attention was replaced by a function of "
-                f"{getattr(attention, '__module__', None)}, as context_parallel does, whose queries and keys are parts of "
-                "the sequence: the largest logit is not known. Attend without it, or detach() what looks at the logits."
+                f"{getattr(attention, '__module__', None)}, as context_parallel does, where queries and keys are parts "
+                "of the sequence: the largest logit is not known. Attend without it, or detach() what looks at the logits."
             )
         self._heard(names, _call_of(*args, **kwargs))
 
