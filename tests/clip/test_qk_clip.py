@@ -273,6 +273,30 @@ def test_a_forward_under_autocast_and_one_compiled_count():
         torch.testing.assert_close(clip.last["attention"], expected, rtol=0.03, atol=0.1)
 
 
+def test_products_are_of_full_precision_under_autocast():
+    model = Changed(lambda v: v.float()).float()
+    watch, x = gg.LogitWatch(model), batch(0, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(x)
+        with torch.no_grad():
+            query, key, _ = model.vectors(x)
+    expected = (query.double() @ key.double().mT / 2).amax((0, 2, 3)).float()
+    torch.testing.assert_close(watch.max_logits[""], expected, rtol=1e-5, atol=0)
+
+
+def test_an_update_that_is_clipped_too_is_that_of_the_step_alone():
+    weights = []
+    for order in ((0, 1), (1, 0)):
+        model = Block()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for which in order:
+            gg.QKClip(optimizer, model, THRESHOLD) if which else gg.ClipUpdate(optimizer)
+        backward(model, batch(0))
+        optimizer.step()
+        weights.append(model.attention.q_proj.weight.detach())
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
 def test_torch_is_left_as_it_was(monkeypatch):
     attention = torch.nn.functional.scaled_dot_product_attention
     model = Block()

@@ -196,7 +196,7 @@ class AttentionListener:
             raise UnsupportedGradientError(
                 "torch.nn.functional.scaled_dot_product_attention was replaced by a function of "
                 f"{getattr(attention, '__module__', None)}, as context_parallel does, where queries and keys are parts "
-                "of the sequence: the largest logit is not known. Attend without it, or detach() what looks at the logits."
+                "of the sequence: the largest logit is not known. Attend without it, or detach() the watch."
             )
         self._heard(names, _call_of(*args, **kwargs))
 

@@ -178,6 +178,7 @@ class QKClip:
         """Take the maximum over processes, and refuse before the step what would be rescaled wrongly."""
         del number
         self._overflow = getattr(optimizer, "found_inf", None)
+        self._steps.act_last()  # a `ClipUpdate` that came later is to see the step alone
         told = self._told()
         parts = [one.nothing() if one.measured is None else one.measured for one in told]
         joined = torch.cat([move(part, parts[0].device) for part in parts])
