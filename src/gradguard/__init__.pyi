@@ -30,7 +30,9 @@ from gradguard.clip.functional import clip_grad_norm_ as clip_grad_norm_
 from gradguard.clip.functional import clip_grad_value_ as clip_grad_value_
 from gradguard.clip.functional import get_total_norm as get_total_norm
 from gradguard.clip.guard import Guard as Guard
+from gradguard.clip.logits import LogitWatch as LogitWatch
 from gradguard.clip.previous_norm import ClipByPreviousNorm as ClipByPreviousNorm
+from gradguard.clip.qk_clip import QKClip as QKClip
 from gradguard.clip.rules import ClipByGlobalNorm as ClipByGlobalNorm
 from gradguard.clip.rules import ClipByNorm as ClipByNorm
 from gradguard.clip.rules import ClipByRMS as ClipByRMS
@@ -78,12 +80,14 @@ __all__ = [
     "FlatNormClipper",
     "Groups",
     "Guard",
+    "LogitWatch",
     "ModuleCallback",
     "Monitor",
     "NoiseScale",
     "PerLayerNormClipper",
     "PerParameterNormClipper",
     "PerSampleGradientClipper",
+    "QKClip",
     "QuantileNormClipper",
     "SkipSpikes",
     "Snapshot",

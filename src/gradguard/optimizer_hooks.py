@@ -94,6 +94,11 @@ class EveryStep:
         while self._handles:
             self._handles.pop().remove()
 
+    def act_last(self) -> None:
+        """Act after all hooks at the end of a step of this optimizer that there are now."""
+        if self._handles and (hooks := self._handles[-1].hooks_dict_ref()) is not None:
+            hooks.move_to_end(self._handles[-1].id)
+
     @never_compiled
     def _pre(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         outer: FrameType | None = getattr(self._thread, "open", None)

@@ -685,11 +685,17 @@ def _refuse_wrapper(optimizer: object) -> None:
         raise InvalidTypeError(f"optimizer is {kind}, which wraps another: pass wrapper.optimizer{advice}.")
 
 
-def check_attachable(optimizer: object, clipper: object) -> None:
-    """Check that ``clipper`` can act at each step of ``optimizer``.
+def guard_of(optimizer: Optimizer) -> Guard | None:
+    """Return the guard that is attached to ``optimizer``, None if there is none."""
+    known = _guards.get(optimizer)
+    return None if known is None else known()
+
+
+def check_hookable(optimizer: object) -> None:
+    """Check that something can act at each step of ``optimizer``.
 
     Raises:
-        InvalidTypeError: If the optimizer cannot be hooked or wraps another, or the clipper is none.
+        InvalidTypeError: If the optimizer cannot be hooked or wraps another.
     """
     _refuse_wrapper(optimizer)
     if not runs_hooks(optimizer):
@@ -697,6 +703,15 @@ def check_attachable(optimizer: object, clipper: object) -> None:
             f"optimizer is {type(optimizer).__name__}, whose step() runs no hooks: expected a torch.optim.Optimizer. "
             "Of a wrapper pass the optimizer inside, often wrapper.optimizer."
         )
+
+
+def check_attachable(optimizer: object, clipper: object) -> None:
+    """Check that ``clipper`` can act at each step of ``optimizer``.
+
+    Raises:
+        InvalidTypeError: If the optimizer cannot be hooked or wraps another, or the clipper is none.
+    """
+    check_hookable(optimizer)
     if not isinstance(clipper, Clipper):
         given = f"the class {clipper.__name__}" if isinstance(clipper, type) else type(clipper).__name__
         raise InvalidTypeError(

@@ -70,12 +70,22 @@ def sum_over(values: Tensor, group: Any = None, task: str = "") -> Tensor:
         DistributedError: If a process does not come.
         InvalidValueError: If the group was destroyed.
     """
+    return _reduced(values, "SUM", group, task)
+
+
+def largest_over(values: Tensor, group: Any = None, task: str = "") -> Tensor:
+    """Return the elementwise maximum of ``values`` over the processes of ``group``: one all-reduce, as `sum_over`."""
+    return _reduced(values, "MAX", group, task)
+
+
+def _reduced(values: Tensor, operation: str, group: Any, task: str) -> Tensor:
     if number_of_processes(group) == 1:
         return values
     chosen = _union_of(group).group
-    added = move(values, device_of(chosen, values.device)).clone()
-    run(partial(dist.all_reduce, added, group=chosen), group, task, on_host=added.is_cpu)
-    return move(added, values.device)
+    reduced = move(values, device_of(chosen, values.device)).clone()
+    reduce = partial(dist.all_reduce, reduced, op=getattr(dist.ReduceOp, operation), group=chosen)
+    run(reduce, group, task, on_host=reduced.is_cpu)
+    return move(reduced, values.device)
 
 
 def numbers_of_all(number: int, group: Any, task: str) -> list[int]:

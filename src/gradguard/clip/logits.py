@@ -1,0 +1,293 @@
+"""The largest attention logit of each head, from what `scaled_dot_product_attention` is called with."""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gradguard.distributed.placements import any_sharded
+from gradguard.errors import UnsupportedGradientError
+from gradguard.module_hooks import ForwardHook
+from gradguard.torch_private import never_compiled
+
+_MASKED = -1e4
+"""An additive mask of this or less takes a position out of the softmax: infinity, dtypes' smallest numbers, BERT's."""
+
+_BLOCK = 1 << 22
+"""Logits that are held at a time, unless one row of queries has more."""
+
+
+class AttentionCall(NamedTuple):
+    """What `scaled_dot_product_attention` is called with, apart from values and dropout.
+
+    Attributes:
+        query: Of shape (..., heads, L, E).
+        key: Of shape (..., key heads, S, E).
+        mask: ``attn_mask``.
+        causal: ``is_causal``.
+        scale: The factor of the products.
+    """
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
+
+
+def _call_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionCall:
+    """Return the arguments of a call.
+
+    Raises:
+        UnsupportedGradientError: If they are nested tensors or DTensors.
+    """
+    del value, dropout_p, enable_gqa  # which shapes tell
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    if query.is_nested or key.is_nested or any_sharded([query, key, attn_mask]):
+        raise UnsupportedGradientError(
+            "scaled_dot_product_attention is called with nested tensors or DTensors, of which this process does not "
+            "see every logit. Expected padded tensors, and under tensor parallelism the local heads "
+            "(ColwiseParallel() with its default use_local_output=True); or detach() what looks at the logits."
+        )
+    return AttentionCall(query.detach(), key.detach(), attn_mask, is_causal, scale)
+
+
+@torch.no_grad()
+def largest_logits(call: AttentionCall, exact: bool = True) -> Tensor:
+    r"""Return the largest logit of each head, over the batch and all positions that the mask leaves.
+
+    .. math:: S_h = \max_{b, i, j \text{ not masked}} s\, q_{bhi} \cdot k_{bhj}
+
+    Args:
+        call: The call.
+        exact: Whether to compute it, a block of queries after the other, in float32 (float64 from float64);
+            otherwise the bound :math:`\max_b |s| \max_i \lVert q_{bhi} \rVert \max_j \lVert k_{bhj} \rVert`, of all
+            positions.
+
+    Returns:
+        One number for each head; one for all where a query has less than four dimensions, which do not tell heads
+        from a batch. An additive mask counts as masked where it is -1e4 or less, and adds nothing elsewhere.
+    """
+    wide = torch.float64 if call.query.dtype == torch.float64 else torch.float32
+    with torch.autocast(call.query.device.type, enabled=False):
+        query, key = call.query.to(wide) * call.scale, call.key.to(wide)
+        if query.dim() > 2 and key.shape[-3] != query.shape[-3]:
+            key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        if not exact:
+            norms = [torch.linalg.vector_norm(one, dim=-1).amax(-1) for one in (query, key)]
+            return _by_head(norms[0] * norms[1])
+        batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+        length, keys = query.shape[-2], key.shape[-2]
+        rows = max(1, _BLOCK // max(1, math.prod(batch) * keys))
+        largest = query.new_full(batch, -math.inf)
+        for start in range(0, length if keys else 0, rows):
+            end = min(start + rows, length)
+            logits = query[..., start:end, :] @ key.mT
+            if (hidden := _hidden(call, start, end)) is not None:
+                logits = logits.masked_fill(hidden, -math.inf)
+            largest = torch.maximum(largest, logits.amax((-2, -1)))
+        return _by_head(largest)
+
+
+def _hidden(call: AttentionCall, start: int, end: int) -> Tensor | None:
+    """Return which logits of the queries from ``start`` to ``end`` the softmax does not see; None where it sees all."""
+    if call.causal:
+        at = torch.arange(call.key.shape[-2], device=call.key.device)
+        return at > torch.arange(start, end, device=call.key.device)[:, None]
+    if call.mask is None:
+        return None
+    mask = call.mask[..., start:end, :] if call.mask.dim() > 1 and call.mask.shape[-2] > 1 else call.mask
+    return ~mask if mask.dtype == torch.bool else mask <= _MASKED
+
+
+def _by_head(largest: Tensor) -> Tensor:
+    return largest.reshape(-1, largest.shape[-1]).amax(0) if largest.dim() > 1 else largest.amax().reshape(1)
+
+
+# Hearing of calls.
+
+
+class _Stack(threading.local):
+    """The modules that run in this thread, outermost first: who listens, its name, if it is in training."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[AttentionListener, str, bool]] = []
+
+
+_running = _Stack()
+_lock = threading.Lock()
+_state: dict[str, Any] = {"calls": 0, "before": None, "ours": None}  # how many modules run, and the two functions
+
+
+class AttentionListener:
+    """Hears of each call of `scaled_dot_product_attention` that a training forward of ``model`` makes.
+
+    While a module of the model runs, `torch.nn.functional.scaled_dot_product_attention` is a function that tells the
+    call and makes it. A call counts where gradients are on and the innermost module of the model is in training mode:
+    so not in an evaluation, and of a checkpointed block once gradients are on.
+
+    Args:
+        model: The model.
+        heard: Called with the names of the modules that are running, the outermost first, and the call.
+    """
+
+    def __init__(self, model: nn.Module, heard: Callable[[Sequence[str], AttentionCall], None]) -> None:
+        self._heard = heard
+        self._hooks: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            if not _never_attends(module):
+                enter, leave = ForwardHook(self._enter, name), ForwardHook(self._leave, name)
+                self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+                self._hooks.append(module.register_forward_hook(leave, always_call=True))
+
+    def remove(self) -> None:
+        """Hear of nothing any more."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    @never_compiled
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        del args
+        _running.open.append((self, name, module.training))
+        with _lock:
+            _state["calls"] += 1
+            if _state["calls"] == 1:
+                before = F.scaled_dot_product_attention
+                _state.update(before=before, ours=_telling(before))
+                F.scaled_dot_product_attention = _state["ours"]
+
+    @never_compiled
+    def _leave(self, name: str, module: nn.Module, args: Any, result: Any) -> None:
+        del module, args, result
+        places = [i for i, one in enumerate(_running.open) if one[:2] == (self, name)]
+        if not places:  # another hook raised before this module was entered
+            return
+        del _running.open[places[-1]]
+        with _lock:
+            _state["calls"] -= 1
+            if _state["calls"] == 0 and F.scaled_dot_product_attention is _state["ours"]:
+                F.scaled_dot_product_attention = _state["before"]
+
+    def tell(self, attention: Callable[..., Tensor], args: Any, kwargs: Any) -> None:
+        """Tell a call of ``attention`` that is made now.
+
+        Raises:
+            UnsupportedGradientError: If it is not torch's own function, or is called with parts of the sequence.
+        """
+        names, training = zip(*[one[1:] for one in _running.open if one[0] is self], strict=True)
+        if not (torch.is_grad_enabled() and training[-1]):
+            return
+        if not isinstance(attention, BuiltinFunctionType):
+            raise UnsupportedGradientError(
+                "torch.nn.functional.scaled_dot_product_attention was replaced by a function of "
+                f"{getattr(attention, '__module__', None)}, as context_parallel does, where queries and keys are parts "
+                "of the sequence: the largest logit is not known. Attend without it, or detach() the watch."
+            )
+        self._heard(names, _call_of(*args, **kwargs))
+
+
+def _telling(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``attention``, whose calls are told to those who listen to a module that is running."""
+
+    @never_compiled
+    def tell_and_attend(*args: Any, **kwargs: Any) -> Tensor:
+        for listener in dict.fromkeys(listener for listener, _, _ in _running.open):
+            listener.tell(attention, args, kwargs)
+        return attention(*args, **kwargs)
+
+    return tell_and_attend
+
+
+def _never_attends(module: nn.Module) -> bool:
+    """Tell whether ``module`` is one of torch's own layers that compute no attention."""
+    forward = type(module).forward
+    of_torch = (getattr(forward, "__module__", None) or "").startswith("torch.nn.modules.")
+    return of_torch and forward is not nn.MultiheadAttention.forward
+
+
+class LogitWatch:
+    r"""The largest attention logit of each head since the last `reset`.
+
+    .. math:: S_h = \max_{b, i, j \text{ not masked}} s\, q_{bhi} \cdot k_{bhj}
+
+    Logits that grow without end make the softmax one-hot and a run diverge, often long before its loss shows it; 16-bit
+    training of large models watches them. Of each call of `torch.nn.functional.scaled_dot_product_attention` in a
+    training forward the query and the key are looked at: any mask, ``is_causal``, ``scale``, ``enable_gqa``, any dtype.
+
+    **Guarantees.** The forward computes what it did. A maximum is taken over micro-batches, over calls of one module,
+    and over both forwards of a checkpoint. Evaluations (gradients off, or the module in eval mode) do not count. The
+    host does not wait for an accelerator until a number is read.
+
+    **Edge cases.**
+
+    ==================================  ========================================================================
+    case                                what happens
+    ==================================  ========================================================================
+    a query of three dimensions         one number: heads cannot be told from a batch
+    a mask that is added                -1e4 or less is masked; what is added elsewhere is not a part of the logit
+    NaN                                 is the largest
+    half precision, autocast            products in float32 of what the call gets
+    several processes                   each has its own numbers, of its batch and its heads
+    nested tensors, DTensors, a         an error
+    function in place of torch's, as
+    under ``context_parallel``
+    FlexAttention, flash_attn, softmax  not seen: no entry. So is `torch.nn.MultiheadAttention` with its default
+    by hand                             ``need_weights=True``
+    ==================================  ========================================================================
+
+    Args:
+        model: The model, before or after it is wrapped. Attach it before `torch.compile`, which breaks its graph at
+            each module that is watched.
+        exact: Whether logits are computed, a block of queries after the other, which costs about one more product of
+            queries and keys; otherwise the numbers are the upper bound
+            :math:`\max_b |s| \max_i \lVert q_{bhi} \rVert \max_j \lVert k_{bhj} \rVert`, of masked positions too.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> watch = gg.LogitWatch(model)
+        >>> _ = model(torch.randn(3, 5, 8))
+        >>> {name: tuple(largest.shape) for name, largest in watch.max_logits.items()}
+        {'self_attn': (2,)}
+
+    Reference:
+        Dehghani et al. (2023), Scaling vision transformers to 22 billion parameters, arXiv 2302.05442 (logits that
+        grow).
+    """
+
+    def __init__(self, model: nn.Module, *, exact: bool = True) -> None:
+        self._exact = exact
+        self._largest: dict[str, Tensor] = {}
+        self._listener = AttentionListener(model, self._heard)
+
+    @property
+    def max_logits(self) -> dict[str, Tensor]:
+        """The largest logits by head, by the name of the module that computes them; empty before the first call."""
+        return dict(self._largest)
+
+    def reset(self) -> None:
+        """Begin anew: after each step, say."""
+        self._largest = {}
+
+    def detach(self) -> None:
+        """Stop watching."""
+        self._listener.remove()
+
+    def _heard(self, names: Sequence[str], call: AttentionCall) -> None:
+        largest, known = largest_logits(call, self._exact), self._largest.get(names[-1])
+        self._largest[names[-1]] = largest if known is None else torch.maximum(known, largest)

@@ -1,0 +1,564 @@
+"""QK-Clip: after a step, rescale the query and key weights of heads whose attention logits have grown too large."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from gradguard.arguments import check_number, check_whole
+from gradguard.clip.guard import check_hookable, guard_of
+from gradguard.clip.guard_counts import LateReader
+from gradguard.clip.logits import AttentionCall, AttentionListener, largest_logits
+from gradguard.distributed.placements import gradient_of, is_sharded, local_part, shard_like
+from gradguard.distributed.processes import largest_over, numbers_of_all
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.module_hooks import ForwardHook
+from gradguard.optimizer_hooks import EveryStep
+from gradguard.tensors.layout import are_readable, move, wide_dtype
+from gradguard.torch_private import never_compiled
+
+Projections = str | tuple[str, str] | tuple[str, str, int]
+
+_USUAL = (("q_proj", "k_proj"), ("wq", "wk"), ("to_q", "to_k"), ("query", "key"), ("qkv",), ("qkv_proj",), ("c_attn",))
+_TASK = "clip attention logits"
+_USUAL_WORDS = " or ".join(", ".join(names) for names in _USUAL)
+
+
+class QKClip:
+    r"""After each step of ``optimizer``, rescale the query and key weights of heads whose largest logit was too large.
+
+    .. math:: S_h = \max_{i, j} s\, q_{hi} \cdot k_{hj}, \qquad \gamma_h = \min(1, \tau / S_h), \qquad
+              W_q^h \leftarrow \gamma_h^{\alpha}\, W_q^h, \quad W_k^h \leftarrow \gamma_h^{1 - \alpha}\, W_k^h
+
+    The same batch then has a largest logit of τ. It is MuonClip's second half, the rule that Kimi K2 was trained with:
+    Muon's updates have full rank, and let logits grow faster than Adam's do. Biases are rescaled as the rows of their
+    weights are. :math:`S_h` is what `LogitWatch` measures: masked positions are left out, and the maximum is over
+    micro-batches and processes.
+
+    ``projections`` tells which layers make queries and keys. Without it they are found: `torch.nn.MultiheadAttention`,
+    and modules with `torch.nn.Linear` layers called ``q_proj, k_proj``, ``wq, wk``, ``to_q, to_k``, ``query, key``, or,
+    of rows for all queries, all keys, all values in this order, ``qkv``, ``qkv_proj``, ``c_attn``. How many
+    heads there are is read off the attention.
+
+    **Guarantees.**
+
+    * Each token's query and key in the attention is compared with what its layer has returned: their norms must have
+      one ratio, as after a rotary embedding or a constant factor. Anything else is an error before the step: a
+      normalisation of queries or keys (QK-norm), which would undo any rescaling; a position added to them; rows that
+      lie in another order than was said.
+    * An attention of the model that is told by no projections is an error, as is a weight that has a gradient while no
+      training forward of its attention was seen. So nothing is left out in silence.
+    * A step that a `Guard` or a GradScaler skips rescales nothing; what its batches measured counts at the next.
+    * Rows of heads at or below the threshold keep their bits, and so do values, outputs and the optimizer's state.
+
+    **Edge cases.**
+
+    ==================================  ========================================================================
+    case                                what happens
+    ==================================  ========================================================================
+    grouped queries (GQA, MQA)          heads that share a key share the largest S of their group, all of them
+    MLA, ``("q", "kv", rotary)``        head-wise rows as above; the ``rotary`` last rows of a query's head by γ; the
+                                        rotary key, which all heads share, not at all
+    a logit of NaN or infinity          enters no maximum
+    logits of -1e4 or less, all masked  nothing is rescaled
+    a threshold passed in evaluations   does not count
+    DDP, FSDP2, tensor parallelism      the maximum is over all processes, or ``process_group``
+    FSDP1, QK-norm, LoRA, weight_norm,  an error that says so
+    tied weights, ``need_weights``,
+    FlexAttention, ``add_bias_kv``
+    `torch.compile`                     attach before it is called first; the graph breaks at modules that are watched.
+                                        What is compiled without being heard is an error at the step
+    weights kept twice (a master copy)  only those of the model are rescaled
+    ==================================  ========================================================================
+
+    Args:
+        optimizer: The optimizer that has the query and key weights; biases may be another's.
+        model: The model.
+        threshold: τ.
+        alpha: α, the share of γ that queries get.
+        projections: The names of the layers inside an attention module, by its name or a pattern: ``(query, key)``; one
+            name for both; ``(query, key, rotary)`` for MLA, with the number of rotary dimensions of a head; None to
+            leave its logits alone. The rest is found.
+        exact: As for `LogitWatch`: with False the upper bound takes the place of S, and rescales earlier.
+        process_group: The processes that hold the same layers, such as those of a pipeline's stage; None for all.
+
+    Attributes:
+        last: The largest logit of each head at the last step, over all processes, by the attention's name; -inf where
+            none was seen.
+        optimizer: The optimizer.
+
+    Raises:
+        InvalidTypeError: If ``optimizer`` cannot be hooked, or ``projections`` are none.
+        InvalidValueError: If no projections are found, or those that are given do not exist, are shared, or belong to
+            another optimizer; or an argument is out of range.
+        UnsupportedGradientError: If a projection is no plain `torch.nn.Linear`, or FSDP1's.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> attention = torch.nn.MultiheadAttention(4, 2, bias=False, batch_first=True)
+        >>> optimizer = torch.optim.SGD(attention.parameters(), lr=0.0)
+        >>> clip = gg.QKClip(optimizer, attention, threshold=2.0)
+        >>> _ = attention.in_proj_weight.data.copy_(3 * torch.eye(4).repeat(3, 1))
+        >>> x = torch.eye(4)[None]
+        >>> for _ in range(2):
+        ...     attention(x, x, x, need_weights=False)[0].sum().backward()
+        ...     optimizer.step()
+        ...     print(clip.last[""])
+        tensor([6.3640, 6.3640], dtype=torch.float64)
+        tensor([2.0000, 2.0000], dtype=torch.float64)
+
+    Reference:
+        Kimi Team (2025), Kimi K2: open agentic intelligence, arXiv 2507.20534, section 2.1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        threshold: float = 100.0,
+        alpha: float = 0.5,
+        *,
+        projections: Mapping[str, Projections | None] | None = None,
+        exact: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        check_hookable(optimizer)
+        self.optimizer, self.last = optimizer, cast("dict[str, Tensor]", {})
+        self._threshold = check_number("threshold", threshold, "a finite number > 0")
+        self._alpha = check_number("alpha", alpha, "a number from 0 to 1")
+        self._exact, self._group = exact, process_group
+        self._attentions = _found(model, projections or {})
+        _check_weights([one for one in self._attentions.values() if one is not None], optimizer)
+        self._overflow: Tensor | None = None
+        self._is_agreed = False  # whether all processes are known to have the same attentions
+        self._late = LateReader(self._refuse_changed)
+        self._listener = AttentionListener(model, self._heard)
+        self._hooks = [hook for one in self._told() for hook in one.keep_outputs()]
+        self._steps = EveryStep(self._before, self._after, optimizer=optimizer)
+
+    def __repr__(self) -> str:
+        """Return the call that makes such a clip, of what is called ``optimizer`` and ``model`` here."""
+        return f"QKClip(optimizer, model, threshold={self._threshold:g}, alpha={self._alpha:g})"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: it belongs to one optimizer."""
+        raise InvalidTypeError("a QKClip belongs to one optimizer and cannot be copied or pickled: make another.")
+
+    def detach(self) -> None:
+        """Stop acting, for good; may be repeated."""
+        self._listener.remove()
+        self._steps.remove()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _told(self) -> list["_Attention"]:
+        return [one for one in self._attentions.values() if one is not None]
+
+    def _heard(self, names: Sequence[str], call: AttentionCall) -> None:
+        """Take in one call, for the innermost module whose projections are known."""
+        known = [name for name in names if name in self._attentions]
+        if not known:
+            raise InvalidValueError(
+                f"{names[-1] or 'the model'} computes an attention, and which layers make its queries and keys is not "
+                f"known: expected torch.nn.Linear layers called {_USUAL_WORDS}. Name them, "
+                f"projections={{{names[-1]!r}: ('query layer', 'key layer')}}, or leave its logits alone with "
+                f"projections={{{names[-1]!r}: None}}."
+            )
+        attention = self._attentions[known[-1]]
+        if attention is not None:
+            attention.take(call, self._exact)
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer, number: int) -> None:
+        """Take the maximum over processes, and refuse before the step what would be rescaled wrongly."""
+        del number
+        self._overflow = getattr(optimizer, "found_inf", None)
+        self._steps.act_last()  # a `ClipUpdate` that came later is to see the step alone
+        told = self._told()
+        parts = [one.nothing() if one.measured is None else one.measured for one in told]
+        joined = torch.cat([move(part, parts[0].device) for part in parts])
+        if not self._is_agreed and len(set(numbers_of_all(len(joined), self._group, _TASK))) > 1:
+            raise InvalidValueError(
+                "the processes have different query weights, as pipeline stages do: expected process_group=, those "
+                "that have the same layers."
+            )
+        self._is_agreed = True
+        joined = largest_over(joined, self._group, _TASK).split([len(part) for part in parts])
+        for one, part, everywhere in zip(told, parts, joined, strict=True):
+            one.measured = move(everywhere, part.device)
+            one.look()
+        self._late.push(torch.stack([part[_CHANGE] for part in joined]))
+
+    @torch.no_grad()
+    def _after(self, optimizer: Optimizer) -> None:
+        guard = guard_of(optimizer)
+        self.last = {}
+        for one in self._told():
+            if one.measured is None or one.shape is None:
+                continue
+            home, measured = one.measured.device, one.measured
+            left_out = torch.as_tensor(False if guard is None else guard.skipped, device=home)
+            if self._overflow is not None:
+                left_out = left_out | (move(self._overflow, home).reshape(()) != 0)
+            self.last[one.name] = largest = one.largest()
+            over = (largest > self._threshold) & ~left_out & ~(measured[_CHANGE] > 1)
+            if not are_readable(over) or bool(over.any()):
+                one.rescale(torch.where(over, self._threshold / largest, 1.0), self._alpha)
+            one.measured, one.is_seen = torch.where(left_out, measured, -torch.inf), False
+
+    def _refuse_changed(self, changes: list[float]) -> None:
+        """Raise if an attention's vectors are not those of its projections, by the change of each attention.
+
+        Raises:
+            UnsupportedGradientError: Naming it.
+        """
+        for one, change in zip(self._told(), changes, strict=True):
+            if change > 1:
+                raise UnsupportedGradientError(
+                    f"{one.title} does not attend with what its projections return: the norms of its query or key "
+                    "vectors are not one factor times those of the outputs. A normalisation between them (QK-norm) "
+                    "makes any rescaling of the weights useless, and needs none. A position that is added, or rows in "
+                    "another order, cannot be rescaled by rows of heads. Name the right layers, or leave this one "
+                    f"alone, projections={{{one.name!r}: None}}. Nothing was rescaled, and no step was taken."
+                )
+
+
+_SIZE, _HEADS, _KEYS, _CHANGE, _HEADER = 0, 1, 2, 3, 4
+"""What `_Attention.measured` begins with: the size of a head, how many heads and key heads, how far vectors are from
+what the layers returned."""
+
+_NEGLIGIBLE = 1e-3
+"""Outputs below this share of a head's largest are not compared: they may be rounding."""
+
+
+@dataclass(eq=False)
+class _Attention:
+    """The projections of one attention, and what has been measured of it since the last step.
+
+    Attributes:
+        name: Of the module.
+        query: The layer that makes queries; a `torch.nn.MultiheadAttention` itself.
+        key: The layer that makes keys, the same one if it makes queries, keys and values.
+        rotary: How many of a head's last dimensions have a key that all heads share (MLA).
+        measured: Numbers whose maximum over micro-batches and processes is taken: a header, then the largest logit of
+            each row that makes queries.
+        shape: The size of a head, how many heads and how many key heads, once they are known.
+        is_seen: Whether this process has heard a call since the last step.
+    """
+
+    name: str
+    query: Any
+    key: Any
+    rotary: int = 0
+    measured: Tensor | None = None
+    shape: tuple[int, int, int] | None = None
+    is_seen: bool = False
+    _outputs: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The name, for a message."""
+        return self.name or f"the {type(self.query).__name__}"
+
+    def layers(self) -> list[nn.Linear]:
+        """Return the layers whose outputs are compared with what attends; of `torch.nn.MultiheadAttention` none."""
+        return [] if isinstance(self.query, nn.MultiheadAttention) else list(dict.fromkeys([self.query, self.key]))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights by what their rows make: queries (q), keys (k), or queries, keys and values (qkv)."""
+        if not isinstance(self.query, nn.MultiheadAttention):
+            one_layer = self.query is self.key
+            return {"qkv": self.query.weight} if one_layer else {"q": self.query.weight, "k": self.key.weight}
+        if self.query.in_proj_weight is not None:
+            return {"qkv": self.query.in_proj_weight}
+        return {"q": self.query.q_proj_weight, "k": self.query.k_proj_weight}
+
+    def biases(self) -> dict[str, Tensor | None]:
+        """Return the biases in the same way."""
+        if isinstance(self.query, nn.MultiheadAttention):
+            return {"qkv": self.query.in_proj_bias}
+        return {"qkv": self.query.bias} if self.query is self.key else {"q": self.query.bias, "k": self.key.bias}
+
+    def nothing(self) -> Tensor:
+        """Return ``measured`` before anything is."""
+        weight = next(iter(self.weights().values()))
+        shape = (_HEADER + len(weight),)
+        return torch.full(shape, -torch.inf, dtype=wide_dtype(weight.device), device=weight.device)
+
+    def keep_outputs(self) -> list[RemovableHandle]:
+        """Keep what the layers return, before other hooks change it, until it attends."""
+        return [
+            layer.register_forward_hook(ForwardHook(self._keep, place), prepend=True)
+            for place, layer in enumerate(self.layers())
+        ]
+
+    @never_compiled
+    def _keep(self, place: int, layer: nn.Module, args: Any, output: Tensor) -> None:
+        del layer, args
+        if torch.is_grad_enabled():
+            self._outputs[place] = local_part(output).detach().clone()  # which may be changed in place
+
+    # -- one call ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take(self, call: AttentionCall, exact: bool) -> None:
+        """Take in the largest logits of a call, and compare what attends with what the layers have returned.
+
+        Raises:
+            UnsupportedGradientError: If their shapes do not fit.
+        """
+        outputs, self._outputs = self._outputs, {}
+        weights, size = self.weights(), call.query.shape[-1]
+        rows = len(next(iter(weights.values())))
+        heads, change = call.query.shape[-3], 0.0
+        if self.layers():
+            self._require(len(outputs) == len(self.layers()), "attends more than once with what its projections return")
+            flat = [outputs[place].reshape(-1, outputs[place].shape[-1]) for place in range(len(outputs))]
+            if "q" in weights:
+                heads = flat[0].shape[-1] // size
+            call = _with_heads(call, heads)
+            change = self._change(call, flat, heads)
+        here, total = heads, heads
+        if "q" in weights:
+            total = rows // size
+            keys = total if self.rotary else len(weights["k"]) // size
+        else:
+            keys = (rows // size - heads) // 2
+        self.shape, self.is_seen = (size, total, keys), True
+        new, start = self.nothing(), self._first_head(here, total, weights)
+        for place, number in zip((_SIZE, _HEADS, _KEYS, _CHANGE), (*self.shape, change), strict=True):
+            new[place] = number
+        largest = torch.nan_to_num(largest_logits(call, exact).to(new), -torch.inf, -torch.inf)
+        new[_HEADER + start * size : _HEADER + (start + here) * size] = largest.repeat_interleave(size)
+        self.measured = new if self.measured is None else torch.maximum(self.measured, new)
+
+    def _change(self, call: AttentionCall, outputs: Sequence[Tensor], heads: int) -> Tensor:
+        """Return how far norms of what attends are from one factor times those of the outputs; above 1 is too far."""
+        size, own = call.query.shape[-1], call.query.shape[-1] - self.rotary
+        query, key, attending = outputs[0], outputs[-1], call.key.shape[-3]
+        if query is key:
+            keys = (query.shape[-1] // size - heads) // 2
+            self._require(
+                query.shape[-1] == (heads + 2 * keys) * size, "has another number of rows than its heads need"
+            )
+            query, key = query[:, : heads * size], query[:, heads * size : (heads + keys) * size]
+        keys = heads if self.rotary else max(1, key.shape[-1] // size)
+        fits = query.shape[-1] == heads * size and not heads % keys and not key.shape[-1] % keys
+        fits = fits and 0 <= own <= key.shape[-1] // keys and not attending % keys
+        self._require(fits and (self.rotary > 0 or key.shape[-1] == keys * size), "has rows that are not whole heads")
+        queries = query.unflatten(-1, (heads, size))
+        keyed = key.unflatten(-1, (keys, -1))[..., :own].repeat_interleave(attending // keys, 1)
+        pairs = [(call.query[..., :own], queries[..., :own]), (call.key[..., :own], keyed)]
+        if self.rotary:
+            pairs.append((call.query[..., own:], queries[..., own:]))
+        self._require(
+            all(a.numel() == b.numel() for a, b in pairs), "attends with other tokens than its projections see"
+        )
+        changes = [_ratios_apart(*pair) for pair in pairs if pair[0].numel()]
+        if self.rotary:
+            shared = call.key[..., own:]
+            changes.append(torch.where((shared == shared[:, :1]).all(), 0.0, torch.inf))
+        return torch.stack(changes).amax()
+
+    def _require(self, fits: bool, what: str) -> None:
+        if not fits:
+            raise UnsupportedGradientError(
+                f"{self.title} {what}: which rows belong to which head cannot be told. Name the right layers, "
+                f"projections={{{self.name!r}: ('query layer', 'key layer')}}, or leave its logits alone with "
+                f"projections={{{self.name!r}: None}}."
+            )
+
+    def _first_head(self, here: int, total: int, weights: Mapping[str, Any]) -> int:
+        """Return the number of the first head of this process: under tensor parallelism each has some of them."""
+        if here == total:
+            return 0
+        weight = weights.get("q")
+        shards = [] if weight is None or not is_sharded(weight) else list(enumerate(weight.placements))
+        by = [i for i, p in shards if p.is_shard(0) and weight.device_mesh.size(i) * here == total]  # pyright: ignore
+        self._require(bool(by), f"attends with {here} of {total} heads, and its weights are not cut by heads")
+        return here * weight.device_mesh.get_coordinate()[by[-1]]  # pyright: ignore  # of FSDP2 beside it the last
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Learn from other processes what this one has not seen.
+
+        Raises:
+            UnsupportedGradientError: If no process has seen an attention whose weights have gradients.
+        """
+        if self.is_seen or self.measured is None:
+            return
+        header = self.measured[:_CHANGE].tolist()
+        if header[0] > 0:
+            self.shape = (int(header[0]), int(header[1]), int(header[2]))
+        elif any(gradient_of(weight) is not None for weight in self.weights().values()):
+            raise UnsupportedGradientError(
+                f"{self.title} has gradients, and no call of torch.nn.functional.scaled_dot_product_attention was seen "
+                "in it since the last step, while it was in training mode: its logits are not known. Expected calls of "
+                "that function (of torch.nn.MultiheadAttention: need_weights=False), model.train(), and the QKClip "
+                "attached before torch.compile; FlexAttention and other kernels are not seen. Or leave it alone with "
+                f"projections={{{self.name!r}: None}}. Nothing was rescaled, and no step was taken."
+            )
+
+    def largest(self) -> Tensor:
+        """Return the largest logit of each head."""
+        size, heads, _ = cast("tuple[int, int, int]", self.shape)
+        return cast("Tensor", self.measured)[_HEADER:][: heads * size : size]
+
+    def rescale(self, gamma: Tensor, alpha: float) -> None:
+        """Rescale the rows of each head by its ``gamma``; the smallest of those that share a key."""
+        size, heads, keys = cast("tuple[int, int, int]", self.shape)
+        weights, own = self.weights(), size - self.rotary
+        of_keys = gamma.reshape(keys, -1).amin(1)
+        of_queries = of_keys.repeat_interleave(heads // keys)
+        more = len(weights["k"]) // keys - own if "k" in weights else 0
+        factors = {
+            "q": _by_rows(of_queries, (alpha, own), (1.0, self.rotary)),
+            "k": _by_rows(of_keys, (1 - alpha, own), (0.0, more)),
+        }
+        factors["qkv"] = torch.cat([factors["q"], factors["k"], torch.ones_like(factors["k"])])
+        for kind, parameter in (*weights.items(), *self.biases().items()):
+            if parameter is not None:
+                factor = factors[kind].reshape(-1, *[1] * (parameter.dim() - 1)).expand(parameter.shape)
+                local, factor = local_part(parameter), local_part(shard_like(factor, parameter))
+                wide = torch.promote_types(local.dtype, torch.float32)
+                local.copy_(local.to(wide) * factor.to(wide))
+
+
+def _by_rows(gamma: Tensor, *pattern: tuple[float, int]) -> Tensor:
+    """Return the factor of each row: of a head by its powers of ``gamma``, each for so many rows."""
+    return torch.cat([(gamma**power)[:, None].expand(-1, count) for power, count in pattern], 1).flatten()
+
+
+def _with_heads(call: AttentionCall, heads: int) -> AttentionCall:
+    """Return ``call`` with four dimensions, where the first of three is the batch times ``heads``."""
+    if call.query.dim() != 3 or call.query.shape[0] % heads:
+        return call
+    query, key = (one.unflatten(0, (-1, heads)) for one in (call.query, call.key))
+    mask = call.mask
+    if mask is not None and mask.dim() == 3 and mask.shape[0] > 1:
+        mask = mask.unflatten(0, (-1, heads))
+    return call._replace(query=query, key=key, mask=mask)
+
+
+def _ratios_apart(vectors: Tensor, outputs: Tensor) -> Tensor:
+    """Return by how much the ratio of norms differs between the tokens of a head, in units of what rounding may do.
+
+    Args:
+        vectors: Of shape (batch, heads, tokens, size).
+        outputs: Of shape (batch * tokens, heads, size), or with the tokens outside.
+    """
+    tolerance = 0.02 if 2 in (vectors.element_size(), outputs.element_size()) else 1e-3
+    wide = torch.promote_types(torch.promote_types(vectors.dtype, outputs.dtype), torch.float32)
+    norms, of_outputs = (torch.linalg.vector_norm(one, dim=-1, dtype=wide) for one in (vectors, outputs))
+    compared = of_outputs > _NEGLIGIBLE * of_outputs.amax(0)
+    changes: list[Tensor] = []
+    for order in (norms.transpose(1, 2), norms.permute(2, 0, 1)):
+        ratios = order.reshape(of_outputs.shape) / of_outputs
+        known = compared & ratios.isfinite()
+        most, least = torch.where(known, ratios, 0.0).amax(0), torch.where(known, ratios, torch.inf).amin(0)
+        changes.append(((most / least - 1) / tolerance).amax())
+    return torch.minimum(*changes)
+
+
+# Where the projections are.
+
+
+def _found(model: nn.Module, given: Mapping[str, Projections | None]) -> dict[str, _Attention | None]:
+    """Return the projections of each attention by its name; None for those that are left alone.
+
+    Raises:
+        InvalidValueError: If there are none, or a pattern fits no module.
+    """
+    found: dict[str, _Attention | None] = {}
+    modules = dict(model.named_modules())
+    for pattern, layers in given.items():
+        fitting = [name for name in modules if fnmatchcase(name, pattern)]
+        if not fitting:
+            raise InvalidValueError(f"projections has {pattern!r}, which fits no module of the model.")
+        found |= {name: None if layers is None else _named(name, modules[name], layers) for name in fitting}
+    for name, module in modules.items():
+        if name not in found and (usual := _usual(name, module)) is not None:
+            trained = any(weight.requires_grad for weight in usual.weights().values())
+            found[name] = usual if trained else None
+    if not any(found.values()):
+        raise InvalidValueError(
+            f"this {type(model).__name__} has no attention whose projections are known and trained: expected "
+            f"torch.nn.MultiheadAttention, or torch.nn.Linear layers called {_USUAL_WORDS}. Name them: "
+            "projections={'blocks.*.attention': ('query layer', 'key layer')}."
+        )
+    return found
+
+
+def _usual(name: str, module: nn.Module) -> _Attention | None:
+    if type(module).forward is nn.MultiheadAttention.forward:
+        return _Attention(name, module, module)
+    for names in _USUAL:
+        layers = [getattr(module, one, None) for one in names]
+        if all(isinstance(layer, nn.Linear) for layer in layers):
+            return _Attention(name, layers[0], layers[-1])
+    return None
+
+
+def _named(name: str, module: nn.Module, layers: Any) -> _Attention:
+    names = (layers, layers) if isinstance(layers, str) else layers
+    if not (isinstance(names, tuple) and len(names) in (2, 3) and all(isinstance(one, str) for one in names[:2])):
+        raise InvalidTypeError(
+            f"projections has {layers!r} for {name!r}: expected 'qkv layer', ('query layer', 'key layer'), "
+            "('query layer', 'key layer', 64) with the number of rotary dimensions, or None."
+        )
+    rotary = check_whole("the number of rotary dimensions", names[2], 1) if len(names) == 3 else 0
+    try:
+        query, key = (module.get_submodule(one) for one in names[:2])
+    except AttributeError as error:
+        raise InvalidValueError(f"projections of {name!r}: {error}.") from None
+    return _Attention(name, query, key, rotary)
+
+
+def _check_weights(attentions: Sequence[_Attention], optimizer: Optimizer) -> None:
+    """Check that a step of ``optimizer`` moves the weights of each attention, and that rescaling rows rescales outputs.
+
+    Raises:
+        InvalidValueError: If weights are another optimizer's, or shared.
+        UnsupportedGradientError: If a layer is no plain linear one.
+    """
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    seen: dict[int, str] = {}
+    for one in attentions:
+        for layer in one.layers():
+            plain = type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
+            if not plain or "weight" not in layer._parameters:
+                raise UnsupportedGradientError(
+                    f"a projection of {one.title} is a {type(layer).__name__} whose output need not scale with its "
+                    "weight (an adapter, a parametrization, a forward of its own): expected a plain torch.nn.Linear. "
+                    f"Leave it alone with projections={{{one.name!r}: None}}."
+                )
+        if isinstance(one.query, nn.MultiheadAttention) and one.query.bias_k is not None:
+            raise UnsupportedGradientError(
+                f"{one.title} has add_bias_kv=True: a key that no projection makes. Leave it alone with "
+                f"projections={{{one.name!r}: None}}."
+            )
+        for weight in one.weights().values():
+            if weight.dim() != 2 or not weight.is_floating_point():
+                raise UnsupportedGradientError(
+                    f"a projection of {one.title} has a weight of {weight.dim()} dimensions and {weight.dtype}: "
+                    "expected a matrix of floating-point numbers, not one that FSDP1 or a quantization has packed. Use "
+                    f"fully_shard(model), or projections={{{one.name!r}: None}}."
+                )
+            if id(weight) not in own:
+                raise InvalidValueError(
+                    f"the projections of {one.title} are not parameters of this {type(optimizer).__name__}: expected "
+                    "the optimizer that steps them, made of the model as it is now. Where several optimizers share "
+                    f"them, make a QKClip for each with projections={{{one.name!r}: None}} for those of others."
+                )
+        for parameter in (*one.weights().values(), *one.biases().values()):
+            if parameter is not None and seen.setdefault(id(parameter), one.name) != one.name:
+                raise InvalidValueError(
+                    f"{one.title} and {seen[id(parameter)] or 'the model'} share a projection, which would be rescaled "
+                    "twice. Leave one of them alone, None in projections, if it is the same attention."
+                )
