@@ -8,7 +8,7 @@ from dataclasses import replace
 from gradguard.errors import RecordError
 from gradguard.parity.judge import BARS, Facts, Outcome, Outcomes, judge, name_of_factor
 from gradguard.parity.report import ParityFinding, ParityReport, Stage, Verdict, names
-from gradguard.parity.saved import START, STATE, SavedGradients, read
+from gradguard.parity.saved import START, STATE, UPDATE, SavedGradients, read
 from gradguard.parity.vectors import minus, norm
 from gradguard.words import counted, listed
 
@@ -56,7 +56,7 @@ def compare(reference: Run, new: Run) -> ParityReport:
     first, *later = [Stage("", _outcomes(a, b, facts)), *_later_stages(a, b, facts)]
     stages = sorted([first, *later], key=lambda stage: stage.name != START)  # what a run begins with comes first
     begins = _other_weights(a, b)
-    faults = [*(begins if later else ()), *_first_apart(stages, facts)]
+    faults = begins if begins and later else _first_apart(stages, facts)
     doubts = [*(() if later else begins), *_other_masks(a, b, first.outcomes), *_unknown_stages(a, b, stages)]
     doubts += [_AFTER_CLIP] if a.clipped or b.clipped else []
     notes = (*_notes(a, b, first.outcomes, faults), *_about_stages(a, b, stages, faults))
@@ -76,7 +76,8 @@ def _later_stages(a: SavedGradients, b: SavedGradients, facts: Facts) -> list[St
         if name in b.stages:
             outcomes = _outcomes(a.stages[name], b.stages[name], facts)
             is_state = name.startswith(STATE)
-            found.append(Stage(name, tuple(o for o in outcomes if not is_state or _key_of(o.name) in shared)))
+            kept = tuple(o for o in outcomes if not is_state or _key_of(o.name) in shared)
+            found += [Stage(name, kept)] if kept else []
     return found
 
 
@@ -102,9 +103,12 @@ def _first_apart(stages: Sequence[Stage], facts: Facts) -> list[ParityFinding]:
 def _unknown_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage]) -> list[ParityFinding]:
     """Return why a stage counts as not compared: one run lacks it, or nothing is known of half of it."""
     found = [replace(one, stage=stage.name) for stage in stages for one in _mostly_blind(stage)][:1]
-    if lacking := [name for name in {**a.stages, **b.stages} if (name in a.stages) != (name in b.stages)]:
+    lacking = [n for n in {**a.stages, **b.stages} if (n in a.stages) != (n in b.stages) and not n.startswith(STATE)]
+    if lacking:
         said = f"one run alone has saved {listed(lacking, 2)}: save both with optimizer=, and as many steps"
         found.append(ParityFinding("blind", said))
+    if a.stages and b.stages and _kept_by(a) != _kept_by(b) and f"{UPDATE} 2" not in a.stages.keys() & b.stages.keys():
+        found.append(ParityFinding("blind", "optimizers keep other things, which one step does not show: save several"))
     return found
 
 
@@ -278,8 +282,6 @@ def _other_masks(a: SavedGradients, b: SavedGradients, outcomes: Outcomes) -> li
 
 def _mostly_blind(stage: Stage) -> list[ParityFinding]:
     outcomes = stage.outcomes
-    if stage.name == START and not outcomes:
-        return []  # a first step, before which optimizers have no state
     blind = [o for o in outcomes if o.kind == "blind"]
     if 2 * len(blind) < len(outcomes):
         return []

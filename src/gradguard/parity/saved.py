@@ -30,7 +30,7 @@ from gradguard.parity.judge import Measured
 from gradguard.parity.vectors import Vector
 
 FORMAT = 1
-STATE = "state"
+STATE, UPDATE = "state", "update of step"
 START = f"{STATE} before step 1"
 """The stage of the optimizers' state that a run begins with."""
 

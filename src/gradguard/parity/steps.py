@@ -17,7 +17,7 @@ from gradguard.distributed.placements import local_part
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.parity.replay import add_signs, scale_gradients
-from gradguard.parity.saved import START, STATE, SavedGradients, SavedParameter
+from gradguard.parity.saved import START, STATE, UPDATE, SavedGradients, SavedParameter
 from gradguard.parity.shards import LocalParameter
 from gradguard.parity.vectors import minus, norm
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
@@ -139,6 +139,7 @@ class TrainingSteps:
             self._note(START, [*self._states()], local_weights, calls)
         for t in range(1, self._steps + 1):
             if t > 1:
+                scale_gradients(self._local, scale)  # what a forgotten zero_grad has left
                 again()
             scale_gradients(self._local, 1 / scale)
             self._note(f"gradient of step {t}", self._local, local_gradients, calls)
@@ -150,7 +151,7 @@ class TrainingSteps:
             self._note(f"gradient that the optimizer takes at step {t}", held, lambda _, taken=taken: taken, calls)
             self._note(f"{STATE} after step {t}", [*self._states()], local_weights, calls)
             change = {name: now - before[name] for name, now in local_weights(self._stepped).items()}
-            self._note(f"update of step {t}", self._stepped, lambda _, change=change: change, calls)
+            self._note(f"{UPDATE} {t}", self._stepped, lambda _, change=change: change, calls)
         return self._run
 
     def keep(self, *runs: Mapping[str, Sketches]) -> None:
@@ -174,7 +175,7 @@ class TrainingSteps:
             UnsupportedGradientError: If half of them do.
         """
         for name, stage in self._stages.items():
-            if name.startswith("update"):
+            if name.startswith(UPDATE):
                 pairs = zip(*stage.runs[:2], strict=True)
                 shares = [norm(minus(a, b)) / norm(a) for a, b in pairs if norm(a)]
                 if shares and statistics.median(shares) > min(_MOST_CHANCE * epsilon, _FARTHEST):
@@ -188,7 +189,7 @@ class TrainingSteps:
         """Return the stages in order, without the gradient of the first step, which is saved by itself."""
         found = {}
         for name, stage in self._stages.items():
-            if name != "gradient of step 1":
+            if name != "gradient of step 1" and (stage.tensors or name == START):
                 runs = stage.runs
                 keep = [i for i, sketch in enumerate(runs[0]) if name != START or any(sketch)]
                 sketches = {
@@ -202,7 +203,7 @@ class TrainingSteps:
     def _with_floor(self, name: str, stage: _Stage, i: int) -> SavedParameter:
         """A change of weights is known no better than their own dtype stores them."""
         tensor, change = stage.tensors[i], norm(stage.runs[0][i])
-        if not name.startswith("update") or not change:
+        if not name.startswith(UPDATE) or not change:
             return tensor
         stored = tensor.weight_rounding * self._sizes[tensor.name] / change
         return replace(tensor, rounding=min(1.0, max(tensor.rounding, stored)))
@@ -220,7 +221,7 @@ class TrainingSteps:
         if name not in self._stages:
             whole = WholeParameters(tensors, may_be_none=True)
             told = whole.about([replace(about(p), has_gradient=p.name in own) for p in tensors], calls)
-            copies = local_weights(tensors) if name.startswith("update") else own  # the weights, not their change
+            copies = local_weights(tensors) if name.startswith(UPDATE) else own  # the weights, not their change
             self._stages[name] = _Stage(whole, told, whole.contrasts(copies))
             if name == START:
                 self._stages[name].runs = [whole.reduced(own)] * 2
@@ -276,7 +277,8 @@ class TrainingSteps:
         first, *others = stage.runs
         sizes = {}
         for i, (name, whole) in enumerate(stage.whole.wholes.items()):
-            noise = max(norm(minus(run[i], first[i])) for run in others)
+            least = stage.tensors[i].rounding * norm(first[i])
+            noise = max(least, *(norm(minus(run[i], first[i])) for run in others))
             size = min(_LOUD * noise, max(_LOUDEST * norm(first[i]), noise))
             sizes[name] = sign * size / math.sqrt(max(1, math.prod(whole.shape)))
         add_signs(self._local, sizes, t)
