@@ -1,6 +1,7 @@
 """Gradients grow by 2 to the number of micro-batches where the data-parallel group has one member.
 
-NVIDIA/Megatron-LM#6660: reducing over a group of one adds a buffer to itself, once for each micro-batch::
+NVIDIA/Megatron-LM#6660: reducing over a group of one adds a buffer to itself, once for each
+micro-batch::
 
     python buffer_added_to_itself.py && gradguard parity reference.safetensors new.safetensors
     python buffer_added_to_itself.py --healthy && gradguard parity reference.safetensors new.safetensors

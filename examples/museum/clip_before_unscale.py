@@ -1,6 +1,7 @@
 """With mixed precision the loss hardly falls: each step is as small as the clip makes it.
 
-Lightning-AI/pytorch-lightning#9599: gradients are clipped while they are still multiplied by the loss scale::
+Lightning-AI/pytorch-lightning#9599: gradients are clipped while they are still multiplied by the
+loss scale::
 
     gradguard run --audit-norm clip_before_unscale.py
     gradguard run --audit-norm clip_before_unscale.py --healthy

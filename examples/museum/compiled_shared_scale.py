@@ -1,7 +1,8 @@
 """A diffusion transformer trains worse since the update of PyTorch; with eager mode it does not.
 
-pytorch/pytorch#193061 (2.9.1 to 2.10.0): two layer norms share one table of scales and shifts. The compiled backward pass wrote the
-gradient of the second one's slice into a tensor that nothing reads::
+pytorch/pytorch#193061 (2.9.1 to 2.10.0): two layer norms share one table of scales and shifts. The
+compiled backward pass wrote the gradient of the second one's slice into a tensor that nothing
+reads::
 
     python compiled_shared_scale.py && gradguard parity reference.safetensors new.safetensors
     python compiled_shared_scale.py --healthy && gradguard parity reference.safetensors new.safetensors

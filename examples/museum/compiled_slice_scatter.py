@@ -1,7 +1,7 @@
 """The compiled model has the same loss and a gradient of zero.
 
-pytorch/pytorch#180771, #182012, #180164: Inductor dropped the gradient of what a `slice_scatter` leaves as it is. The function below
-has the backward pass that it made::
+pytorch/pytorch#180771, #182012, #180164: Inductor dropped the gradient of what a `slice_scatter`
+leaves as it is. The function below has the backward pass that it made::
 
     gradguard check compiled_slice_scatter:sick --input x=6 --input y=2
     gradguard check compiled_slice_scatter:healthy --input x=6 --input y=2

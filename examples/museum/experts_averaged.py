@@ -1,7 +1,7 @@
 """The norm is 7.24 where 10.95 is right: ranks with other experts average their norms.
 
-deepspeedai/DeepSpeed#8475, #8478 (AutoEP in float32): each rank takes the norm of what it holds, and the norms are
-averaged where their squares should be added up::
+deepspeedai/DeepSpeed#8475, #8478 (AutoEP in float32): each rank takes the norm of what it holds,
+and the norms are averaged where their squares should be added up::
 
     torchrun --nproc-per-node 2 experts_averaged.py
     torchrun --nproc-per-node 2 experts_averaged.py --healthy

@@ -1,7 +1,7 @@
 """The gradient norm is too small as soon as experts lie on several processes.
 
-NVIDIA/Megatron-LM#5916, deepspeedai/DeepSpeed#8613: the squares of experts count on the first rank alone, so that the
-norm leaves out all others and the clip is too weak::
+NVIDIA/Megatron-LM#5916, deepspeedai/DeepSpeed#8613: the squares of experts count on the first rank
+alone, so that the norm leaves out all others and the clip is too weak::
 
     torchrun --nproc-per-node 2 experts_left_out.py
     torchrun --nproc-per-node 2 experts_left_out.py --healthy

@@ -1,7 +1,8 @@
 """Experts learn too fast as soon as they are spread over ranks.
 
-NVIDIA/Megatron-LM#5956 (times the expert-parallel size), #7160, pytorch/pytorch#160285 (times 2): gradients of experts are
-divided by their own data-parallel size, and those of all else by the world size::
+NVIDIA/Megatron-LM#5956 (times the expert-parallel size), #7160, pytorch/pytorch#160285 (times 2):
+gradients of experts are divided by their own data-parallel size, and those of all else by the world
+size::
 
     python experts_scaled_by_parallelism.py && gradguard parity reference.safetensors new.safetensors
     python experts_scaled_by_parallelism.py --healthy && gradguard parity reference.safetensors new.safetensors

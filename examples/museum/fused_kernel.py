@@ -1,7 +1,7 @@
 """A fused kernel passes its test, whose tolerance was chosen until it did.
 
-fla-org/flash-linear-attention#836, triton-lang/triton#7216 in kind: the backward of a fused gate forgets one of two terms where both
-are small::
+fla-org/flash-linear-attention#836, triton-lang/triton#7216 in kind: the backward of a fused gate
+forgets one of two terms where both are small::
 
     gradguard check fused_kernel:sick --input x=4,8 --input gate=4,8
     gradguard check fused_kernel:healthy --input x=4,8 --input gate=4,8

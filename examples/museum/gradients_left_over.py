@@ -1,6 +1,7 @@
 """The first step is right, and from the second on the norm grows with each.
 
-A forgotten `zero_grad`, as in the question that forums get most: gradients of one step are added to those of the next::
+A forgotten `zero_grad`, as in the question that forums get most: gradients of one step are added to
+those of the next::
 
     python gradients_left_over.py && gradguard parity reference.safetensors new.safetensors
     python gradients_left_over.py --healthy && gradguard parity reference.safetensors new.safetensors

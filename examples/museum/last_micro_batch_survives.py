@@ -1,7 +1,7 @@
 """The loss is right, and the gradient norm is low and noisy, with accumulation.
 
-NVIDIA-NeMo/Automodel#3530, NVIDIA/Megatron-LM#7186: something between two micro-batches sets gradients to None, so that the last
-one alone is left::
+NVIDIA-NeMo/Automodel#3530, NVIDIA/Megatron-LM#7186: something between two micro-batches sets
+gradients to None, so that the last one alone is left::
 
     python last_micro_batch_survives.py && gradguard parity reference.safetensors new.safetensors
     python last_micro_batch_survives.py --healthy && gradguard parity reference.safetensors new.safetensors

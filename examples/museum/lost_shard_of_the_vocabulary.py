@@ -1,7 +1,7 @@
 """Some tokens are never learnt with tensor parallelism.
 
-NVIDIA-NeMo/Automodel#1260: `full_tensor()` without `grad_placements` cuts the gradient of the output layer, so that the rows of a
-rank get none::
+NVIDIA-NeMo/Automodel#1260: `full_tensor()` without `grad_placements` cuts the gradient of the
+output layer, so that the rows of a rank get none::
 
     python lost_shard_of_the_vocabulary.py && gradguard parity reference.safetensors new.safetensors
     python lost_shard_of_the_vocabulary.py --healthy && gradguard parity reference.safetensors new.safetensors

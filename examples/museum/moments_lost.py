@@ -1,7 +1,7 @@
 """After each resume the loss jumps, and comes down again.
 
-ace-step/ACE-Step-1.5#742, TrenTorch/TrenTorch#187: the checkpoint has the weights and not the optimizer's moments, or nobody loads
-them::
+ace-step/ACE-Step-1.5#742, TrenTorch/TrenTorch#187: the checkpoint has the weights and not the
+optimizer's moments, or nobody loads them::
 
     python moments_lost.py && gradguard parity reference.safetensors new.safetensors
     python moments_lost.py --healthy && gradguard parity reference.safetensors new.safetensors

@@ -1,7 +1,8 @@
 """A resumed run goes on, and trains another model than the one that was saved.
 
-NVIDIA/Megatron-LM#6920 in kind: the optimizer's state is written by number, and the resumed run numbers its parameters in another
-order, so that a moment belongs to another weight of the same shape::
+NVIDIA/Megatron-LM#6920 in kind: the optimizer's state is written by number, and the resumed run
+numbers its parameters in another order, so that a moment belongs to another weight of the same
+shape::
 
     python moments_of_other_weights.py && gradguard parity reference.safetensors new.safetensors
     python moments_of_other_weights.py --healthy && gradguard parity reference.safetensors new.safetensors

@@ -1,7 +1,7 @@
 """Reported norms shrink as ranks are added, and each rank clips by another one.
 
-hiyouga/LLaMA-Factory#10640 in kind: PyTorch's clip takes the norm of what a rank holds itself, where
-FSDP1 has cut the gradients into shards. The method of FSDP adds up::
+hiyouga/LLaMA-Factory#10640 in kind: PyTorch's clip takes the norm of what a rank holds itself,
+where FSDP1 has cut the gradients into shards. The method of FSDP adds up::
 
     torchrun --nproc-per-node 2 -m gradguard run --audit-norm norm_of_a_shard.py
     torchrun --nproc-per-node 2 -m gradguard run --audit-norm norm_of_a_shard.py --healthy

@@ -1,6 +1,7 @@
 """The router of a mixture of experts never learns, and the loss falls nevertheless.
 
-huggingface/transformers#48205, #48687 in kind: the weights of experts are taken out of the graph, here by `.data`::
+huggingface/transformers#48205, #48687 in kind: the weights of experts are taken out of the graph,
+here by `.data`::
 
     python router_without_gradient.py && gradguard parity reference.safetensors new.safetensors
     python router_without_gradient.py --healthy && gradguard parity reference.safetensors new.safetensors

@@ -1,6 +1,7 @@
 """After a step with a bad loss the replicas are not equal any more, and nothing says so.
 
-ecmwf/WeatherGenerator#2726: whether a step is left out is decided by the loss of rank 0 alone, and only there::
+ecmwf/WeatherGenerator#2726: whether a step is left out is decided by the loss of rank 0 alone, and
+only there::
 
     torchrun --nproc-per-node 2 skipped_on_rank_0.py
     torchrun --nproc-per-node 2 skipped_on_rank_0.py --healthy

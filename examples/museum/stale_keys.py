@@ -1,7 +1,7 @@
 """Losses agree to four digits, and training with context parallelism is worse.
 
-NVIDIA/Megatron-LM#1464, huggingface/diffusers in kind: the backward pass of attention over a ring uses keys and values that
-another rank has already overwritten::
+NVIDIA/Megatron-LM#1464, huggingface/diffusers in kind: the backward pass of attention over a ring
+uses keys and values that another rank has already overwritten::
 
     python stale_keys.py && gradguard parity reference.safetensors new.safetensors
     python stale_keys.py --healthy && gradguard parity reference.safetensors new.safetensors

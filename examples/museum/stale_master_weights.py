@@ -1,7 +1,7 @@
 """A checkpoint is loaded, evaluates well, and is gone after the first step.
 
-NVIDIA/apex#42, NovaSky-AI/SkyRL#2149: the weights are loaded, and not the master weights in float32, which the next step copies over
-them::
+NVIDIA/apex#42, NovaSky-AI/SkyRL#2149: the weights are loaded, and not the master weights in
+float32, which the next step copies over them::
 
     python stale_master_weights.py && gradguard parity reference.safetensors new.safetensors
     python stale_master_weights.py --healthy && gradguard parity reference.safetensors new.safetensors
@@ -27,7 +27,7 @@ class Trainer:
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).bfloat16()
         for p in self.model.parameters():
             p.main_param = p.detach().float().requires_grad_()
-        self.optimizer = torch.optim.AdamW([p.main_param for p in self.model.parameters()], 1e-3)
+        self.optimizer = torch.optim.SGD([p.main_param for p in self.model.parameters()], 0.1, momentum=0.9)
 
     def backward(self):
         mse_loss(self.model(x).float(), y).backward()

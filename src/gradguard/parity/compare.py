@@ -107,13 +107,14 @@ def _unknown_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage
     if lacking:
         said = f"one run alone has saved {listed(lacking, 2)}: save both with optimizer=, and as many steps"
         found.append(ParityFinding("blind", said))
-    if a.stages and b.stages and _kept_by(a) != _kept_by(b) and f"{UPDATE} 2" not in a.stages.keys() & b.stages.keys():
+    both = a.stages.keys() & b.stages.keys()
+    if both and f"{UPDATE} 2" not in both and _kept_by(a) != _kept_by(b):
         found.append(ParityFinding("blind", "optimizers keep other things, which one step does not show: save several"))
     return found
 
 
 def _about_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage], faults: Findings) -> list[str]:
-    """Return notes: settings of optimizers that differ, what follows from a fault, and what the whole step has shown."""
+    """Return notes: settings of optimizers that differ, what follows from a fault, what the whole step has shown."""
     notes = [] if len(stages) == 1 else _other_settings(a, b)
     if faults and (apart := [stage for stage in stages if any(o.is_wrong for o in stage.outcomes)][1:]):
         counts = [f"{sum(o.is_wrong for o in s.outcomes):,} of {len(s.outcomes):,} in {s.name}" for s in apart]
@@ -121,7 +122,7 @@ def _about_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage],
     if len(stages) > 1 and not faults:
         total = [o for stage in stages[1:] for o in stage.outcomes]
         known = [o for o in total if o.kind == "equal"]
-        far = max((o.distance or 0.0 for o in known), default=0.0)
+        far = max(stage.farthest for stage in stages[1:])
         notes.append(
             f"{counted(len(stages) - 1, 'later stage')}, to the {stages[-1].name}: {len(known):,} of {len(total):,} "
             f"tensors are equal, at most {far:.2g} bars apart"

@@ -45,6 +45,11 @@ class Stage:
     name: str
     outcomes: tuple[Outcome, ...]
 
+    @property
+    def farthest(self) -> float:
+        """The largest distance of all of its tensors, in bars."""
+        return max((o.distance or 0.0 for o in self.outcomes), default=0.0)
+
 
 @dataclass(frozen=True)
 class ParityReport:

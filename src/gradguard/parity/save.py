@@ -50,12 +50,13 @@ def save_gradients(
     at the loss is multiplied by a number between 1 and 2, which is taken off again: so each sum rounds anew.
 
     With ``optimizer=`` it keeps the whole step, ``steps`` times over, each tensor with its own bar: the optimizer's
-    state at first, the gradients that the optimizer takes, its state then, and by how much weights change. Two runs more
-    move gradients up and down by 16 times what rounding does, for an update may jump where a gradient is nearly zero.
+    state at first, the gradients that the optimizer takes, its state then, and by how much weights change. Two runs
+    more move gradients up and down by 16 times what rounding does: an update may jump where a gradient is nearly zero.
 
-    **Guarantees.** Weights, optimizers, buffers and random generators are as before, to the last bit, also when ``step`` raises;
-    gradients are None, and Megatron's ``main_grad`` is zero. Each run begins with the same of all three, so dropout
-    draws the same masks. Nothing is gathered but the sketches: temporaries have 65,536 elements, buffers are copied.
+    **Guarantees.** Weights, optimizers, buffers and random generators are as before, to the last bit, also when
+    ``step`` raises; gradients are None, and Megatron's ``main_grad`` is zero. Each run begins with the same of all, so
+    dropout draws the same masks. Nothing is gathered but the sketches: temporaries have 65,536 elements; buffers are
+    copied, and with ``optimizer=`` weights and states, to the CPU.
 
     | case | result |
     |---|---|
@@ -81,8 +82,8 @@ def save_gradients(
         shard_of: Of a name in this process' model, the name and the shape of the whole parameter and where this
             part begins; None of a parameter that is whole.
         optimizer: The optimizer, or several, whose updates are kept; none for gradients alone.
-        update: What follows backward in the training loop: the clip, the optimizer's step, ``zero_grad``. By default the
-            optimizers' ``step`` and ``zero_grad``.
+        update: What follows backward in the training loop: the clip, the optimizer's step, ``zero_grad``. By default
+            the optimizers' ``step`` and ``zero_grad``.
         steps: How many updates, each after another call of ``step``.
         others: What else ``update`` changes, with ``state_dict`` and ``load_state_dict``: a scheduler, a GradScaler.
 

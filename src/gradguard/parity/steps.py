@@ -133,6 +133,9 @@ class TrainingSteps:
             scale: What gradients are multiplied by; taken off before each update.
             calls: How many backward passes add to a gradient.
             turned: 1 or -1 to move each element of each gradient up or down by more than rounding does.
+
+        Returns:
+            The sketches, by stage.
         """
         self._run = {}
         if not self._stages:
@@ -226,7 +229,8 @@ class TrainingSteps:
             if name == START:
                 self._stages[name].runs = [whole.reduced(own)] * 2
                 weights = WholeParameters(self._stepped)
-                self._sizes = dict(zip(weights.wholes, map(norm, weights.reduced(local_weights(self._stepped))), strict=True))
+                sizes = map(norm, weights.reduced(local_weights(self._stepped)))
+                self._sizes = dict(zip(weights.wholes, sizes, strict=True))
         self._run[name] = self._stages[name].whole.reduced(own)
 
     def _updated(self) -> dict[str, Tensor]:
@@ -287,13 +291,14 @@ class TrainingSteps:
 def _master(p: LocalParameter) -> LocalParameter:
     """The master weights of a parameter, as Megatron names them, where they are of its shape; else itself."""
     main = getattr(p.parameter, "main_param", None)
-    is_one = isinstance(main, Tensor) and main.shape == p.parameter.shape
+    if not isinstance(main, Tensor) or main.shape != p.parameter.shape:
+        return p
     part = p.weights()[0]
-    return LocalParameter(p.name, main, p.layout, lambda _: part) if is_one else p
+    return LocalParameter(p.name, main, p.layout, lambda _: part)
 
 
 def _part(p: LocalParameter, name: str, tensor: Tensor) -> LocalParameter | None:
-    """The tensor of a parameter's state as a part of a whole; None where the parameter is a part and it has another shape."""
+    """A tensor of a parameter's state as a part of a whole; None if it is none that the parameter's part tells."""
     part, weights = p.weights()
     if p.flat is not None and tensor.shape == p.parameter.shape:
         return replace(p, name=name, parameter=tensor)
