@@ -16,9 +16,10 @@ import gradguard as gg
 HEALTHY = "--healthy" in sys.argv
 
 torch.manual_seed(0)
-model = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(600)).bfloat16()
+model = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(80)).bfloat16()
 for p in model.parameters():
     p.grad = torch.randn_like(p)
+model[0].weight.grad *= 25
 
 
 def norm():
