@@ -24,7 +24,11 @@ FROM_ROOT = (
     "CONTRIBUTING.md",
     "SECURITY.md",
 )
-EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*.py"))
+EXAMPLES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("examples", "examples/museum")
+    for path in ROOT.glob(f"{folder}/*.py")
+)
 
 # What the reference has: a name in backticks leads there. Of the trainers some have one name in common.
 _SHOWN = "\n".join(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/reference/*.md"))

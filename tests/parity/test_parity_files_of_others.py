@@ -22,7 +22,14 @@ KEY = "gradguard_parity"
 @pytest.fixture
 def file(tmp_path):
     gradients = {"w": drawn((4, 4), 0), "b": drawn((4,), 1), "up": drawn((8, 4), 2)}
-    write(tmp_path / "ref", saved(gradients, facts={"world size": 4.0}, parts={"a": gradients}, rows=("w",)))
+    stages = {"state before step 1": saved(gradients), "update of step 1": saved(gradients)}
+    settings = {"w": {"lr": 0.1}}
+    write(
+        tmp_path / "ref",
+        saved(
+            gradients, facts={"world size": 4.0}, parts={"a": gradients}, rows=("w",), stages=stages, settings=settings
+        ),
+    )
     return tmp_path / "ref"
 
 
@@ -51,7 +58,7 @@ def test_damaged_files(file, count):
 
 
 def test_each_field_that_is_written_is_checked():
-    written = {f.name for f in fields(SavedGradients)} - {"parameters", "sketches", "rows"}
+    written = {f.name for f in fields(SavedGradients)} - {"parameters", "sketches", "rows", "stages"}
     assert ({f.name for f in fields(SavedParameter)}, written) == ({*saved_module._PARAMETER}, {*saved_module._ABOUT})
 
 

@@ -286,7 +286,7 @@ def test_ranks_that_differ_are_told_with_what_is_missing(scale, said):
     finding = only(compare(run(), new))
     assert (finding.kind, finding.parameters) == ("ranks", ("norm",))
     words = f"a {said} over 4 ranks is missing in the new run: that of its copies is right"
-    assert finding.message == (words if said else "ranks hold different gradients in the new run")
+    assert finding.message == (words if said else "ranks hold different copies in the new run")
 
 
 def test_what_follows_from_a_missing_sum_stands_behind_it():
@@ -384,7 +384,7 @@ def test_copies_that_differ_are_open_too_where_no_bar_is_known(reference):
     apart = {n: torch.zeros_like(g) for n, g in GRADIENTS.items()} | {"norm": drawn((8,), 3)}
     report = compare(reference, coarse(contrasts=apart, copies=4))
     assert report.verdict == "INCONCLUSIVE", str(report)
-    assert "ranks hold different gradients in the new run" in str(report)
+    assert "ranks hold different copies in the new run" in str(report)
 
 
 @pytest.mark.parametrize(("loss", "says"), [(1.504, "agree"), (1.6, "differ by more than rounding")])

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from gradguard.errors import RecordError
 from gradguard.parity.judge import BARS, Facts, Outcome, Outcomes, judge, name_of_factor
-from gradguard.parity.report import ParityFinding, ParityReport, Verdict, names
-from gradguard.parity.saved import SavedGradients, read
+from gradguard.parity.report import ParityFinding, ParityReport, Stage, Verdict, names
+from gradguard.parity.saved import START, STATE, UPDATE, SavedGradients, read
 from gradguard.parity.vectors import minus, norm
+from gradguard.words import counted, listed
 
 Findings = Sequence[ParityFinding]
 Run = SavedGradients | str | os.PathLike[str]
@@ -31,6 +32,7 @@ _AFTER_CLIP = ParityFinding(
 _MASKS_COUNT = ("different", "rows", "mixture", "ranks")  # what other dropout masks would look like, too
 _DECISIVE = ("missing", "extra", "shape", "ranks", "rows", "mixture", "factor", "dead", "nonfinite", "different")
 """Kinds, what explains others first."""
+_UNDECIDED = {"unknown", "noisy"}
 _FOLLOWING = ("different", "ranks")  # how gradients look that come from wrong ones
 
 
@@ -50,13 +52,102 @@ def compare(reference: Run, new: Run) -> ParityReport:
     a, b = (run if isinstance(run, SavedGradients) else read(run) for run in (reference, new))
     if a.hash_version != b.hash_version:
         raise RecordError("the two runs were saved by versions of gradguard with other signs: save both with one.")
-    of_a, of_b = ({p.name: run.measured(i) for i, p in enumerate(run.parameters)} for run in (a, b))
     facts = facts_of(a, b)
-    outcomes = _with_others([judge(name, of_a.get(name), of_b.get(name), facts) for name in {**of_a, **of_b}])
-    faults = _findings(outcomes, facts)
-    doubts = [*_other_weights(a, b), *_other_masks(a, b, outcomes), *_mostly_blind(outcomes)]
+    first, *later = [Stage("", _outcomes(a, b, facts)), *_later_stages(a, b, facts)]
+    stages = sorted([first, *later], key=lambda stage: stage.name != START)  # what a run begins with comes first
+    begins = _other_weights(a, b)
+    faults = begins if begins and later else _first_apart(stages, facts)
+    doubts = [*(() if later else begins), *_other_masks(a, b, first.outcomes), *_unknown_stages(a, b, stages)]
     doubts += [_AFTER_CLIP] if a.clipped or b.clipped else []
-    return ParityReport(_verdict(faults, doubts), (*faults, *doubts), _notes(a, b, outcomes, faults), tuple(outcomes))
+    notes = (*_notes(a, b, first.outcomes, faults), *_about_stages(a, b, stages, faults))
+    return ParityReport(_verdict(faults, doubts), (*faults, *doubts), notes, tuple(first.outcomes), tuple(later))
+
+
+def _outcomes(a: SavedGradients, b: SavedGradients, facts: Facts) -> tuple[Outcome, ...]:
+    of_a, of_b = ({p.name: run.measured(i) for i, p in enumerate(run.parameters)} for run in (a, b))
+    return tuple(_with_others([judge(name, of_a.get(name), of_b.get(name), facts) for name in {**of_a, **of_b}]))
+
+
+def _later_stages(a: SavedGradients, b: SavedGradients, facts: Facts) -> list[Stage]:
+    """Compare what both runs have kept; of the optimizers' state what both optimizers keep at any time."""
+    shared = _kept_by(a) & _kept_by(b)
+    found = []
+    for name in a.stages:
+        if name in b.stages:
+            outcomes = _outcomes(a.stages[name], b.stages[name], facts)
+            is_state = name.startswith(STATE)
+            kept = tuple(o for o in outcomes if not is_state or _key_of(o.name) in shared)
+            found += [Stage(name, kept)] if kept else []
+    return found
+
+
+def _kept_by(run: SavedGradients) -> set[str]:
+    return {_key_of(p.name) for name, one in run.stages.items() if name.startswith(STATE) for p in one.parameters}
+
+
+def _key_of(name: str) -> str:
+    """Return which number of an optimizer's state ``name`` is: "exp_avg" of "exp_avg of 0.weight"."""
+    return name.partition(" of ")[0]
+
+
+def _first_apart(stages: Sequence[Stage], facts: Facts) -> list[ParityFinding]:
+    """Return the findings of the first stage where something is known to be wrong, and what is undecided before it."""
+    found: list[ParityFinding] = []
+    for stage in stages:
+        found += [replace(one, stage=stage.name) for one in _findings(stage.outcomes, facts)]
+        if not {one.kind for one in found} <= _UNDECIDED:
+            break
+    return found
+
+
+def _unknown_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage]) -> list[ParityFinding]:
+    """Return why a stage counts as not compared: one run lacks it, or nothing is known of half of it."""
+    found = [replace(one, stage=stage.name) for stage in stages for one in _mostly_blind(stage)][:1]
+    lacking = [n for n in {**a.stages, **b.stages} if (n in a.stages) != (n in b.stages) and not n.startswith(STATE)]
+    if lacking:
+        said = f"one run alone has saved {listed(lacking, 2)}: save both with optimizer=, and as many steps"
+        found.append(ParityFinding("blind", said))
+    both = a.stages.keys() & b.stages.keys()
+    if both and f"{UPDATE} 2" not in both and _kept_by(a) != _kept_by(b):
+        found.append(ParityFinding("blind", "optimizers keep other things, which one step does not show: save several"))
+    return found
+
+
+def _about_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage], faults: Findings) -> list[str]:
+    """Return notes: settings of optimizers that differ, what follows from a fault, what the whole step has shown."""
+    notes = [] if len(stages) == 1 else _other_settings(a, b)
+    if faults and (apart := [stage for stage in stages if any(o.is_wrong for o in stage.outcomes)][1:]):
+        counts = [f"{sum(o.is_wrong for o in s.outcomes):,} of {len(s.outcomes):,} in {s.name}" for s in apart]
+        notes.append(f"what may follow from it: {listed(counts, 3)}")
+    if len(stages) > 1 and not faults:
+        total = [o for stage in stages[1:] for o in stage.outcomes]
+        known = [o for o in total if o.kind == "equal"]
+        far = max(stage.farthest for stage in stages[1:])
+        notes.append(
+            f"{counted(len(stages) - 1, 'later stage')}, to the {stages[-1].name}: {len(known):,} of {len(total):,} "
+            f"tensors are equal, at most {far:.2g} bars apart"
+        )
+    return notes
+
+
+def _other_settings(a: SavedGradients, b: SavedGradients) -> list[str]:
+    """Return a note for each setting of the optimizers that differs, such as the weight decay of some parameters."""
+    others: dict[tuple[str, float, float], list[str]] = {}
+    for name in a.settings.keys() & b.settings.keys():
+        x, y = a.settings[name], b.settings[name]
+        for key in x.keys() & y.keys():
+            if x[key] != y[key]:
+                others.setdefault((key, x[key], y[key]), []).append(name)
+    notes = [
+        f"the optimizer's {key} is {x:g} in the reference and {y:g} in the new run, of {names(sorted(of))}"
+        for (key, x, y), of in sorted(others.items())
+    ]
+    for who, here, there in (("the reference", a, b), ("the new run", b, a)):
+        if alone := sorted(here.settings.keys() - there.settings.keys()):
+            notes.append(f"the optimizer takes a gradient of these in {who} alone: {names(alone)}")
+        if alone := sorted(_kept_by(here) - _kept_by(there)):
+            notes.append(f"{who} alone has in its optimizer's state, which is not compared: {names(alone)}")
+    return notes
 
 
 def facts_of(a: SavedGradients, b: SavedGradients) -> Facts:
@@ -74,7 +165,7 @@ def facts_of(a: SavedGradients, b: SavedGradients) -> Facts:
 
 def _verdict(faults: Findings, doubts: Findings) -> Verdict:
     kinds = {doubt.kind for doubt in doubts}
-    certain = {f.kind for f in faults} - {"unknown", "noisy"}
+    certain = {f.kind for f in faults} - _UNDECIDED
     if "weights" in kinds:
         certain &= {"missing", "extra", "shape"}
     if "random" in kinds:
@@ -190,7 +281,8 @@ def _other_masks(a: SavedGradients, b: SavedGradients, outcomes: Outcomes) -> li
     return [ParityFinding("random", said)]
 
 
-def _mostly_blind(outcomes: Outcomes) -> list[ParityFinding]:
+def _mostly_blind(stage: Stage) -> list[ParityFinding]:
+    outcomes = stage.outcomes
     blind = [o for o in outcomes if o.kind == "blind"]
     if 2 * len(blind) < len(outcomes):
         return []

@@ -208,7 +208,7 @@ def judge(name: str, reference: Measured | None, new: Measured | None, facts: Fa
 
 
 def _no_gradient(run: Measured | None, who: str) -> str:
-    return f"{who} has no such parameter" if run is None else f"no gradient (None) in {who}"
+    return f"{who} has none of this name" if run is None else f"no gradient (None) in {who}"
 
 
 def _by_numbers(name: str, runs: Runs, bar: float, facts: Facts) -> Outcome:
@@ -224,7 +224,7 @@ def _by_numbers(name: str, runs: Runs, bar: float, facts: Facts) -> Outcome:
     if dead and not apart and not why and distance > BARS:
         return pair.is_("dead", f"all zeros in {dead[0]}")
     if apart:
-        said = f"ranks hold different gradients in {' and in '.join(apart)}"
+        said = f"ranks hold different copies in {' and in '.join(apart)}"
         if why:
             return pair.is_("unknown", f"{said}; {why}")
         return (pair.missing_reduction(*apart) if len(apart) == 1 else None) or pair.is_("ranks", said)

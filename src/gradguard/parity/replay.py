@@ -1,6 +1,6 @@
 """Run a step again as it was, or with weights that differ by rounding; then all is as before, to the last bit."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,30 @@ def flip_weights(parameters: Sequence[LocalParameter], epsilon: float, run: int,
             for at, chunk in _slices(weights):
                 places = part.places(at, chunk.numel(), weights.device)
                 chunk.copy_(_flipped(chunk, shift, (hashed(places) >> (32 + 2 * run)) & 3))
+
+
+def add_signs(parameters: Sequence[LocalParameter], sizes: Mapping[str, float], which: int) -> None:
+    """Add to each element of each gradient the size of its parameter, up or down by its place in the whole.
+
+    Args:
+        parameters: Whose gradients, in place.
+        sizes: By name; negative ones turn the signs round.
+        which: Which of several patterns of signs.
+    """
+    for parameter in parameters:
+        if (found := parameter.gradient()) is not None:
+            part, gradient = found
+            for at, chunk in _slices(gradient):
+                bits = hashed(part.places(at, chunk.numel(), gradient.device)) >> (7 + which % 50)
+                signs = (1 - 2 * (bits & 1)).view(chunk.shape).to(torch.float64)
+                chunk.copy_(chunk.double() + sizes[parameter.name] * signs)
+
+
+def scale_gradients(parameters: Sequence[LocalParameter], times: float) -> None:
+    """Multiply gradients in place."""
+    for parameter in parameters if times != 1 else ():
+        if (found := parameter.gradient()) is not None:
+            found[1].mul_(times)
 
 
 def _shift(dtype: torch.dtype, epsilon: float) -> int | None:
@@ -88,15 +112,25 @@ def digest(parameters: Iterable[LocalParameter]) -> int:
 # Everything else that a step reads and changes.
 
 
+def again(step: Callable[[], Any], scale: float = 1.0) -> tuple[Any, Backwards]:
+    """Return what ``step()`` returns, from the state that is there, and its backward passes."""
+    with torch.enable_grad(), backwards(scale) as watched:
+        return step(), watched
+
+
 class Replay:
     """The state that a step reads besides its weights, so that it runs again as it did.
 
     Args:
         model: The model.
         parameters: This process' parts of its parameters.
+        put_back: Puts weights back after a run that updates them.
     """
 
-    def __init__(self, model: nn.Module, parameters: Sequence[LocalParameter]) -> None:
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[LocalParameter], put_back: Callable[[], None] | None = None
+    ) -> None:
+        self._put_back = put_back
         self._model = model
         self._tensors = [p for p in model.parameters() if p.requires_grad]
         self._parameters = parameters
@@ -111,8 +145,7 @@ class Replay:
             scale: What the gradient at each loss is multiplied by.
         """
         self.restore()
-        with torch.enable_grad(), backwards(scale) as watched:
-            return step(), watched
+        return again(step, scale)
 
     def restore(self) -> None:
         """Let buffers and generators be as they were, and gradients None; Megatron's ``main_grad``, a buffer, zero."""
@@ -137,7 +170,10 @@ class Replay:
         try:
             yield
         finally:
-            flip_weights(self._parameters, epsilon, run, back=True)
+            if self._put_back is None:
+                flip_weights(self._parameters, epsilon, run, back=True)
+            else:
+                self._put_back()
 
 
 # The precision of the computation.

@@ -30,9 +30,25 @@ class ParityFinding:
     factor: float | None = None
     factor_bar: float | None = None
     factor_name: str = ""
+    stage: str = ""
+    """The stage of the step; empty for the gradients of the first."""
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.message}" + (f": {names(self.parameters)}" if self.parameters else "")
+        front = f"{self.stage}: " if self.stage else ""
+        return f"{front}{self.kind}: {self.message}" + (f": {names(self.parameters)}" if self.parameters else "")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is compared at one point of a step: of the optimizer's state, say, each tensor."""
+
+    name: str
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def farthest(self) -> float:
+        """The largest distance of all of its tensors, in bars."""
+        return max((o.distance or 0.0 for o in self.outcomes), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,8 @@ class ParityReport:
     """Notes: worth knowing, and no fault."""
     parameters: tuple[Outcome, ...] = ()
     """Return the facts of each parameter."""
+    stages: tuple[Stage, ...] = ()
+    """What follows the gradients, in order, where both runs have kept the whole step."""
 
     @property
     def largest(self) -> float:

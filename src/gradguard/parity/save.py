@@ -5,17 +5,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.parity.replay import Replay, digest, precision_of
+from gradguard.parity.replay import Replay, again, digest, precision_of
 from gradguard.parity.saved import SavedGradients, write
 from gradguard.parity.scales import DOUBLED, is_linear, scale_of
 from gradguard.parity.shards import LocalParameter, ShardOf, gathered, local_parameters
+from gradguard.parity.steps import TrainingSteps
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 
 Step = Callable[[], Any]
@@ -32,6 +35,10 @@ def save_gradients(
     facts: Mapping[str, float] | None = None,
     dtype: torch.dtype | None = None,
     shard_of: ShardOf | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    update: Callable[[], Any] | None = None,
+    steps: int = 3,
+    others: Sequence[Any] = (),
 ) -> SavedGradients:
     r"""Run a step several times and save what a comparison with another set-up needs; `gradguard parity` compares.
 
@@ -42,9 +49,14 @@ def save_gradients(
     :math:`\epsilon` of themselves, the spacing of the coarsest dtype that layers compute in. In these runs the gradient
     at the loss is multiplied by a number between 1 and 2, which is taken off again: so each sum rounds anew.
 
-    **Guarantees.** Weights, buffers and random generators are as before, to the last bit, also when ``step`` raises;
-    gradients are None, and Megatron's ``main_grad`` is zero. Each run begins with the same of all three, so dropout
-    draws the same masks. Nothing is gathered but the sketches: temporaries have 65,536 elements, buffers are copied.
+    With ``optimizer=`` it keeps the whole step, ``steps`` times over, each tensor with its own bar: the optimizer's
+    state at first, the gradients that the optimizer takes, its state then, and by how much weights change. Two runs
+    more move gradients up and down by 16 times what rounding does: an update may jump where a gradient is nearly zero.
+
+    **Guarantees.** Weights, optimizers, buffers and random generators are as before, to the last bit, also when
+    ``step`` raises; gradients are None, and Megatron's ``main_grad`` is zero. Each run begins with the same of all, so
+    dropout draws the same masks. Nothing is gathered but the sketches: temporaries have 65,536 elements; buffers are
+    copied, and with ``optimizer=`` weights and states, to the CPU.
 
     | case | result |
     |---|---|
@@ -69,6 +81,11 @@ def save_gradients(
         dtype: The coarsest dtype that is computed or communicated in; by default the coarsest that layers return.
         shard_of: Of a name in this process' model, the name and the shape of the whole parameter and where this
             part begins; None of a parameter that is whole.
+        optimizer: The optimizer, or several, whose updates are kept; none for gradients alone.
+        update: What follows backward in the training loop: the clip, the optimizer's step, ``zero_grad``. By default
+            the optimizers' ``step`` and ``zero_grad``.
+        steps: How many updates, each after another call of ``step``.
+        others: What else ``update`` changes, with ``state_dict`` and ``load_state_dict``: a scheduler, a GradScaler.
 
     Returns:
         What was saved, the same on all processes.
@@ -77,7 +94,7 @@ def save_gradients(
         InvalidValueError: If an argument cannot be meant, or ``step`` leaves no gradient.
         InvalidTypeError: If ``model`` is no module or ``step`` cannot be called.
         UnsupportedGradientError: If the parts of a parameter do not make a whole, copies of one have different weights,
-            ``step`` changes weights, or a gradient is complex or sparse.
+            ``step`` changes weights, a gradient is complex or sparse, or an update is not the same twice.
 
     Example:
         >>> import torch, gradguard as gg
@@ -97,9 +114,12 @@ def save_gradients(
     Reference:
         Alon, Matias and Szegedy, The Space Complexity of Approximating the Frequency Moments, 1996 (the sketch).
     """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     _check_arguments(model, step, perturbed, parts or {}, facts or {})
+    _check_update(optimizers, update, steps, others)
     local = local_parameters(model, shard_of)
-    run = _Run(model, local, rows)
+    training = TrainingSteps(local, optimizers, update or _plain(optimizers), steps, others) if optimizers else None
+    run = _Run(model, local, rows, training)
     try:
         saved = run.measure(step, perturbed, parts or {}, facts or {}, dtype)
     finally:
@@ -126,6 +146,27 @@ def _check_arguments(
             raise InvalidValueError(f"facts: {name} is {value}: expected a positive number.")
 
 
+def _check_update(optimizers: Sequence[Any], update: object, steps: int, others: Sequence[Any]) -> None:
+    if wrong := [one for one in optimizers if not isinstance(one, Optimizer)]:
+        raise InvalidTypeError(f"optimizer is {type(wrong[0]).__name__}: expected a torch.optim.Optimizer, or several.")
+    if update is not None and not (optimizers and callable(update)):
+        raise InvalidTypeError("update=: expected a function without arguments, and with it optimizer=.")
+    if steps < 1:
+        raise InvalidValueError(f"steps={steps}: expected at least 1.")
+    if wrong := [one for one in others if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict"))]:
+        raise InvalidTypeError(f"others: {type(wrong[0]).__name__} has no state_dict and load_state_dict.")
+
+
+def _plain(optimizers: Sequence[Optimizer]) -> Step:
+    def update() -> None:
+        for one in optimizers:
+            one.step()
+        for one in optimizers:
+            one.zero_grad()
+
+    return update
+
+
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """A run of the step: its loss, sketches of gradients and of some of their rows, and how many backward passes."""
@@ -139,13 +180,16 @@ class _Seen:
 class _Run:
     """One call of `save_gradients`: who holds what, and one all-reduce after each run."""
 
-    def __init__(self, model: nn.Module, local: Sequence[LocalParameter], rows: Sequence[str]) -> None:
+    def __init__(
+        self, model: nn.Module, local: Sequence[LocalParameter], rows: Sequence[str], training: TrainingSteps | None
+    ) -> None:
         self._model, self._local, self._whole = model, local, WholeParameters(local)
+        self._training = training
         shapes = {name: whole.shape for name, whole in self._whole.wholes.items()}
         self._rows = [n for n, shape in shapes.items() if len(shape) > 1 and any(fnmatchcase(n, one) for one in rows)]
         if unknown := [one for one in rows if not any(fnmatchcase(name, one) for name in self._rows)]:
             raise InvalidValueError(f"rows={unknown}: no parameter of several dimensions has such a name.")
-        self.replay = Replay(model, local)
+        self.replay = Replay(model, local, training and training.restore)
 
     def measure(
         self,
@@ -172,12 +216,16 @@ class _Run:
                 "step() left no gradient: expected forward and backward of this very model, and no zero_grad() after."
             )
         epsilon = self._whole.epsilon({dtype} if dtype else seen)
+        self._follow(step, first)
         runs, scaled = self._once_more(step, first)
         if scaled:  # so that runs at other scales show how sums are rounded
             parameters = [replace(p, one_sided=0.0) for p in parameters]
         for k in range(1, perturbed + 1):
             with self.replay.perturbed(epsilon, k):
-                runs.append(self._seen(step, scale_of(k) if scaled else 1.0))
+                scale = scale_of(k) if scaled else 1.0
+                runs.append(self._seen(step, scale))
+                self._follow(step, runs[-1], scale)
+        stages = self._stages(step, epsilon)
         mixed = [self._seen(one).gradients for one in parts.values()]
         sketches = {"gradient": [run.gradients for run in runs], "weights": [weights], "contrasts": contrasts}
         losses = tuple(run.loss for run in runs)
@@ -190,17 +238,40 @@ class _Run:
             losses=losses if all(map(math.isfinite, losses)) else (),
             random=random,
             epsilon=epsilon,
+            settings=self._training.settings if self._training else {},
+            stages=stages,
         )
+
+    def _follow(self, step: Step, seen: _Seen, scale: float = 1.0, turned: int = 0) -> dict[str, Sketches]:
+        """Go on from the gradients of a run to the end of its last update, and put everything back."""
+        if self._training is None:
+            return {}
+        try:
+            run = self._training.follow(partial(again, step, scale), scale, seen.backwards, turned)
+        finally:
+            self._training.restore()
+        if not turned:
+            self._training.keep(run)
+        return run
+
+    def _stages(self, step: Step, epsilon: float) -> dict[str, SavedGradients]:
+        if self._training is None:
+            return {}
+        self._training.check_same(epsilon)
+        self._training.keep(*(self._follow(step, self._seen(step), turned=sign) for sign in (1, -1)))
+        return self._training.saved(self._whole, epsilon)
 
     def _once_more(self, step: Step, first: _Seen) -> tuple[list[_Seen], bool]:
         """Run the step again, and tell whether it may be scaled, which takes one run if it is the same twice."""
         doubled = self._seen(step, DOUBLED)
         if is_linear(first.gradients, doubled.gradients):
+            self._follow(step, doubled, DOUBLED)
             return [first, doubled], True
-        again = self._seen(step)
-        if is_linear(first.gradients, doubled.gradients, again.gradients):
-            return [first, again, doubled], True
-        return [first, again], False
+        alike = self._seen(step)
+        self._follow(step, alike)
+        if is_linear(first.gradients, doubled.gradients, alike.gradients):
+            return [first, alike, doubled], True
+        return [first, alike], False
 
     def _seen(self, step: Step, scale: float = 1.0) -> _Seen:
         """Run the step with the gradient at the loss scaled, and return its results with the scale taken off."""

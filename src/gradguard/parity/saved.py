@@ -5,6 +5,7 @@ import os
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from sys import float_info
@@ -29,8 +30,12 @@ from gradguard.parity.judge import Measured
 from gradguard.parity.vectors import Vector
 
 FORMAT = 1
+STATE, UPDATE = "state", "update of step"
+START = f"{STATE} before step 1"
+"""The stage of the optimizers' state that a run begins with."""
+
 _KEY = "gradguard_parity"
-_ROWS = "rows/"
+_ROWS, _STAGES = "rows/", "stages/"
 _MOST_EMPTY = 1 << 16  # lists without a number in them
 
 Runs = Sequence[Sequence[Vector]]
@@ -85,6 +90,10 @@ class SavedGradients:
     hash_version: int = 1
     versions: Mapping[str, str] = field(default_factory=dict)
     clipped: bool = False
+    settings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By parameter: the numbers among its optimizer's settings."""
+    stages: Mapping[str, "SavedGradients"] = field(default_factory=dict, repr=False)
+    """What follows the gradients, in order: the same of other tensors. Of a state of an optimizer, say, its tensors."""
 
     def measured(self, index: int) -> Measured:
         """Return what is known of one parameter, as the comparison takes it."""
@@ -109,11 +118,18 @@ class SavedGradients:
 
 def write(path: str | os.PathLike[str], saved: SavedGradients) -> None:
     """Write ``saved``, in one piece: whoever reads meanwhile sees the old file or the new one."""
-    about = {key: value for key, value in asdict(saved).items() if key not in ("sketches", "rows")}
     runs = {**saved.sketches, **{f"{_ROWS}{name}": one for name, one in saved.rows.items()}}
+    for stage, one in saved.stages.items():
+        runs |= {f"{_STAGES}{stage}/{kind}": sketches for kind, sketches in one.sketches.items()}
     blocks = {name: NewBlock("F64", _shape(one), _bytes(one)) for name, one in runs.items()}
+    about = {**_about(saved), "stages": {stage: _about(one) for stage, one in saved.stages.items()}}
     with replacing(path) as file:
         write_blocks(file, {_KEY: json.dumps({"format": FORMAT, **about})}, blocks)
+
+
+def _about(saved: SavedGradients) -> dict[str, Any]:
+    """Return the fields that are no sketches."""
+    return {"parameters": [asdict(p) for p in saved.parameters], **{name: getattr(saved, name) for name in _ABOUT}}
 
 
 def read(path: str | os.PathLike[str]) -> SavedGradients:
@@ -139,31 +155,39 @@ def read(path: str | os.PathLike[str]) -> SavedGradients:
     raise RecordError(f"{path} is of format {version!a:.20}, and this gradguard reads {FORMAT}: write it again.")
 
 
-def _saved(about: dict[str, Any], blocks: dict[str, Runs]) -> SavedGradients:
+def _saved(
+    about: dict[str, Any], blocks: dict[str, Runs], needed: AbstractSet[str] = frozenset({"gradient", "weights"})
+) -> SavedGradients:
     """Return the object that a file describes; raise ValueError if the description is impossible."""
+    stages: dict[str, SavedGradients] = {}
+    for stage, of_stage in mapping_of(dict)(about.pop("stages", {})).items():
+        front = f"{_STAGES}{stage}/"
+        own = {name.removeprefix(front): blocks.pop(name) for name in [*blocks] if name.startswith(front)}
+        stages[stage] = _saved(of_stage, own, {"gradient"})
     parameters = tuple(SavedParameter(**one) for one in list_of(object_of(_PARAMETER))(about.pop("parameters")))
     rows = {name.removeprefix(_ROWS): runs for name, runs in blocks.items() if name.startswith(_ROWS)}
     sketches = {name: runs for name, runs in blocks.items() if not name.startswith(_ROWS)}
     told = object_of(_ABOUT)(about)
     known = {p.name for p in parameters}
-    if len(known) < len(parameters) or not rows.keys() <= known or not _fit(sketches, len(parameters), told["parts"]):
+    fit = needed <= sketches.keys() and _fit(sketches, len(parameters), told["parts"])
+    if len(known) < len(parameters) or not rows.keys() <= known or not fit:
         raise ValueError("sketches of other parameters")
     runs = len(sketches["gradient"])
     if any(len(of) != runs or len({len(run) for run in of}) != 1 or len(_widths(of)) > 1 for of in rows.values()):
         raise ValueError("rows")
-    return SavedGradients(parameters, sketches, rows, **told)
+    return SavedGradients(parameters, sketches, rows, stages=stages, **told)
 
 
 def _fit(sketches: dict[str, Runs], parameters: int, parts: Sequence[str]) -> bool:
     """Tell whether there are as many runs, parameters and sums as there must be, and the weights are finite."""
     runs_of_all = [run for runs in sketches.values() for run in runs]
     return (
-        {"gradient", "weights"} <= sketches.keys() <= {"gradient", "weights", "contrasts", "parts"}
+        sketches.keys() <= {"gradient", "weights", "contrasts", "parts"}
         and all(len(run) == parameters for run in runs_of_all)
         and len(_widths(runs_of_all)) <= 1
-        and min(len(sketches["gradient"]), len(sketches["weights"])) > 0
+        and all(len(sketches[kind]) > 0 for kind in ("gradient", "weights") if kind in sketches)
         and len(sketches.get("parts", ())) == len(parts)
-        and all(isfinite(x) for sketch in sketches["weights"][0] for x in sketch)
+        and all(isfinite(x) for run in sketches.get("weights", ()) for sketch in run for x in sketch)
     )
 
 
@@ -192,6 +216,7 @@ _ABOUT: Mapping[str, Rule] = {
     "parts": lambda value: tuple(list_of(text)(value)), "facts": mapping_of(_real(float_info.min)),
     "losses": lambda value: tuple(list_of(_loss)(value)), "random": truth, "epsilon": _real(0, 1),
     "hash_version": whole(0, 2**31), "versions": mapping_of(text), "clipped": truth,
+    "settings": mapping_of(mapping_of(_real(-LARGEST))),
 }  # fmt: skip
 
 

@@ -32,6 +32,7 @@ class WholeParameters:
 
     Args:
         local: This process' parts of them.
+        may_be_none: Accept that there are none.
 
     Attributes:
         wholes: The parameters as all processes agree on them, by name.
@@ -41,9 +42,9 @@ class WholeParameters:
         UnsupportedGradientError: If the parts of one do not make a whole.
     """
 
-    def __init__(self, local: Sequence[LocalParameter]) -> None:
+    def __init__(self, local: Sequence[LocalParameter], *, may_be_none: bool = False) -> None:
         self.wholes = agree_on(local)
-        if not self.wholes:
+        if not self.wholes and not may_be_none:
             raise InvalidValueError("the model has no parameter that requires a gradient, so there is nothing to save.")
         self._local = local
         self._rank, self._world = rank_and_size()
