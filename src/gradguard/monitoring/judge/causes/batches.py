@@ -27,6 +27,9 @@ FALLEN = 0.1
 FAR = 20.0
 """Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
 
+FASTER = 1.5
+"""From a quarter of the run to the next: a loss whose fall grows by more has no bound that it comes near."""
+
 SETTLES, FAR_GROWN = 0.3, 10.0
 """Of its growth in the second half: a weight that grew less settles, unless it is so many times its start."""
 
@@ -293,12 +296,13 @@ def _runs_away(signals: Signals) -> str:
     quarter = len(levels) // 4
     if quarter < 3:
         return ""
-    last, before = levels[-quarter - 1] - levels[-1], levels[-2 * quarter - 1] - levels[-quarter - 1]
+    second, third, last = (levels[-k * quarter - 1] - levels[(1 - k) * quarter - 1] for k in (3, 2, 1))
     norms = [norm for norm in signals.norms[: signals.first_lost] if norm]
     size = max(1, len(norms) // 4)
     rose = statistics.median(norms[size : 2 * size]) * 1.2 < statistics.median(norms[-size:])
-    if -curve.best < 3 * abs(curve.start) or before <= curve.error or last < 0.9 * before or not rose:
+    faster = second > curve.error and last > FASTER * third > FASTER**2 * second
+    as_fast = third > curve.error and last > 0.9 * third and -curve.best > 3 * abs(curve.start)
+    if not (faster or as_fast) or not rose:
         return ""
-    return (
-        f"The loss falls below 0 and no slower in the end, to {number(curve.best)}, while the norms of gradients rise."
-    )
+    pace = "faster and faster" if faster else "no slower in the end"
+    return f"The loss falls below 0, {pace}, to {number(curve.best)}, while the norms of gradients rise."

@@ -39,7 +39,7 @@ def clip_starves(signals: Signals) -> Cause | None:
     if signals.eps is not None:
         return _below_eps(signals, coefficient, at, bound)
     curve = signals.curve
-    slow = curve is not None and curve.fallen < 0.5 and (curve.is_falling or curve.fallen < 0.1)
+    slow = curve is not None and curve.fallen < 0.5 and (curve.is_falling or not curve.has_fallen)
     if coefficient > STARVING or not slow or signals.cancels_scale:
         return None
     return Cause(

@@ -37,7 +37,7 @@ def accumulation(signals: Signals) -> Cause | None:
     words = f"For each step backward() was called {usual} times, and the loss was not divided by {usual}."
     return Cause(
         "accumulation",
-        "likely" if sick else "possible",
+        "certain" if sick else "possible",
         f"Gradients of {usual} micro-batches are summed for each step, which makes the learning rate {usual} "
         "times what it says.",
         f"Divide the loss by {usual} before backward(), as in (loss / {usual}).backward().",

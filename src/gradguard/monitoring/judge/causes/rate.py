@@ -81,7 +81,8 @@ def _thrown(signals: Signals) -> Evidence | None:
     count, first = len(signals.measured), signals.span[0]
     layers = [layer for layer in signals.sized_layers if len(layer.weights) == count]
     early = [k for k, line in enumerate(signals.measured) if 0 < line["i"] - first <= THROWN_WITHIN]
-    if not layers or not early or not signals.cancels_scale or signals.fallen > 0.9:
+    learns = signals.fallen > 0.9 and any(signals.norms[-10:])
+    if not layers or not early or not signals.cancels_scale or learns:
         return None
     last, step = early[-1], signals.measured[early[-1]]["i"]
     times = statistics.median(layer.weights[last] / layer.weights[0] for layer in layers)
