@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.numbers import median, medians, number, plain_threshold
-from gradguard.monitoring.judge.signals import BLOCKS, Signals, period_of
+from gradguard.monitoring.judge.signals import BLOCKS, OUTBURST_TIMES, Signals, period_of
 from gradguard.monitoring.record.lines import without_none
 from gradguard.words import counted
 
@@ -27,6 +27,12 @@ FALLEN = 0.1
 FAR = 20.0
 """Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
 
+STAYS = 0.2
+"""Of the loss of a step that leapt: where the next dozen stays above it, and far above what was before, data changed."""
+
+APART, EQUAL = 30, 1.15
+"""Steps between two changes of level; and by how much the longest distance between two may exceed the shortest."""
+
 FASTER = 1.5
 """From a quarter of the run to the next: a loss whose fall grows by more has no bound that it comes near."""
 
@@ -43,7 +49,7 @@ def bad_batches(signals: Signals) -> Cause | None:
     if period is not None:  # what lies beside the grid is what such a batch left behind
         phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
         places = [place for place in places if place % period == phase]
-    if not places or _was_lost_before(signals, places[0]):
+    if not places or _was_lost_before(signals, places[0]) or _stay_up(signals, places):
         return None
     if not _broken_by(signals, places):
         at_once = sum(_comes_at_once(signals, place) for place in places)
@@ -91,6 +97,17 @@ def _was_lost_before(signals: Signals, place: int) -> bool:
         return False
     highest = max(without_none(signals.losses[1:place]), default=0.0)
     return highest > 1.5 * curve.start + 6 * min(curve.noise, curve.start)
+
+
+def _stay_up(signals: Signals, places: Sequence[int]) -> bool:
+    """Whether losses stay where most of the leaps took them, and come down by learning: other data, and no batch."""
+    stays = 0
+    for place in places:
+        here, before = signals.losses[place], signals.usual(place, signals.losses)
+        after = without_none(signals.losses[place + 1 : place + 13])
+        if here is not None and before is not None and after:
+            stays += here > statistics.median(after) > max(STAYS * here, OUTBURST_TIMES * before)
+    return stays > 0.6 * len(places)
 
 
 def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
@@ -203,7 +220,7 @@ def _fall(signals: Signals) -> int | None:
 
 
 def _level_shift(signals: Signals) -> int | None:
-    """The place at which the loss leaps to another level within one step; None where it does so again and again."""
+    """The place at which the loss leaps to another level within one step; None where that comes on a schedule."""
     values = signals.losses
     leaps, found = list[int](), list[tuple[float, int]]()
     for place in range(30, signals.count - 15):
@@ -223,8 +240,17 @@ def _level_shift(signals: Signals) -> int | None:
         if min(after) > max(before[-10:]) and (high - low) / spread > 6:
             found.append((high / low, place))
     times, place = max(found, default=(0.0, None))
+    if _recur(leaps):
+        return None
     needed = FEW_TIMES if len(leaps) <= MOST_SHIFTS else MOST_TIMES
     return place if times > (ONE_TIMES if len(leaps) == 1 else needed) else None
+
+
+def _recur(leaps: Sequence[int]) -> bool:
+    """Whether the level leaps at equal distances: harder data by plan, as sequences that grow every epoch."""
+    firsts = [place for before, place in pairwise([-math.inf, *leaps]) if place - before > APART]
+    gaps = [after - before for before, after in pairwise(firsts)]
+    return len(gaps) >= 3 and max(gaps) < EQUAL * min(gaps)
 
 
 def drift(signals: Signals) -> Cause | None:
