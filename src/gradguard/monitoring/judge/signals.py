@@ -13,6 +13,7 @@ from itertools import compress, pairwise
 from typing import Any
 
 from gradguard.monitoring.judge.cause import Evidence
+from gradguard.monitoring.judge.detectors.tensors import LARGE_UPDATE
 from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import median, medians, only
@@ -410,6 +411,11 @@ class Signals:
         """How many times its first norm the usual weight has at the end; 1 where that was not measured."""
         layers = [layer for layer in self.layers if len(layer.weights) > 1 and not self.begins_at_zero(layer)]
         return median([layer.weights[-1] / layer.weights[0] for layer in layers]) or 1.0
+
+    @property
+    def follows_noise(self) -> bool:
+        """Whether weights do not grow though each step changes them much: gradients lead nowhere, as of wrong labels."""
+        return (self.ratio or 0.0) >= LARGE_UPDATE and self.growth < 1
 
     def gain(self, layer: Layer, line: int = 0) -> float | None:
         """Return by how much a random matrix of this norm multiplies the size of what goes in; None for a vector.

@@ -5,13 +5,11 @@ import statistics
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.detectors.tensors import LARGE_UPDATE
 from gradguard.monitoring.judge.numbers import median, number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Curve, Signals, usual_step
 from gradguard.monitoring.record.lines import without_none
-
-LARGE_UPDATE = 0.1
-"""Of its own norm: a weight that each step changes by so much is another one after ten steps."""
 
 GROWN = 2.0
 """Times its first norm: a weight that is mostly noise by now."""
@@ -124,7 +122,7 @@ def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether each step changes weights by a large share of themselves, while the loss does not fall."""
     usual = signals.ratio or 0.0
     first = median([layer.ratios[0] for layer in signals.layers if layer.ratios]) or 0.0
-    if max(usual, first / 3) < LARGE_UPDATE or curve.is_falling or curve.fallen > 0.9:
+    if max(usual, first / 3) < LARGE_UPDATE or curve.is_falling or curve.fallen > 0.9 or signals.follows_noise:
         return None
     words = f"A step changes the usual weight by {100 * max(usual, first):.2g} % of itself; 0.1 % is the rule of thumb."
     return signals.seen(words)
