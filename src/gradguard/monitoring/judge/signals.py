@@ -31,6 +31,10 @@ FEWEST_STEPS = 60
 BLOCKS = 20
 """Medians that a curve is followed by."""
 
+FAR = 20.0
+"""Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
+
+_CALM, _LAST, _STANDS_OUT = 10, 3, 2.5  # steps of calm; those just before a leap; and times what is usual
 _FEWEST_RECENT, _REFRESH = 8, 4  # values before one may leap, and after which it is known anew what is usual
 _LARGEST_LOGARITHM = 700.0
 _NEARLY_ZERO = 3e-3
@@ -242,6 +246,24 @@ class Signals:
             values: Norms or losses.
         """
         return median(list(filter(None, values[max(0, place - _RECENT) : place])))
+
+    def times(self, place: int) -> float:
+        """Return how far the norm or the loss of a step stands above those just before it; at least 1.
+
+        Args:
+            place: The place of the step.
+        """
+        usual = ((values[place] or 0.0, self.usual(place, values)) for values in (self.norms, self.losses))
+        return max(1.0, *(value / before for value, before in usual if before))
+
+    def leaps_out_of_calm(self, place: int) -> bool:
+        """Return whether a step stands too far above those before for any rate, and none of the last ones stood out.
+
+        Args:
+            place: The place of the step.
+        """
+        calm = place >= _CALM and all(self.times(before) < _STANDS_OUT for before in range(place - _LAST, place))
+        return calm and self.times(place) >= FAR
 
     @cached_property
     def outbursts(self) -> list[int]:

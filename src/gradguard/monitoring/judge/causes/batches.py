@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.numbers import median, medians, number, plain_threshold
-from gradguard.monitoring.judge.signals import BLOCKS, OUTBURST_TIMES, Signals, period_of
+from gradguard.monitoring.judge.signals import BLOCKS, FAR, OUTBURST_TIMES, Signals, period_of
 from gradguard.monitoring.record.lines import without_none
 from gradguard.words import counted
 
@@ -23,9 +23,6 @@ TINY = 0.1
 
 FALLEN = 0.1
 """Of the level before: data that have become so easy, right after they surprised the model, are others."""
-
-FAR = 20.0
-"""Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
 
 STAYS = 0.2
 """Of the loss of a step that leapt: where the next dozen stays above it, and far above what was before, data changed."""
@@ -51,7 +48,8 @@ def bad_batches(signals: Signals) -> Cause | None:
         places = [place for place in places if place % period == phase]
     if not places or _was_lost_before(signals, places[0]) or _stay_up(signals, places):
         return None
-    if not _broken_by(signals, places):
+    broken = _broken_by(signals, places)
+    if not broken:
         at_once = sum(_comes_at_once(signals, place) for place in places)
         if (
             len(places) > CALM_SHARE * signals.count
@@ -60,7 +58,7 @@ def bad_batches(signals: Signals) -> Cause | None:
         ):
             return None
     numbers = [signals.named(place) for place in places]
-    times = statistics.median(_times(signals, place) for place in places)
+    times = statistics.median(signals.times(place) for place in places)
     steps = ", ".join(map(str, numbers[:_SHOWN])) + " …" * (len(numbers) > _SHOWN)
     when, certainty = f"first on step {steps}", "likely"
     where = "for wrong labels, inputs that are not normalised, or samples that are far too long"
@@ -69,7 +67,7 @@ def bad_batches(signals: Signals) -> Cause | None:
     if period:
         when = f"every {period} steps: {steps}"
         where = f"something comes back every {period} steps, such as one bad file or shard of an epoch"
-    if period and len(places) >= 5:
+    if (period and len(places) >= 5) or (broken and signals.ends_lost and signals.leaps_out_of_calm(places[0])):
         certainty = "certain"
     near = {place + k for place in places for k in range(4)}
     calm = median([norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5])
@@ -147,7 +145,7 @@ def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:
 
 def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
     """Whether the first leap, out of calm and too far for any rate, threw the run to where it never came back from."""
-    if not places or not _comes_at_once(signals, places[0]) or _times(signals, places[0]) < FAR:
+    if not places or not _comes_at_once(signals, places[0]) or signals.times(places[0]) < FAR:
         return False
     place, curve, before = places[0], signals.curve, signals.usual(places[0], signals.losses)
     here, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place, signals.norms)
@@ -157,12 +155,6 @@ def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
         return False
     after = without_none(signals.losses[place : place + 6])
     return max(after) > 2 * here or any(loss < 0.3 * before for before, loss in pairwise(after))  # else other data
-
-
-def _times(signals: Signals, place: int) -> float:
-    """How far a step stands above those just before it."""
-    usual = ((values[place] or 0.0, signals.usual(place, values)) for values in (signals.norms, signals.losses))
-    return max(1.0, *(value / before for value, before in usual if before))
 
 
 def _comes_at_once(signals: Signals, place: int) -> bool:

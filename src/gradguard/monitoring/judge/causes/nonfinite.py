@@ -140,13 +140,14 @@ def _by_range(signals: Signals, step: int, seen: Evidence, small: bool, origin: 
 
 def _by_growth(signals: Signals, place: int, seen: Evidence, times: float, growth: tuple[Evidence, ...]) -> Cause:
     step, fix = signals.named(place), lower_rate(signals, place)
+    leapt = any(map(signals.leaps_out_of_calm, range(max(0, place - _BEFORE), place)))
     return Cause(
         "nonfinite_growth",
-        "certain" if times > 10 * GROWN and place > _BEFORE else "likely",
+        "certain" if times > 10 * GROWN and place > _BEFORE and not leapt else "likely",
         f"Losses and gradients grew until they were not finite at step {step}.",
         fix.advice,
         (seen, *(growth if times > 1 else ())),
-        ("It is no bad sample and no bad operation: numbers grew step by step before.",),
+        () if leapt else ("It is no bad sample and no bad operation: numbers grew step by step before.",),
         rate_factor=fix.factor,
         threshold=fix.threshold,
     )
