@@ -158,6 +158,14 @@ CASES = {
     "a batch that broke the run": (
         run([*falling(100), 300.0, 9000.0, 40.0, 700.0, *flat(296, 50.0)], [*calm(100), 900.0, *calm(299)]),
         "bad_batches", "first on step 100"),
+    "a batch out of calm, and numbers that were lost soon after": (
+        lost(run([*falling(100), 600.0, 9e6, 4e9, 7e15, *flat(296)], [*calm(100), 900.0, 4e8, 9e12, 4e20, *calm(296)]),
+             104),
+        "bad_batches", "first on step 100"),
+    "a rate that took four steps to lose the numbers": (
+        lost(run([*falling(100), 1.0, 30.0, 4e6, 7e15, *flat(296)], [*calm(100), 4.0, 100.0, 9e9, 4e20, *calm(296)]),
+             104),
+        "nonfinite_growth", "grew until"),
     "NaN out of nothing": (lost(run(falling())), "nonfinite_data", "step 250, out of nothing.*docs/nan.md"),
     "NaN in the data": (
         lost(run(falling()), origin=["data", "float32"]), "nonfinite_data", "The data themselves held"),
@@ -183,6 +191,20 @@ CASES = {
         "clip_starves", "The clip at 1.0 starves"),
     "clip that is the rate": (
         clipped(0.01, [2.0 - i / 2000 for i in range(COUNT)]), "clip_starves", "multiplies the learning rate by 0.01"),
+    "clip that is the rate, while the loss stands still within its noise": (
+        clipped(0.01, [2.4] * 5 + flat(395, 2.1, 0.3)), "clip_starves", "multiplies the learning rate by 0.01"),
+    "clips of different parameters that starve SGD": (
+        changed(clipped(0.01, [2.0 - i / 2000 for i in range(COUNT)]), lambda step: step.update(
+            clips_disjoint=True, clips=[["norm", 0.01, 0.02], ["norm", 0.01, 0.004], ["norm", 0.03, 0.01]])),
+        "clip_starves", "^3 clips of different parameters at 0.01 to 0.03 starve.*rate by 0.01.*clip all parameters"),
+    "clips of different parameters, one of which is harmless, below eps": (
+        changed(clipped(1.0, flat(), "Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH)), lambda step: step.update(
+            clips_disjoint=True, clips=[["norm", 1e-8, 1e-8], ["norm", 1e-8, 2e-8], ["norm", 1.0, 0.9]])),
+        "clip_starves", "^2 clips of different parameters at 1e-08 starve.*drowns in eps.*at most; eps"),
+    "clips of different parameters that learn": (
+        changed(clipped(0.01, falling()), lambda step: step.update(
+            clips_disjoint=True, clips=[["norm", 0.01, 0.02], ["norm", 0.01, 0.004], ["norm", 0.03, 0.01]])),
+        "healthy", "well"),
     "clip on scaled gradients": (scaled(), "clip_before_unscale", r"scaler.unscale_\(optimizer\) before the clip"),
     "clip twice": (
         changed(clipped(1.0, flat()), lambda step: step.update(
@@ -268,9 +290,25 @@ CASES = {
              origin=["Sqrt", "float16"]), "nonfinite_range", "left the range of float16"),
     "data that became all one class": (
         run([*falling(200), 3.0, 2.0, 1.0, *[1e-3] * 197]), "data_shift", "leapt to 3.00 at step 200"),
+    "levels that leap at equal distances and are learned": (
+        run([2.0 * math.exp(-(i % 75) / 20) for i in range(COUNT)],
+            [x * math.exp(-(i % 75) / 20) for i, x in enumerate(calm())]), "healthy", "well"),
+    "a loss that falls below 0 faster and faster": (
+        run([1.0 - 0.03 * math.exp(i / 100) for i in range(COUNT)], [x * math.exp(i / 200) for i, x in
+            enumerate(calm())]), "drift", "below 0, faster and faster"),
+    "labels of others, and large steps of weights that shrink": (
+        run([3.0, 2.6, 2.5, *flat(397, 1.6, 0.1)], meta=FLAT_META, tensors=lines(TENTH, 0.15, grow=0.6)), "not_started",
+        "Check that labels belong"),
+    "a rate that throws weights so far that no gradient is left": (
+        run([2.0, 0.5, 0.1, *[0.0] * 397], [1.0, 0.2, 0.1, *[0.0] * 397], lr=2.0, optimizer="Adam", eps=1e-8,
+            meta=FLAT_META, tensors=moving(lambda i: 4.0 if i < 5 else 180.0)),
+        "rate_too_high", "By step 60 the usual weight"),
+    "micro-batches summed, with all signs of a rate too high": (
+        run([2.0, 5.0, 20.0, *flat(397, 3.0)], backwards=8, meta=FLAT_META, tensors=lines(TENTH, 0.2, grow=8.0)),
+        "accumulation", "8 micro-batches"),
     "a loss that falls below 0 at one pace": (
         run([1.0 - i / 10 for i in range(COUNT)], [x * math.exp(i / 200) for i, x in enumerate(calm())]),
-        "drift", "falls below 0 and no slower"),
+        "drift", "falls below 0, no slower"),
     "a start that is too large in every layer": (
         run(falling(end=1.0), meta=FLAT_META, tensors=lines([10.0 ** (-k / 4) for k in range(10)], weight=12.0)),
         "exploding_depth", "smaller gain"),

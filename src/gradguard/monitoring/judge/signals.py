@@ -436,7 +436,7 @@ class Signals:
 
     @property
     def follows_noise(self) -> bool:
-        """Whether weights do not grow though each step changes them much: gradients lead nowhere, as of wrong labels."""
+        """Whether weights do not grow though each step changes them much: gradients are noise, as with wrong labels."""
         return (self.ratio or 0.0) >= LARGE_UPDATE and self.growth < 1
 
     def gain(self, layer: Layer, line: int = 0) -> float | None:

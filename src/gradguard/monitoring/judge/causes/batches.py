@@ -25,7 +25,7 @@ FALLEN = 0.1
 """Of the level before: data that have become so easy, right after they surprised the model, are others."""
 
 STAYS = 0.2
-"""Of the loss of a step that leapt: where the next dozen stays above it, and far above what was before, data changed."""
+"""Of the loss of a step that leapt: where the next dozen stays above it, and far above what was before, it stays up."""
 
 APART, EQUAL = 30, 1.15
 """Steps between two changes of level; and by how much the longest distance between two may exceed the shortest."""
@@ -149,7 +149,9 @@ def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
         return False
     place, curve, before = places[0], signals.curve, signals.usual(places[0], signals.losses)
     here, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place, signals.norms)
-    if curve is None or before is None or here is None or not curve.final > 1.1 * before > 0:
+    if curve is None or before is None or here is None or before <= 0:
+        return False
+    if curve.final <= 1.1 * before and not signals.ends_lost:
         return False
     if norm is not None and usual is not None and norm < 2.5 * usual:  # heavy noise in the targets of a robust loss
         return False
