@@ -155,6 +155,10 @@ CASES = {
         "rate_too_high", "by 0.1, from 0.1 to 0.01.*changes the usual weight by 20 %"),
     "bad batches, every 40": (
         run(*with_bad_batches()), "bad_batches", r"every 40 steps: 39, 79, 119, 159 ….*Until then, clip at 0\.99"),
+    "bad batches among steps that are mostly noise": (
+        run([2.0 + x for x in with_bad_batches()[0]], with_bad_batches()[1], meta=FLAT_META,
+            tensors=[line | {"norm": [calm()[line["i"]] / 10**0.5] * 10} for line in lines(TENTH, ratio=0.2)]),
+        "bad_batches", r"clip at 0\.0\d+, below the norm of an ordinary step, which is mostly noise"),
     "a batch that broke the run": (
         run([*falling(100), 300.0, 9000.0, 40.0, 700.0, *flat(296, 50.0)], [*calm(100), 900.0, *calm(299)]),
         "bad_batches", "first on step 100"),

@@ -34,6 +34,10 @@ BLOCKS = 20
 FAR = 20.0
 """Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
 
+REACH = 2.0
+"""Times the way from the first weights to the last: what clipped steps must be able to go."""
+
+_FEWEST_MEASURED = 4  # updates that say how long a step is for its gradient
 _CALM, _LAST, _STANDS_OUT = 10, 3, 2.5  # steps of calm; those just before a leap; and times what is usual
 _FEWEST_RECENT, _REFRESH = 8, 4  # values before one may leap, and after which it is known anew what is usual
 _LARGEST_LOGARITHM = 700.0
@@ -459,6 +463,22 @@ class Signals:
         far less than the gradients do.
         """
         return self.eps is not None or bool(is_scale_free(self.record))
+
+    @cached_property
+    def low_threshold(self) -> float:
+        """The norm below which clipped steps might not take the weights where this run took them.
+
+        Clipped steps of that length, all in one direction, would go `REACH` times as far as the weights are from where
+        they began. A run whose steps are mostly noise goes to and fro, and its norms are far above that. Infinite where
+        updates were not measured, or do not follow the gradients.
+        """
+        known = {i: norm for i, norm in zip(self.numbers, self.norms, strict=True) if norm}
+        lengths = [(math.hypot(*without_none(line["update"])), known.get(line["i"])) for line in self.measured]
+        rates = [length / norm for length, norm in lengths if norm]
+        if self.cancels_scale or len(rates) < _FEWEST_MEASURED or not (rate := statistics.median(rates)):
+            return math.inf
+        way = math.hypot(*(math.hypot(layer.weights[0], layer.weights[-1]) for layer in self.layers if layer.weights))
+        return REACH * way / (rate * self.count)
 
     # --- clips --------------------------------------------------------------------------------------------------------
 

@@ -71,8 +71,11 @@ def bad_batches(signals: Signals) -> Cause | None:
         certainty = "certain"
     near = {place + k for place in places for k in range(4)}
     calm = median([norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5])
-    threshold = float(f"{calm:.1e}") if calm else None
-    clip = f" Until then, clip at {plain_threshold(threshold)}, the norm of an ordinary step." if threshold else ""
+    threshold = float(f"{min(calm, signals.low_threshold):.1e}") if calm else None
+    ordinary = "the norm of an ordinary step"
+    if calm and signals.low_threshold < calm:
+        ordinary = f"below {ordinary}, which is mostly noise here"
+    clip = f" Until then, clip at {plain_threshold(threshold)}, {ordinary}." if threshold else ""
     words = (
         f"There the loss or the gradient norm leapt out of calm, to {number(times)} times what it was just before, "
         f"{counted(len(numbers), 'time')} in all."
