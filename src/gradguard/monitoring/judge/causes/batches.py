@@ -1,4 +1,4 @@
-"""Causes that lie in the data: batches that are far out, data that change, and numbers that drift."""
+"""Causes that lie in the data: batches unlike the others, data that change, and numbers that drift."""
 
 import math
 import statistics
@@ -40,7 +40,7 @@ _SHOWN = 4
 
 
 def bad_batches(signals: Signals) -> Cause | None:
-    """Return whether single batches are far out: losses and norms leap out of calm, at once."""
+    """Return whether single batches are unlike the others: losses and norms leap out of calm, at once."""
     places = [place for place in signals.outbursts if place >= 3]
     period = period_of(places)
     if period is not None:  # what lies beside the grid is what such a batch left behind
@@ -60,12 +60,14 @@ def bad_batches(signals: Signals) -> Cause | None:
     numbers = [signals.named(place) for place in places]
     times = statistics.median(signals.times(place) for place in places)
     steps = ", ".join(map(str, numbers[:_SHOWN])) + " …" * (len(numbers) > _SHOWN)
-    when, certainty = f"first on step {steps}", "likely"
+    which, certainty = f"the batch of step {steps}", "likely"
+    sentence = f"One batch is far unlike the others: that of step {steps}."
     where = "for wrong labels, inputs that are not normalised, or samples that are far too long"
     if len(numbers) > 1:
-        when = f"{len(numbers)} times, on steps {steps}"
+        which = f"the batches of steps {steps}"
+        sentence = f"{len(numbers)} batches are far unlike the others: those of steps {steps}."
     if period:
-        when = f"every {period} steps: {steps}"
+        sentence = f"A batch every {period} steps is far unlike the others: those of steps {steps}."
         where = f"something comes back every {period} steps, such as one bad file or shard of an epoch"
     if (period and len(places) >= 5) or (broken and signals.ends_lost and signals.leaps_out_of_calm(places[0])):
         certainty = "certain"
@@ -77,14 +79,14 @@ def bad_batches(signals: Signals) -> Cause | None:
         ordinary = f"below {ordinary}, which is mostly noise here"
     clip = f" Until then, clip at {plain_threshold(threshold)}, {ordinary}." if threshold else ""
     words = (
-        f"There the loss or the gradient norm leapt out of calm, to {number(times)} times what it was just before, "
+        f"There the loss or the gradient norm leapt to {number(times)} times what it was just before, "
         f"{counted(len(numbers), 'time')} in all."
     )
     return Cause(
         "bad_batches",
         "possible" if _are_harmless(signals, places) else certainty,
-        f"Some batches are far out, {when}.",
-        f"Look at the batches of steps {steps}{': ' if period else ' '}{where}.{clip}",
+        sentence,
+        f"Look at {which}{': ' if period else ' '}{where}.{clip}",
         (Evidence((numbers[0], numbers[-1]), words),),
         ("The learning rate is not the cause: the steps before each of these were calm.",),
         threshold=threshold,
@@ -183,7 +185,7 @@ def data_shift(signals: Signals) -> Cause | None:
     low, high = (statistics.median(without_none(values)) for values in (before, after))
     step = signals.named(place)
     level = (
-        f"{number(high)} from step {step} on, at once"
+        f"{number(high)} from step {step} on"
         if up is not None
         else f"leapt to {number(signals.losses[place])} at step {step}, and has been far below what it was ever since"
     )
@@ -191,7 +193,7 @@ def data_shift(signals: Signals) -> Cause | None:
     return Cause(
         "data_shift",
         "likely",
-        f"The data are others from step {step} on: the loss is at another level at once, out of calm.",
+        f"The data changed at step {step}: from one step to the next the loss went to another level.",
         f"Look at what the loader gives from step {step} on: another file, domain, length, normalisation or "
         "labelling, or one class only. If that is meant, go on training; shuffle the parts together if both are to be "
         "learned.",

@@ -124,13 +124,13 @@ def _below_eps(signals: Signals, found: _Starving, bound: Evidence) -> Cause | N
     left = f"{found.coefficient * statistics.median(before.values()):.1g}"
     which = "in the usual weight" if len(found.clips) == 1 else "at most"
     words = (
-        f"After the clip an element's gradient is {left} {which}; eps, the number that the optimizer adds to its "
-        f"divisor, is {eps:g}."
+        f"After the clip an element's gradient is {left} {which}; eps, a number that the optimizer adds where it "
+        f"divides by the size of the gradients, is {eps:g}."
     )
     return Cause(
         "clip_starves",
         "certain",
-        found.words("starves", "starve") + f" the optimizer: what is left of the gradients drowns in eps, {eps:g}.",
+        found.words("starves", "starve") + f" the optimizer: gradients below its eps, {eps:g}, hardly move a weight.",
         found.advice,
         (signals.seen(words, starved if len(found.clips) == 1 else ()), bound),
         ("An optimizer that divides by the size of the gradients cancels a clip only above its eps.",),

@@ -231,7 +231,7 @@ def rate_decayed(signals: Signals) -> Cause | None:
     return Cause(
         "rate_decayed",
         "likely",
-        f"The learning rate was gone by step {step}, while the loss was still falling: it stays at "
+        f"The learning rate was nearly 0 from step {step} on, while the loss was still falling: it stays at "
         f"{number(curve.final)}.",
         f"Let the schedule end with the run: make its length {signals.count:,} steps, so that the rate falls to a "
         "tenth at about two thirds of them. Check whether scheduler.step() is called once for each step where once for "
