@@ -9,7 +9,6 @@ from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.numbers import median, medians, number, plain_threshold
 from gradguard.monitoring.judge.signals import BLOCKS, FAR, OUTBURST_TIMES, Signals, period_of
 from gradguard.monitoring.record.lines import without_none
-from gradguard.words import counted
 
 FEWEST_OUTBURSTS = 3
 CALM_SHARE = 0.2
@@ -79,8 +78,8 @@ def bad_batches(signals: Signals) -> Cause | None:
         ordinary = f"below {ordinary}, which is mostly noise here"
     clip = f" Until then, clip at {plain_threshold(threshold)}, {ordinary}." if threshold else ""
     words = (
-        f"There the loss or the gradient norm leapt to {number(times)} times what it was just before, "
-        f"{counted(len(numbers), 'time')} in all."
+        f"There the loss or the gradient norm, the size of all gradients together, leapt to {number(times)} times what "
+        "it was just before."
     )
     return Cause(
         "bad_batches",
