@@ -143,7 +143,7 @@ CASES = {
         "rate_too_low", r"1e-06, is too low.*Multiply the learning rate by 1000, to 0.001.*0.04 % at most"),
     "rate halved every 10 steps": (
         run([1.4 + 0.6 * math.exp(-i / 15) for i in range(COUNT)], lr=[0.1 / 2 ** (i // 10) for i in range(COUNT)]),
-        "rate_decayed", "gone by step 60, while the loss was still falling"),
+        "rate_decayed", "nearly 0 from step 60 on, while the loss was still falling"),
     "rate that leapt": (
         run(falling(200) + flat(200, 3.0, 0.1), lr=[0.01] * 200 + [1.0] * 200), "rate_decayed",
         "leapt up, at step 200.*from 0.01 to 1"),
@@ -154,11 +154,23 @@ CASES = {
         run(flat(), lr=0.1, optimizer="Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH, 0.2, grow=8.0)),
         "rate_too_high", "by 0.1, from 0.1 to 0.01.*changes the usual weight by 20 %"),
     "bad batches, every 40": (
-        run(*with_bad_batches()), "bad_batches", r"every 40 steps: 39, 79, 119, 159 ….*Until then, clip at 0\.99"),
+        run(*with_bad_batches()), "bad_batches", r"every 40 steps .*: those of steps 39, 79, 119, 159 ….*Until then, clip at 0\.99"),
+    "bad batches among steps that are mostly noise": (
+        run([2.0 + x for x in with_bad_batches()[0]], with_bad_batches()[1], meta=FLAT_META,
+            tensors=[line | {"norm": [calm()[line["i"]] / 10**0.5] * 10} for line in lines(TENTH, ratio=0.2)]),
+        "bad_batches", r"clip at 0\.0\d+, below the norm of an ordinary step, which is mostly noise"),
     "a batch that broke the run": (
         run([*falling(100), 300.0, 9000.0, 40.0, 700.0, *flat(296, 50.0)], [*calm(100), 900.0, *calm(299)]),
-        "bad_batches", "first on step 100"),
-    "NaN out of nothing": (lost(run(falling())), "nonfinite_data", "step 250, out of nothing.*docs/nan.md"),
+        "bad_batches", "One batch .* that of step 100"),
+    "a batch out of calm, and numbers that were lost soon after": (
+        lost(run([*falling(100), 600.0, 9e6, 4e9, 7e15, *flat(296)], [*calm(100), 900.0, 4e8, 9e12, 4e20, *calm(296)]),
+             104),
+        "bad_batches", "One batch .* that of step 100"),
+    "a rate that took four steps to lose the numbers": (
+        lost(run([*falling(100), 1.0, 30.0, 4e6, 7e15, *flat(296)], [*calm(100), 4.0, 100.0, 9e9, 4e20, *calm(296)]),
+             104),
+        "nonfinite_growth", "grew until"),
+    "NaN out of nothing": (lost(run(falling())), "nonfinite_data", "At step 250 .* nothing had grown before.*docs/nan.md"),
     "NaN in the data": (
         lost(run(falling()), origin=["data", "float32"]), "nonfinite_data", "The data themselves held"),
     "NaN before the first update": (lost(run(falling()), 0), "nonfinite_data", "step 0"),
@@ -176,13 +188,27 @@ CASES = {
         "nonfinite_growth", "grew"),
     "clip below eps": (
         clipped(1e-7, flat(), "Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH)), "clip_starves",
-        "The clip at 1e-07 starves.*drowns in eps, 1e-08.*Raise the threshold to 1"),
+        "The clip at 1e-07 starves.*below its eps, 1e-08.*Raise the threshold to 1"),
     "one module a billion times the others, Adam": (
         clipped(1.0, flat(), "Adam", norms=[1e9 * x for x in calm()], eps=1e-8, meta=FLAT_META,
                 tensors=lines([0.1] * 9 + [1e9])),
         "clip_starves", "The clip at 1.0 starves"),
     "clip that is the rate": (
         clipped(0.01, [2.0 - i / 2000 for i in range(COUNT)]), "clip_starves", "multiplies the learning rate by 0.01"),
+    "clip that is the rate, while the loss stands still within its noise": (
+        clipped(0.01, [2.4] * 5 + flat(395, 2.1, 0.3)), "clip_starves", "multiplies the learning rate by 0.01"),
+    "clips of different parameters that starve SGD": (
+        changed(clipped(0.01, [2.0 - i / 2000 for i in range(COUNT)]), lambda step: step.update(
+            clips_disjoint=True, clips=[["norm", 0.01, 0.02], ["norm", 0.01, 0.004], ["norm", 0.03, 0.01]])),
+        "clip_starves", "^3 clips of different parameters at 0.01 to 0.03 starve.*rate by 0.01.*clip all parameters"),
+    "clips of different parameters, one of which is harmless, below eps": (
+        changed(clipped(1.0, flat(), "Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH)), lambda step: step.update(
+            clips_disjoint=True, clips=[["norm", 1e-8, 1e-8], ["norm", 1e-8, 2e-8], ["norm", 1.0, 0.9]])),
+        "clip_starves", "^2 clips of different parameters at 1e-08 starve.*below its eps.*at most; eps"),
+    "clips of different parameters that learn": (
+        changed(clipped(0.01, falling()), lambda step: step.update(
+            clips_disjoint=True, clips=[["norm", 0.01, 0.02], ["norm", 0.01, 0.004], ["norm", 0.03, 0.01]])),
+        "healthy", "well"),
     "clip on scaled gradients": (scaled(), "clip_before_unscale", r"scaler.unscale_\(optimizer\) before the clip"),
     "clip twice": (
         changed(clipped(1.0, flat()), lambda step: step.update(
@@ -228,7 +254,7 @@ CASES = {
         "below layers.6.weight.*eps is 1e-08"),
     "exploding along depth": (
         run([900.0, *flat(399)], [2e5] * COUNT, meta=FLAT_META, tensors=lines(DEPTH[::-1])), "exploding_depth",
-        "smaller gain.*each layer down"),
+        "smaller weights.*each layer down"),
     "exploding through time": (
         run(flat(), [0.5 if i % 3 else 80.0 for i in range(COUNT)], top=[1, 0.9],
             meta={"params": params(["rnn.weight_ih_l0", "rnn.weight_hh_l0", "head.weight"])},
@@ -236,7 +262,7 @@ CASES = {
         "exploding_time", "rnn.weight_hh_l0 multiplies them.*orthogonal"),
     "data of another kind": (
         run(falling(200) + [3.0 + x for x in falling(200)], calm(200) + [4 * x for x in calm(200)]), "data_shift",
-        "others from step 200 on"),
+        "data changed at step 200"),
     "weights that grow without end": (
         run([1.0 - i / 400 if i < 200 else 0.5 + (i - 200) / 100 for i in range(COUNT)],
             [x * math.exp(i / 100) for i, x in enumerate(calm())], meta=FLAT_META, tensors=lines(TENTH, grow=6.0)),
@@ -261,19 +287,35 @@ CASES = {
     "losses in turns, and a rate that is gone": (
         run(in_turns([1.4 + 0.6 * math.exp(-i / 15) for i in range(COUNT)]), lr=[0.1 / 2 ** (i // 10)
             for i in range(COUNT)]),
-        "rate_decayed", "gone by step 60"),
-    "losses in turns, NaN out of nothing": (lost(run(in_turns(falling()))), "nonfinite_data", "out of nothing"),
+        "rate_decayed", "nearly 0 from step 60"),
+    "losses in turns, NaN out of nothing": (lost(run(in_turns(falling()))), "nonfinite_data", "nothing had grown before"),
     "overflow of float16 where learning begins": (
         lost(run([2.0 - max(0, i - 235) / 15 for i in range(COUNT)], [1.0 + max(0, i - 235) / 5 for i in range(COUNT)]),
              origin=["Sqrt", "float16"]), "nonfinite_range", "left the range of float16"),
     "data that became all one class": (
         run([*falling(200), 3.0, 2.0, 1.0, *[1e-3] * 197]), "data_shift", "leapt to 3.00 at step 200"),
+    "levels that leap at equal distances and are learned": (
+        run([2.0 * math.exp(-(i % 75) / 20) for i in range(COUNT)],
+            [x * math.exp(-(i % 75) / 20) for i, x in enumerate(calm())]), "healthy", "well"),
+    "a loss that falls below 0 faster and faster": (
+        run([1.0 - 0.03 * math.exp(i / 100) for i in range(COUNT)], [x * math.exp(i / 200) for i, x in
+            enumerate(calm())]), "drift", "below 0, faster and faster"),
+    "labels of others, and large steps of weights that shrink": (
+        run([3.0, 2.6, 2.5, *flat(397, 1.6, 0.1)], meta=FLAT_META, tensors=lines(TENTH, 0.15, grow=0.6)), "not_started",
+        "Check that labels belong"),
+    "a rate that throws weights so far that no gradient is left": (
+        run([2.0, 0.5, 0.1, *[0.0] * 397], [1.0, 0.2, 0.1, *[0.0] * 397], lr=2.0, optimizer="Adam", eps=1e-8,
+            meta=FLAT_META, tensors=moving(lambda i: 4.0 if i < 5 else 180.0)),
+        "rate_too_high", "By step 60 the usual weight"),
+    "micro-batches summed, with all signs of a rate too high": (
+        run([2.0, 5.0, 20.0, *flat(397, 3.0)], backwards=8, meta=FLAT_META, tensors=lines(TENTH, 0.2, grow=8.0)),
+        "accumulation", "8 micro-batches"),
     "a loss that falls below 0 at one pace": (
         run([1.0 - i / 10 for i in range(COUNT)], [x * math.exp(i / 200) for i, x in enumerate(calm())]),
-        "drift", "falls below 0 and no slower"),
+        "drift", "falls below 0, no slower"),
     "a start that is too large in every layer": (
         run(falling(end=1.0), meta=FLAT_META, tensors=lines([10.0 ** (-k / 4) for k in range(10)], weight=12.0)),
-        "exploding_depth", "smaller gain"),
+        "exploding_depth", "smaller weights"),
     "exploding through time at once": (
         lost(run(flat(), [4e9] * COUNT, meta={"params": params(["f.weight"], shape=(32, 2), uses=15)},
                  tensors=lines([4e9])), 1),
@@ -286,7 +328,7 @@ CASES = {
         run([x * (300 if i % 61 in (7, 30) else 1) + i / 40 * (i > 60) for i, x in enumerate(falling())],
             [x * (300 if i % 61 in (7, 30) else 1) for i, x in enumerate(calm())], meta=FLAT_META,
             tensors=lines(TENTH, 0.2, grow=8.0)),
-        "bad_batches", "far out"),
+        "bad_batches", "far unlike the others"),
 }  # fmt: skip
 
 

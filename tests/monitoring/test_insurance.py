@@ -86,3 +86,20 @@ def test_without_norms_there_is_none(norms):
 def test_one_value_is_its_own_bound():
     assert insurance(record([0.25] * 300)) == 0.25
     assert insurance(record([9.96] * 300)) == 10.0
+
+
+@pytest.mark.parametrize(("update", "quantile"), [(2e-4, 0.25), (2.0, 0.0)], ids=["goes straight", "mostly noise"])
+def test_heavy_tails_of_steps_that_go_to_and_fro_have_a_threshold_below_all_norms(update, quantile):
+    draws = random.Random(3)
+    norms = [20.0 * math.exp(draws.gauss(0.0, 0.6)) * (40 if i % 150 == 99 else 1) for i in range(400)]
+    heavy = record(norms)
+    heavy.meta["params"] = [{"name": "w", "shape": [30, 30], "numel": 900, "dtype": "float32", "group": 0}]
+    heavy.tensors.extend(
+        {"t": "tensors", "i": i, "norm": [norms[i]], "weight": [5.0 + i / 400], "update": [update * norms[i] / 20]}
+        for i in range(0, 400, 20)
+    )
+    threshold = insurance(Record(heavy.path, heavy.meta, heavy.steps, heavy.tensors, [], None, False))
+    usable = sorted(norms[40:])
+    assert usable[0] * (quantile > 0) <= threshold <= max(usable[0], 1.05 * usable[int(quantile * len(usable))])
+    if not quantile:  # 400 steps of that norm go twice the way from the first weights to the last
+        assert threshold * update / 20 * 400 == pytest.approx(2 * math.hypot(5.0, 5.95), rel=0.05)

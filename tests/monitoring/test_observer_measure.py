@@ -202,6 +202,11 @@ def test_what_is_cheap_is_measured_on_schedule():
     assert due(Schedule(), range(201), seconds=0.1, cost=0.001) == [0, 50, 100, 150, 200]
 
 
+def test_a_slow_measurement_is_made_at_distances_that_double():
+    assert due(Schedule(), range(1000), seconds=0.001, cost=9.0) == [0, 50, 100, 200, 400, 800]
+    assert due(Schedule(30), range(300), seconds=0.001, cost=9.0) == [0, 30, 60, 120, 240]
+
+
 def test_what_is_dear_is_spaced_by_what_it_costs():
     steps, seconds, cost = 40_000, 0.01, 0.02
     found = due(Schedule(), range(steps), seconds, cost)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from gradguard.monitoring.judge.numbers import percent, plain_threshold
+from gradguard.monitoring.judge.numbers import median, percent, plain_threshold
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.lines import Lines, without_none
 from gradguard.monitoring.record.steps import BINDS_BELOW, taken_steps
@@ -25,12 +25,14 @@ class ActingClip:
         threshold: Its last threshold, if it has one.
         acted: On how many steps it acted.
         bound: On how many of these it bound; None if its coefficient is not known.
+        coefficient: What it multiplied gradients by on a usual step on which it bound; None without one.
     """
 
     name: str
     threshold: float | None
     acted: int
     bound: int | None
+    coefficient: float | None = None
 
 
 def acting_clips(record: Record, steps: Lines | None = None) -> list[ActingClip]:
@@ -118,11 +120,12 @@ class _Clip:
         if rule in _FIXED and known:
             at = " to ".join(dict.fromkeys(map(plain_threshold, (min(known), max(known)))))
             rule += f"={at}" if beside_command else f" at {at}"
-        name = f"the {_ORDINALS[min(place, 2)]} ({rule})"
+        name = f"the {_ORDINALS[place] if place < len(_ORDINALS) else f'{place + 1}th'} ({rule})"
         if beside_command:
             name = f"--clip {rule}" if self.applied else f"the script's own {rule}"
-        bound = sum(coefficient < BINDS_BELOW for coefficient in measured) if measured else None
-        return ActingClip(name, self.thresholds[-1], len(self.thresholds), bound)
+        binding = [coefficient for coefficient in measured if coefficient < BINDS_BELOW]
+        bound = len(binding) if measured else None
+        return ActingClip(name, self.thresholds[-1], len(self.thresholds), bound, median(binding))
 
 
 class _Found:

@@ -47,7 +47,8 @@ EXPLAINS: Mapping[str, frozenset[str]] = {
     "nonfinite_growth": frozenset((*_LOST, *_DIVERGES, "drift", "update_ratio", "bad_batches", "data_shift")),
     "clip_before_unscale": frozenset((*_CLIPS, *_FALLS_BEHIND, "clip_before_unscale", "clip_starves", "clip_twice")),
     "accumulation": frozenset(
-        (*_DIVERGES, *_LOST, *_CLIPS, "missing_zero_grad", "nonfinite_growth", "drift", "data_shift", "bad_batches")
+        (*_DIVERGES, *_LOST, *_CLIPS, "missing_zero_grad", "nonfinite_growth", "drift", "data_shift", "bad_batches",
+         "rate_too_high")
     ),
     "no_gradient": frozenset(
         (*_STANDS_STILL, *_FALLS_BEHIND, "detached_layer", "gradient_without_optimizer", "optimizer_without_gradient")

@@ -47,7 +47,8 @@ def insurance(record: Record) -> float | None:
     the loss falls; the optimizer cancels a scale; and there are     the 10th percentile: it binds on most steps, and
     outliers, the local spread is above 0.25, or the first norms     no large one fills the moments
     are above 3 times the median
-    the loss falls; it cancels none; outliers, a spread above 0.4    the 25th percentile
+    the loss falls; it cancels none; outliers, a spread above 0.4    the 25th percentile, or what still takes weights
+                                                                     twice as far as they went, if that is lower
     they rise, and have no outliers                                  None: a constant would bind at the end of the run
     any other                                                        the largest that is no outlier
     ===============================================================  ===================================================
@@ -87,7 +88,7 @@ def insurance(record: Record) -> float | None:
     else:
         uneven, share = (out and spread > HEAVY_SPREAD), WILD
     if uneven and _learns(record):
-        return _rounded_up(sorted(norms)[int(share * len(norms))])
+        return _rounded_up(min(sorted(norms)[int(share * len(norms))], signals_of(record).low_threshold))
     if ends is not None and not out and ends[1] > ends[0]:
         return None
     return _rounded_up(max(norm for place, norm in enumerate(norms) if place not in out))

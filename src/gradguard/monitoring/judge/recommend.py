@@ -18,6 +18,9 @@ ENOUGH_STEPS = 200
 ORDINARY_SHARE = 0.5
 """A threshold that binds on more of the steps is no insurance: it sets the length of ordinary steps."""
 
+NEARLY_ALL = 0.9
+"""A threshold that binds on more of the steps is below the norm of an ordinary one."""
+
 STILL_INSURANCE = 5.0
 """Times the threshold that would be proposed: a clip up to there bounds the next spike as well."""
 
@@ -123,7 +126,13 @@ def _decide(record: Record, diagnosis: Diagnosis) -> Recommendation:
         share = _share_above(threshold, norms)
         headline = f"Clip at {plain_threshold(threshold)}."
         acted = f"would have acted on {percent(share)} of {len(norms):,} steps"
-        reason = f"It is the norm of an ordinary step, and {acted}."
+        is_low = share > NEARLY_ALL
+        ordinary = (
+            "below the norm of an ordinary step, which is mostly noise here"
+            if is_low
+            else "the norm of an ordinary step"
+        )
+        reason = f"It is {ordinary}, and {acted}."
         return replace(made, kind="constant", headline=headline, reason=reason, clip_share=share)
     return made
 

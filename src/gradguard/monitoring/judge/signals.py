@@ -13,6 +13,7 @@ from itertools import compress, pairwise
 from typing import Any
 
 from gradguard.monitoring.judge.cause import Evidence
+from gradguard.monitoring.judge.detectors.tensors import LARGE_UPDATE
 from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import median, medians, only
@@ -30,6 +31,14 @@ FEWEST_STEPS = 60
 BLOCKS = 20
 """Medians that a curve is followed by."""
 
+FAR = 20.0
+"""Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
+
+REACH = 2.0
+"""Times the way from the first weights to the last: what clipped steps must be able to go."""
+
+_FEWEST_MEASURED = 4  # updates that say how long a step is for its gradient
+_CALM, _LAST, _STANDS_OUT = 10, 3, 2.5  # steps of calm; those just before a leap; and times what is usual
 _FEWEST_RECENT, _REFRESH = 8, 4  # values before one may leap, and after which it is known anew what is usual
 _LARGEST_LOGARITHM = 700.0
 _NEARLY_ZERO = 3e-3
@@ -242,6 +251,24 @@ class Signals:
         """
         return median(list(filter(None, values[max(0, place - _RECENT) : place])))
 
+    def times(self, place: int) -> float:
+        """Return how far the norm or the loss of a step stands above those just before it; at least 1.
+
+        Args:
+            place: The place of the step.
+        """
+        usual = ((values[place] or 0.0, self.usual(place, values)) for values in (self.norms, self.losses))
+        return max(1.0, *(value / before for value, before in usual if before))
+
+    def leaps_out_of_calm(self, place: int) -> bool:
+        """Return whether a step stands too far above those before for any rate, and none of the last ones stood out.
+
+        Args:
+            place: The place of the step.
+        """
+        calm = place >= _CALM and all(self.times(before) < _STANDS_OUT for before in range(place - _LAST, place))
+        return calm and self.times(place) >= FAR
+
     @cached_property
     def outbursts(self) -> list[int]:
         """The places of steps whose norm or loss stands far above those before, out of calm; each outburst once."""
@@ -411,6 +438,11 @@ class Signals:
         layers = [layer for layer in self.layers if len(layer.weights) > 1 and not self.begins_at_zero(layer)]
         return median([layer.weights[-1] / layer.weights[0] for layer in layers]) or 1.0
 
+    @property
+    def follows_noise(self) -> bool:
+        """Whether weights do not grow though each step changes them much: gradients are noise, as with wrong labels."""
+        return (self.ratio or 0.0) >= LARGE_UPDATE and self.growth < 1
+
     def gain(self, layer: Layer, line: int = 0) -> float | None:
         """Return by how much a random matrix of this norm multiplies the size of what goes in; None for a vector.
 
@@ -431,6 +463,22 @@ class Signals:
         far less than the gradients do.
         """
         return self.eps is not None or bool(is_scale_free(self.record))
+
+    @cached_property
+    def low_threshold(self) -> float:
+        """The norm below which clipped steps might not take the weights where this run took them.
+
+        Clipped steps of that length, all in one direction, would go `REACH` times as far as the weights are from where
+        they began. A run whose steps are mostly noise goes to and fro, and its norms are far above that. Infinite where
+        updates were not measured, or do not follow the gradients.
+        """
+        known = {i: norm for i, norm in zip(self.numbers, self.norms, strict=True) if norm}
+        lengths = [(math.hypot(*without_none(line["update"])), known.get(line["i"])) for line in self.measured]
+        rates = [length / norm for length, norm in lengths if norm]
+        if self.cancels_scale or len(rates) < _FEWEST_MEASURED or not (rate := statistics.median(rates)):
+            return math.inf
+        way = math.hypot(*(math.hypot(layer.weights[0], layer.weights[-1]) for layer in self.layers if layer.weights))
+        return REACH * way / (rate * self.count)
 
     # --- clips --------------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,8 @@ class Schedule:
 
     A step is due if it is on schedule (`EVERY`) and all such measurements together stay below `SHARE` of the run's
     time, or below `FREE` seconds, or if it is one of the `BURST` steps after an alert, which have a budget of the same
-    size; the first burst is never refused.
+    size; the first burst is never refused. Whatever the time, an optimizer's first step is due, and those of the
+    numbers 1, 2, 4, 8 … times `EVERY`: how weights grew is seen on a slow machine too.
 
     Args:
         every: Steps between two measurements on schedule; 0 for none, and no bursts.
@@ -93,8 +94,11 @@ class Schedule:
             self._now = "burst"
             return True
         self._now = "schedule"
-        on_schedule = self._every > 0 and turn % self._every == 0
-        return on_schedule and (step == 0 or self._spent["schedule"] + self._last <= max(FREE, SHARE * elapsed))
+        if self._every <= 0 or turn % self._every:
+            return False
+        times = turn // self._every
+        is_power_of_two = times & (times - 1) == 0  # and 0
+        return is_power_of_two or self._spent["schedule"] + self._last <= max(FREE, SHARE * elapsed)
 
     def spent(self, seconds: float) -> None:
         """Tell what the measurement of the last due step took."""

@@ -1,4 +1,4 @@
-"""Causes that lie in the data: batches that are far out, data that change, and numbers that drift."""
+"""Causes that lie in the data: batches unlike the others, data that change, and numbers that drift."""
 
 import math
 import statistics
@@ -7,9 +7,8 @@ from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.numbers import median, medians, number, plain_threshold
-from gradguard.monitoring.judge.signals import BLOCKS, Signals, period_of
+from gradguard.monitoring.judge.signals import BLOCKS, FAR, OUTBURST_TIMES, Signals, period_of
 from gradguard.monitoring.record.lines import without_none
-from gradguard.words import counted
 
 FEWEST_OUTBURSTS = 3
 CALM_SHARE = 0.2
@@ -24,8 +23,14 @@ TINY = 0.1
 FALLEN = 0.1
 """Of the level before: data that have become so easy, right after they surprised the model, are others."""
 
-FAR = 20.0
-"""Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
+STAYS = 0.2
+"""Of the loss of a step that leapt: where the next dozen stays above it, and far above what was before, it stays up."""
+
+APART, EQUAL = 30, 1.15
+"""Steps between two changes of level; and by how much the longest distance between two may exceed the shortest."""
+
+FASTER = 1.5
+"""From a quarter of the run to the next: a loss whose fall grows by more has no bound that it comes near."""
 
 SETTLES, FAR_GROWN = 0.3, 10.0
 """Of its growth in the second half: a weight that grew less settles, unless it is so many times its start."""
@@ -34,15 +39,16 @@ _SHOWN = 4
 
 
 def bad_batches(signals: Signals) -> Cause | None:
-    """Return whether single batches are far out: losses and norms leap out of calm, at once."""
+    """Return whether single batches are unlike the others: losses and norms leap out of calm, at once."""
     places = [place for place in signals.outbursts if place >= 3]
     period = period_of(places)
     if period is not None:  # what lies beside the grid is what such a batch left behind
         phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
         places = [place for place in places if place % period == phase]
-    if not places or _was_lost_before(signals, places[0]):
+    if not places or _was_lost_before(signals, places[0]) or _stay_up(signals, places):
         return None
-    if not _broken_by(signals, places):
+    broken = _broken_by(signals, places)
+    if not broken:
         at_once = sum(_comes_at_once(signals, place) for place in places)
         if (
             len(places) > CALM_SHARE * signals.count
@@ -51,30 +57,35 @@ def bad_batches(signals: Signals) -> Cause | None:
         ):
             return None
     numbers = [signals.named(place) for place in places]
-    times = statistics.median(_times(signals, place) for place in places)
+    times = statistics.median(signals.times(place) for place in places)
     steps = ", ".join(map(str, numbers[:_SHOWN])) + " …" * (len(numbers) > _SHOWN)
-    when, certainty = f"first on step {steps}", "likely"
+    which, certainty = f"the batch of step {steps}", "likely"
+    sentence = f"One batch is far unlike the others: that of step {steps}."
     where = "for wrong labels, inputs that are not normalised, or samples that are far too long"
     if len(numbers) > 1:
-        when = f"{len(numbers)} times, on steps {steps}"
+        which = f"the batches of steps {steps}"
+        sentence = f"{len(numbers)} batches are far unlike the others: those of steps {steps}."
     if period:
-        when = f"every {period} steps: {steps}"
+        sentence = f"A batch every {period} steps is far unlike the others: those of steps {steps}."
         where = f"something comes back every {period} steps, such as one bad file or shard of an epoch"
-    if period and len(places) >= 5:
+    if (period and len(places) >= 5) or (broken and signals.ends_lost and signals.leaps_out_of_calm(places[0])):
         certainty = "certain"
     near = {place + k for place in places for k in range(4)}
     calm = median([norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5])
-    threshold = float(f"{calm:.1e}") if calm else None
-    clip = f" Until then, clip at {plain_threshold(threshold)}, the norm of an ordinary step." if threshold else ""
+    threshold = float(f"{min(calm, signals.low_threshold):.1e}") if calm else None
+    ordinary = "the norm of an ordinary step"
+    if calm and signals.low_threshold < calm:
+        ordinary = f"below {ordinary}, which is mostly noise here"
+    clip = f" Until then, clip at {plain_threshold(threshold)}, {ordinary}." if threshold else ""
     words = (
-        f"There the loss or the gradient norm leapt out of calm, to {number(times)} times what it was just before, "
-        f"{counted(len(numbers), 'time')} in all."
+        f"There the loss or the gradient norm, the size of all gradients together, leapt to {number(times)} times what "
+        "it was just before."
     )
     return Cause(
         "bad_batches",
         "possible" if _are_harmless(signals, places) else certainty,
-        f"Some batches are far out, {when}.",
-        f"Look at the batches of steps {steps}{': ' if period else ' '}{where}.{clip}",
+        sentence,
+        f"Look at {which}{': ' if period else ' '}{where}.{clip}",
         (Evidence((numbers[0], numbers[-1]), words),),
         ("The learning rate is not the cause: the steps before each of these were calm.",),
         threshold=threshold,
@@ -88,6 +99,17 @@ def _was_lost_before(signals: Signals, place: int) -> bool:
         return False
     highest = max(without_none(signals.losses[1:place]), default=0.0)
     return highest > 1.5 * curve.start + 6 * min(curve.noise, curve.start)
+
+
+def _stay_up(signals: Signals, places: Sequence[int]) -> bool:
+    """Whether losses stay where most of the leaps took them, and come down by learning: other data, and no batch."""
+    stays = 0
+    for place in places:
+        here, before = signals.losses[place], signals.usual(place, signals.losses)
+        after = without_none(signals.losses[place + 1 : place + 13])
+        if here is not None and before is not None and after:
+            stays += here > statistics.median(after) > max(STAYS * here, OUTBURST_TIMES * before)
+    return stays > 0.6 * len(places)
 
 
 def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
@@ -127,22 +149,18 @@ def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:
 
 def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
     """Whether the first leap, out of calm and too far for any rate, threw the run to where it never came back from."""
-    if not places or not _comes_at_once(signals, places[0]) or _times(signals, places[0]) < FAR:
+    if not places or not _comes_at_once(signals, places[0]) or signals.times(places[0]) < FAR:
         return False
     place, curve, before = places[0], signals.curve, signals.usual(places[0], signals.losses)
     here, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place, signals.norms)
-    if curve is None or before is None or here is None or not curve.final > 1.1 * before > 0:
+    if curve is None or before is None or here is None or before <= 0:
+        return False
+    if curve.final <= 1.1 * before and not signals.ends_lost:
         return False
     if norm is not None and usual is not None and norm < 2.5 * usual:  # heavy noise in the targets of a robust loss
         return False
     after = without_none(signals.losses[place : place + 6])
     return max(after) > 2 * here or any(loss < 0.3 * before for before, loss in pairwise(after))  # else other data
-
-
-def _times(signals: Signals, place: int) -> float:
-    """How far a step stands above those just before it."""
-    usual = ((values[place] or 0.0, signals.usual(place, values)) for values in (signals.norms, signals.losses))
-    return max(1.0, *(value / before for value, before in usual if before))
 
 
 def _comes_at_once(signals: Signals, place: int) -> bool:
@@ -166,7 +184,7 @@ def data_shift(signals: Signals) -> Cause | None:
     low, high = (statistics.median(without_none(values)) for values in (before, after))
     step = signals.named(place)
     level = (
-        f"{number(high)} from step {step} on, at once"
+        f"{number(high)} from step {step} on"
         if up is not None
         else f"leapt to {number(signals.losses[place])} at step {step}, and has been far below what it was ever since"
     )
@@ -174,7 +192,7 @@ def data_shift(signals: Signals) -> Cause | None:
     return Cause(
         "data_shift",
         "likely",
-        f"The data are others from step {step} on: the loss is at another level at once, out of calm.",
+        f"The data changed at step {step}: from one step to the next the loss went to another level.",
         f"Look at what the loader gives from step {step} on: another file, domain, length, normalisation or "
         "labelling, or one class only. If that is meant, go on training; shuffle the parts together if both are to be "
         "learned.",
@@ -200,7 +218,7 @@ def _fall(signals: Signals) -> int | None:
 
 
 def _level_shift(signals: Signals) -> int | None:
-    """The place at which the loss leaps to another level within one step; None where it does so again and again."""
+    """The place at which the loss leaps to another level within one step; None where that comes on a schedule."""
     values = signals.losses
     leaps, found = list[int](), list[tuple[float, int]]()
     for place in range(30, signals.count - 15):
@@ -220,8 +238,17 @@ def _level_shift(signals: Signals) -> int | None:
         if min(after) > max(before[-10:]) and (high - low) / spread > 6:
             found.append((high / low, place))
     times, place = max(found, default=(0.0, None))
+    if _recur(leaps):
+        return None
     needed = FEW_TIMES if len(leaps) <= MOST_SHIFTS else MOST_TIMES
     return place if times > (ONE_TIMES if len(leaps) == 1 else needed) else None
+
+
+def _recur(leaps: Sequence[int]) -> bool:
+    """Whether the level leaps at equal distances: harder data by plan, as sequences that grow every epoch."""
+    firsts = [place for before, place in pairwise([-math.inf, *leaps]) if place - before > APART]
+    gaps = [after - before for before, after in pairwise(firsts)]
+    return len(gaps) >= 3 and max(gaps) < EQUAL * min(gaps)
 
 
 def drift(signals: Signals) -> Cause | None:
@@ -293,12 +320,13 @@ def _runs_away(signals: Signals) -> str:
     quarter = len(levels) // 4
     if quarter < 3:
         return ""
-    last, before = levels[-quarter - 1] - levels[-1], levels[-2 * quarter - 1] - levels[-quarter - 1]
+    second, third, last = (levels[-k * quarter - 1] - levels[(1 - k) * quarter - 1] for k in (3, 2, 1))
     norms = [norm for norm in signals.norms[: signals.first_lost] if norm]
     size = max(1, len(norms) // 4)
     rose = statistics.median(norms[size : 2 * size]) * 1.2 < statistics.median(norms[-size:])
-    if -curve.best < 3 * abs(curve.start) or before <= curve.error or last < 0.9 * before or not rose:
+    faster = second > curve.error and last > FASTER * third > FASTER**2 * second
+    as_fast = third > curve.error and last > 0.9 * third and -curve.best > 3 * abs(curve.start)
+    if not (faster or as_fast) or not rose:
         return ""
-    return (
-        f"The loss falls below 0 and no slower in the end, to {number(curve.best)}, while the norms of gradients rise."
-    )
+    pace = "faster and faster" if faster else "no slower in the end"
+    return f"The loss falls below 0, {pace}, to {number(curve.best)}, while the norms of gradients rise."

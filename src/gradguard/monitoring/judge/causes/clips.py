@@ -1,9 +1,16 @@
 """A clip of the script's own that does harm: one that starves the optimizer, or two that work against each other."""
 
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import compress
 
-from gradguard.monitoring.judge.acting_clips import acting_clips, clipped_twice, shares_in_words
+from gradguard.monitoring.judge.acting_clips import (
+    ActingClip,
+    acting_clips,
+    clipped_twice,
+    shares_in_words,
+)
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.followed import follows_clip
 from gradguard.monitoring.judge.numbers import capital, percent, plain_threshold
@@ -24,67 +31,110 @@ OF_EPS = 3.0
 """Below so many eps an optimizer that divides by the size of the gradient hardly moves."""
 
 
+@dataclass(frozen=True)
+class _Starving:
+    """The clips that bind on most steps, where each gradient is clipped once.
+
+    Attributes:
+        clips: The clips; more than one where each is of other parameters.
+        signals: What the run shows.
+    """
+
+    clips: Sequence[ActingClip]
+    signals: Signals
+
+    @property
+    def coefficient(self) -> float:
+        """What they multiply gradients by on a usual step."""
+        return statistics.median(clip.coefficient or 1.0 for clip in self.clips)
+
+    @property
+    def share(self) -> float:
+        """On which share of the steps they bind."""
+        return statistics.median(clip.bound or 0 for clip in self.clips) / self.signals.taken
+
+    def words(self, one: str, several: str) -> str:
+        """Return a sentence whose subject they are: the first part in the singular, or in the plural."""
+        known = without_none(clip.threshold for clip in self.clips)
+        at = " to ".join(dict.fromkeys(map(plain_threshold, (min(known), max(known))))) if known else ""
+        subject = "The clip" if len(self.clips) == 1 else f"{len(self.clips)} clips of different parameters"
+        return f"{subject}{f' at {at}' if at else ''} {one if len(self.clips) == 1 else several}"
+
+    @property
+    def threshold(self) -> float | None:
+        """The norm that leaves ordinary steps alone; None where no clip sees all gradients."""
+        norms = sorted(norm for norm in self.signals.norms if norm)
+        return float(f"{norms[int(0.9 * len(norms))]:.1e}") if norms and len(self.clips) == 1 else None
+
+    @property
+    def advice(self) -> str:
+        """What to do."""
+        if len(self.clips) > 1:
+            return "Take these clips away, and clip all parameters together at the norm of an ordinary step, if at all."
+        if self.threshold is None:
+            return "Take the clip away."
+        usual = plain_threshold(self.threshold)
+        return f"Raise the threshold to {usual}, which leaves ordinary steps alone, or take the clip away."
+
+
 def clip_starves(signals: Signals) -> Cause | None:
-    """Return whether a clip leaves the optimizer too little: below its eps, or as a learning rate that is too low."""
-    several = sum(map(bool, signals.record.steps.column("clips"))) > SEVERAL * signals.count
-    if signals.bound_share <= ALWAYS or several or follows_clip(signals):
+    """Return whether clips leave the optimizer too little: below its eps, or as a learning rate that is too low.
+
+    Of clips that follow one another on the same gradients none sets alone what the optimizer gets.
+    """
+    clips = acting_clips(signals.record)
+    binding = [clip for clip in clips if (clip.bound or 0) > ALWAYS * signals.taken]
+    if len(clips) > 1:
+        binding = [clip for clip in binding if (clip.coefficient or 1.0) <= STARVING]
+    twice = len(clipped_twice(signals.record.steps)) > SEVERAL * signals.count
+    if not binding or 2 * len(binding) < len(clips) or twice or follows_clip(signals):
         return None
-    coefficient = statistics.median(signals.bound)
-    thresholds = without_none(signals.record.steps.column("threshold"))
-    at = f" at {plain_threshold(thresholds[-1])}" if thresholds else ""
+    found, curve = _Starving(binding, signals), signals.curve
+    share, coefficient = percent(found.share), f"{found.coefficient:.2g}"
     bound = signals.seen(
-        f"The clip{at} bound on {percent(signals.bound_share)} of the steps, and multiplied gradients by "
-        f"{coefficient:.2g}."
+        found.words("", "each ") + f"bound on {share} of the steps, and multiplied gradients by {coefficient}."
     )
     if signals.eps is not None:
-        return _below_eps(signals, coefficient, at, bound)
-    curve = signals.curve
-    slow = curve is not None and curve.fallen < 0.5 and (curve.is_falling or curve.fallen < 0.1)
-    if coefficient > STARVING or not slow or signals.cancels_scale:
+        return _below_eps(signals, found, bound)
+    slow = curve is not None and curve.fallen < 0.5 and (curve.is_falling or not curve.has_fallen)
+    if found.coefficient > STARVING or not slow or signals.cancels_scale:
         return None
     return Cause(
         "clip_starves",
         "likely",
-        f"The clip{at} starves the optimizer: it multiplies the learning rate by {coefficient:.2g}.",
-        _raise_it(signals),
+        found.words("starves the optimizer: it multiplies", "starve the optimizer: they multiply")
+        + f" the learning rate by {coefficient}.",
+        found.advice,
         (bound,),
         ("The learning rate that the script sets is not the one that acts: the clip sets it.",),
-        threshold=_usual(signals),
+        threshold=found.threshold,
     )
 
 
-def _raise_it(signals: Signals) -> str:
-    usual = _usual(signals)
-    if usual is None:
-        return "Take the clip away."
-    return f"Raise the threshold to {plain_threshold(usual)}, which leaves ordinary steps alone, or take it away."
-
-
-def _usual(signals: Signals) -> float | None:
-    norms = sorted(norm for norm in signals.norms if norm)
-    return float(f"{norms[int(0.9 * len(norms))]:.1e}") if norms else None
-
-
-def _below_eps(signals: Signals, coefficient: float, at: str, bound: Evidence) -> Cause | None:
+def _below_eps(signals: Signals, found: _Starving, bound: Evidence) -> Cause | None:
     """Whether most elements' gradients are below the eps of the optimizer after the clip, and were not before."""
-    eps = signals.eps or 0.0
-    before = {layer.name: layer.gradient for layer in signals.layers}
-    floors = {layer.name: OF_EPS * signals.floor(layer) for layer in signals.layers}
-    starved = [name for name, gradient in before.items() if gradient * coefficient < floors[name] < gradient]
+    # Of which parameters each of several clips is, no record says: the largest gradient stands for all of theirs.
+    eps, layers = signals.eps or 0.0, signals.layers
+    largest = max((layer.gradient for layer in layers), default=0.0)
+    before = {layer.name: layer.gradient if len(found.clips) == 1 else largest for layer in layers}
+    floors = {layer.name: OF_EPS * signals.floor(layer) for layer in layers}
+    starved = [name for name, gradient in before.items() if gradient * found.coefficient < floors[name] < gradient]
     if not starved or 2 * len(starved) < len(before):
         return None
+    left = f"{found.coefficient * statistics.median(before.values()):.1g}"
+    which = "in the usual weight" if len(found.clips) == 1 else "at most"
     words = (
-        f"After the clip an element's gradient is {coefficient * statistics.median(before.values()):.1g} in the "
-        f"usual weight; eps is {eps:g}."
+        f"After the clip an element's gradient is {left} {which}; eps, a number that the optimizer adds where it "
+        f"divides by the size of the gradients, is {eps:g}."
     )
     return Cause(
         "clip_starves",
         "certain",
-        f"The clip{at} starves the optimizer: what it leaves of the gradients drowns in eps, {eps:g}.",
-        _raise_it(signals),
-        (signals.seen(words, starved), bound),
+        found.words("starves", "starve") + f" the optimizer: gradients below its eps, {eps:g}, hardly move a weight.",
+        found.advice,
+        (signals.seen(words, starved if len(found.clips) == 1 else ()), bound),
         ("An optimizer that divides by the size of the gradients cancels a clip only above its eps.",),
-        threshold=_usual(signals),
+        threshold=found.threshold,
     )
 
 

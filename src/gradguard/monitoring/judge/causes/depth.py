@@ -134,8 +134,8 @@ def _exploding(signals: Signals, layers: list[Layer], words: str, times: float) 
         "exploding_depth",
         "certain" if times > 10 * EXPLODED else "likely",
         "Gradients explode along the depth of the model: the weights of each layer are too large from the start.",
-        "Initialise with a smaller gain (torch.nn.init.kaiming_normal_ for ReLU, xavier_normal_ for tanh), or put a "
-        "normalisation between layers.",
+        "Initialise with smaller weights (torch.nn.init.kaiming_normal_ for ReLU, xavier_normal_ for tanh), or put "
+        "normalisation layers between.",
         (signals.seen(words, [layer.name for layer in layers]),),
         ("No learning rate fits all layers as long as their gradients differ so.",),
     )

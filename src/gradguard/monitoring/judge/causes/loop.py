@@ -37,7 +37,7 @@ def accumulation(signals: Signals) -> Cause | None:
     words = f"For each step backward() was called {usual} times, and the loss was not divided by {usual}."
     return Cause(
         "accumulation",
-        "likely" if sick else "possible",
+        "certain" if sick else "possible",
         f"Gradients of {usual} micro-batches are summed for each step, which makes the learning rate {usual} "
         "times what it says.",
         f"Divide the loss by {usual} before backward(), as in (loss / {usual}).backward().",
@@ -247,7 +247,8 @@ def not_started(signals: Signals) -> Cause | None:
         return None
     zeros = _zero_from_start(signals)
     matrices = sum(len(signals.shape(place)) > 1 for place in signals.own)
-    if curve.has_fallen and (2 * len(zeros) < matrices or curve.fallen > 0.3):
+    learns = curve.has_fallen and not (curve.is_flat and signals.follows_noise)
+    if learns and (2 * len(zeros) < matrices or curve.fallen > 0.3):
         return None
     if zeros:
         words = f"The gradient of {named(zeros)} was exactly 0 on every recorded step, from the first one on."
@@ -274,7 +275,7 @@ def not_started(signals: Signals) -> Cause | None:
             ("The model is not the cause: its gradients are there.",),
         )
     if curve.is_flat and signals.count >= 100:
-        words = f"The loss was {number(curve.start)} at first and is {number(curve.final)} at the end"
+        words = f"The loss was {number(curve.levels[0])} in the first steps and is {number(curve.final)} at the end"
         return Cause(
             "not_started",
             "likely",

@@ -36,7 +36,8 @@ def nonfinite(signals: Signals) -> Cause | None:
     params = () if finding is None else finding.params
     where = f", in {named(params)}" if params else ""
     words = (
-        f"The loss or gradients were not finite on {counted(sum(signals.lost), 'step')}, first on step {step}{where}."
+        f"The loss or gradients were NaN or infinite on {counted(sum(signals.lost), 'step')}, first on step "
+        f"{step}{where}."
     )
     seen = Evidence((step, signals.span[1] if signals.ends_lost else step), words, params)
     times, growth = _growth(signals, place)
@@ -103,7 +104,8 @@ def _by_data(signals: Signals, step: int, seen: Evidence, certainty: str, why: s
     return Cause(
         "nonfinite_data",
         certainty,
-        f"A number was not finite at step {step}, out of nothing: it comes from the batch or an operation on it.",
+        f"At step {step} the loss or a gradient became NaN or infinite, and nothing had grown before: it comes from "
+        "the batch or an operation on it.",
         f"Look at the batch of step {step} for NaN, infinity, an empty or corrupt sample, and for a logarithm, root or "
         "division of 0: docs/nan.md finds the sample, the operation and its line. To leave such steps out until then, "
         'use gg.Guard(optimizer, nonfinite="skip").',
@@ -140,13 +142,14 @@ def _by_range(signals: Signals, step: int, seen: Evidence, small: bool, origin: 
 
 def _by_growth(signals: Signals, place: int, seen: Evidence, times: float, growth: tuple[Evidence, ...]) -> Cause:
     step, fix = signals.named(place), lower_rate(signals, place)
+    leapt = any(map(signals.leaps_out_of_calm, range(max(0, place - _BEFORE), place)))
     return Cause(
         "nonfinite_growth",
-        "certain" if times > 10 * GROWN and place > _BEFORE else "likely",
-        f"Losses and gradients grew until they were not finite at step {step}.",
+        "certain" if times > 10 * GROWN and place > _BEFORE and not leapt else "likely",
+        f"Losses and gradients grew until they became NaN or infinite at step {step}.",
         fix.advice,
         (seen, *(growth if times > 1 else ())),
-        ("It is no bad sample and no bad operation: numbers grew step by step before.",),
+        () if leapt else ("It is no bad sample and no bad operation: numbers grew step by step before.",),
         rate_factor=fix.factor,
         threshold=fix.threshold,
     )

@@ -5,13 +5,11 @@ import statistics
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.detectors.tensors import LARGE_UPDATE
 from gradguard.monitoring.judge.numbers import median, number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Curve, Signals, usual_step
 from gradguard.monitoring.record.lines import without_none
-
-LARGE_UPDATE = 0.1
-"""Of its own norm: a weight that each step changes by so much is another one after ten steps."""
 
 GROWN = 2.0
 """Times its first norm: a weight that is mostly noise by now."""
@@ -81,7 +79,8 @@ def _thrown(signals: Signals) -> Evidence | None:
     count, first = len(signals.measured), signals.span[0]
     layers = [layer for layer in signals.sized_layers if len(layer.weights) == count]
     early = [k for k, line in enumerate(signals.measured) if 0 < line["i"] - first <= THROWN_WITHIN]
-    if not layers or not early or not signals.cancels_scale or signals.fallen > 0.9:
+    learns = signals.fallen > 0.9 and any(signals.norms[-10:])
+    if not layers or not early or not signals.cancels_scale or learns:
         return None
     last, step = early[-1], signals.measured[early[-1]]["i"]
     times = statistics.median(layer.weights[last] / layer.weights[0] for layer in layers)
@@ -123,7 +122,7 @@ def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether each step changes weights by a large share of themselves, while the loss does not fall."""
     usual = signals.ratio or 0.0
     first = median([layer.ratios[0] for layer in signals.layers if layer.ratios]) or 0.0
-    if max(usual, first / 3) < LARGE_UPDATE or curve.is_falling or curve.fallen > 0.9:
+    if max(usual, first / 3) < LARGE_UPDATE or curve.is_falling or curve.fallen > 0.9 or signals.follows_noise:
         return None
     words = f"A step changes the usual weight by {100 * max(usual, first):.2g} % of itself; 0.1 % is the rule of thumb."
     return signals.seen(words)
@@ -232,7 +231,7 @@ def rate_decayed(signals: Signals) -> Cause | None:
     return Cause(
         "rate_decayed",
         "likely",
-        f"The learning rate was gone by step {step}, while the loss was still falling: it stays at "
+        f"The learning rate was nearly 0 from step {step} on, while the loss was still falling: it stays at "
         f"{number(curve.final)}.",
         f"Let the schedule end with the run: make its length {signals.count:,} steps, so that the rate falls to a "
         "tenth at about two thirds of them. Check whether scheduler.step() is called once for each step where once for "
