@@ -22,7 +22,7 @@ from gradguard.parity.shards import LocalParameter
 from gradguard.parity.vectors import minus, norm
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 from gradguard.state.copies import Copier, Restorer
-from gradguard.state.optimizer_attributes import AttributesCopy
+from gradguard.state.optimizer_copy import OptimizerCopy
 
 _LOUD, _LOUDEST = 16.0, 1e-2
 """A turned gradient element is off by so many times what rounding does, but by no more of the gradient than that."""
@@ -40,14 +40,11 @@ class TrainingState:
     """
 
     def __init__(self, local: Sequence[LocalParameter], optimizers: Sequence[Optimizer], others: Sequence[Any]) -> None:
-        given = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-        self._weights = [*{id(p): p for p in (*(one.parameter for one in local), *given)}.values()]
-        self._optimizers, self._others = optimizers, others
-        copier = Copier()
+        self._weights, self._others, copier = [one.parameter for one in local], others, Copier()
         self._kept = [copier.tensor(p) for p in self._weights]
-        self._states = [copier.copy(one.state) for one in optimizers]
-        self._groups = [[copier.copy(_without_parameters(group)) for group in one.param_groups] for one in optimizers]
-        self._attributes = [AttributesCopy(one) for one in optimizers]
+        self._optimizers = [OptimizerCopy(one) for one in optimizers]
+        for one in self._optimizers:
+            one.take(copier)
         self._of_others = [copy.deepcopy(one.state_dict()) for one in others]
 
     @torch.no_grad()
@@ -57,19 +54,13 @@ class TrainingState:
         for p, kept in zip(self._weights, self._kept, strict=True):
             restorer.write(kept, p)
             p.grad = None
-        for optimizer, state, groups, attributes in zip(
-            self._optimizers, self._states, self._groups, self._attributes, strict=True
-        ):
-            restorer.restored(state, optimizer.state)
-            for group, kept in zip(optimizer.param_groups, groups, strict=True):
-                group |= restorer.restored(kept, _without_parameters(group))
-            attributes.restore()
+        for one in self._optimizers:
+            one.restore(restorer)
+            one.forget_new_attributes()
+            for p in one.parameters.values():
+                p.grad = None
         for other, state in zip(self._others, self._of_others, strict=True):
             other.load_state_dict(copy.deepcopy(state))
-
-
-def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 @dataclass
@@ -259,7 +250,8 @@ class TrainingSteps:
         factor = 1.0 if scale is None else 1 / float(scale)
         taken |= {name: factor * sketch for name, sketch in local_gradients(own).items()}
         for p in own:
-            self.settings.setdefault(p.name, dict(_numbers(_without_parameters(groups[id(p.parameter)]))))
+            numbers = {key: value for key, value in groups[id(p.parameter)].items() if key != "params"}
+            self.settings.setdefault(p.name, dict(_numbers(numbers)))
 
     def _states(self) -> Iterator[LocalParameter]:
         """The tensors and numbers of the optimizers' state, and master weights, each as a tensor of its own."""
