@@ -229,8 +229,8 @@ class QKClip:
 
 
 _SIZE, _HEADS, _KEYS, _CHANGE, _HEADER = 0, 1, 2, 3, 4
-"""What `_Attention.measured` begins with: the size of a head, how many heads and key heads, how far vectors are from
-what the layers returned."""
+"""The header of `_Attention.measured`: the size of a head, how many heads and key heads there are, and how far vectors
+are from what the layers returned."""
 
 _NEGLIGIBLE = 1e-3
 """Outputs below this share of a head's largest are not compared: they may be rounding."""
