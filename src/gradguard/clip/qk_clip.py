@@ -68,12 +68,16 @@ class QKClip:
     logits of -1e4 or less, all masked  nothing is rescaled
     a threshold passed in evaluations   does not count
     DDP, FSDP2, tensor parallelism      the maximum is over all processes, or ``process_group``
-    FSDP1, QK-norm, LoRA, weight_norm,  an error that says so
+    FSDP1, QK-norm, LoRA, weight_norm,  an error that says so, as under ``context_parallel``
     tied weights, ``need_weights``,
     FlexAttention, ``add_bias_kv``
     `torch.compile`                     attach before it is called first; the graph breaks at modules that are watched.
                                         What is compiled without being heard is an error at the step
     weights kept twice (a master copy)  only those of the model are rescaled
+    one token, or tokens that are all   norms cannot differ, so that a QK-norm is not noticed on that batch
+    alike
+    heads cut by hand, plain tensors    pass as ``process_group`` those that hold the same heads: which are whose
+                                        cannot be told
     ==================================  ========================================================================
 
     Args:
