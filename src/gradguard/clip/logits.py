@@ -24,7 +24,7 @@ _BLOCK = 1 << 22
 
 
 class AttentionCall(NamedTuple):
-    """What `scaled_dot_product_attention` is called with, apart from values and dropout.
+    """The arguments of a call of `scaled_dot_product_attention`, apart from values and dropout.
 
     Attributes:
         query: Of shape (..., heads, L, E).

@@ -68,12 +68,16 @@ class QKClip:
     logits of -1e4 or less, all masked  nothing is rescaled
     a threshold passed in evaluations   does not count
     DDP, FSDP2, tensor parallelism      the maximum is over all processes, or ``process_group``
-    FSDP1, QK-norm, LoRA, weight_norm,  an error that says so
+    FSDP1, QK-norm, LoRA, weight_norm,  an error that says so, as under ``context_parallel``
     tied weights, ``need_weights``,
     FlexAttention, ``add_bias_kv``
     `torch.compile`                     attach before it is called first; the graph breaks at modules that are watched.
                                         What is compiled without being heard is an error at the step
     weights kept twice (a master copy)  only those of the model are rescaled
+    one token, or tokens that are all   norms cannot differ, so that a QK-norm is not noticed on that batch
+    alike
+    heads cut by hand, plain tensors    pass as ``process_group`` those that hold the same heads: which are whose
+                                        cannot be told
     ==================================  ========================================================================
 
     Args:
@@ -229,8 +233,8 @@ class QKClip:
 
 
 _SIZE, _HEADS, _KEYS, _CHANGE, _HEADER = 0, 1, 2, 3, 4
-"""What `_Attention.measured` begins with: the size of a head, how many heads and key heads, how far vectors are from
-what the layers returned."""
+"""The header of `_Attention.measured`: the size of a head, how many heads and key heads there are, and how far vectors
+are from what the layers returned."""
 
 _NEGLIGIBLE = 1e-3
 """Outputs below this share of a head's largest are not compared: they may be rounding."""
