@@ -131,7 +131,7 @@ class StepClips:
 
 
 class WriteCounter:
-    """What counts the writes to some gradients together, as views and ``detach`` share it; autograd makes many of them.
+    """A count of writes that some gradients have in common, as views and ``detach`` share it: autograd makes many such.
 
     Attributes:
         known: How many there had been when the last clip was done.
