@@ -160,7 +160,13 @@ def test_an_audit_beside_a_record_has_its_exit_code_and_lets_the_script_go_on(co
     assert len(read_record(Path("out/run.jsonl")).steps) == 7
 
 
-def test_nobody_hears_of_what_an_audit_tries(tmp_path):
+def test_a_script_that_fails_behind_its_audit_has_its_own_exit_code(command):
+    Path("train.py").write_text(script("clipped") + "raise SystemExit(5)")
+    code, said = command("--audit-norm", "--out", "out", "--no-report")
+    assert (code, "PASS" in said.out) == (5, True)
+
+
+def test_nobody_hears_of_what_an_audit_tries():
     """An audit calls a clip again, to see what it does: another listener hears of one clip a step."""
 
     class Count(Listener):

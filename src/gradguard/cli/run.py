@@ -295,7 +295,10 @@ def _observe(
                 _tell_of_records(new, record, observer, code, options, signals, here)
                 if alert is not None and alert.failures:
                     on_stderr(alert.report())
-    return code if audit is None or isinstance(code, BySignal) or (code and audit.done) else _audited(audit, code)
+    if audit is None or isinstance(code, BySignal) or os.getpid() != process:
+        return code
+    verdict = _audited(audit, code)
+    return code or verdict
 
 
 def _tell_of_records(

@@ -1,4 +1,4 @@
-"""What a step of an optimizer changes, copied and written back; also the attributes that it counts with."""
+"""Copies of all that a step of an optimizer changes, written back in place; also the attributes that it counts with."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ SCHEDULED += ("base_momentum", "max_momentum")
 
 
 class OptimizerCopy:
-    """What a step of one optimizer changes: parameters, state, the numbers of groups, and plain attributes.
+    """A copy of all that a step of one optimizer changes: parameters, state, numbers of groups, plain attributes.
 
     Args:
         optimizer: The optimizer.

@@ -69,27 +69,6 @@ class UnitLayout:
         shape[0], shape[self.dim + 1] = self.groups, by_group.shape[self.dim + 1]
         return by_group, factors.view(shape)
 
-    def in_memory(self, tensor: Tensor) -> tuple[int, int, int, int] | None:
-        """Return the sizes ``[groups, before, units, after]`` that a dense tensor has in memory; None if it has none.
-
-        ``before`` and ``after`` are elements of one unit, and the units of one group lie side by side.
-        """
-        if self.dim is None or tensor.dim() == 0:
-            return 1, 1, 1, tensor.numel()
-        if self.groups > 1:  # dimension 0, which is cut first, must lie outermost
-            tensor = self._by_group(tensor)
-            sizes = self.groups, tensor.shape[1] * math.prod(tensor.shape[2 : self.dim + 1])
-            after = math.prod(tensor.shape[self.dim + 2 :])
-            return (*sizes, tensor.shape[self.dim + 1], after) if tensor.is_contiguous() else None
-        order = list(range(tensor.dim()))
-        if not tensor.is_contiguous():
-            order.sort(key=tensor.stride, reverse=True)
-            if not tensor.permute(order).is_contiguous():
-                return None
-        place = order.index(self.dim)
-        before, after = (math.prod([tensor.shape[d] for d in dims]) for dims in (order[:place], order[place + 1 :]))
-        return 1, before, tensor.shape[self.dim], after
-
     def _by_group(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (self.groups, tensor.shape[0] // self.groups))
 

@@ -31,14 +31,15 @@ class Clipped:
     Attributes:
         clip: The clip.
         gradients: The gradients, not kept alive.
-        counters: What counts the writes to each of them.
+        versions: How often each had been written when the last clip of all was done; where there are many clips, what
+            counts that.
         norms: Their 2-norms before this clip; None where these are not known.
         covered: How many gradients the clip acted on.
     """
 
     clip: ScriptClip
     gradients: list[weakref.ref]
-    counters: "list[WriteCounter]"
+    versions: "Sequence[int | WriteCounter]"
     norms: Norms | None
     covered: int
 
@@ -46,10 +47,19 @@ class Clipped:
         """Return the gradients, None for one that is gone."""
         return [gradient() for gradient in self.gradients]
 
+    def known(self) -> list[int]:
+        """Return how often each had been written when the last clip of all was done."""
+        return [one if isinstance(one, int) else one.itself().known for one in self.versions]
+
     def keep(self, places: Sequence[int]) -> None:
         """Forget all gradients but those at ``places``."""
         self.norms = _some(self.norms, places)
-        self.gradients, self.counters = [self.gradients[k] for k in places], [self.counters[k] for k in places]
+        self.gradients, self.versions = [self.gradients[k] for k in places], [self.versions[k] for k in places]
+
+    def count_anew(self) -> None:
+        """Take the present versions: what the clip that has just ended wrote is no change."""
+        pairs = zip(self.living(), self.known(), strict=True)
+        self.versions = [version if g is None else version_of(g) for g, version in pairs]
 
 
 def _some(norms: Norms | None, places: Sequence[int]) -> Norms | None:
@@ -121,15 +131,15 @@ class StepClips:
 
 
 class WriteCounter:
-    """What counts the writes to some gradients together, as views and ``detach`` share it; autograd makes many of them.
+    """A count of writes that some gradients have in common, as views and ``detach`` share it: autograd makes many such.
 
     Attributes:
         known: How many there had been when the last clip was done.
         example: One of the gradients, not kept alive.
     """
 
-    def __init__(self, gradient: Tensor) -> None:
-        self.known, self.example, self._same_as = version_of(gradient), weakref.ref(gradient), self
+    def __init__(self, example: weakref.ref, known: int) -> None:
+        self.known, self.example, self._same_as = known, example, self
 
     def itself(self) -> "WriteCounter":
         """Return the counter that this one turned out to be."""
@@ -148,7 +158,7 @@ class WriteCounter:
 
 
 class Writes:
-    """How often gradients had been written when the last clip of all was done.
+    """The counters of the gradients of many clips.
 
     Gradients that count their writes together are in one memory, and a clip of one that moves the count of another
     shows that they do. A clip of one is then no write of the script's to the others.
@@ -158,9 +168,18 @@ class Writes:
         self._in_memory: dict[int, list[WriteCounter]] = {}
         self._of: dict[int, tuple[weakref.ref, WriteCounter]] = {}
 
+    def counter_of(self, gradient: Tensor, known: int) -> WriteCounter:
+        """Return the counter of a gradient, a new one where it is not noted yet."""
+        ref, counter = self._of.get(id(gradient), (None, None))
+        if ref is None or counter is None or ref() is not gradient:
+            counter = WriteCounter(weakref.ref(gradient), known)
+            self._in_memory.setdefault(_memory_of(gradient), []).append(counter)
+            self._of[id(gradient)] = counter.example, counter
+        return counter.itself()
+
     def note(self, gradients: Sequence[Tensor]) -> list[WriteCounter]:
         """Take the present counts as those that the last clip left; return the counter of each gradient."""
-        counters = [self._counter_of(gradient) for gradient in gradients]
+        counters = [self.counter_of(gradient, version_of(gradient)) for gradient in gradients]
         for memory in {_memory_of(gradient) for gradient in gradients}:
             beside = self._in_memory[memory]
             for other in beside if len(beside) > 1 else ():
@@ -173,19 +192,6 @@ class Writes:
         for gradient, counter in zip(gradients, counters, strict=True):
             counter.known, counter.example = version_of(gradient), weakref.ref(gradient)
         return counters
-
-    def _counter_of(self, gradient: Tensor) -> WriteCounter:
-        ref, counter = self._of.get(id(gradient), (None, None))
-        if ref is None or counter is None or ref() is not gradient:
-            counter = WriteCounter(gradient)
-            self._in_memory.setdefault(_memory_of(gradient), []).append(counter)
-            self._of[id(gradient)] = weakref.ref(gradient), counter
-        return counter.itself()
-
-    def are_noted(self, gradients: Sequence[Any], counters: Sequence[WriteCounter]) -> bool:
-        """Tell whether none of ``gradients`` is gone (None), or has been written since it was noted."""
-        known = [counter.itself().known for counter in counters]
-        return all(map(is_not, gradients, repeat(None))) and versions_of(gradients) == known
 
     def are_still(self, gradients: Sequence[Tensor]) -> bool:
         """Tell whether nothing that was noted in the memory of ``gradients`` has been written since."""
@@ -200,39 +206,48 @@ def _memory_of(gradient: Tensor) -> int:
         return 0
 
 
+_FEW = 4
+"""With fewer pending clips, all their gradients are looked at at each clip, which takes no time for each of them."""
+
+
 class PendingClips:
     """Clips since the last step, in their order."""
 
     def __init__(self) -> None:
         self._clipped: list[Clipped] = []
-        self._writes = Writes()
+        self._writes: Writes | None = None  # where there are more than `_FEW` clips
         self._lock = threading.RLock()  # several threads may train at once
 
     def drop_changed(self, unless_beside: Sequence[Tensor] | None = None) -> bool:
         """Forget gradients that were written or replaced since their clip.
 
         Args:
-            unless_beside: Gradients; where nothing in their memory was written, no others are looked at. A script may
-                clip each of hundreds alone.
+            unless_beside: Gradients; where nothing in their memory was written, no others need to be looked at. A
+                script may clip each of hundreds alone.
 
         Returns:
             Whether there were any: the script skipped the step of their clip, or clips each micro-batch.
         """
         with self._lock:
-            if (unless_beside is not None and self._writes.are_still(unless_beside)) or self._are_unchanged():
+            quick = self._writes is not None and unless_beside is not None and self._writes.are_still(unless_beside)
+            if quick or self._are_unchanged():
                 return False
             for part in self._clipped:
-                pairs = zip(part.living(), part.counters, strict=True)
-                part.keep([k for k, (g, counter) in enumerate(pairs) if self._writes.are_noted([g], [counter])])
-                for ref, counter in zip(part.gradients, part.counters, strict=True):
-                    counter.itself().example = ref  # the last may be gone
+                pairs = zip(part.living(), part.known(), strict=True)
+                part.keep([k for k, (g, version) in enumerate(pairs) if g is not None and version_of(g) == version])
+                for ref, counter in zip(part.gradients, part.versions, strict=True):
+                    if isinstance(counter, WriteCounter):
+                        counter.itself().example = ref  # the last may be gone
             self._clipped = [part for part in self._clipped if part.gradients]
         return True
 
     def _are_unchanged(self) -> bool:
         """Tell in one pass whether no gradient was written or replaced."""
         living: list[Any] = [gradient() for part in self._clipped for gradient in part.gradients]
-        return self._writes.are_noted(living, [counter for part in self._clipped for counter in part.counters])
+        known: list[Any] = [version for part in self._clipped for version in part.versions]
+        if self._writes is not None:
+            known = [version for part in self._clipped for version in part.known()]
+        return all(map(is_not, living, repeat(None))) and versions_of(living) == known
 
     def has_norms_of(self, gradients: Sequence[Tensor]) -> bool:
         """Tell whether the first pending clip covered exactly ``gradients``, and their norms before it are known."""
@@ -246,10 +261,28 @@ class PendingClips:
         """Note that ``clip`` has acted on ``gradients``, which had ``norms``."""
         refs = list(map(weakref.ref, gradients))
         with self._lock:
-            self._writes = self._writes if self._clipped else Writes()
-            counters = self._writes.note(gradients)
+            versions = self._noted(gradients)
             if gradients:
-                self._clipped.append(Clipped(clip, refs, counters, norms, len(gradients)))
+                self._clipped.append(Clipped(clip, refs, versions, norms, len(gradients)))
+
+    def _noted(self, gradients: Sequence[Tensor]) -> "Sequence[int | WriteCounter]":
+        """Take what a clip of ``gradients`` has written as no change, also of others: some count writes together."""
+        if len(self._clipped) < _FEW:
+            for part in self._clipped if self._writes is not None else ():
+                part.versions = part.known()
+            self._writes = None
+            if not self._are_unchanged():
+                for part in self._clipped:
+                    part.count_anew()
+            return versions_of(gradients)
+        if self._writes is None:
+            self._writes = Writes()
+            for part in self._clipped:
+                part.versions = [
+                    self._writes.counter_of(g, known) if g is not None else WriteCounter(ref, known)
+                    for g, ref, known in zip(part.living(), part.gradients, part.known(), strict=True)
+                ]
+        return self._writes.note(gradients)
 
     def take(self, gradients: Sequence[Tensor | None]) -> StepClips:
         """Return what was clipped of ``gradients`` and is still so, and forget it: their step is here.
@@ -268,7 +301,7 @@ class PendingClips:
                 own = own or {id(gradient): k for k, gradient in enumerate(gradients) if gradient is not None}
                 places = [own.get(id(gradient), -1) for gradient in living]
                 if left := [k for k, place in enumerate(places) if place < 0]:
-                    rest = Clipped(part.clip, part.gradients, part.counters, part.norms, part.covered)
+                    rest = Clipped(part.clip, part.gradients, part.versions, part.norms, part.covered)
                     rest.keep(left)
                     self._clipped.append(rest)
                 if here := [k for k, place in enumerate(places) if place >= 0]:

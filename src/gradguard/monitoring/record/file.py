@@ -208,11 +208,6 @@ class RecordWriter:
         finally:
             self._file.close()
 
-    def abandon(self) -> None:
-        """Close the file without writing what is left."""
-        self._lines = []
-        self._file.close()
-
     def __enter__(self) -> "RecordWriter":
         return self
 
