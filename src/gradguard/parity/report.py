@@ -40,7 +40,7 @@ class ParityFinding:
 
 @dataclass(frozen=True)
 class Stage:
-    """What is compared at one point of a step: of the optimizer's state, say, each tensor."""
+    """One point of a training step, such as the optimizer's state after it, with the outcome of each tensor."""
 
     name: str
     outcomes: tuple[Outcome, ...]
@@ -63,7 +63,7 @@ class ParityReport:
     parameters: tuple[Outcome, ...] = ()
     """Return the facts of each parameter."""
     stages: tuple[Stage, ...] = ()
-    """What follows the gradients, in order, where both runs have kept the whole step."""
+    """The stages of the step beside its gradients, in order, where both runs have kept them."""
 
     @property
     def largest(self) -> float:
