@@ -230,6 +230,23 @@ def test_what_follows_is_folded_and_settings_that_differ_are_named():
     assert {f.stage for f in report.findings} == {"update of step 1"}
 
 
+@pytest.mark.parametrize(
+    ("options", "stage"),
+    [
+        ({"weight_decay": 0.101}, "update of step 1"),
+        ({"eps": 3e-8}, "update of step 1"),
+        ({"betas": (0.9, 0.99901)}, "state after step 1"),
+    ],
+    ids=str,
+)
+def test_small_errors_show_and_the_pass_says_how_small(options, stage):
+    report = compare(saved(), saved(lambda m: adamw(m, **options)))
+    assert {f.stage for f in report.findings} == {stage}, str(report)
+    passed = compare(saved(), saved())
+    assert all(s.power < 3e-5 for s in passed.stages if s.name.startswith("update"))
+    assert "of an update would show in the median one" in str(passed)
+
+
 def test_a_forgotten_zero_grad_shows_in_the_second_step():
     def run(zeroes):
         model = network()
@@ -286,10 +303,10 @@ def step():
         for p in model.parameters():
             dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
 def update():
-    if how == "drift" and rank == 1:
-        model[2].weight.grad *= 1.5
     optimizer.step()
     optimizer.zero_grad()
+    if how == "drift" and rank == 1:
+        model[2].weight.data += 1e-4
 gg.save_gradients(file, model, step, optimizer=optimizer, update=update, steps=2)
 dist.destroy_process_group()
 """
@@ -309,7 +326,7 @@ def test_ranks(how, tmp_path):
         assert report.verdict == "PASS", str(report)
         return
     found = report.findings[0]
-    assert (found.kind, found.stage) == ("ranks", "gradient that the optimizer takes at step 1")
+    assert (found.kind, found.stage) == ("ranks", "update of step 1")
     assert found.parameters == ("2.weight",)
 
 

@@ -38,9 +38,15 @@ class ParityFinding:
         return f"{front}{self.kind}: {self.message}" + (f": {names(self.parameters)}" if self.parameters else "")
 
 
+def _power(outcomes: Sequence[Outcome]) -> float:
+    known = [o for o in outcomes if o.distance is not None and o.kind != "blind"]
+    sizes = sorted(math.inf if o.shows is None else o.shows for o in known)
+    return sizes[len(sizes) // 2] if sizes else math.inf
+
+
 @dataclass(frozen=True)
 class Stage:
-    """What is compared at one point of a step: of the optimizer's state, say, each tensor."""
+    """One point of a training step, such as the optimizer's state after it, with the outcome of each tensor."""
 
     name: str
     outcomes: tuple[Outcome, ...]
@@ -49,6 +55,11 @@ class Stage:
     def farthest(self) -> float:
         """The largest distance of all of its tensors, in bars."""
         return max((o.distance or 0.0 for o in self.outcomes), default=0.0)
+
+    @property
+    def power(self) -> float:
+        """An error of this relative size would have shown in half of the tensors of which something is known."""
+        return _power(self.outcomes)
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ class ParityReport:
     parameters: tuple[Outcome, ...] = ()
     """Return the facts of each parameter."""
     stages: tuple[Stage, ...] = ()
-    """What follows the gradients, in order, where both runs have kept the whole step."""
+    """The stages of the step beside its gradients, in order, where both runs have kept them."""
 
     @property
     def largest(self) -> float:
@@ -73,9 +84,7 @@ class ParityReport:
     @property
     def power(self) -> float:
         """An error of this relative size would have shown in half of the parameters of which something is known."""
-        known = [o for o in self.parameters if o.distance is not None and o.kind != "blind"]
-        sizes = sorted(math.inf if o.shows is None else o.shows for o in known)
-        return sizes[len(sizes) // 2] if sizes else math.inf
+        return _power(self.parameters)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON has it: what is not finite is None."""

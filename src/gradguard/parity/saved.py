@@ -93,7 +93,7 @@ class SavedGradients:
     settings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """By parameter: the numbers among its optimizer's settings."""
     stages: Mapping[str, "SavedGradients"] = field(default_factory=dict, repr=False)
-    """What follows the gradients, in order: the same of other tensors. Of a state of an optimizer, say, its tensors."""
+    """The rest of the step, in order: by stage, its tensors (those of the optimizer's state, say) as a saved run."""
 
     def measured(self, index: int) -> Measured:
         """Return what is known of one parameter, as the comparison takes it."""
