@@ -154,7 +154,8 @@ CASES = {
         run(flat(), lr=0.1, optimizer="Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH, 0.2, grow=8.0)),
         "rate_too_high", "by 0.1, from 0.1 to 0.01.*changes the usual weight by 20 %"),
     "bad batches, every 40": (
-        run(*with_bad_batches()), "bad_batches", r"every 40 steps .*: those of steps 39, 79, 119, 159 ….*Until then, clip at 0\.99"),
+        run(*with_bad_batches()), "bad_batches",
+        r"every 40 steps .*: those of steps 39, 79, 119, 159 ….*Until then, clip at 0\.99"),
     "bad batches among steps that are mostly noise": (
         run([2.0 + x for x in with_bad_batches()[0]], with_bad_batches()[1], meta=FLAT_META,
             tensors=[line | {"norm": [calm()[line["i"]] / 10**0.5] * 10} for line in lines(TENTH, ratio=0.2)]),
@@ -170,7 +171,8 @@ CASES = {
         lost(run([*falling(100), 1.0, 30.0, 4e6, 7e15, *flat(296)], [*calm(100), 4.0, 100.0, 9e9, 4e20, *calm(296)]),
              104),
         "nonfinite_growth", "grew until"),
-    "NaN out of nothing": (lost(run(falling())), "nonfinite_data", "At step 250 .* nothing had grown before.*docs/nan.md"),
+    "NaN out of nothing": (
+        lost(run(falling())), "nonfinite_data", "At step 250 .* nothing had grown before.*docs/nan.md"),
     "NaN in the data": (
         lost(run(falling()), origin=["data", "float32"]), "nonfinite_data", "The data themselves held"),
     "NaN before the first update": (lost(run(falling()), 0), "nonfinite_data", "step 0"),

@@ -133,9 +133,9 @@ FAULTS = [
     ("amp_scale_collapse", "error", "steps in a row were skipped", run(steps=[
         *steps_of(CALM), *[{"t": "step", "i": 600 + k, "norm": None, "nonfinite": 1, "skipped": True, "amp_scale": 9.0}
                            for k in range(15)]])),
-    ("clipping_always_on", "warning", "on 100 % of 600 steps: it acts as a learning-rate multiplier of 0.05",
+    ("clipping_always_on", "warning", "on 100 % of 600 steps: it acts as a learning rate 0.05 times as large",
      clipped([20.0] * 600)),
-    ("clipping_always_on", "info", "median coefficient of 0.05", clipped([20.0] * 600, optimizer="AdamW")),
+    ("clipping_always_on", "info", "usually multiplied gradients by 0.05", clipped([20.0] * 600, optimizer="AdamW")),
     ("clipping_inactive", "info", "at 9.0 never bound in 600 steps: the largest norm was", clipped(CALM, 9.0)),
     ("clipping_inactive", "info", "clipping at 0.5 never bound in 600 steps", run(
         steps=steps_of(CALM, threshold=0.5, rule="value", coefficient=1.0))),
@@ -369,4 +369,4 @@ def test_a_rule_without_a_threshold_yet_has_none_that_could_lock_in():
 
 def test_a_rule_that_says_only_its_coefficient_is_judged_by_it():
     (found,) = findings(run(steps=steps_of(CALM, coefficient=0.25, rule="adagc")))
-    assert "acts as a learning-rate multiplier of 0.25" in found.message
+    assert "acts as a learning rate 0.25 times as large" in found.message

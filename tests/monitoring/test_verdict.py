@@ -30,14 +30,18 @@ def share_of(share, count=1000):
         (make_record(steps=steps_of(CALM)), "never", "No clipping in 600 steps. Gradient norms before clipping: "),
         (clipped(share_of(0), 1.0), "never", "Clipping at 1.0 never bound in 1,000 steps."),
         (clipped(share_of(0.01), 1.0), "guard", "at 1.0 bound on 1 % of 1,000 steps: a guard against rare"),
-        (clipped(share_of(0.2), 1.0), "shaping", "bound on 20 % of 1,000 steps: it shapes training, with a median"),
+        (clipped(share_of(0.2), 1.0), "shaping", "bound on 20 % of 1,000 steps: it shapes training: where it binds"),
         (
             clipped([20.0] * 4000, 1.0),
             "normalising",
-            "Clipping at 1.0 bound on 100 % of 4,000 steps: it works as a learning-rate multiplier of 0.05, "
+            "Clipping at 1.0 bound on 100 % of 4,000 steps: it works as a learning rate 0.05 times as large, "
             "not as a guard.",
         ),
-        (clipped([20.0] * 10, 1.0, "AdamW"), "normalising", "it normalises steps (median coefficient 0.05)"),
+        (
+            clipped([20.0] * 10, 1.0, "AdamW"),
+            "normalising",
+            "it makes all steps about equally long (gradients usually times 0.05)",
+        ),
         (clipped(share_of(0.2), 1.0, rule="value"), "shaping", "Clipping by value at 1.0 bound on 20 %"),
     ],
 )
@@ -91,13 +95,13 @@ def beside_its_own(own, applied, counts, *, named="norm=4"):
         (
             beside_its_own(("norm", 1.0), ("norm", 4.0), (0, 77, 0, 23)),
             "2 clips, on 100 steps: the script's own norm=1.0 bound on 77 %, --clip norm=4.0 bound on 0 %. Together "
-            "they bound on 77 %: it works as a learning-rate multiplier of 0.5, not as a guard.",
+            "they bound on 77 %: it works as a learning rate 0.5 times as large, not as a guard.",
             1.0,
         ),
         (
             beside_its_own(("norm", 8.0), ("norm", 4.0), (1, 2, 17, 80)),
             "2 clips, on 100 steps: the script's own norm=8.0 bound on 3 %, --clip norm=4.0 bound on 18 %. Together "
-            "they bound on 20 %: it shapes training, with a median coefficient of 0.5 where it binds.",
+            "they bound on 20 %: it shapes training: where it binds it usually multiplies gradients by 0.5.",
             4.0,
         ),
         (
@@ -191,7 +195,8 @@ def test_several_optimizers_are_judged_one_by_one():
     assert (sgd.clip_share, sgd.clipping, sgd.median_norm, sgd.final_loss) == (0.0, False, 0.5, 1.0)
     assert (judged.clip_share, judged.threshold, judged.steps) == (0.5, 1.0 if sgd.threshold else None, 400)
     assert judged.sentence.startswith(
-        "Optimizer 0 (Adam): Clipping at 1.0 bound on 100 % of 200 steps: it normalises steps (median coefficient 0.11)"
+        "Optimizer 0 (Adam): Clipping at 1.0 bound on 100 % of 200 steps: it makes all steps about equally long "
+        "(gradients usually times 0.11), not rare ones shorter"
     )
     assert "Optimizer 1 (SGD): No clipping in 200 steps." in judged.sentence
     assert judged.spike_share == 0  # neither half is a spike of the other

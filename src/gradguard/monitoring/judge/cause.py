@@ -32,54 +32,35 @@ KEYS = (
     "healthy",
     "unknown",
 )
-"""Every key of a cause. Of two causes that are as sure, and explain as much, the one that stands first here leads."""
+"""Every key of a cause. Of two causes that are as sure, the one that stands first here leads."""
 
 
-_DIVERGES = ("exploding", "diverging_loss", "not_learning", "spike", "recurring_spikes", "norm_drift", "oscillation")
-_LOST = ("nonfinite", "amp_scale_collapse", "exploding", "diverging_loss", "not_learning", "vanishing", "rate_too_high")
-_STANDS_STILL = ("not_learning", "dead_layer", "half_dead_layer", "dominating_layer", "vanishing", "unused_parameter")
-_CLIPS = ("clipping_always_on", "clip_below_eps", "lock_in", "norm_drift", "not_learning", "update_ratio")
 _FALLS_BEHIND = ("rate_too_low", "not_started")
 
-EXPLAINS: Mapping[str, frozenset[str]] = {
-    "nonfinite_data": frozenset((*_LOST, "nonfinite_range")),
-    "nonfinite_range": frozenset(_LOST),
-    "nonfinite_growth": frozenset((*_LOST, *_DIVERGES, "drift", "update_ratio", "bad_batches", "data_shift")),
-    "clip_before_unscale": frozenset((*_CLIPS, *_FALLS_BEHIND, "clip_before_unscale", "clip_starves", "clip_twice")),
-    "accumulation": frozenset(
-        (*_DIVERGES, *_LOST, *_CLIPS, "missing_zero_grad", "nonfinite_growth", "drift", "data_shift", "bad_batches",
-         "rate_too_high")
+EXPLAINS: Mapping[str, tuple[str, ...]] = {
+    "nonfinite_data": ("nonfinite_range", "vanishing", "rate_too_high"),
+    "nonfinite_range": ("vanishing", "rate_too_high"),
+    "nonfinite_growth": ("vanishing", "rate_too_high", "drift", "bad_batches", "data_shift"),
+    "clip_before_unscale": (*_FALLS_BEHIND, "clip_starves", "clip_twice"),
+    "accumulation": ("vanishing", "rate_too_high", "nonfinite_growth", "drift", "data_shift", "bad_batches"),
+    "no_gradient": ("vanishing", *_FALLS_BEHIND),
+    "rate_zero": ("vanishing", *_FALLS_BEHIND, "rate_decayed"),
+    "clip_starves": _FALLS_BEHIND,
+    "clip_twice": (*_FALLS_BEHIND, "clip_starves"),
+    "bad_batches": (
+        "vanishing", "rate_too_high", "data_shift", "drift", "exploding_time", "exploding_depth", "nonfinite_growth",
     ),
-    "no_gradient": frozenset(
-        (*_STANDS_STILL, *_FALLS_BEHIND, "detached_layer", "gradient_without_optimizer", "optimizer_without_gradient")
-    ),
-    "rate_zero": frozenset((*_STANDS_STILL, *_FALLS_BEHIND, "rate_decayed", "repeated_batches")),
-    "clip_starves": frozenset((*_CLIPS, *_FALLS_BEHIND)),
-    "clip_twice": frozenset((*_CLIPS, *_FALLS_BEHIND, "clipped_twice", "clip_starves")),
-    "bad_batches": frozenset(
-        (*_DIVERGES, *_STANDS_STILL, "rate_too_high", "data_shift", "drift", "corrupt_gradient", "exploding_time",
-         "exploding_depth", "nonfinite_growth")
-    ),
-    "exploding_time": frozenset(
-        (*_DIVERGES, "rate_too_high", "bad_batches", "corrupt_gradient", "nonfinite_growth", "dominating_layer",
-         "drift", "nonfinite")
-    ),
-    "exploding_depth": frozenset(
-        (*_DIVERGES, "rate_too_high", "dominating_layer", "nonfinite_growth", "bad_batches", "drift", "nonfinite")
-    ),
-    "vanishing": frozenset((*_STANDS_STILL, *_FALLS_BEHIND, "update_ratio", "rate_too_high")),
-    "not_started": frozenset((*_STANDS_STILL, "no_gradient")),
-    "rate_decayed": frozenset(
-        (*_DIVERGES, "rate_too_high", "rate_too_low", "not_started", "repeated_batches", "data_shift", "bad_batches")
-    ),
-    "drift": frozenset(
-        (*_DIVERGES, *_CLIPS, "nonfinite_growth", "nonfinite", "rate_too_high", "data_shift")
-    ),
-    "rate_too_high": frozenset((*_DIVERGES, *_STANDS_STILL, *_CLIPS, "drift", "not_started", "corrupt_gradient")),
-    "rate_too_low": frozenset(("not_learning", "update_ratio", "not_started", "drift")),
-    "data_shift": frozenset((*_DIVERGES, "rate_too_high", "drift", "bad_batches", "exploding_time")),
+    "exploding_time": ("rate_too_high", "bad_batches", "nonfinite_growth", "drift"),
+    "exploding_depth": ("rate_too_high", "nonfinite_growth", "bad_batches", "drift"),
+    "vanishing": (*_FALLS_BEHIND, "rate_too_high"),
+    "not_started": ("vanishing", "no_gradient"),
+    "rate_decayed": ("rate_too_high", *_FALLS_BEHIND, "data_shift", "bad_batches"),
+    "drift": ("nonfinite_growth", "rate_too_high", "data_shift"),
+    "rate_too_high": ("vanishing", "drift", "not_started"),
+    "rate_too_low": ("not_started", "drift"),
+    "data_shift": ("rate_too_high", "drift", "bad_batches", "exploding_time"),
 }  # fmt: skip
-"""Keys of causes, and kinds of findings, that a cause produces by itself."""
+"""The causes that a cause produces by itself."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +114,9 @@ class Cause:
     optimizer: str = ""
 
     @property
-    def explains(self) -> frozenset[str]:
-        """Keys of causes, and kinds of findings, that this cause produces by itself."""
-        return EXPLAINS.get(self.key, frozenset())
+    def explains(self) -> tuple[str, ...]:
+        """The keys of the causes that this cause produces by itself."""
+        return EXPLAINS.get(self.key, ())
 
     def of(self, optimizer: str) -> "Cause":
         """Return this cause as one of an optimizer among several.

@@ -51,8 +51,8 @@ def diagnose(record: Record) -> Diagnosis:
     """Find what is the matter with a run.
 
     Each cause is looked for by itself (`causes.CAUSES`). They are ranked by one rule: a cause that another one
-    explains, which is at least as sure, stands behind it; then the surest first; then what explains most of what
-    health finds; then the order of `KEYS`. Where nothing is at least likely, the run is well, or too short to say.
+    explains, which is at least as sure, stands behind it; then the surest first; then the order of `KEYS`. Where
+    nothing is at least likely, the run is well, or too short to say.
 
     **Guarantees**: a run with an error among its findings is never well; a record always gives the same diagnosis.
 
@@ -110,23 +110,21 @@ def weighed_findings(record: Record) -> list[Finding]:
 
 
 def _ranked(signals: Signals) -> tuple[Cause, ...]:
-    found = signals.found
     causes = [cause for look in CAUSES if (cause := look(signals)) is not None]
-    kinds = {one.kind for one in found if one.severity != "info"} | {cause.key for cause in causes}
-    causes = sorted(causes, key=lambda cause: _rank(cause, causes, kinds))
+    causes = sorted(causes, key=lambda cause: _rank(cause, causes))
     if not causes or causes[0].certainty == "possible":
         causes.insert(0, _without_cause(signals))
     return tuple(causes)
 
 
-def _rank(cause: Cause, causes: Sequence[Cause], kinds: set[str]) -> tuple[bool, int, int, int]:
+def _rank(cause: Cause, causes: Sequence[Cause]) -> tuple[bool, int, int]:
     sure = CERTAINTIES.index(cause.certainty)
     explained = any(
         cause.key in other.explains and CERTAINTIES.index(other.certainty) <= sure and other is not cause
         and not (other.key in cause.explains and KEYS.index(cause.key) < KEYS.index(other.key))
         for other in causes
     )  # fmt: skip
-    return explained, sure, -len(kinds & cause.explains), KEYS.index(cause.key)
+    return explained, sure, KEYS.index(cause.key)
 
 
 def _without_cause(signals: Signals) -> Cause:

@@ -232,10 +232,10 @@ def _regime_words(record: Record, found: Verdict) -> str:
     if found.regime == "guard":
         return "a guard against rare large gradients"
     if found.regime == "shaping":
-        return f"it shapes training, with a median coefficient of {coefficient} where it binds"
+        return f"it shapes training: where it binds it usually multiplies gradients by {coefficient}"
     if is_scale_free(record):
-        return f"it normalises steps (median coefficient {coefficient}) rather than guarding them"
-    return f"it works as a learning-rate multiplier of {coefficient}, not as a guard"
+        return f"it makes all steps about equally long (gradients usually times {coefficient}), not rare ones shorter"
+    return f"it works as a learning rate {coefficient} times as large, not as a guard"
 
 
 def _norm_words(found: Verdict) -> str:

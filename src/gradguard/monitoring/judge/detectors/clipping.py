@@ -153,7 +153,7 @@ LOCK_IN = Kind(
     said(
         "warning",
         "clipping bound on more than half of the last 100 steps at one threshold, {threshold}, from step {found.first} "
-        "to {found.last} (median coefficient {coefficient:.2g})",
+        "to {found.last} (it usually multiplies gradients by {coefficient:.2g})",
         "the threshold no longer follows the norms: raise it, or let gg.ClipByMedian() choose it",
     ),
     value="coefficient",
@@ -163,11 +163,11 @@ ALWAYS_ON = Kind(
     "clipping_always_on",
     said(
         "warning",
-        f"{_ALWAYS_ON}: it acts as a learning-rate multiplier of {{coefficient:.2g}}",
+        f"{_ALWAYS_ON}: it acts as a learning rate {{coefficient:.2g}} times as large",
         "lower the learning rate by that factor and raise the threshold to the recommended one, so that it guards",
         harmless=(  # an optimizer that cancels a constant factor
             "info",
-            f"{_ALWAYS_ON}, with a median coefficient of {{coefficient:.2g}}",
+            f"{_ALWAYS_ON}, and usually multiplied gradients by {{coefficient:.2g}}",
             "with an Adam-like optimizer a constant scaling nearly cancels, so this mostly evens out one step against "
             "the next; for a guard against spikes raise the threshold to the recommended one",
         ),
