@@ -47,7 +47,12 @@ from gradguard.monitoring.observe import observer, script, termination  # noqa: 
 from gradguard.monitoring.show import report as _report  # noqa: F401
 
 HERE = Path(__file__).parent
-SETS = {"developed": diagnosis_tasks, "more": diagnosis_more_tasks, "held_out": diagnosis_held_out, "fresh": diagnosis_fresh_tasks}
+SETS = {
+    "developed": diagnosis_tasks,
+    "more": diagnosis_more_tasks,
+    "held_out": diagnosis_held_out,
+    "fresh": diagnosis_fresh_tasks,
+}
 
 CLEARLY = 1.15
 """A sick run's held-out loss is at least so many times its twin's."""
