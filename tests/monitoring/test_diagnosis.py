@@ -292,7 +292,8 @@ CASES = {
         run(in_turns([1.4 + 0.6 * math.exp(-i / 15) for i in range(COUNT)]), lr=[0.1 / 2 ** (i // 10)
             for i in range(COUNT)]),
         "rate_decayed", "nearly 0 from step 60"),
-    "losses in turns, NaN out of nothing": (lost(run(in_turns(falling()))), "nonfinite_data", "nothing had grown before"),
+    "losses in turns, NaN out of nothing": (
+        lost(run(in_turns(falling()))), "nonfinite_data", "nothing had grown before"),
     "overflow of float16 where learning begins": (
         lost(run([2.0 - max(0, i - 235) / 15 for i in range(COUNT)], [1.0 + max(0, i - 235) / 5 for i in range(COUNT)]),
              origin=["Sqrt", "float16"]), "nonfinite_range", "left the range of float16"),
