@@ -199,6 +199,8 @@ CASES = {
         clipped(0.01, [2.0 - i / 2000 for i in range(COUNT)]), "clip_starves", "multiplies the learning rate by 0.01"),
     "clip that is the rate, while the loss stands still within its noise": (
         clipped(0.01, [2.4] * 5 + flat(395, 2.1, 0.3)), "clip_starves", "multiplies the learning rate by 0.01"),
+    "a run that diverged under a clip which it went far beyond": (
+        clipped(0.01, [2.0 * 1.05**i for i in range(COUNT)]), "rate_too_high", "by 0.3"),
     "clips of different parameters that starve SGD": (
         changed(clipped(0.01, [2.0 - i / 2000 for i in range(COUNT)]), lambda step: step.update(
             clips_disjoint=True, clips=[["norm", 0.01, 0.02], ["norm", 0.01, 0.004], ["norm", 0.03, 0.01]])),
@@ -290,7 +292,8 @@ CASES = {
         run(in_turns([1.4 + 0.6 * math.exp(-i / 15) for i in range(COUNT)]), lr=[0.1 / 2 ** (i // 10)
             for i in range(COUNT)]),
         "rate_decayed", "nearly 0 from step 60"),
-    "losses in turns, NaN out of nothing": (lost(run(in_turns(falling()))), "nonfinite_data", "nothing had grown before"),
+    "losses in turns, NaN out of nothing": (
+        lost(run(in_turns(falling()))), "nonfinite_data", "nothing had grown before"),
     "overflow of float16 where learning begins": (
         lost(run([2.0 - max(0, i - 235) / 15 for i in range(COUNT)], [1.0 + max(0, i - 235) / 5 for i in range(COUNT)]),
              origin=["Sqrt", "float16"]), "nonfinite_range", "left the range of float16"),

@@ -96,7 +96,7 @@ def clip_starves(signals: Signals) -> Cause | None:
     )
     if signals.eps is not None:
         return _below_eps(signals, found, bound)
-    slow = curve is not None and curve.fallen < 0.5 and (curve.is_falling or not curve.has_fallen)
+    slow = curve is not None and -0.5 < curve.fallen < 0.5 and (curve.is_falling or not curve.has_fallen)
     if found.coefficient > STARVING or not slow or signals.cancels_scale:
         return None
     return Cause(
