@@ -911,6 +911,7 @@ OTHERS = {
         "_clip_grad_norm", "_get_grad_norm", "_load_optimizer_and_scheduler", "_save_optimizer_and_scheduler",
     },  # the Trainer's
     "optimizer_hooks.py": {"_getframe"},  # Python's
+    "errors.py": {"_getframe"},  # Python's
     "per_sample/layers/recurrent.py": {"_l", "_reverse"},  # in the names of parameters
     "monitoring/observe/script.py": {"_threading_atexits", "_threads_queues"},  # Python's
 }  # fmt: skip

@@ -20,7 +20,7 @@ from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGra
 from gradguard.module_hooks import ForwardHook
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.tensors.layout import are_readable, move, wide_dtype
-from gradguard.torch_private import never_compiled
+from gradguard.torch_private import never_compiled, parameter_slots
 
 Projections = str | tuple[str, str] | tuple[str, str, int]
 
@@ -536,7 +536,7 @@ def _check_weights(attentions: Sequence[_Attention], optimizer: Optimizer) -> No
     for one in attentions:
         for layer in one.layers():
             plain = type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
-            if not plain or "weight" not in layer._parameters:
+            if not plain or "weight" not in parameter_slots(layer):
                 raise UnsupportedGradientError(
                     f"a projection of {one.title} is a {type(layer).__name__} whose output need not scale with its "
                     "weight (an adapter, a parametrization, a forward of its own): expected a plain torch.nn.Linear. "

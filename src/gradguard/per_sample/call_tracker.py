@@ -156,7 +156,7 @@ class CallTracker:
 
     @property
     def _loss_check(self) -> LossCheck | None:
-        """What looks at the loss, as long as there is a clipper."""
+        """Return the check of the loss, as long as there is a clipper."""
         return self._loss_check_of_clipper()
 
     @property

@@ -45,7 +45,7 @@ class _Starving:
 
     @property
     def coefficient(self) -> float:
-        """What they multiply gradients by on a usual step."""
+        """Return the factor by which the clips multiply gradients on a usual step."""
         return statistics.median(clip.coefficient or 1.0 for clip in self.clips)
 
     @property
@@ -68,7 +68,7 @@ class _Starving:
 
     @property
     def advice(self) -> str:
-        """What to do."""
+        """Return the advice."""
         if len(self.clips) > 1:
             return "Take these clips away, and clip all parameters together at the norm of an ordinary step, if at all."
         if self.threshold is None:
