@@ -468,7 +468,7 @@ def test_a_loss_scale_is_taken_off_where_the_optimizer_takes_it_off():
 
     step = lambda: scaler.scale(F.mse_loss(model(X), Y)).backward()  # noqa: E731
     scaled = gg.save_gradients(
-        None, model, step, optimizer=optimizer, update=update, others=[scaler], facts={"loss scale": 2.0**10}
+        None, model, step, optimizer=optimizer, update=update, others=[scaler], steps=2, facts={"loss scale": 2.0**10}
     )
     report = compare(reference(), scaled)
     assert {(f.stage, f.factor_name) for f in report.findings} == {("", "loss scale")}  # of the gradients themselves
