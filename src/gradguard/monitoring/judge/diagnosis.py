@@ -24,11 +24,13 @@ class Diagnosis:
         causes: The causes, ranked; never empty.
         helped: Whether the decision that this run followed has helped, in one sentence; empty where it followed none.
         parts: The diagnosis of each optimizer with its label, where the record has several.
+        progress: That the run learns all the same, where its loss fell, no finding warns and the cause is not certain.
     """
 
     causes: tuple[Cause, ...]
     helped: str = ""
     parts: tuple[tuple[str, "Diagnosis"], ...] = ()
+    progress: str = ""
 
     @property
     def cause(self) -> Cause:
@@ -37,8 +39,8 @@ class Diagnosis:
 
     @property
     def sentence(self) -> str:
-        """The headline: whether the followed decision has helped, and what is the matter."""
-        return f"{self.helped} {self.cause.sentence}".lstrip()
+        """The headline: whether the followed decision has helped, whether the run learns, and what is the matter."""
+        return " ".join(filter(None, (self.helped, self.progress, self.cause.sentence)))
 
     @property
     def is_well(self) -> bool:
@@ -75,7 +77,8 @@ def diagnose(record: Record) -> Diagnosis:
     parts = by_optimizer(record)
     if len(parts) == 1:
         signals = signals_of(parts[0].record)
-        return Diagnosis(_ranked(signals), helped(signals))
+        causes = _ranked(signals)
+        return Diagnosis(causes, helped(signals), progress=_progress(signals, causes[0]))
     each = [(part.label, diagnose(part.record)) for part in parts]
     sick = [cause.of(label) for label, one in each for cause in one.causes if cause.key not in ("healthy", "unknown")]
     sick.sort(key=lambda cause: CERTAINTIES.index(cause.certainty))
@@ -115,6 +118,18 @@ def _ranked(signals: Signals) -> tuple[Cause, ...]:
     if not causes or causes[0].certainty == "possible":
         causes.insert(0, _without_cause(signals))
     return tuple(causes)
+
+
+def _progress(signals: Signals, cause: Cause) -> str:
+    """Return what speaks against a cause that is only likely: the loss falls, and no finding warns."""
+    curve = signals.curve
+    warned = any(one.severity != "info" for one in signals.found)
+    if cause.key in ("healthy", "unknown") or cause.certainty != "likely" or warned or curve is None:
+        return ""
+    if not curve.has_fallen:
+        return ""
+    went = f"from {number(curve.start)} to {number(curve.final)}"
+    return f"Your run learns: its loss fell {went}, and no finding warns. What may stand in its way:"
 
 
 def _rank(cause: Cause, causes: Sequence[Cause]) -> tuple[bool, int, int]:
