@@ -352,3 +352,59 @@ def seeded_dropout(x):
 @pytest.mark.parametrize("fn", [F.dropout, seeded_dropout])
 def test_random_numbers_may_follow_the_order_of_memory(fn):
     assert gg.gradcheck(fn, normal(4, 5)).verdict == "PASS"
+
+
+def is_cut(x, dim):
+    """Whether blocks of all dimensions behind ``dim`` lie apart."""
+    dense = torch.empty(x.shape).stride()
+    return x.stride()[dim:] == dense[dim:] and x.stride(dim - 1) > dense[dim - 1]
+
+
+CUT = {
+    "grad_output, rows": (lambda v, x: is_cut(v, -1), "grad_output cut out of a longer last dimension"),
+    "grad_output, blocks": (lambda v, x: is_cut(v, 1), "grad_output cut out of a longer dimension 1"),
+    "inputs, rows": (lambda v, x: is_cut(x, -1), "inputs cut out of a longer last dimension"),
+    "inputs, blocks": (lambda v, x: is_cut(x, 1), "inputs cut out of a longer dimension 1"),
+}
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 3), (2, 3, 4, 2)])
+@pytest.mark.parametrize("kind", CUT)
+def test_a_kernel_that_takes_a_slice_for_dense_is_found(kind, shape):
+    is_bad, said = CUT[kind]
+    function = wrong(torch.sin, lambda v, y, x: v * x.cos() * (0.5 if is_bad(v, x) else 1.0))
+    found = gg.gradcheck(function, normal(*shape))
+    assert found.verdict == "FAIL"
+    assert said in found.findings[0].message
+
+
+class SecondWithout(torch.autograd.Function):
+    """The gradient of a sine, whose own backward is wrong where grad_output needs none, as in a gradient penalty."""
+
+    @staticmethod
+    def forward(ctx, x, v):
+        ctx.save_for_backward(x, v)
+        return v * x.cos()
+
+    @staticmethod
+    def backward(ctx, w):
+        x, v = ctx.saved_tensors
+        return -w * v * x.sin() * (1.0 if ctx.needs_input_grad[1] else 0.5), w * x.cos()
+
+
+class FirstWithout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, v):
+        return SecondWithout.apply(*ctx.saved_tensors, v)
+
+
+def test_a_second_order_that_is_wrong_only_without_a_gradient_of_grad_output_is_found():
+    found = gg.gradcheck(FirstWithout.apply, normal(4), order=2)
+    assert found.verdict == "FAIL"
+    assert "second order: only args[0] needs a gradient" in found.findings[0].message
+    assert gg.gradcheck(torch.sin, normal(4), order=2).verdict == "PASS"

@@ -94,6 +94,18 @@ class Contract:
         if any(one.kind in _OF_RUNS for one in self.findings):
             self._repeat()
 
+    @torch.no_grad()
+    def probe_needs(self) -> None:
+        """Let only some inputs need a gradient, and look at nothing else."""
+        leaves, outputs = self._record()
+        self.usual_values = self.function.flatten(outputs)
+        self.first = self._backward(outputs, leaves)
+        self.usual = _largest(self.first)
+        for some in self._needed():
+            for needed in (some, set(range(len(self.function.inputs))) - some):
+                if needed and not self._try_inputs(None, needed):
+                    return
+
     def _probe(self) -> None:
         function = self.function
         leaves, outputs = self._record()

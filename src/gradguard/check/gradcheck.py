@@ -443,6 +443,9 @@ class _Check:
             if any(node.name() == "torch::autograd::Error" for node in nodes_of(recorded[1] if recorded else ())):
                 raise InvalidValueError("it is marked once_differentiable, or what it calls is.")
             self._search(second, exhaustive, "second order")
+            needs = Contract(second, self._cotangent(second, second.values(second.point)), self.generator, self.rtol)
+            needs.probe_needs()
+            self.findings += [replace(one, message=f"second order: {one.message}") for one in needs.findings]
         except (InvalidValueError, RuntimeError) as error:
             self.findings.append(Finding("error", f"the backward cannot be differentiated: {error}"))
 

@@ -28,7 +28,9 @@ def layouts_of(tensors: Sequence[Tensor]) -> list[Layout]:
     """Return the layouts in which at least one of ``tensors`` lies elsewhere."""
     found = [FLAGGED] if any(map(_has_flag, tensors)) else [STRIDED] if any(one.numel() > 1 for one in tensors) else []
     with_order = [one for one in tensors if one.dim() > 1]
-    return [*found, WITHIN, *(order for order in _ORDERS if any(map(order.moves, with_order)))]
+    blocks = [BLOCKS_APART] if any(one.dim() > 2 and one.shape[0] > 1 for one in tensors) else []
+    within = ROWS_WITHIN if any(one.dim() > 1 and one.shape[:-1].numel() > 1 for one in tensors) else WITHIN
+    return [*found, within, *blocks, *(order for order in _ORDERS if any(map(order.moves, with_order)))]
 
 
 def _strided(tensor: Tensor) -> Tensor:
@@ -38,11 +40,35 @@ def _strided(tensor: Tensor) -> Tensor:
     return view
 
 
-def _within(tensor: Tensor) -> Tensor:
+def _room(tensor: Tensor) -> int:
     # An address that a kernel of a GPU cannot read ends all work there: attention of torch 2.11 does on an odd one.
-    before = 1 if tensor.is_cpu else 64
+    return 1 if tensor.is_cpu else 64
+
+
+def _within(tensor: Tensor) -> Tensor:
+    before = _room(tensor)
     buffer = torch.full((before + tensor.numel(),), torch.nan, dtype=tensor.dtype, device=tensor.device)
     return buffer[before:].copy_(tensor.reshape(-1)).view(tensor.shape)
+
+
+def _cut_out(tensor: Tensor, dim: int, before: int) -> Tensor:
+    """Return a copy that is cut out of a buffer which is longer along one dimension, and begins within it."""
+    shape = list(tensor.shape)
+    shape[dim] += before + _room(tensor)
+    buffer = torch.full(shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
+    return buffer.narrow(dim, before, tensor.shape[dim]).copy_(tensor)
+
+
+def _rows_within(tensor: Tensor) -> Tensor:
+    return _cut_out(tensor, -1, _room(tensor)) if tensor.dim() > 1 else _within(tensor)
+
+
+def _rows_apart(tensor: Tensor) -> Tensor:
+    return _cut_out(tensor, -1, 0) if tensor.dim() > 1 else tensor
+
+
+def _blocks_apart(tensor: Tensor) -> Tensor:
+    return _cut_out(tensor, 1, 0) if tensor.dim() > 2 else tensor
 
 
 def _has_flag(tensor: Tensor) -> bool:
@@ -95,6 +121,9 @@ def _swapped(first: int, second: int, least: int) -> Callable[[int], list[int] |
 
 STRIDED = Layout("{} at every second element of a larger buffer", _strided)
 WITHIN = Layout("{} that begins within a buffer", _within)
+ROWS_APART = Layout("{} cut out of a longer last dimension", _rows_apart)
+ROWS_WITHIN = Layout("{} cut out of a longer last dimension, within a buffer", _rows_within, (WITHIN, ROWS_APART))
+BLOCKS_APART = Layout("{} cut out of a longer dimension 1", _blocks_apart)
 FLAGGED = Layout("{} with the negative or the conjugate bit", _flagged, (STRIDED, WITHIN))
 _ORDERS = (
     _ordered("transposed {}", _swapped(0, -1, 2)),
