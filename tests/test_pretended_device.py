@@ -8,6 +8,7 @@ import torch
 import gradguard as gg
 import pretend_device
 import test_gpu
+from gradguard.check import admission
 from gradguard.tensors.sketch import in_chunks, sketch_of
 from test_gpu import (  # noqa: F401
     test_a_clip_that_does_not_bind_changes_no_bit,
@@ -30,6 +31,8 @@ def made(original, *args, device=None, **kwargs):
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     monkeypatch.setattr(test_gpu, "DEVICE", pretend_device.DEVICE.type)
+    ordinary = [*admission._ORDINARY, pretend_device.OnDevice.__torch_dispatch__]  # it stands for plain tensors
+    monkeypatch.setattr(admission, "_ORDINARY", ordinary)
     for original in (torch.tensor, torch.as_tensor):  # which no mode sees
         monkeypatch.setattr(torch, original.__name__, functools.partial(made, original))
     with pretend_device.Makes():

@@ -56,12 +56,12 @@ def clip_one_gradient_of_two():
     return float(norm), float(measured), float(one.grad.full_tensor().norm()), two.grad is one.grad
 
 
-def test_one_gradient_of_two_parameters_counts_once(pool):
-    """Its norm counted twice."""
+def test_one_gradient_of_two_parameters_counts_for_each_and_is_scaled_once(pool):
     for norm, measured, after, same in pool(2).run(clip_one_gradient_of_two):
-        assert norm == pytest.approx(total_norm([random(7, 3)]), rel=1e-6)
-        assert measured == pytest.approx(after) == pytest.approx(1.0, rel=1e-5)
-        assert same
+        assert norm == pytest.approx(total_norm([random(7, 3)] * 2), rel=1e-6)
+        assert measured == pytest.approx(1.0, rel=1e-5)
+        assert after == pytest.approx(math.sqrt(0.5), rel=1e-5)
+        assert not same
 
 
 def clip_before_and_after_double(spread):

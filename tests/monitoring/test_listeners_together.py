@@ -196,7 +196,8 @@ def test_a_block_that_ends_gives_back_what_it_replaced_and_tells_the_listener():
 
     before = places()
     with suppress(ValueError), listening(listener):
-        assert all(now is not then for now, then in zip(places(), before, strict=True))
+        pairs = zip(places(), before, strict=True)  # what another test has left may listen already
+        assert all(now is not then or hasattr(then, "_replaced_by_gradguard") for now, then in pairs)
         raise ValueError
     assert (places(), heard) == (before, ["begin", "end"])
 

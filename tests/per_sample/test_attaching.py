@@ -26,7 +26,7 @@ def state_of(model: nn.Module) -> dict:
         found[f"hooks of {name}"] = [repr(dict(kind or {})) for kind in hooks]  # none, or none any more
     found["followed"] = sum(m in refusals._followed for m in model.modules())
     found["hooks of steps"] = len(_global_optimizer_pre_hooks)
-    found["who listens to scalers"] = grad_scaler._wrapped_scale._users
+    found["who listens to scalers"] = grad_scaler._scales._users
     return found
 
 
@@ -186,9 +186,9 @@ def a_clipper() -> PerSampleGradientClipper:
 
 
 def test_scalers_are_noticed_until_the_last_clipper_goes():
-    before = grad_scaler._wrapped_scale._users
+    before = grad_scaler._scales._users
     first, second = a_clipper(), a_clipper()
     first.detach()
-    assert grad_scaler._wrapped_scale._users == before + 1
+    assert grad_scaler._scales._users == before + 1
     second.detach()
-    assert grad_scaler._wrapped_scale._users == before
+    assert grad_scaler._scales._users == before

@@ -19,7 +19,7 @@ WIDE = {
 """The dtypes that can be checked, each with that in which its differences are taken."""
 
 _KNOWN = ", ".join(str(dtype).removeprefix("torch.") for dtype in WIDE)
-_ORDINARY = Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
+_ORDINARY = [Tensor.__torch_dispatch__]  # pyright: ignore[reportAttributeAccessIssue]
 _PLAIN = {"DTensor": "{}.full_tensor()", "MaskedTensor": "{}.to_tensor(0)"}
 
 
@@ -54,7 +54,7 @@ def refuse_unfit(what: str, value: Tensor, name: str) -> None:
     kind: Any = type(value)
     if value.is_nested:
         said = f"is nested: expected a dense tensor, such as torch.nested.to_padded_tensor({name}, 0.0)"
-    elif kind.__torch_dispatch__ is not _ORDINARY:
+    elif kind.__torch_dispatch__ not in _ORDINARY:
         plain = _PLAIN.get(kind.__name__, "{}.clone() before it was wrapped").format(name)
         said = f"is a {kind.__name__}: expected a plain tensor, such as {plain}"
     elif value.is_meta:

@@ -146,7 +146,7 @@ def check_grad(
         Traceback (most recent call last):
             ...
         gradguard.errors.GradientCheckError: x[1] on the CPU: analytical 2, numerical -6: relative error 1.33, above
-        max_relative_error=0.005; 1 of 2 elements are.
+        max_relative_error=0.005; 1 of 2 elements are. ...
 
     Reference:
         PaddlePaddle, Auto Gradient Check Design, 2017.
