@@ -206,7 +206,7 @@ def expected(case: Case, meshes_of: Sequence[Meshes]) -> float:
     """The norm of what any rank has a gradient of, as one float64 vector."""
     vectors = [torch.zeros(0, dtype=torch.float64)]
     for item in case.items:
-        if item.same_gradient_as is not None and case.call == "total":  # which is given gradients: each tensor counts once
+        if item.same_gradient_as is not None and case.call == "total":  # it takes gradients
             continue
         full = whole_of(item)
         flat = full.to(torch.complex128).abs().flatten() if full.is_complex() else full.double().abs().flatten()
