@@ -28,9 +28,9 @@ def layouts_of(tensors: Sequence[Tensor]) -> list[Layout]:
     """Return the layouts in which at least one of ``tensors`` lies elsewhere."""
     found = [FLAGGED] if any(map(_has_flag, tensors)) else [STRIDED] if any(one.numel() > 1 for one in tensors) else []
     with_order = [one for one in tensors if one.dim() > 1]
+    rows = [ROWS_APART] if any(one.dim() > 1 and one.shape[:-1].numel() > 1 for one in tensors) else []
     blocks = [BLOCKS_APART] if any(one.dim() > 2 and one.shape[0] > 1 for one in tensors) else []
-    within = ROWS_WITHIN if any(one.dim() > 1 and one.shape[:-1].numel() > 1 for one in tensors) else WITHIN
-    return [*found, within, *blocks, *(order for order in _ORDERS if any(map(order.moves, with_order)))]
+    return [*found, WITHIN, *rows, *blocks, *(order for order in _ORDERS if any(map(order.moves, with_order)))]
 
 
 def _strided(tensor: Tensor) -> Tensor:
@@ -46,29 +46,25 @@ def _room(tensor: Tensor) -> int:
 
 
 def _within(tensor: Tensor) -> Tensor:
-    before = _room(tensor)
+    before = _room(tensor)  # it stays dense: what is not is copied by many a kernel
     buffer = torch.full((before + tensor.numel(),), torch.nan, dtype=tensor.dtype, device=tensor.device)
     return buffer[before:].copy_(tensor.reshape(-1)).view(tensor.shape)
 
 
-def _cut_out(tensor: Tensor, dim: int, before: int) -> Tensor:
-    """Return a copy that is cut out of a buffer which is longer along one dimension, and begins within it."""
+def _cut_out(tensor: Tensor, dim: int) -> Tensor:
+    """Return a copy that is cut out of a buffer which is longer along one dimension."""
     shape = list(tensor.shape)
-    shape[dim] += before + _room(tensor)
+    shape[dim] += _room(tensor)
     buffer = torch.full(shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
-    return buffer.narrow(dim, before, tensor.shape[dim]).copy_(tensor)
-
-
-def _rows_within(tensor: Tensor) -> Tensor:
-    return _cut_out(tensor, -1, _room(tensor)) if tensor.dim() > 1 else _within(tensor)
+    return buffer.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
 
 
 def _rows_apart(tensor: Tensor) -> Tensor:
-    return _cut_out(tensor, -1, 0) if tensor.dim() > 1 else tensor
+    return _cut_out(tensor, -1) if tensor.dim() > 1 else tensor
 
 
 def _blocks_apart(tensor: Tensor) -> Tensor:
-    return _cut_out(tensor, 1, 0) if tensor.dim() > 2 else tensor
+    return _cut_out(tensor, 1) if tensor.dim() > 2 else tensor
 
 
 def _has_flag(tensor: Tensor) -> bool:
@@ -122,7 +118,6 @@ def _swapped(first: int, second: int, least: int) -> Callable[[int], list[int] |
 STRIDED = Layout("{} at every second element of a larger buffer", _strided)
 WITHIN = Layout("{} that begins within a buffer", _within)
 ROWS_APART = Layout("{} cut out of a longer last dimension", _rows_apart)
-ROWS_WITHIN = Layout("{} cut out of a longer last dimension, within a buffer", _rows_within, (WITHIN, ROWS_APART))
 BLOCKS_APART = Layout("{} cut out of a longer dimension 1", _blocks_apart)
 FLAGGED = Layout("{} with the negative or the conjugate bit", _flagged, (STRIDED, WITHIN))
 _ORDERS = (
