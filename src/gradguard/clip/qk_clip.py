@@ -37,7 +37,9 @@ class QKClip:
     .. math:: S_h = \max_{i, j} s\, q_{hi} \cdot k_{hj}, \qquad \gamma_h = \min(1, \tau / S_h), \qquad
               W_q^h \leftarrow \gamma_h^{\alpha}\, W_q^h, \quad W_k^h \leftarrow \gamma_h^{1 - \alpha}\, W_k^h
 
-    The same batch then has a largest logit of τ. It is MuonClip's second half, the rule that Kimi K2 was trained with:
+    The same batch then has a largest logit of τ, if the attention gets the same input: in stacked layers a rescaling
+    changes what later ones get, so that their logits end near τ. A module that is called several times (ALBERT) is
+    rescaled by the largest S of its calls, once. It is MuonClip's second half, the rule that Kimi K2 was trained with:
     Muon's updates have full rank, and let logits grow faster than Adam's do. Biases are rescaled as the rows of their
     weights are. :math:`S_h` is what `LogitWatch` measures: masked positions are left out, and the maximum is over
     micro-batches and processes.
@@ -53,8 +55,15 @@ class QKClip:
       one ratio, as after a rotary embedding or a constant factor. Anything else is an error before the step: a
       normalisation of queries or keys (QK-norm), which would undo any rescaling; a position added to them; rows that
       lie in another order than was said.
-    * An attention of the model that is told by no projections is an error, as is a weight that has a gradient while no
-      training forward of its attention was seen. So nothing is left out in silence.
+    * That ratio, times ``scale``, must be the same number at every call since the clip was attached, within 0.1 % (2 %
+      in half precision). A norm over a whole tensor, head or batch passes the first call, where it looks like a
+      constant, so that one rescaling may come of it; a call in which the ratio differs is an error before its step.
+    * An attention that calls `scaled_dot_product_attention` and is told by no projections is an error. So is a known
+      attention of which one training forward attended otherwise, and a weight of one that has a gradient while no such
+      forward was seen. An attention by hand in a module whose layers are not known is not seen.
+    * At each step layers and weights must be those that were found, trained and plain; otherwise an error.
+    * A weight or layer that is registered in several places is an error, as are values that are a multiple of the keys.
+      Values that another layer computes of keys change with them.
     * A step that a `Guard` or a GradScaler skips rescales nothing; what its batches measured counts at the next.
     * Rows of heads at or below the threshold keep their bits, and so do values, outputs and the optimizer's state.
 
@@ -70,9 +79,18 @@ class QKClip:
     logits of -1e4 or less, all masked  nothing is rescaled
     a threshold passed in evaluations   does not count
     DDP, FSDP2, tensor parallelism      the maximum is over all processes, or ``process_group``
-    FSDP1, QK-norm, LoRA, weight_norm,  an error that says so, as under ``context_parallel``
-    tied weights, ``need_weights``,
-    FlexAttention, ``add_bias_kv``
+    FSDP1, QK-norm, weight_norm,        an error that says so, as under ``context_parallel``
+    spectral_norm, tied weights, frozen
+    projections, ``need_weights``,
+    FlexAttention, ``add_bias_kv``,
+    a factor that is learned or depends
+    on the length, a second QKClip
+    LoRA                                an error; where the base layer is named, trained, and the adapter still
+                                        returns zeros, once these change
+    an attention that is frozen when    left alone, unless ``projections`` has it; attach again after thawing it
+    the clip is attached
+    an empty batch                      counts nothing
+    another number of heads             an error
     `torch.compile`                     attach before it is called first; the graph breaks at modules that are watched.
                                         What is compiled without being heard is an error at the step
     weights kept twice (a master copy)  only those of the model are rescaled
@@ -100,9 +118,9 @@ class QKClip:
 
     Raises:
         InvalidTypeError: If ``optimizer`` cannot be hooked, or ``projections`` are none.
-        InvalidValueError: If no projections are found, or those that are given do not exist, are shared, or belong to
-            another optimizer; or an argument is out of range.
-        UnsupportedGradientError: If a projection is no plain `torch.nn.Linear`, or FSDP1's.
+        InvalidValueError: If no projections are found, or those that are given do not exist, are shared, belong to
+            another optimizer, or have a QKClip already; or an argument is out of range.
+        UnsupportedGradientError: If a projection is no plain `torch.nn.Linear`, frozen, or FSDP1's.
 
     Example:
         >>> import gradguard as gg, torch
