@@ -434,7 +434,7 @@ REFUSED = {
         UnsupportedGradientError,
         "need not scale with its weight",
     ),
-    "tied": (tied, {}, InvalidValueError, "1 and 0 share a projection"),
+    "tied": (tied, {}, InvalidValueError, "0 has a projection in several places, 0.q_proj and 1.q_proj"),
     "a key of its own": (
         lambda: torch.nn.MultiheadAttention(8, 2, add_bias_kv=True),
         {},
@@ -450,6 +450,7 @@ REFUSED = {
     ),
     "no layers": (Block, {"projections": {"attention": ("q", 3)}}, InvalidTypeError, "expected 'qkv layer'"),
     "a threshold": (Block, {"threshold": 0.0}, InvalidValueError, "threshold=0.0: expected"),
+    "a truth value": (Block, {"threshold": True}, InvalidTypeError, "threshold=True: expected a number, got bool"),
     "alpha": (Block, {"alpha": 1.5}, InvalidValueError, "alpha=1.5: expected"),
 }
 
@@ -485,7 +486,7 @@ def test_an_attention_that_nothing_tells_is_refused():
     model[1].own, model[1].q_proj = model[1].q_proj, torch.nn.Identity()
     model[1].vectors = lambda x: Separate.vectors(model[0], x)
     model = model.double()
-    gg.QKClip(torch.optim.SGD(model.parameters()), model, projections={"1": None})
+    gg.QKClip(torch.optim.SGD(model.parameters()), model, projections={"1": None}).detach()
     clip = gg.QKClip(torch.optim.SGD(model.parameters()), model)
     with pytest.raises(InvalidValueError, match="1 computes an attention, and which layers make its queries and keys"):
         model(batch(0))
@@ -550,6 +551,212 @@ def test_a_function_in_place_of_torchs_is_refused(monkeypatch):
         model(batch(0))
     watch.detach()
     model(batch(0))
+
+
+class OnTheWay(Separate):
+    """Queries, keys and values are changed by ``change`` before they attend."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def vectors(self, x):
+        return self.change(self, x, *super().vectors(x))
+
+
+VALUES_OF_KEYS = {
+    "the attending key": lambda m, x, q, k, v: (q, k, k),
+    "the key as returned": lambda m, x, q, k, v: (q, k, m.k_proj(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)),
+    "by its weight": lambda m, x, q, k, v: (
+        q,
+        k,
+        F.linear(x, m.k_proj.weight, m.k_proj.bias).unflatten(-1, (HEADS, -1)).transpose(1, 2),
+    ),
+    "a multiple": lambda m, x, q, k, v: (q, k, -0.5 * k),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("case", VALUES_OF_KEYS)
+def test_values_that_are_keys_are_refused(case, dtype):
+    model = OnTheWay(VALUES_OF_KEYS[case]).to(dtype)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsupportedGradientError, match=r"values that are its keys|run more than once in its forward"):
+        stepped(model, [batch(0, dtype)], threshold=0.01)
+    assert all(torch.equal(v, before[name]) for name, v in model.state_dict().items())
+
+
+def test_values_of_one_layer_that_are_its_keys_are_refused():
+    model = made("fused")[0]
+    inner = model.vectors
+    model.vectors = lambda x: (lambda q, k, v: (q, rotated(k), k))(*inner(x))
+    with pytest.raises(UnsupportedGradientError, match="values that are its keys"):
+        stepped(model, [batch(0)])
+
+
+@pytest.mark.parametrize("tie", ["v_proj", "v_proj.weight", "v_proj.bias", "q_proj.weight"])
+def test_a_projection_in_several_places_is_refused(tie):
+    model = Separate()
+    layer, _, kind = tie.partition(".")
+    if kind:
+        setattr(getattr(model, layer), kind, getattr(model.k_proj, kind))
+    else:
+        setattr(model, layer, model.k_proj)
+    with pytest.raises(InvalidValueError, match="has a projection in several places"):
+        gg.QKClip(torch.optim.SGD(model.parameters()), model)
+
+
+def test_an_attention_that_is_used_in_several_layers_is_not_tied():
+    attention = Separate().double()
+    clip = stepped(torch.nn.ModuleList([attention] * 2)[0], [batch(0)], threshold=1e9)
+    clip.detach()
+    gg.QKClip(torch.optim.SGD(attention.parameters()), torch.nn.Sequential(attention, attention))
+
+
+WHOLE = {
+    "a norm of each head": lambda v: 10 * v / v.square().sum((0, 2, 3), keepdim=True).sqrt(),
+    "a deviation": lambda v: v / v.std(),
+    "the largest norm": lambda v: v / v.norm(dim=-1).amax(),
+}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("norm", WHOLE)
+def test_a_norm_over_a_whole_tensor_is_refused_at_the_second_call(norm, place):
+    model = Changed(WHOLE[norm], [place]).double()
+    clip = stepped(model, [batch(0)], threshold=0.01)
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        backward(model, batch(0))  # the same batch: its rescaled weights give it away
+        with pytest.raises(UnsupportedGradientError, match="times a factor that differs between calls"):
+            clip.optimizer.step()
+    assert all(torch.equal(v, before[name]) for name, v in model.state_dict().items())
+
+
+def test_a_norm_over_a_micro_batch_or_in_the_scale_is_refused():
+    model = Changed(WHOLE["a deviation"]).double()
+    with pytest.raises(UnsupportedGradientError, match="times a factor that differs between calls"):
+        stepped(model, [batch(0), batch(1)], threshold=1e9)
+    model = Separate().double()
+    clip = stepped(model, [batch(0)], threshold=1e9)
+    model.settings["scale"] = 0.7
+    backward(model, batch(0))
+    with pytest.raises(UnsupportedGradientError, match="times a factor that differs between calls"):
+        clip.optimizer.step()
+
+
+LATER = {
+    "weight_norm": (lambda m: torch.nn.utils.parametrizations.weight_norm(m.q_proj), "computed from other parameters"),
+    "spectral_norm": (lambda m: torch.nn.utils.spectral_norm(m.k_proj), "computed from other parameters"),
+    "a layer": (lambda m: setattr(m, "q_proj", torch.nn.Linear(WIDTH, WIDTH).double()), "was replaced after"),
+    "a weight": (
+        lambda m: setattr(m.q_proj, "weight", torch.nn.Parameter(m.q_proj.weight.detach().clone())),
+        "has another weight or bias",
+    ),
+    "frozen": (lambda m: m.q_proj.requires_grad_(False), "is frozen"),
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_a_projection_that_changes_after_it_was_found_is_refused(case):
+    model = Block()
+    clip, (change, words) = stepped(model, [batch(0)], threshold=0.01), LATER[case]
+    change(model.attention)
+
+    def train():
+        backward(model, batch(1))
+        clip.optimizer.step()
+
+    with pytest.raises(UnsupportedGradientError, match=f"a projection of attention .*{words}"):
+        train()
+
+
+@pytest.mark.parametrize("case", ["weight_norm", "spectral_norm", "frozen"])
+def test_a_projection_that_is_not_plain_is_refused_at_first(case):
+    model, (change, words) = Block(), LATER[case]
+    change(model.attention)
+    with pytest.raises(UnsupportedGradientError, match=words):
+        gg.QKClip(torch.optim.SGD(model.parameters()), model)
+
+
+@pytest.mark.parametrize("kind", ["separate", "torch's"])
+@pytest.mark.parametrize("by_hand", [0, 1])
+def test_one_micro_batch_that_was_not_heard_is_refused(kind, by_hand, monkeypatch):
+    model = Block(kind)
+    before, clip = copy.deepcopy(model.state_dict()), gg.QKClip(torch.optim.SGD(model.parameters()), model, 0.01)
+    for place in range(2):
+        if place == by_hand and kind == "separate":
+            attention = model.attention
+            attention.forward = lambda x, m=attention: (
+                (lambda q, k, v: (q @ k.mT).softmax(-1) @ v)(*m.vectors(x)).transpose(1, 2).flatten(2)
+            )
+        elif place == by_hand:
+            attention = model.attention
+            attention.forward = lambda x, m=attention: m.inner(x, x, x)[0]
+        elif "forward" in vars(model.attention):
+            del model.attention.forward
+        backward(model, batch(place))
+    with pytest.raises(UnsupportedGradientError, match="or in one of its forwards"):
+        clip.optimizer.step()
+    assert all(torch.equal(v, before[name]) for name, v in model.state_dict().items())
+
+
+def test_a_second_clip_on_an_attention_is_refused():
+    model = torch.nn.Sequential(Separate(), Separate())
+    optimizer = torch.optim.SGD(model.parameters())
+    first = gg.QKClip(optimizer, model, projections={"1": None})
+    gg.QKClip(optimizer, model, projections={"0": None})
+    with pytest.raises(InvalidValueError, match="the logits of 0 are clipped by another QKClip already"):
+        gg.QKClip(optimizer, model, projections={"1": None})
+    first.detach()
+    gg.QKClip(optimizer, model, projections={"1": None})
+    first.detach()
+    with pytest.raises(InvalidValueError, match="the logits of 0 are clipped by another QKClip already"):
+        gg.QKClip(optimizer, model, projections={"1": None})
+
+
+@pytest.mark.parametrize("kind", ["separate", "latent", "fused"])
+def test_an_empty_batch_counts_nothing(kind):
+    model, projections = made(kind)
+    watch = gg.LogitWatch(model)
+    clip = gg.QKClip(torch.optim.SGD(model.parameters(), lr=0.0), model, THRESHOLD, projections=projections)
+    backward(model, batch(0)[:0])
+    assert watch.max_logits == {}
+    clip.optimizer.step()
+    expected = largest_logits(model, batch(1))
+    for x in (batch(1), batch(0)[:0]):
+        backward(model, x)
+    clip.optimizer.step()
+    torch.testing.assert_close(clip.last[""], expected)
+
+
+def test_another_number_of_heads_is_refused_in_words():
+    model = Separate().double()
+    model.forward = lambda x, heads=HEADS: F.scaled_dot_product_attention(
+        *(f(x).unflatten(-1, (heads, -1)).transpose(1, 2) for f in (model.q_proj, model.k_proj, model.v_proj))
+    )
+    watch = gg.LogitWatch(model)
+    model(batch(0))
+    with pytest.raises(UnsupportedGradientError, match="attends with 2 heads, and has attended with 4"):
+        model(batch(0), 2)
+    watch.detach()
+    gg.QKClip(torch.optim.SGD(model.parameters()), model)
+    model(batch(0))
+    with pytest.raises(UnsupportedGradientError, match="attends with 2 heads of 8, and has attended with other ones"):
+        model(batch(0), 2)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_products_that_overflow_are_infinite_and_others_right(exact):
+    model = Separate().float()
+    watch = gg.LogitWatch(model, exact=exact)
+    huge = torch.tensor([1.0, -1.0, 1.0, -1.0]).repeat(4)
+    for size, expected in ((3e19, torch.inf), (1e25, torch.inf), (1e19, 2e38)):
+        watch.reset()
+        q = size * huge.reshape(1, 4, 1, 4)
+        model.vectors = lambda x, q=q: (q, torch.cat([q, q * torch.tensor([1.0, 1.0, -1.0, 1.0])], 2), q)
+        model(torch.zeros(1))
+        torch.testing.assert_close(watch.max_logits[""], torch.full((4,), expected), rtol=1e-5, atol=0)
 
 
 def test_a_clip_is_not_copied():

@@ -24,11 +24,12 @@ _BLOCK = 1 << 22
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of a call of `scaled_dot_product_attention`, apart from values and dropout.
+    """The arguments of a call of `scaled_dot_product_attention`, apart from dropout.
 
     Attributes:
         query: Of shape (..., heads, L, E).
         key: Of shape (..., key heads, S, E).
+        value: Of shape (..., key heads, S, Ev).
         mask: ``attn_mask``.
         causal: ``is_causal``.
         scale: The factor of the products.
@@ -36,9 +37,15 @@ class AttentionCall(NamedTuple):
 
     query: Tensor
     key: Tensor
+    value: Tensor
     mask: Tensor | None
     causal: bool
     scale: float
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no logits: an empty batch, no queries or no keys."""
+        return not (self.query.numel() and self.key.numel())
 
 
 def _call_of(
@@ -56,7 +63,7 @@ def _call_of(
     Raises:
         UnsupportedGradientError: If they are nested tensors or DTensors.
     """
-    del value, dropout_p, enable_gqa  # which shapes tell
+    del dropout_p, enable_gqa  # which shapes tell
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if query.is_nested or key.is_nested or any_sharded([query, key, attn_mask]):
         raise UnsupportedGradientError(
@@ -64,7 +71,7 @@ def _call_of(
             "see every logit. Expected padded tensors, and under tensor parallelism the local heads "
             "(ColwiseParallel() with its default use_local_output=True); or detach() what looks at the logits."
         )
-    return AttentionCall(query.detach(), key.detach(), attn_mask, is_causal, scale)
+    return AttentionCall(query.detach(), key.detach(), value.detach(), attn_mask, is_causal, scale)
 
 
 @torch.no_grad()
@@ -85,12 +92,15 @@ def largest_logits(call: AttentionCall, exact: bool = True) -> Tensor:
     """
     wide = torch.float64 if call.query.dtype == torch.float64 else torch.float32
     with torch.autocast(call.query.device.type, enabled=False):
-        query, key = call.query.to(wide) * call.scale, call.key.to(wide)
+        (query, of_query), (key, of_key) = _moderate(call.query.to(wide)), _moderate(call.key.to(wide))
+        query = query * call.scale
         if query.dim() > 2 and key.shape[-3] != query.shape[-3]:
-            key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+            repeats = query.shape[-3] // key.shape[-3]
+            key, of_key = (one.repeat_interleave(repeats, -3) for one in (key, of_key))
+        of_query, of_key = of_query[..., 0, 0], of_key[..., 0, 0]
         if not exact:
             norms = [torch.linalg.vector_norm(one, dim=-1).amax(-1) for one in (query, key)]
-            return _by_head(norms[0] * norms[1])
+            return _by_head(norms[0] * norms[1] / of_query / of_key)
         batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
         length, keys = query.shape[-2], key.shape[-2]
         rows = max(1, _BLOCK // max(1, math.prod(batch) * keys))
@@ -101,7 +111,18 @@ def largest_logits(call: AttentionCall, exact: bool = True) -> Tensor:
             if (hidden := _hidden(call, start, end)) is not None:
                 logits = logits.masked_fill(hidden, -math.inf)
             largest = torch.maximum(largest, logits.amax((-2, -1)))
-        return _by_head(largest)
+        return _by_head(largest / of_query / of_key)
+
+
+def _moderate(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``vectors`` times a factor for each head, and the factor: 1, or a power of two where they are huge.
+
+    So no sum of products overflows, where infinities of both signs would add up to NaN.
+    """
+    largest = vectors.abs().amax((-2, -1), keepdim=True)
+    half = math.frexp(torch.finfo(vectors.dtype).max)[1] // 2
+    factor = torch.ones_like(largest).masked_fill(largest > 2.0 ** (half - 14), 2.0 ** -(half + 8))
+    return vectors * factor, factor
 
 
 def _hidden(call: AttentionCall, start: int, end: int) -> Tensor | None:
@@ -242,6 +263,8 @@ class LogitWatch:
     a mask that is added                -1e4 or less is masked; what is added elsewhere is not a part of the logit
     NaN                                 is the largest
     half precision, autocast            products in float32 of what the call gets
+    an empty batch                      nothing is counted
+    another number of heads             an error, until `reset`
     several processes                   each has its own numbers, of its batch and its heads
     nested tensors, DTensors, a         an error
     function in place of torch's, as
@@ -289,5 +312,12 @@ class LogitWatch:
         self._listener.remove()
 
     def _heard(self, names: Sequence[str], call: AttentionCall) -> None:
+        if call.is_empty:
+            return
         largest, known = largest_logits(call, self._exact), self._largest.get(names[-1])
+        if known is not None and known.shape != largest.shape:
+            raise UnsupportedGradientError(
+                f"{names[-1] or 'the model'} attends with {len(largest)} heads, and has attended with {len(known)}: "
+                "their largest logits cannot be joined. reset() the LogitWatch between."
+            )
         self._largest[names[-1]] = largest if known is None else torch.maximum(known, largest)

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import reduce
 from typing import Any, NoReturn, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGra
 from gradguard.module_hooks import ForwardHook
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.tensors.layout import are_readable, move, wide_dtype
-from gradguard.torch_private import never_compiled, parameter_slots
+from gradguard.torch_private import layer_slots, never_compiled, parameter_slots
 
 Projections = str | tuple[str, str] | tuple[str, str, int]
 
@@ -35,7 +37,9 @@ class QKClip:
     .. math:: S_h = \max_{i, j} s\, q_{hi} \cdot k_{hj}, \qquad \gamma_h = \min(1, \tau / S_h), \qquad
               W_q^h \leftarrow \gamma_h^{\alpha}\, W_q^h, \quad W_k^h \leftarrow \gamma_h^{1 - \alpha}\, W_k^h
 
-    The same batch then has a largest logit of τ. It is MuonClip's second half, the rule that Kimi K2 was trained with:
+    The same batch then has a largest logit of τ, if the attention gets the same input: in stacked layers a rescaling
+    changes what later ones get, so that their logits end near τ. A module that is called several times (ALBERT) is
+    rescaled by the largest S of its calls, once. It is MuonClip's second half, the rule that Kimi K2 was trained with:
     Muon's updates have full rank, and let logits grow faster than Adam's do. Biases are rescaled as the rows of their
     weights are. :math:`S_h` is what `LogitWatch` measures: masked positions are left out, and the maximum is over
     micro-batches and processes.
@@ -51,8 +55,15 @@ class QKClip:
       one ratio, as after a rotary embedding or a constant factor. Anything else is an error before the step: a
       normalisation of queries or keys (QK-norm), which would undo any rescaling; a position added to them; rows that
       lie in another order than was said.
-    * An attention of the model that is told by no projections is an error, as is a weight that has a gradient while no
-      training forward of its attention was seen. So nothing is left out in silence.
+    * That ratio, times ``scale``, must be the same number at every call since the clip was attached, within 0.1 % (2 %
+      in half precision). A norm over a whole tensor, head or batch passes the first call, where it looks like a
+      constant, so that one rescaling may come of it; a call in which the ratio differs is an error before its step.
+    * An attention that calls `scaled_dot_product_attention` and is told by no projections is an error. So is a known
+      attention of which one training forward attended otherwise, and a weight of one that has a gradient while no such
+      forward was seen. An attention by hand in a module whose layers are not known is not seen.
+    * At each step layers and weights must be those that were found, trained and plain; otherwise an error.
+    * A weight or layer that is registered in several places is an error, as are values that are a multiple of the keys.
+      Values that another layer computes of keys change with them.
     * A step that a `Guard` or a GradScaler skips rescales nothing; what its batches measured counts at the next.
     * Rows of heads at or below the threshold keep their bits, and so do values, outputs and the optimizer's state.
 
@@ -68,9 +79,18 @@ class QKClip:
     logits of -1e4 or less, all masked  nothing is rescaled
     a threshold passed in evaluations   does not count
     DDP, FSDP2, tensor parallelism      the maximum is over all processes, or ``process_group``
-    FSDP1, QK-norm, LoRA, weight_norm,  an error that says so, as under ``context_parallel``
-    tied weights, ``need_weights``,
-    FlexAttention, ``add_bias_kv``
+    FSDP1, QK-norm, weight_norm,        an error that says so, as under ``context_parallel``
+    spectral_norm, tied weights, frozen
+    projections, ``need_weights``,
+    FlexAttention, ``add_bias_kv``,
+    a factor that is learned or depends
+    on the length, a second QKClip
+    LoRA                                an error; where the base layer is named, trained, and the adapter still
+                                        returns zeros, once these change
+    an attention that is frozen when    left alone, unless ``projections`` has it; attach again after thawing it
+    the clip is attached
+    an empty batch                      counts nothing
+    another number of heads             an error
     `torch.compile`                     attach before it is called first; the graph breaks at modules that are watched.
                                         What is compiled without being heard is an error at the step
     weights kept twice (a master copy)  only those of the model are rescaled
@@ -98,9 +118,9 @@ class QKClip:
 
     Raises:
         InvalidTypeError: If ``optimizer`` cannot be hooked, or ``projections`` are none.
-        InvalidValueError: If no projections are found, or those that are given do not exist, are shared, or belong to
-            another optimizer; or an argument is out of range.
-        UnsupportedGradientError: If a projection is no plain `torch.nn.Linear`, or FSDP1's.
+        InvalidValueError: If no projections are found, or those that are given do not exist, are shared, belong to
+            another optimizer, or have a QKClip already; or an argument is out of range.
+        UnsupportedGradientError: If a projection is no plain `torch.nn.Linear`, frozen, or FSDP1's.
 
     Example:
         >>> import gradguard as gg, torch
@@ -133,17 +153,20 @@ class QKClip:
     ) -> None:
         check_hookable(optimizer)
         self.optimizer, self.last = optimizer, cast("dict[str, Tensor]", {})
+        if isinstance(threshold, bool):
+            raise InvalidTypeError(f"threshold={threshold}: expected a number, got bool.")
         self._threshold = check_number("threshold", threshold, "a finite number > 0")
         self._alpha = check_number("alpha", alpha, "a number from 0 to 1")
         self._exact, self._group = exact, process_group
         self._attentions = _found(model, projections or {})
-        _check_weights([one for one in self._attentions.values() if one is not None], optimizer)
+        _check_weights(model, self._attentions, optimizer)
         self._overflow: Tensor | None = None
         self._is_agreed = False  # whether all processes are known to have the same attentions
         self._late = LateReader(self._refuse_changed)
         self._listener = AttentionListener(model, self._heard)
         self._hooks = [hook for one in self._told() for hook in one.keep_outputs()]
         self._steps = EveryStep(self._before, self._after, optimizer=optimizer)
+        _clipped.update(one.query for one in self._told())
 
     def __repr__(self) -> str:
         """Return the call that makes such a clip, of what is called ``optimizer`` and ``model`` here."""
@@ -157,6 +180,7 @@ class QKClip:
         """Stop acting, for good; may be repeated."""
         self._listener.remove()
         self._steps.remove()
+        _clipped.difference_update([one.query for one in self._told()] if self._hooks else [])
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -184,6 +208,8 @@ class QKClip:
         self._overflow = getattr(optimizer, "found_inf", None)
         self._steps.act_last()  # a `ClipUpdate` that came later is to see the step alone
         told = self._told()
+        for one in told:
+            one.check()
         parts = [one.nothing() if one.measured is None else one.measured for one in told]
         joined = torch.cat([move(part, parts[0].device) for part in parts])
         if not self._is_agreed and len(set(numbers_of_all(len(joined), self._group, _TASK))) > 1:
@@ -196,13 +222,14 @@ class QKClip:
         for one, part, everywhere in zip(told, parts, joined, strict=True):
             one.measured = move(everywhere, part.device)
             one.look()
-        self._late.push(torch.stack([part[_CHANGE] for part in joined]))
+        self._late.push(torch.stack([part[_FAULTS] for part in joined]).flatten())
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer) -> None:
         guard = guard_of(optimizer)
         self.last = {}
         for one in self._told():
+            one.is_seen = False
             if one.measured is None or one.shape is None:
                 continue
             home, measured = one.measured.device, one.measured
@@ -210,31 +237,46 @@ class QKClip:
             if self._overflow is not None:
                 left_out = left_out | (move(self._overflow, home).reshape(()) != 0)
             self.last[one.name] = largest = one.largest()
-            over = (largest > self._threshold) & ~left_out & ~(measured[_CHANGE] > 1)
+            over = (largest > self._threshold) & ~left_out & ~(measured[_FAULTS] > 1).any()
             if not are_readable(over) or bool(over.any()):
                 one.rescale(torch.where(over, self._threshold / largest, 1.0), self._alpha)
-            one.measured, one.is_seen = torch.where(left_out, measured, -torch.inf), False
+            one.measured = torch.where(left_out, measured, -torch.inf)
 
-    def _refuse_changed(self, changes: list[float]) -> None:
-        """Raise if an attention's vectors are not those of its projections, by the change of each attention.
+    def _refuse_changed(self, faults: list[float]) -> None:
+        """Raise if an attention's vectors are not those of its projections, by the faults of each attention.
 
         Raises:
             UnsupportedGradientError: Naming it.
         """
-        for one, change in zip(self._told(), changes, strict=True):
-            if change > 1:
+        for place, fault in enumerate(faults):
+            if fault > 1:
+                one, words = self._told()[place // len(_FAULT_WORDS)], _FAULT_WORDS[place % len(_FAULT_WORDS)]
                 raise UnsupportedGradientError(
-                    f"{one.title} does not attend with what its projections return: the norms of its query or key "
-                    "vectors are not one factor times those of the outputs. A normalisation between them (QK-norm) "
-                    "makes any rescaling of the weights useless, and needs none. A position that is added, or rows in "
-                    "another order, cannot be rescaled by rows of heads. Name the right layers, or leave this one "
-                    f"alone, projections={{{one.name!r}: None}}. Nothing was rescaled, and no step was taken."
+                    f"{one.title} {words} Name the right layers, or leave this one alone, "
+                    f"projections={{{one.name!r}: None}}. Nothing was rescaled, and no step was taken."
                 )
 
 
-_SIZE, _HEADS, _KEYS, _CHANGE, _HEADER = 0, 1, 2, 3, 4
-"""The header of `_Attention.measured`: the size of a head, how many heads and key heads there are, and how far vectors
-are from what the layers returned."""
+_clipped: "WeakSet[nn.Module]" = WeakSet()
+"""The query layers that a QKClip rescales."""
+
+_SIZE, _HEADS, _KEYS, _FAULTS, _HEADER = 0, 1, 2, slice(3, 6), 6
+"""The header of `_Attention.measured`: the size of a head, how many heads and key heads there are, and the faults: how
+far vectors are from what the layers returned, their factor from that of other calls, and values from keys; above 1 is
+too far."""
+
+_FAULT_WORDS = (
+    "does not attend with what its projections return: the norms of its query or key vectors are not one factor times "
+    "those of the outputs. A normalisation between them (QK-norm) makes any rescaling of the weights useless, and "
+    "needs none. A position that is added, or rows in another order, cannot be rescaled by rows of heads.",
+    "attends with what its projections return times a factor that differs between calls. A normalisation by a norm of "
+    "a whole tensor, head or batch makes any rescaling of the weights useless; a factor that is learned, or that "
+    "depends on the length, cannot be told from it.",
+    "attends with values that are its keys, which a rescaling of the keys would change.",
+)
+
+_TELLING = 8
+"""Numbers of a head from which on values that are a multiple of keys are so by no chance."""
 
 _NEGLIGIBLE = 1e-3
 """Outputs below this share of a head's largest are not compared: they may be rounding."""
@@ -246,6 +288,7 @@ class _Attention:
 
     Attributes:
         name: Of the module.
+        module: The module.
         query: The layer that makes queries; a `torch.nn.MultiheadAttention` itself.
         key: The layer that makes keys, the same one if it makes queries, keys and values.
         rotary: How many of a head's last dimensions have a key that all heads share (MLA).
@@ -253,16 +296,30 @@ class _Attention:
             each row that makes queries.
         shape: The size of a head, how many heads and how many key heads, once they are known.
         is_seen: Whether this process has heard a call since the last step.
+        is_missed: Whether projections ran in a training forward that attended without being heard.
     """
 
     name: str
+    module: nn.Module
     query: Any
     key: Any
     rotary: int = 0
     measured: Tensor | None = None
     shape: tuple[int, int, int] | None = None
     is_seen: bool = False
-    _outputs: dict[int, Tensor] = field(default_factory=dict)
+    is_missed: bool = False
+    _outputs: list[tuple[int, Tensor]] = field(default_factory=list)
+    _heard: int = 0
+    _factors: tuple[Tensor, Tensor] | None = None
+    _tolerance: float = 0.0
+    _paths: list[str] = field(default_factory=list)
+    _found: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Note what the weights and the names of the layers are now."""
+        self._paths = [next(n for n, m in self.module.named_modules() if m is one) for one in self.layers()]
+        if self.why_not_plain() is None:
+            self._found = self.parameters()
 
     @property
     def title(self) -> str:
@@ -294,18 +351,83 @@ class _Attention:
         shape = (_HEADER + len(weight),)
         return torch.full(shape, -torch.inf, dtype=wide_dtype(weight.device), device=weight.device)
 
+    def check(self) -> None:
+        """Refuse what has changed since the weights were found.
+
+        Raises:
+            UnsupportedGradientError: If a layer or weight is another one, or no plain one.
+        """
+        self._refuse(self._why_replaced() or self.why_not_plain())
+        if list(map(id, self.parameters())) != list(map(id, self._found)):
+            self._refuse("has another weight or bias than when the QKClip was attached")
+
+    def _refuse(self, why: str | None) -> None:
+        if why is not None:
+            raise UnsupportedGradientError(
+                f"a projection of {self.title} {why}. Attach a QKClip to the model as it is to be trained, or leave "
+                f"the attention alone with projections={{{self.name!r}: None}}."
+            )
+
+    def _why_replaced(self) -> str | None:
+        for path, layer in zip(self._paths, self.layers(), strict=True):
+            if reduce(lambda module, name: getattr(module, name, None), path.split("."), self.module) is not layer:
+                return "was replaced after the QKClip was attached"
+        return None
+
+    def why_not_plain(self) -> str | None:
+        """Return why rescaling its weight need not rescale what a layer returns; None if all layers are plain."""
+        names = ["weight"]
+        if isinstance(self.query, nn.MultiheadAttention):
+            names = ["in_proj_weight"] if self.query._qkv_same_embed_dim else ["q_proj_weight", "k_proj_weight"]
+        for layer in self.layers():
+            if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
+                return (
+                    f"is a {type(layer).__name__} whose output need not scale with its weight (an adapter, a forward "
+                    "of its own): expected a plain torch.nn.Linear"
+                )
+        for layer in self.layers() or [self.query]:
+            if any(parameter_slots(layer).get(name) is None for name in names):
+                return (
+                    f"is a {type(layer).__name__} whose weight is computed from other parameters (weight_norm, "
+                    "spectral_norm, another parametrization), so that its output need not scale with its weight"
+                )
+        if not all(one.requires_grad for one in self.parameters()):
+            return "is frozen (requires_grad=False), and a rescaling would change it"
+        return None
+
+    def parameters(self) -> list[Tensor]:
+        """Return the weights and biases."""
+        return [one for one in (*self.weights().values(), *self.biases().values()) if one is not None]
+
     def keep_outputs(self) -> list[RemovableHandle]:
-        """Keep what the layers return, before other hooks change it, until it attends."""
+        """Keep what the layers return in a forward of the module, before other hooks change it, until it attends."""
         return [
-            layer.register_forward_hook(ForwardHook(self._keep, place), prepend=True)
-            for place, layer in enumerate(self.layers())
+            self.module.register_forward_pre_hook(ForwardHook(self._enter), prepend=True),
+            self.module.register_forward_hook(ForwardHook(self._leave)),
+            *(
+                layer.register_forward_hook(ForwardHook(self._keep, place), prepend=True)
+                for place, layer in enumerate(self.layers())
+            ),
         ]
+
+    @never_compiled
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        del module, args
+        self._outputs, self._heard = [], 0
+
+    @never_compiled
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        del args, result
+        unheard = bool(self._outputs) if self.layers() else not self._heard
+        if unheard and module.training and torch.is_grad_enabled():
+            self.is_missed = True
+        self._outputs = []
 
     @never_compiled
     def _keep(self, place: int, layer: nn.Module, args: Any, output: Tensor) -> None:
         del layer, args
-        if torch.is_grad_enabled():
-            self._outputs[place] = local_part(output).detach().clone()  # which may be changed in place
+        if torch.is_grad_enabled() and output.numel():
+            self._outputs.append((place, local_part(output).detach().clone()))  # which may be changed in place
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
@@ -316,33 +438,46 @@ class _Attention:
         Raises:
             UnsupportedGradientError: If their shapes do not fit.
         """
-        outputs, self._outputs = self._outputs, {}
+        self._refuse(self._why_replaced())
+        kept, self._outputs = self._outputs, []
+        self._heard += 1
+        if call.is_empty:
+            self.is_seen = True
+            return
+        layers, outputs = self.layers(), dict(kept)
+        self._require(
+            len(outputs) == len(layers) == len(kept),
+            "attends more than once with what its projections return, or they run more than once in its forward",
+        )
         weights, size = self.weights(), call.query.shape[-1]
         rows = len(next(iter(weights.values())))
-        heads, change = call.query.shape[-3], 0.0
-        if self.layers():
-            self._require(len(outputs) == len(self.layers()), "attends more than once with what its projections return")
-            flat = [outputs[place].reshape(-1, outputs[place].shape[-1]) for place in range(len(outputs))]
-            if "q" in weights:
-                heads = flat[0].shape[-1] // size
-            call = _with_heads(call, heads)
-            change = self._change(call, flat, heads)
-        here, total = heads, heads
+        heads = here = call.query.shape[-3]
         if "q" in weights:
-            total = rows // size
-            keys = total if self.rotary else len(weights["k"]) // size
+            here = outputs[0].shape[-1] // size if layers else heads
+            heads = rows // size
+            keys = heads if self.rotary else len(weights["k"]) // size
         else:
             keys = (rows // size - heads) // 2
-        self.shape, self.is_seen = (size, total, keys), True
-        new, start = self.nothing(), self._first_head(here, total, weights)
-        for place, number in zip((_SIZE, _HEADS, _KEYS, _CHANGE), (*self.shape, change), strict=True):
+        shape = (size, heads, keys)
+        self._require(
+            self.shape in (None, shape), f"attends with {heads} heads of {size}, and has attended with other ones"
+        )
+        faults = [0.0, 0.0, 0.0]
+        if layers:
+            call = _with_heads(call, here)
+            faults = self._faults(
+                call, [outputs[i].reshape(-1, outputs[i].shape[-1]) for i in range(len(layers))], here
+            )
+        self.shape, self.is_seen = shape, True
+        new, start = self.nothing(), self._first_head(here, heads, weights)
+        for place, number in enumerate((*shape, *faults)):
             new[place] = number
         largest = torch.nan_to_num(largest_logits(call, exact).to(new), -torch.inf, -torch.inf)
         new[_HEADER + start * size : _HEADER + (start + here) * size] = largest.repeat_interleave(size)
         self.measured = new if self.measured is None else torch.maximum(self.measured, new)
 
-    def _change(self, call: AttentionCall, outputs: Sequence[Tensor], heads: int) -> Tensor:
-        """Return how far norms of what attends are from one factor times those of the outputs; above 1 is too far."""
+    def _faults(self, call: AttentionCall, outputs: Sequence[Tensor], heads: int) -> list[Tensor]:
+        """Return what `_FAULT_WORDS` says of, above 1 where it is so."""
         size, own = call.query.shape[-1], call.query.shape[-1] - self.rotary
         query, key, attending = outputs[0], outputs[-1], call.key.shape[-3]
         if query is key:
@@ -363,11 +498,18 @@ class _Attention:
         self._require(
             all(a.numel() == b.numel() for a, b in pairs), "attends with other tokens than its projections see"
         )
-        changes = [_ratios_apart(*pair) for pair in pairs if pair[0].numel()]
+        tolerance = max(_tolerance(*pair) for pair in pairs)
+        self._tolerance = max(self._tolerance, tolerance)
+        compared = [_ratios(*pair) for pair in pairs if pair[0].numel()]
+        changes = [apart / tolerance for apart, _ in compared]
         if self.rotary:
             shared = call.key[..., own:]
             changes.append(torch.where((shared == shared[:, :1]).all(), 0.0, torch.inf))
-        return torch.stack(changes).amax()
+        factors = torch.cat([compared[0][1] * call.scale, *(factor for _, factor in compared[1:])])
+        least, most = [one.to(factors) for one in self._factors or (factors, factors)]
+        self._factors = least, most = torch.fmin(least, factors), torch.fmax(most, factors)
+        drift = torch.nan_to_num((most / least - 1).abs(), 0.0).amax() / self._tolerance
+        return [torch.stack(changes).amax(), drift, _are_keys(call, keyed)]
 
     def _require(self, fits: bool, what: str) -> None:
         if not fits:
@@ -395,17 +537,18 @@ class _Attention:
         Raises:
             UnsupportedGradientError: If no process has seen an attention whose weights have gradients.
         """
-        if self.is_seen or self.measured is None:
+        if self.measured is None or (self.is_seen and not self.is_missed):
             return
-        header = self.measured[:_CHANGE].tolist()
-        if header[0] > 0:
+        header = self.measured[: _FAULTS.start].tolist()
+        if header[0] > 0 and not self.is_missed:
             self.shape = (int(header[0]), int(header[1]), int(header[2]))
-        elif any(gradient_of(weight) is not None for weight in self.weights().values()):
+        elif self.is_missed or any(gradient_of(weight) is not None for weight in self.weights().values()):
             raise UnsupportedGradientError(
                 f"{self.title} has gradients, and no call of torch.nn.functional.scaled_dot_product_attention was seen "
-                "in it since the last step, while it was in training mode: its logits are not known. Expected calls of "
-                "that function (of torch.nn.MultiheadAttention: need_weights=False), model.train(), and the QKClip "
-                "attached before torch.compile; FlexAttention and other kernels are not seen. Or leave it alone with "
+                "in it since the last step, or in one of its forwards, while it was in training mode: its logits are "
+                "not known. Expected calls of that function (of torch.nn.MultiheadAttention: need_weights=False), "
+                "model.train(), and the QKClip attached before torch.compile; FlexAttention and other kernels are not "
+                "seen. Or leave it alone with "
                 f"projections={{{self.name!r}: None}}. Nothing was rescaled, and no step was taken."
             )
 
@@ -443,31 +586,56 @@ def _with_heads(call: AttentionCall, heads: int) -> AttentionCall:
     """Return ``call`` with four dimensions, where the first of three is the batch times ``heads``."""
     if call.query.dim() != 3 or call.query.shape[0] % heads:
         return call
-    query, key = (one.unflatten(0, (-1, heads)) for one in (call.query, call.key))
+    query, key, value = (one.unflatten(0, (-1, heads)) for one in (call.query, call.key, call.value))
     mask = call.mask
     if mask is not None and mask.dim() == 3 and mask.shape[0] > 1:
         mask = mask.unflatten(0, (-1, heads))
-    return call._replace(query=query, key=key, mask=mask)
+    return call._replace(query=query, key=key, value=value, mask=mask)
 
 
-def _ratios_apart(vectors: Tensor, outputs: Tensor) -> Tensor:
-    """Return by how much the ratio of norms differs between the tokens of a head, in units of what rounding may do.
+def _tolerance(vectors: Tensor, outputs: Tensor) -> float:
+    """Return what rounding may do to a ratio of norms."""
+    return 0.02 if 2 in (vectors.element_size(), outputs.element_size()) else 1e-3
+
+
+def _ratios(vectors: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return by how much the ratio of norms differs between the tokens of a head, and their mean for each head.
 
     Args:
         vectors: Of shape (batch, heads, tokens, size).
         outputs: Of shape (batch * tokens, heads, size), or with the tokens outside.
     """
-    tolerance = 0.02 if 2 in (vectors.element_size(), outputs.element_size()) else 1e-3
     wide = torch.promote_types(torch.promote_types(vectors.dtype, outputs.dtype), torch.float32)
     norms, of_outputs = (torch.linalg.vector_norm(one, dim=-1, dtype=wide) for one in (vectors, outputs))
     compared = of_outputs > _NEGLIGIBLE * of_outputs.amax(0)
-    changes: list[Tensor] = []
+    found: list[Tensor] = []
     for order in (norms.transpose(1, 2), norms.permute(2, 0, 1)):
         ratios = order.reshape(of_outputs.shape) / of_outputs
         known = compared & ratios.isfinite()
         most, least = torch.where(known, ratios, 0.0).amax(0), torch.where(known, ratios, torch.inf).amin(0)
-        changes.append(((most / least - 1) / tolerance).amax())
-    return torch.minimum(*changes)
+        mean = torch.where(known, ratios, 0.0).sum(0) / known.sum(0)
+        found.append(torch.stack([(most / least - 1).amax().expand_as(mean), mean]))
+    first, second = found
+    apart, mean = torch.where(second[0] < first[0], second, first)
+    return apart[0], mean
+
+
+def _are_keys(call: AttentionCall, outputs: Tensor) -> Tensor:
+    """Return infinity if the values of a head are a multiple of its keys, attending or as returned; otherwise 0.
+
+    Args:
+        call: The call.
+        outputs: The keys as returned, of shape (batch * tokens, heads, size), or with the tokens outside.
+    """
+    found = torch.zeros((), device=outputs.device)
+    for order in ((0, 2, 1, 3), (2, 0, 1, 3)):
+        values, keys = (one.permute(order).flatten(0, 1).float() for one in (call.value, call.key))
+        for other in (keys, outputs.float()):
+            if values.shape == other.shape and len(other) * other.shape[-1] >= _TELLING:
+                product = (values * other).sum((0, 2))
+                squares = values.square().sum((0, 2)) * other.square().sum((0, 2))
+                found = torch.where(((squares > 0) & (product.square() > (1 - 1e-4) * squares)).any(), torch.inf, found)
+    return found
 
 
 # Where the projections are.
@@ -488,7 +656,7 @@ def _found(model: nn.Module, given: Mapping[str, Projections | None]) -> dict[st
         found |= {name: None if layers is None else _named(name, modules[name], layers) for name in fitting}
     for name, module in modules.items():
         if name not in found and (usual := _usual(name, module)) is not None:
-            trained = any(weight.requires_grad for weight in usual.weights().values())
+            trained = any(one.requires_grad for one in usual.parameters())
             found[name] = usual if trained else None
     if not any(found.values()):
         raise InvalidValueError(
@@ -501,11 +669,11 @@ def _found(model: nn.Module, given: Mapping[str, Projections | None]) -> dict[st
 
 def _usual(name: str, module: nn.Module) -> _Attention | None:
     if type(module).forward is nn.MultiheadAttention.forward:
-        return _Attention(name, module, module)
+        return _Attention(name, module, module, module)
     for names in _USUAL:
         layers = [getattr(module, one, None) for one in names]
         if all(isinstance(layer, nn.Linear) for layer in layers):
-            return _Attention(name, layers[0], layers[-1])
+            return _Attention(name, module, layers[0], layers[-1])
     return None
 
 
@@ -521,27 +689,25 @@ def _named(name: str, module: nn.Module, layers: Any) -> _Attention:
         query, key = (module.get_submodule(one) for one in names[:2])
     except AttributeError as error:
         raise InvalidValueError(f"projections of {name!r}: {error}.") from None
-    return _Attention(name, query, key, rotary)
+    return _Attention(name, module, query, key, rotary)
 
 
-def _check_weights(attentions: Sequence[_Attention], optimizer: Optimizer) -> None:
+def _check_weights(model: nn.Module, attentions: Mapping[str, _Attention | None], optimizer: Optimizer) -> None:
     """Check that a step of ``optimizer`` moves the weights of each attention, and that rescaling rows rescales outputs.
 
     Raises:
-        InvalidValueError: If weights are another optimizer's, or shared.
-        UnsupportedGradientError: If a layer is no plain linear one.
+        InvalidValueError: If weights are another optimizer's, shared, or those of another QKClip.
+        UnsupportedGradientError: If a layer is no plain linear one, or frozen.
     """
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    seen: dict[int, str] = {}
-    for one in attentions:
-        for layer in one.layers():
-            plain = type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
-            if not plain or "weight" not in parameter_slots(layer):
-                raise UnsupportedGradientError(
-                    f"a projection of {one.title} is a {type(layer).__name__} whose output need not scale with its "
-                    "weight (an adapter, a parametrization, a forward of its own): expected a plain torch.nn.Linear. "
-                    f"Leave it alone with projections={{{one.name!r}: None}}."
-                )
+    places = _places(model, [name for name, one in attentions.items() if one is None])
+    for one in filter(None, attentions.values()):
+        one.check()
+        if one.query in _clipped:
+            raise InvalidValueError(
+                f"the logits of {one.title} are clipped by another QKClip already: detach() that one first, or leave "
+                f"the attention alone with projections={{{one.name!r}: None}}."
+            )
         if isinstance(one.query, nn.MultiheadAttention) and one.query.bias_k is not None:
             raise UnsupportedGradientError(
                 f"{one.title} has add_bias_kv=True: a key that no projection makes. Leave it alone with "
@@ -560,9 +726,20 @@ def _check_weights(attentions: Sequence[_Attention], optimizer: Optimizer) -> No
                     "the optimizer that steps them, made of the model as it is now. Where several optimizers share "
                     f"them, make a QKClip for each with projections={{{one.name!r}: None}} for those of others."
                 )
-        for parameter in (*one.weights().values(), *one.biases().values()):
-            if parameter is not None and seen.setdefault(id(parameter), one.name) != one.name:
+        for tied in (*one.layers(), *one.parameters()):
+            if len(names := places.get(id(tied), [])) > 1:
                 raise InvalidValueError(
-                    f"{one.title} and {seen[id(parameter)] or 'the model'} share a projection, which would be rescaled "
-                    "twice. Leave one of them alone, None in projections, if it is the same attention."
+                    f"{one.title} has a projection in several places, {' and '.join(names)}, where a rescaling would "
+                    "change what it is not meant to. Give each place a layer and a weight of its own, or leave the "
+                    "attention alone, None in projections."
                 )
+
+
+def _places(model: nn.Module, left_alone: Sequence[str]) -> dict[int, list[str]]:
+    """Return the names of each layer in its parents, and of each parameter in its layers, by ``id``."""
+    places: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        if not any(name == one or name.startswith(f"{one}.") or not one for one in left_alone):
+            for kind, part in (*layer_slots(module).items(), *parameter_slots(module).items()):
+                places.setdefault(id(part), []).append(f"{name}.{kind}".lstrip("."))
+    return places
