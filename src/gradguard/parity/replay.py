@@ -135,7 +135,8 @@ class Replay:
         self._tensors = [p for p in model.parameters() if p.requires_grad]
         self._parameters = parameters
         self._states = generator_states()
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        named = [(m._buffers, n, b) for m in model.modules() for n, b in m._buffers.items()]
+        self._buffers = [(at, n, b, None if b is None else b.detach().clone()) for at, n, b in named]
 
     def run(self, step: Callable[[], Any], scale: float = 1.0) -> tuple[Any, Backwards]:
         """Return what ``step()`` returns, from the same state each time, and its backward passes; gradients stay.
@@ -155,8 +156,10 @@ class Replay:
             for tensor in self._tensors:
                 if (kept := gradient_of(tensor)) is not None:
                     kept.zero_()
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
+            for held, name, buffer, before in self._buffers:
+                held[name] = buffer  # which a step may have replaced
+                if buffer is not None and before is not None:
+                    buffer.copy_(before)
         restore_generators(self._states)
 
     def has_drawn(self) -> bool:
