@@ -60,7 +60,7 @@ def compare(reference: Run, new: Run) -> ParityReport:
     begins = _other_weights(a, b)
     faults = begins if begins and later else _first_apart(stages, facts)
     doubts = [*(() if later else begins), *_other_masks(a, b, first.outcomes), *_unknown_stages(a, b, stages)]
-    doubts += _unshown_settings(a, b)
+    doubts += [] if faults else _unshown_settings(a, b)
     doubts += [_AFTER_CLIP] if a.clipped or b.clipped else []
     notes = (*_notes(a, b, first.outcomes, faults), *_about_stages(a, b, stages, faults))
     return ParityReport(_verdict(faults, doubts), (*faults, *doubts), notes, tuple(first.outcomes), tuple(later))

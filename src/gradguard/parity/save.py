@@ -53,9 +53,11 @@ def save_gradients(
     With ``optimizer=`` it keeps the whole step, ``steps`` times over, each tensor with its own bar: the optimizer's
     state and the buffers at first, the gradients that the optimizer takes, state and buffers then, and by how much
     weights change. A loss scale of a GradScaler is taken off the gradients: ``update`` must unscale, not ``step``. Two
-    runs more move gradients up and down by 16 times what rounding does: an update may jump where a gradient is nearly zero.
+    runs more move gradients up and down by 16 times what rounding does: an update may jump where a gradient is nearly
+    zero.
 
-    **Guarantees.** Weights, optimizers, their schedulers of PyTorch, GradScalers, ``others``, buffers and random generators are as before, to the last bit, also when
+    **Guarantees.** Weights, optimizers, their schedulers of PyTorch, GradScalers, ``others``, buffers and random
+    generators are as before, to the last bit, also when
     ``step`` raises; gradients are None, and Megatron's ``main_grad`` is zero. Each run begins with the same of all, so
     dropout draws the same masks. Nothing is gathered but the sketches: temporaries have 65,536 elements; buffers are
     copied, and with ``optimizer=`` weights and states, to the CPU.

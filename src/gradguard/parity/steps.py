@@ -330,7 +330,7 @@ class TrainingSteps:
 
 
 def schedulers_of(optimizers: Sequence[Optimizer]) -> list[Any]:
-    """Return the live schedulers of PyTorch that belong to ``optimizers``, and every live GradScaler: an update may step them."""
+    """Return the live schedulers of PyTorch that belong to ``optimizers``, and every live GradScaler."""
     kinds, known = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler), {id(one) for one in optimizers}
     found = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
     return [one for one in found if isinstance(one, kinds[1]) or id(vars(one).get("optimizer")) in known]
