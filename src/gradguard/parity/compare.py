@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradguard.errors import RecordError
-from gradguard.parity.judge import BARS, Facts, Outcome, Outcomes, judge, name_of_factor
+from gradguard.parity.judge import BARS, SKETCH_ROUNDING, Facts, Outcome, Outcomes, judge, name_of_factor
 from gradguard.parity.report import ParityFinding, ParityReport, Stage, Verdict, names
-from gradguard.parity.saved import START, STATE, UPDATE, SavedGradients, read
-from gradguard.parity.vectors import minus, norm
+from gradguard.parity.saved import BUFFER, FROZEN, START, STATE, UPDATE, SavedGradients, SavedParameter, read
+from gradguard.parity.vectors import Vector, minus, norm
 from gradguard.words import counted, listed
 
 Findings = Sequence[ParityFinding]
@@ -32,6 +32,8 @@ _AFTER_CLIP = ParityFinding(
 _MASKS_COUNT = ("different", "rows", "mixture", "ranks")  # what other dropout masks would look like, too
 _DECISIVE = ("missing", "extra", "shape", "ranks", "rows", "mixture", "factor", "dead", "nonfinite", "different")
 """Kinds, what explains others first."""
+_KERNELS = {"foreach", "fused", "capturable", "differentiable"}
+_SAME_SETTING = 2.0**-23  # as a number that a tensor holds
 _UNDECIDED = {"unknown", "noisy"}
 _FOLLOWING = ("different", "ranks")  # how gradients look that come from wrong ones
 
@@ -58,6 +60,7 @@ def compare(reference: Run, new: Run) -> ParityReport:
     begins = _other_weights(a, b)
     faults = begins if begins and later else _first_apart(stages, facts)
     doubts = [*(() if later else begins), *_other_masks(a, b, first.outcomes), *_unknown_stages(a, b, stages)]
+    doubts += [] if faults else _unshown_settings(a, b)
     doubts += [_AFTER_CLIP] if a.clipped or b.clipped else []
     notes = (*_notes(a, b, first.outcomes, faults), *_about_stages(a, b, stages, faults))
     return ParityReport(_verdict(faults, doubts), (*faults, *doubts), notes, tuple(first.outcomes), tuple(later))
@@ -72,22 +75,27 @@ def _later_stages(a: SavedGradients, b: SavedGradients, facts: Facts) -> list[St
     """Compare what both runs have kept; of the optimizers' state what both optimizers keep at any time."""
     shared = _kept_by(a) & _kept_by(b)
     found = []
-    for name in a.stages:
-        if name in b.stages:
+    for name in a.later:
+        if name in b.later:
             outcomes = _outcomes(a.stages[name], b.stages[name], facts)
             is_state = name.startswith(STATE)
-            kept = tuple(o for o in outcomes if not is_state or _key_of(o.name) in shared)
+            kept = tuple(o for o in outcomes if not is_state or (_key_of(o.name) in shared and not _is_zero_buffer(o)))
             found += [Stage(name, kept)] if kept else []
     return found
 
 
 def _kept_by(run: SavedGradients) -> set[str]:
-    return {_key_of(p.name) for name, one in run.stages.items() if name.startswith(STATE) for p in one.parameters}
+    return {_key_of(p.name) for name, one in run.later.items() if name.startswith(STATE) for p in one.parameters}
+
+
+def _is_zero_buffer(outcome: Outcome) -> bool:
+    """Whether it is a buffer of zeros in both runs, which is known to be equal, and says nothing."""
+    return outcome.name.startswith(BUFFER) and outcome.kind == "blind" and outcome.bar == math.inf
 
 
 def _key_of(name: str) -> str:
     """Return which number of an optimizer's state ``name`` is: "exp_avg" of "exp_avg of 0.weight"."""
-    return name.partition(" of ")[0]
+    return name if name.startswith(BUFFER) else name.partition(" of ")[0]
 
 
 def _first_apart(stages: Sequence[Stage], facts: Facts) -> list[ParityFinding]:
@@ -103,12 +111,12 @@ def _first_apart(stages: Sequence[Stage], facts: Facts) -> list[ParityFinding]:
 def _unknown_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage]) -> list[ParityFinding]:
     """Return why a stage counts as not compared: one run lacks it, or nothing is known of half of it."""
     found = [replace(one, stage=stage.name) for stage in stages for one in _mostly_blind(stage)][:1]
-    lacking = [n for n in {**a.stages, **b.stages} if (n in a.stages) != (n in b.stages) and not n.startswith(STATE)]
+    lacking = [n for n in {**a.later, **b.later} if (n in a.later) != (n in b.later) and not n.startswith(STATE)]
     if lacking:
         said = f"one run alone has saved {listed(lacking, 2)}: save both with optimizer=, and as many steps"
         found.append(ParityFinding("blind", said))
-    both = a.stages.keys() & b.stages.keys()
-    if both and f"{UPDATE} 2" not in both and _kept_by(a) != _kept_by(b):
+    both, alone = a.later.keys() & b.later.keys(), _kept_by(a) ^ _kept_by(b)
+    if both and f"{UPDATE} 2" not in both and any(not one.startswith(BUFFER) for one in alone):
         found.append(ParityFinding("blind", "optimizers keep other things, which one step does not show: save several"))
     return found
 
@@ -116,6 +124,10 @@ def _unknown_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage
 def _about_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage], faults: Findings) -> list[str]:
     """Return notes: settings of optimizers that differ, what follows from a fault, what the whole step has shown."""
     notes = [] if len(stages) == 1 else _other_settings(a, b)
+    if left_out := [*dict.fromkeys((*a.left_out, *b.left_out))]:
+        notes.append(
+            f"not compared: {names(left_out)}; what is neither a weight, a buffer nor an optimizer's is not seen"
+        )
     if faults and (apart := [stage for stage in stages if any(o.is_wrong for o in stage.outcomes)][1:]):
         counts = [f"{sum(o.is_wrong for o in s.outcomes):,} of {len(s.outcomes):,} in {s.name}" for s in apart]
         notes.append(f"what may follow from it: {listed(counts, 3)}")
@@ -138,22 +150,39 @@ def _least_power(stages: Sequence[Stage]) -> str:
 
 def _other_settings(a: SavedGradients, b: SavedGradients) -> list[str]:
     """Return a note for each setting of the optimizers that differs, such as the weight decay of some parameters."""
-    others: dict[tuple[str, float, float], list[str]] = {}
-    for name in a.settings.keys() & b.settings.keys():
-        x, y = a.settings[name], b.settings[name]
-        for key in x.keys() & y.keys():
-            if x[key] != y[key]:
-                others.setdefault((key, x[key], y[key]), []).append(name)
     notes = [
         f"the optimizer's {key} is {x:g} in the reference and {y:g} in the new run, of {names(sorted(of))}"
-        for (key, x, y), of in sorted(others.items())
+        for (key, x, y), of in sorted(_settings_apart(a, b).items())
     ]
     for who, here, there in (("the reference", a, b), ("the new run", b, a)):
         if alone := sorted(here.settings.keys() - there.settings.keys()):
             notes.append(f"the optimizer takes a gradient of these in {who} alone: {names(alone)}")
         if alone := sorted(_kept_by(here) - _kept_by(there)):
-            notes.append(f"{who} alone has in its optimizer's state, which is not compared: {names(alone)}")
+            notes.append(f"{who} alone has in its optimizer's state or buffers, which is not compared: {names(alone)}")
     return notes
+
+
+def _settings_apart(a: SavedGradients, b: SavedGradients) -> dict[tuple[str, float, float], list[str]]:
+    """Return the parameters of each setting that differs, with both values; which kernel steps is none."""
+    others: dict[tuple[str, float, float], list[str]] = {}
+    for name in a.settings.keys() & b.settings.keys():
+        x, y = a.settings[name], b.settings[name]
+        for key in (x.keys() & y.keys()) - _KERNELS:
+            if not math.isclose(x[key], y[key], rel_tol=_SAME_SETTING):
+                others.setdefault((key, x[key], y[key]), []).append(name)
+    return others
+
+
+def _unshown_settings(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
+    """Return a doubt where settings differ: no number of steps shows each of them."""
+    apart = _settings_apart(a, b)
+    if not apart:
+        return []
+    said = (
+        f"the optimizer's {listed(sorted({key for key, _, _ in apart}), 4)} differ, which the saved steps may not show"
+    )
+    of = sorted({name for some in apart.values() for name in some})
+    return [ParityFinding("settings", f"{said}: save more steps, or set both alike", tuple(of))]
 
 
 def facts_of(a: SavedGradients, b: SavedGradients) -> Facts:
@@ -264,17 +293,25 @@ def _about_others(group: Outcomes) -> str:
 
 def _other_weights(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
     """Weights that differ by more than the rounding of the coarser dtype: then gradients need not agree."""
-    of_b = {q.name: (q, y) for q, y in zip(b.parameters, b.sketches["weights"][0], strict=True)}
+    of_b = _weights_of(b)
     wrong = []
-    for p, x in zip(a.parameters, a.sketches["weights"][0], strict=True):
-        q, y = of_b.get(p.name, (p, x))
-        coarse = max(p.weight_rounding, q.weight_rounding)
+    for name, (p, x) in _weights_of(a).items():
+        q, y = of_b.get(name, (p, x))
+        coarse = max(p.weight_rounding, q.weight_rounding, SKETCH_ROUNDING)
         if p.shape == q.shape and not norm(minus(x, y)) <= 2 * coarse * norm(x):
-            wrong.append(p.name)
+            wrong.append(name)
     if not wrong:
         return []
     said = "the two runs have other weights, so their gradients need not agree; load one checkpoint into both"
     return [ParityFinding("weights", said, tuple(wrong))]
+
+
+def _weights_of(run: SavedGradients) -> dict[str, tuple[SavedParameter, Vector]]:
+    """Return each weight's description and sketch, by name, of frozen ones too."""
+    frozen = run.stages.get(FROZEN)
+    pairs = [*zip(run.parameters, run.sketches["weights"][0], strict=True)]
+    pairs += zip(frozen.parameters, frozen.sketches["gradient"][0], strict=True) if frozen else ()
+    return {p.name: (p, sketch) for p, sketch in pairs}
 
 
 def _other_masks(a: SavedGradients, b: SavedGradients, outcomes: Outcomes) -> list[ParityFinding]:

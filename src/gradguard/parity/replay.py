@@ -135,7 +135,8 @@ class Replay:
         self._tensors = [p for p in model.parameters() if p.requires_grad]
         self._parameters = parameters
         self._states = generator_states()
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        named = [(m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False)]
+        self._buffers = [(module, name, buffer, buffer.detach().clone()) for module, name, buffer in named]
 
     def run(self, step: Callable[[], Any], scale: float = 1.0) -> tuple[Any, Backwards]:
         """Return what ``step()`` returns, from the same state each time, and its backward passes; gradients stay.
@@ -155,7 +156,8 @@ class Replay:
             for tensor in self._tensors:
                 if (kept := gradient_of(tensor)) is not None:
                     kept.zero_()
-            for buffer, before in self._buffers:
+            for module, name, buffer, before in self._buffers:
+                setattr(module, name, buffer)  # which a step may have replaced
                 buffer.copy_(before)
         restore_generators(self._states)
 

@@ -20,7 +20,7 @@ class ParityFinding:
 
     ``kind`` is ``"missing"``, ``"extra"``, ``"shape"``, ``"nonfinite"``, ``"dead"``, ``"ranks"``, ``"factor"``,
     ``"rows"``, ``"mixture"``, ``"different"``, ``"noisy"`` or ``"unknown"``; or, of the runs themselves,
-    ``"weights"``, ``"random"``, ``"blind"`` or ``"clip"``.
+    ``"weights"``, ``"random"``, ``"blind"``, ``"settings"`` or ``"clip"``.
     """
 
     kind: str

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -15,9 +16,9 @@ from torch.optim import Optimizer
 from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.parity.replay import Replay, again, digest, precision_of
-from gradguard.parity.saved import SavedGradients, write
+from gradguard.parity.saved import FROZEN, SavedGradients, write
 from gradguard.parity.scales import DOUBLED, is_linear, scale_of
-from gradguard.parity.shards import LocalParameter, ShardOf, gathered, local_parameters
+from gradguard.parity.shards import LocalParameter, ShardOf, frozen_parameters, gathered, local_parameters
 from gradguard.parity.steps import TrainingSteps
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 
@@ -50,10 +51,13 @@ def save_gradients(
     at the loss is multiplied by a number between 1 and 2, which is taken off again: so each sum rounds anew.
 
     With ``optimizer=`` it keeps the whole step, ``steps`` times over, each tensor with its own bar: the optimizer's
-    state at first, the gradients that the optimizer takes, its state then, and by how much weights change. Two runs
-    more move gradients up and down by 16 times what rounding does: an update may jump where a gradient is nearly zero.
+    state and the buffers at first, the gradients that the optimizer takes, state and buffers then, and by how much
+    weights change. A loss scale of a GradScaler is taken off the gradients: ``update`` must unscale, not ``step``. Two
+    runs more move gradients up and down by 16 times what rounding does: an update may jump where a gradient is nearly
+    zero.
 
-    **Guarantees.** Weights, optimizers, buffers and random generators are as before, to the last bit, also when
+    **Guarantees.** Weights, optimizers, their schedulers of PyTorch, GradScalers, ``others``, buffers and random
+    generators are as before, to the last bit, also when
     ``step`` raises; gradients are None, and Megatron's ``main_grad`` is zero. Each run begins with the same of all, so
     dropout draws the same masks. Nothing is gathered but the sketches: temporaries have 65,536 elements; buffers are
     copied, and with ``optimizer=`` weights and states, to the CPU.
@@ -85,7 +89,9 @@ def save_gradients(
         update: What follows backward in the training loop: the clip, the optimizer's step, ``zero_grad``. By default
             the optimizers' ``step`` and ``zero_grad``.
         steps: How many updates, each after another call of ``step``.
-        others: What else ``update`` changes, with ``state_dict`` and ``load_state_dict``: a scheduler, a GradScaler.
+        others: What else ``update`` changes, with ``state_dict`` and ``load_state_dict``: an average of the weights, a
+            scheduler that is not PyTorch's. It is put back, and not compared. What is forgotten here stays changed, and
+            is refused only if it makes updates differ.
 
     Returns:
         What was saved, the same on all processes.
@@ -118,12 +124,17 @@ def save_gradients(
     _check_arguments(model, step, perturbed, parts or {}, facts or {})
     _check_update(optimizers, update, steps, others)
     local = local_parameters(model, shard_of)
-    training = TrainingSteps(local, optimizers, update or _plain(optimizers), steps, others) if optimizers else None
+    training = None
+    if optimizers:
+        buffers_of = None if shard_of else model  # whose parts nothing tells
+        training = TrainingSteps(local, optimizers, update or _plain(optimizers), steps, others, buffers_of)
     run = _Run(model, local, rows, training)
+    frozen = _frozen(frozen_parameters(model, shard_of))
     try:
         saved = run.measure(step, perturbed, parts or {}, facts or {}, dtype)
     finally:
         run.replay.restore()
+    saved = replace(saved, stages={**frozen, **saved.stages}, left_out=training.left_out if training else ())
     if file is not None and rank_and_size()[0] == 0:
         write(file, saved)
     return saved
@@ -155,6 +166,16 @@ def _check_update(optimizers: Sequence[Any], update: object, steps: int, others:
         raise InvalidValueError(f"steps={steps}: expected at least 1.")
     if wrong := [one for one in others if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict"))]:
         raise InvalidTypeError(f"others: {type(wrong[0]).__name__} has no state_dict and load_state_dict.")
+
+
+def _frozen(local: Sequence[LocalParameter]) -> dict[str, SavedGradients]:
+    """Return the weights that are not trained as a stage of its own; none on any process, no stage."""
+    whole = WholeParameters(local, may_be_none=True)
+    weights = whole.weights(local_weights(local))
+    if not weights:
+        return {}
+    parameters = whole.about([about(p) for p in local], 1)
+    return {FROZEN: replace(whole.saved(parameters, {"gradient": [weights]}, {}), versions={}, facts={})}
 
 
 def _plain(optimizers: Sequence[Optimizer]) -> Step:
@@ -200,6 +221,8 @@ class _Run:
         dtype: torch.dtype | None,
     ) -> SavedGradients:
         weights = self._whole.weights(local_weights(self._local))
+        if self._training is not None:
+            self._training.begin()
         before = digest(self._local)
         with precision_of(self._model) as seen:
             first = self._seen(step)
@@ -209,7 +232,7 @@ class _Run:
                 "step() changes the weights, which cannot be undone: let it run forward and backward, and leave "
                 "optimizer.step() out. The weights are those after it."
             )
-        contrasts = self._whole.contrasts(local_gradients(self._local))
+        contrasts = self._whole.contrasts(self._gradients())
         parameters = self._whole.about([about(p) for p in self._local], first.backwards)
         if not any(p.has_gradient for p in parameters):
             raise InvalidValueError(
@@ -275,10 +298,16 @@ class _Run:
 
     def _seen(self, step: Step, scale: float = 1.0) -> _Seen:
         """Run the step with the gradient at the loss scaled, and return its results with the scale taken off."""
-        returned, watched = self.replay.run(step, scale)
-        gradients = self._whole.reduced(local_gradients(self._local), 1 / scale)
+        with self._training.hearing() if self._training else nullcontext():
+            returned, watched = self.replay.run(step, scale)
+        gradients = self._whole.reduced(self._gradients(), 1 / scale)
+        scale *= self._training.loss_scale if self._training else 1.0
         rows = [self._whole.rows(name, 1 / scale) for name in self._rows]
         return _Seen(self._loss(returned), gradients, rows, max(1, watched.count))
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """The sketches of this process' gradients; with an update that takes a loss scale off, without it."""
+        return self._training.unscaled_gradients(self._local) if self._training else local_gradients(self._local)
 
     def _loss(self, returned: Any) -> float:
         """The mean over processes; NaN if a step returns no number."""

@@ -32,7 +32,11 @@ from gradguard.parity.vectors import Vector
 FORMAT = 1
 STATE, UPDATE = "state", "update of step"
 START = f"{STATE} before step 1"
-"""The stage of the optimizers' state that a run begins with."""
+"""The stage of the state that a run begins with: of optimizers, and buffers."""
+BUFFER = "buffer "
+"""What the name of a buffer begins with among the tensors of a state."""
+FROZEN = "frozen weights"
+"""Not a stage of the step: the weights that are not trained."""
 
 _KEY = "gradguard_parity"
 _ROWS, _STAGES = "rows/", "stages/"
@@ -94,6 +98,13 @@ class SavedGradients:
     """By parameter: the numbers among its optimizer's settings."""
     stages: Mapping[str, "SavedGradients"] = field(default_factory=dict, repr=False)
     """The rest of the step, in order: by stage, its tensors (those of the optimizer's state, say) as a saved run."""
+    left_out: tuple[str, ...] = ()
+    """What of the state is not compared, in words."""
+
+    @property
+    def later(self) -> Mapping[str, "SavedGradients"]:
+        """The stages without the frozen weights."""
+        return {name: one for name, one in self.stages.items() if name != FROZEN}
 
     def measured(self, index: int) -> Measured:
         """Return what is known of one parameter, as the comparison takes it."""
@@ -216,7 +227,7 @@ _ABOUT: Mapping[str, Rule] = {
     "parts": lambda value: tuple(list_of(text)(value)), "facts": mapping_of(_real(float_info.min)),
     "losses": lambda value: tuple(list_of(_loss)(value)), "random": truth, "epsilon": _real(0, 1),
     "hash_version": whole(0, 2**31), "versions": mapping_of(text), "clipped": truth,
-    "settings": mapping_of(mapping_of(_real(-LARGEST))),
+    "settings": mapping_of(mapping_of(_real(-LARGEST))), "left_out": lambda value: tuple(list_of(text)(value)),
 }  # fmt: skip
 
 

@@ -14,8 +14,9 @@ from gradguard.distributed.local_shard import LocalShard, cut_along, is_told, sh
 from gradguard.distributed.megatron import cut_of
 from gradguard.distributed.placements import added_up, gradient_of, local_part, placement_of
 from gradguard.distributed.processes import gather
-from gradguard.distributed.wrappers import FLAT, named_parameters
+from gradguard.distributed.wrappers import FLAT, named_parameters, plain_names
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.parity.saved import BUFFER
 from gradguard.torch_private import FlatShard, flat_shards_of, flattened_by_fsdp1, is_fsdp1, wrapper_slots
 
 Placed = tuple[str, Sequence[int], Sequence[int]]
@@ -122,6 +123,31 @@ def local_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalPa
             raise UnsupportedGradientError(f"{name} is {p.dtype}: expected real and dense parameters.")
         parameters.append(_local_parameter(name, p, place_of(name) if place_of else None))
     return parameters
+
+
+def frozen_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalParameter]:
+    """Return this process' parts of the parameters that are not trained; complex and packed ones are left out."""
+    known = {id(one.parameter) for one in _flat_ones(model)}
+    named = [(n, p) for n, p in named_parameters(model) if not p.requires_grad and id(p) not in known]
+    return [_local_parameter(n, p, place_of(n) if place_of else None) for n, p in named if _is_plain(p)]
+
+
+def local_buffers(model: nn.Module) -> list[LocalParameter]:
+    """Return this process' parts of the buffers that have the same shape on each process that has them."""
+    named = dict(model.named_buffers())
+    plain = plain_names(model, [*named])
+    kept = {f"{BUFFER}{plain[n]}": b for n, b in named.items() if b.numel() and _is_plain(b)}
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for of_one in gathered({name: tuple(buffer.shape) for name, buffer in kept.items()}):
+        for name, shape in of_one.items():
+            shapes.setdefault(name, set()).add(shape)
+    return [_local_parameter(name, buffer, None) for name, buffer in kept.items() if len(shapes[name]) == 1]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor can be read: it is real and dense, and its class packs nothing."""
+    is_packed = hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "placements")  # no DTensor
+    return tensor.layout is torch.strided and not (tensor.is_complex() or tensor.is_quantized or is_packed)
 
 
 def _flat_ones(model: nn.Module) -> list[LocalParameter]:

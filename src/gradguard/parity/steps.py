@@ -1,24 +1,27 @@
 """The rest of a training step: what the optimizer takes, its state, and by how much weights change, step after step."""
 
 import copy
+import gc
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradguard.distributed.local_shard import LocalShard
 from gradguard.distributed.placements import local_part
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.grad_scaler import listen_to_scale
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.parity.replay import add_signs, scale_gradients
-from gradguard.parity.saved import START, STATE, UPDATE, SavedGradients, SavedParameter
-from gradguard.parity.shards import LocalParameter
+from gradguard.parity.saved import BUFFER, START, STATE, UPDATE, SavedGradients, SavedParameter
+from gradguard.parity.shards import LocalParameter, gathered, local_buffers
 from gradguard.parity.vectors import minus, norm
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 from gradguard.state.copies import Copier, Restorer
@@ -82,6 +85,7 @@ class TrainingSteps:
         update: Turns gradients into weights: the clip, the optimizers' steps, setting gradients to None.
         steps: How many to follow.
         others: What else ``update`` changes.
+        model: The model, for its buffers; None to leave them out.
 
     Raises:
         UnsupportedGradientError: If an optimizer steps tensors that are neither parameters of the model nor their
@@ -95,7 +99,9 @@ class TrainingSteps:
         update: Callable[[], Any],
         steps: int,
         others: Sequence[Any],
+        model: nn.Module | None,
     ) -> None:
+        self._model = model
         self._local, self._optimizers, self._update, self._steps = local, optimizers, update, steps
         self._stepped = [_master(p) for p in local]
         known = {id(p.parameter) for p in self._stepped}
@@ -107,7 +113,13 @@ class TrainingSteps:
                     "an engine of its own? Expected the parameters of the model, or master weights that each parameter "
                     "names as its main_param, whole, as Megatron does."
                 )
-        self._state = TrainingState(local, optimizers, others)
+        found = [one for one in schedulers_of(optimizers) if not any(one is other for other in others)]
+        self._scalers = [one for one in (*others, *found) if isinstance(one, torch.amp.GradScaler)]
+        self._state = TrainingState(local, optimizers, (*others, *found))
+        self.loss_scale = 1.0
+        self._left_out = dict.fromkeys(f"the state of {type(one).__name__}" for one in others)
+        if model is None:
+            self._left_out["buffers, because of shard_of="] = None
         self._stages: dict[str, _Stage] = {}
         self._run: dict[str, Sketches] = {}
         self.settings: dict[str, dict[str, float]] = {}
@@ -115,6 +127,33 @@ class TrainingSteps:
     def restore(self) -> None:
         """Put weights and optimizers back."""
         self._state.restore()
+
+    @contextmanager
+    def hearing(self) -> Iterator[None]:
+        """Find what a GradScaler multiplies the loss by inside the block: `unscaled_gradients` takes it off."""
+        self.loss_scale, end = 1.0, listen_to_scale(self._heard, lambda *_: None)
+        try:
+            yield
+        finally:
+            end()
+
+    def _heard(self, loss: Any, scaled: Any) -> None:
+        if not (isinstance(loss, Tensor) and isinstance(scaled, Tensor) and loss.numel() == 1):
+            return
+        before, after = float(loss.detach()), float(scaled.detach())
+        times = after / before if before else math.nan
+        if not math.isfinite(times):
+            return
+        known = (one.get_scale() for one in self._scalers)  # a loss of 16 bits is rounded
+        self.loss_scale = next((one for one in known if math.isclose(one, times, rel_tol=1e-2)), times)
+
+    def unscaled_gradients(self, local: Sequence[LocalParameter]) -> dict[str, Tensor]:
+        """Return the sketch of each part's gradient without the loss scale, by name."""
+        return {name: sketch / self.loss_scale for name, sketch in local_gradients(local).items()}
+
+    def begin(self) -> None:
+        """Note the state before the first forward, which changes buffers."""
+        self._note(START, [*self._states()], local_weights, 1)
 
     def follow(self, again: Callable[[], Any], scale: float, calls: int, turned: int = 0) -> dict[str, Sketches]:
         """Go on from the gradients that are there, and return the sketches of each stage.
@@ -129,14 +168,13 @@ class TrainingSteps:
             The sketches, by stage.
         """
         self._run = {}
-        if not self._stages:
-            self._note(START, [*self._states()], local_weights, calls)
         for t in range(1, self._steps + 1):
             if t > 1:
                 scale_gradients(self._local, scale)  # what a forgotten zero_grad has left
-                again()
+                with self.hearing():
+                    again()
             scale_gradients(self._local, 1 / scale)
-            self._note(f"gradient of step {t}", self._local, local_gradients, calls)
+            self._note(f"gradient of step {t}", self._local, self.unscaled_gradients, calls)
             if turned:
                 self._turn(t, turned)
             before = local_weights(self._stepped)
@@ -185,7 +223,8 @@ class TrainingSteps:
         for name, stage in self._stages.items():
             if name != "gradient of step 1" and (stage.tensors or name == START):
                 runs = stage.runs
-                keep = [i for i, sketch in enumerate(runs[0]) if name != START or any(sketch)]
+                names = [*stage.whole.wholes]
+                keep = [i for i, s in enumerate(runs[0]) if name != START or any(s) or names[i].startswith(BUFFER)]
                 sketches = {
                     "gradient": [[run[i] for i in keep] for run in runs],
                     "contrasts": [[one[i] for i in keep] for one in stage.contrasts],
@@ -202,6 +241,11 @@ class TrainingSteps:
         stored = tensor.weight_rounding * self._sizes[tensor.name] / change
         return replace(tensor, rounding=min(1.0, max(tensor.rounding, stored)))
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What is not compared on any process, in words."""
+        return tuple(dict.fromkeys(one for of_rank in gathered([*self._left_out]) for one in of_rank))
+
     # One stage of one run.
 
     def _note(
@@ -216,6 +260,7 @@ class TrainingSteps:
             whole = WholeParameters(tensors, may_be_none=True)
             told = whole.about([replace(about(p), has_gradient=p.name in own) for p in tensors], calls)
             copies = local_weights(tensors) if name.startswith(UPDATE) else own  # the weights, not their change
+            copies = {n: one for n, one in copies.items() if not n.startswith(BUFFER)}  # ranks have their own
             self._stages[name] = _Stage(whole, told, whole.contrasts(copies))
             if name == START:
                 self._stages[name].runs = [whole.reduced(own)] * 2
@@ -259,12 +304,16 @@ class TrainingSteps:
             state: Any = next((o.state[p.parameter] for o in self._optimizers if p.parameter in o.state), {})
             for key, value in _leaves(state):
                 tensor = torch.tensor(float(value), device="cpu") if isinstance(value, int | float) else value.detach()
-                tensor = tensor if tensor.is_floating_point() else tensor.double()
-                if (one := _part(p, f"{key} of {p.name}", tensor)) is not None:
+                one = _part(p, f"{key} of {p.name}", tensor)
+                if one is None:
+                    self._left_out[f"{key} of {p.name}"] = None
+                else:
                     yield one
             if p is not model:
                 yield replace(p, name=f"master weights of {p.name}")
                 yield replace(model, name=f"weights of {p.name}")
+        if self._model is not None:
+            yield from local_buffers(self._model)
 
     @torch.no_grad()
     def _turn(self, t: int, sign: int) -> None:
@@ -276,8 +325,15 @@ class TrainingSteps:
             least = stage.tensors[i].rounding * norm(first[i])
             noise = max(least, *(norm(minus(run[i], first[i])) for run in others))
             size = min(_LOUD * noise, max(_LOUDEST * norm(first[i]), noise))
-            sizes[name] = sign * size / math.sqrt(max(1, math.prod(whole.shape)))
+            sizes[name] = sign * self.loss_scale * size / math.sqrt(max(1, math.prod(whole.shape)))
         add_signs(self._local, sizes, t)
+
+
+def schedulers_of(optimizers: Sequence[Optimizer]) -> list[Any]:
+    """Return the live schedulers of PyTorch that belong to ``optimizers``, and every live GradScaler."""
+    kinds, known = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler), {id(one) for one in optimizers}
+    found = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    return [one for one in found if isinstance(one, kinds[1]) or id(vars(one).get("optimizer")) in known]
 
 
 def _master(p: LocalParameter) -> LocalParameter:

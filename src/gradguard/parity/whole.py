@@ -187,7 +187,9 @@ def about(parameter: LocalParameter) -> SavedParameter:
     """Return what this process alone knows of a parameter; `WholeParameters.about` joins it with the others."""
     gradient, (shard, weights) = parameter.gradient(), parameter.weights()
     dtype = weights.dtype if gradient is None else gradient[1].dtype
-    rounding, of_weights = (torch.finfo(one).eps / 2 for one in (dtype, weights.dtype))
+    rounding, of_weights = (
+        torch.finfo(one).eps / 2 if one.is_floating_point else 0.0 for one in (dtype, weights.dtype)
+    )
     return SavedParameter(
         parameter.name, shard.shape, str(dtype), rounding, gradient is not None, 1, parameter.layout, of_weights
     )
