@@ -514,7 +514,13 @@ def test_a_file_is_safetensors_and_comes_back_as_it_was(tmp_path):
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda b: b"", lambda b: b[:40], lambda b: b[:-8], lambda b: b"x" + b[1:], lambda b: b'{"a": 1}\n' * 9],
+    [
+        lambda b: b"",
+        lambda b: b[:40],
+        lambda b: b[:-8],
+        lambda b: bytes([b[0] ^ 1]) + b[1:],
+        lambda b: b'{"a": 1}\n' * 9,
+    ],
     ids=["empty", "in the header", "at the end", "other length", "a record"],
 )
 def test_a_damaged_file_is_refused(tmp_path, damage):

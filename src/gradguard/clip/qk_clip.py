@@ -80,11 +80,12 @@ class QKClip:
     a threshold passed in evaluations   does not count
     DDP, FSDP2, tensor parallelism      the maximum is over all processes, or ``process_group``
     FSDP1, QK-norm, weight_norm,        an error that says so, as under ``context_parallel``
-    spectral_norm, tied weights, frozen
-    projections, ``need_weights``,
-    FlexAttention, ``add_bias_kv``,
-    a factor that is learned or depends
-    on the length, a second QKClip
+    spectral_norm, tied weights,
+    frozen projections,
+    ``need_weights``, FlexAttention,
+    ``add_bias_kv``, a second QKClip,
+    a factor that is learned or
+    depends on the length
     LoRA                                an error; where the base layer is named, trained, and the adapter still
                                         returns zeros, once these change
     an attention that is frozen when    left alone, unless ``projections`` has it; attach again after thawing it

@@ -34,7 +34,7 @@ STATE, UPDATE = "state", "update of step"
 START = f"{STATE} before step 1"
 """The stage of the state that a run begins with: of optimizers, and buffers."""
 BUFFER = "buffer "
-"""What the name of a buffer begins with among the tensors of a state."""
+"""The beginning of the name of a buffer, among the tensors of a state."""
 FROZEN = "frozen weights"
 """Not a stage of the step: the weights that are not trained."""
 
@@ -99,7 +99,7 @@ class SavedGradients:
     stages: Mapping[str, "SavedGradients"] = field(default_factory=dict, repr=False)
     """The rest of the step, in order: by stage, its tensors (those of the optimizer's state, say) as a saved run."""
     left_out: tuple[str, ...] = ()
-    """What of the state is not compared, in words."""
+    """The parts of the state that are not compared, in words."""
 
     @property
     def later(self) -> Mapping[str, "SavedGradients"]:

@@ -243,7 +243,7 @@ class TrainingSteps:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What is not compared on any process, in words."""
+        """Return the parts that no process compares, in words."""
         return tuple(dict.fromkeys(one for of_rank in gathered([*self._left_out]) for one in of_rank))
 
     # One stage of one run.
