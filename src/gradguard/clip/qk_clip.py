@@ -379,7 +379,7 @@ class _Attention:
         """Return why rescaling its weight need not rescale what a layer returns; None if all layers are plain."""
         names = ["weight"]
         if isinstance(self.query, nn.MultiheadAttention):
-            names = ["in_proj_weight"] if self.query._qkv_same_embed_dim else ["q_proj_weight", "k_proj_weight"]
+            names = ["in_proj_weight"] if self.query.in_proj_weight is not None else ["q_proj_weight", "k_proj_weight"]
         for layer in self.layers():
             if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
                 return (
