@@ -93,20 +93,21 @@ def test_every_error_of_a_call_names_its_page_below_the_message(capsys):
     model = torch.nn.Linear(2, 1)
     sgd = torch.optim.SGD(model.parameters())
     model.weight.grad, model.bias.grad = torch.full((1, 2), float("nan")), torch.zeros(1)
+    private = lambda: gg.private.make_private(model, sgd, [], target_delta=2.0, noise_multiplier=1.0)  # noqa: E731
     calls = {
-        "clippers": lambda: gg.ClipByNorm(-1.0),
-        "nan": lambda: gg.clip_grad_norm_(model, 1.0, nonfinite="raise"),
-        "per_sample_support": lambda: gg.PerSampleGradientClipper(model, 1.0),
-        "private_training": lambda: gg.private.make_private(model, sgd, [], target_delta=2.0, noise_multiplier=1.0),
-        "gradient_check": lambda: gg.testing.assert_grad(lambda x: x.detach(), torch.ones(2)),
-        "error_clip": lambda: gg.ErrorClipByValue(max=-1.0),
-        "resilience": lambda: gg.SpikeRecovery(model, sgd, snapshot_every=-1),
-        "watching": lambda: gg.Monitor("run.jsonl"),
-        "parity": lambda: gg.save_gradients("a.safetensors", model, 3),
-        "norm_audit": lambda: gg.audit_norm(model, "x"),
+        "clippers": (lambda: gg.ClipByNorm(-1.0), r"max_norm=-1\.0: expected a number"),
+        "nan": (lambda: gg.clip_grad_norm_(model, 1.0, nonfinite="raise"), r"`weight`: 2 of 2 elements NaN"),
+        "per_sample_support": (lambda: gg.PerSampleGradientClipper(model, 1.0), r"norm_clipper=1\.0: expected"),
+        "private_training": (private, r"loader: expected a torch"),
+        "gradient_check": (lambda: gg.testing.assert_grad(lambda x: x.detach(), torch.ones(2)), r"have no graph"),
+        "error_clip": (lambda: gg.ErrorClipByValue(max=-1.0), r"cannot clip to"),
+        "resilience": (lambda: gg.SpikeRecovery(model, sgd, snapshot_every=-1), r"snapshot_every=-1: expected"),
+        "watching": (lambda: gg.Monitor("run.jsonl"), r"expected a torch\.optim\.Optimizer"),
+        "parity": (lambda: gg.save_gradients("a.safetensors", model, 3), r"step is int"),
+        "norm_audit": (lambda: gg.audit_norm(model, "x"), r"norm is str: expected"),
     }
-    for page, call in calls.items():
-        with pytest.raises(errors.GradguardError) as raised:
+    for page, (call, words) in calls.items():
+        with pytest.raises(errors.GradguardError, match=words) as raised:
             call()
         assert raised.value.__notes__ == [f"`gradguard explain {page}` is the page on this."], page
         assert "gradguard explain" not in str(raised.value)
