@@ -185,6 +185,9 @@ CASES = {
     "grown until infinite": (
         lost(run([2.0 * 1.5 ** max(0, i - 230) for i in range(COUNT)], [1.5 ** max(0, i - 230) for i in range(COUNT)])),
         "nonfinite_growth", "grew until.*step 250.*by 0.3.*Clip at 1.0 as well"),
+    "grown out of zeros, without losses": (
+        lost(run(norms=[0.0] * (NAN_AT - 5) + [10.0**k for k in range(5)] + [1.0] * (COUNT - NAN_AT))),
+        "nonfinite_growth", "grew until"),
     "grown, but far below the first norms": (
         lost(run(falling(), [90.0 * math.exp(-i / 50) * (1.6 ** max(0, i - 235)) for i in range(COUNT)])),
         "nonfinite_growth", "grew"),
@@ -209,6 +212,10 @@ CASES = {
         changed(clipped(1.0, flat(), "Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH)), lambda step: step.update(
             clips_disjoint=True, clips=[["norm", 1e-8, 1e-8], ["norm", 1e-8, 2e-8], ["norm", 1.0, 0.9]])),
         "clip_starves", "^2 clips of different parameters at 1e-08 starve.*below its eps.*at most; eps"),
+    "one of two clips of different parameters, below eps": (
+        changed(clipped(1.0, flat(), "Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH)), lambda step: step.update(
+            clips_disjoint=True, clips=[["norm", 1e-8, 1e-8], ["norm", 1.0, 0.9]])),
+        "clip_starves", "^The clip of some parameters at 1e-08 starves.*Take that clip away.*at most; eps"),
     "clips of different parameters that learn": (
         changed(clipped(0.01, falling()), lambda step: step.update(
             clips_disjoint=True, clips=[["norm", 0.01, 0.02], ["norm", 0.01, 0.004], ["norm", 0.03, 0.01]])),
@@ -509,6 +516,25 @@ def test_two_trainings_one_after_the_other_are_two_runs():
     sick = diagnose(two_trainings([2.0, 9.0, 30.0, 12.0, *flat(396, 2.4, 0.05)]))
     assert sick.cause.key == "rate_too_high"
     assert sick.sentence.startswith("Optimizer 1 (that came later): The learning rate")
+
+
+DECAYED = [1.4 + 0.6 * math.exp(-i / 15) for i in range(COUNT)], [0.1 / 2 ** (i // 10) for i in range(COUNT)]
+LEARNS = r"Your run learns: its loss fell from 1.93 to 1.40, and no finding warns. What may stand in its way: "
+
+
+def test_a_likely_cause_of_a_run_that_learns_begins_with_its_progress():
+    found = diagnose(run(DECAYED[0], lr=DECAYED[1]))
+    assert re.match(LEARNS + "The learning rate was nearly 0", found.sentence)
+    assert diagnose(run(falling())).progress == diagnose(run(flat(), lr=0.0)).progress == ""
+
+
+def test_progress_is_told_of_several_optimizers_unless_one_of_them_does_not_learn():
+    record = changed(
+        two_trainings(DECAYED[0]), lambda step: step.update(lr=DECAYED[1][step["i"] - COUNT]), slice(COUNT, None)
+    )
+    assert re.match(LEARNS + r"Optimizer 1 \(that came later\): The learning rate was", diagnose(record).sentence)
+    stuck = changed(record, lambda step: step.update(lr=0.0, loss=2.0), slice(0, COUNT))
+    assert diagnose(stuck).progress == ""
 
 
 def test_losses_of_networks_that_work_against_each_other_are_not_judged():

@@ -293,8 +293,8 @@ class _Check:
         self.functions.remove(exact)
         return None if any(one.value.dtype in _LOW for one in low.inputs) else low
 
-    def _learn(self, function: Function) -> None:
-        """Call the function once, and refuse what cannot be checked."""
+    def _learn(self, function: Function) -> list[Tensor]:
+        """Call the function once, and refuse what cannot be checked; return the outputs with their graph."""
         leaves = function.leaves()
         outputs = function.record(leaves)
         if not outputs:
@@ -311,6 +311,7 @@ class _Check:
         for layout, output in zip(function.outputs, outputs, strict=True):
             refuse_unless(~output.isnan(), f"{layout.name} of {name_of(function.fn)}", output, "choose another point")
         function.recorded = leaves, outputs
+        return outputs
 
     def _is_the_same(self, exact: Function, low: Function, name: str = "it") -> bool:
         """Return whether two functions agree at the point as far as the lower precision goes, or refuse.
@@ -386,11 +387,9 @@ class _Check:
         return function.flatten(function.shaped(torch.where(base.isfinite() & function.with_graph(), drawn, 0.0)))
 
     def _search(self, function: Function, exhaustive: bool, what: str = "") -> None:
-        base = function.values(function.point) if function.base is None else function.base
-        if function.taken is None:
-            cotangent = self._cotangent(function, base)
-            function.taken = cotangent, function.gradient(None, cotangent)
-        differences = Differences(function, base, *function.taken, self.rtol)
+        assert function.base is not None
+        assert function.taken is not None
+        differences = Differences(function, function.base, *function.taken, self.rtol)
         function.taken = None
         search = Search(differences, self.generator)
         search.run()
@@ -432,19 +431,21 @@ class _Check:
         self.findings += compare_backends(exact, functions, self.generator, self.rtol)
 
     def _second_order(self, function: Function, exhaustive: bool) -> None:
-        cotangent = self._cotangent(function, function.values(function.point))
+        assert function.base is not None
         gradient_of = GradientOf(function)
-        point = (*(one.value for one in function.inputs), *function.shaped(cotangent))
+        cotangents = function.shaped(self._cotangent(function, function.base))
+        point = (*(one.value for one in function.inputs), *cotangents)
         second = Function(gradient_of, point, {}, wide=False, names=gradient_of.names)
         self.functions.append(second)
         try:
-            self._learn(second)
-            recorded, second.recorded = second.recorded, None
-            if any(node.name() == "torch::autograd::Error" for node in nodes_of(recorded[1] if recorded else ())):
+            if any(node.name() == "torch::autograd::Error" for node in nodes_of(self._learn(second))):
                 raise InvalidValueError("it is marked once_differentiable, or what it calls is.")
-            self._search(second, exhaustive, "second order")
-            needs = Contract(second, self._cotangent(second, second.values(second.point)), self.generator, self.rtol)
+            assert second.learnt is not None
+            second.base, cotangent = second.learnt, self._cotangent(second, second.learnt)
+            needs = Contract(second, cotangent, self.generator, self.rtol)
             needs.probe_needs()
+            second.taken = cotangent, needs.first
+            self._search(second, exhaustive, "second order")
             self.findings += [replace(one, message=f"second order: {one.message}") for one in needs.findings]
         except (InvalidValueError, RuntimeError) as error:
             self.findings.append(Finding("error", f"the backward cannot be differentiated: {error}"))

@@ -497,7 +497,7 @@ class _Pair:
             shares += share
             for name, gradient in expected.items():
                 gradient = gradient * share if shared else gradient
-                error = distance(gradient, rows.pop(name), scale) if name in rows else share * own[name]
+                error = distance(gradient, rows.pop(name), scale) if name in rows else abs(share) * own[name]
                 found_here = judge(name, error, own[name], whole, self.precision)
                 worst = max(worst, found_here, key=lambda c: c.excess)
         if shared and abs(shares - 1) > 1e-3:

@@ -58,14 +58,15 @@ def full_float32() -> Iterator[None]:
     """
     backends: Any = torch.backends
     kinds, above = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn], [backends]
-    if torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
         kinds += [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
         above.append(backends.cudnn)
     if all(kind.fp32_precision in _FULL for kind in kinds):
         yield
         return
     products = _older(torch.get_float32_matmul_precision)
-    convolutions = torch.cuda.is_available() and _older(lambda: backends.cudnn.allow_tf32)
+    convolutions = has_gpu and _older(lambda: backends.cudnn.allow_tf32)
     changed = _tell_uppermost(above)
     said = [kind.fp32_precision for kind in kinds]  # "ieee": it follows
     own = ["none" if one == "ieee" else one for one in said]

@@ -83,7 +83,9 @@ def diagnose(record: Record) -> Diagnosis:
     sick = [cause.of(label) for label, one in each for cause in one.causes if cause.key not in ("healthy", "unknown")]
     sick.sort(key=lambda cause: CERTAINTIES.index(cause.certainty))
     if sick and sick[0].certainty != "possible":
-        return Diagnosis(tuple(sick), parts=tuple(each))
+        learns = all(one.progress or one.is_well for _, one in each)
+        progress = next((one.progress for _, one in each if one.progress), "") if learns else ""
+        return Diagnosis(tuple(sick), parts=tuple(each), progress=progress)
     firsts = [one.cause for _, one in each]
     whole = next((cause for cause in firsts if cause.key == "unknown"), firsts[0])
     return Diagnosis((whole, *sick), parts=tuple(each))

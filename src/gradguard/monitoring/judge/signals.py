@@ -258,7 +258,7 @@ class Signals:
             place: The place of the step.
         """
         usual = ((values[place] or 0.0, self.usual(place, values)) for values in (self.norms, self.losses))
-        return max(1.0, *(value / before for value, before in usual if before))
+        return max([1.0, *(value / before for value, before in usual if before)])
 
     def leaps_out_of_calm(self, place: int) -> bool:
         """Return whether a step stands too far above those before for any rate, and none of the last ones stood out.

@@ -5,12 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
-from gradguard.monitoring.judge.acting_clips import (
-    ActingClip,
-    acting_clips,
-    clipped_twice,
-    shares_in_words,
-)
+from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, clipped_twice, shares_in_words
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.followed import follows_clip
 from gradguard.monitoring.judge.numbers import capital, percent, plain_threshold
@@ -37,10 +32,12 @@ class _Starving:
 
     Attributes:
         clips: The clips; more than one where each is of other parameters.
+        of_all: Whether there is one clip, which sees all gradients.
         signals: What the run shows.
     """
 
     clips: Sequence[ActingClip]
+    of_all: bool
     signals: Signals
 
     @property
@@ -57,20 +54,22 @@ class _Starving:
         """Return a sentence whose subject they are: the first part in the singular, or in the plural."""
         known = without_none(clip.threshold for clip in self.clips)
         at = " to ".join(dict.fromkeys(map(plain_threshold, (min(known), max(known))))) if known else ""
-        subject = "The clip" if len(self.clips) == 1 else f"{len(self.clips)} clips of different parameters"
+        subject = "The clip" if self.of_all else "The clip of some parameters"
+        subject = subject if len(self.clips) == 1 else f"{len(self.clips)} clips of different parameters"
         return f"{subject}{f' at {at}' if at else ''} {one if len(self.clips) == 1 else several}"
 
     @property
     def threshold(self) -> float | None:
         """The norm that leaves ordinary steps alone; None where no clip sees all gradients."""
         norms = sorted(norm for norm in self.signals.norms if norm)
-        return float(f"{norms[int(0.9 * len(norms))]:.1e}") if norms and len(self.clips) == 1 else None
+        return float(f"{norms[int(0.9 * len(norms))]:.1e}") if norms and self.of_all else None
 
     @property
     def advice(self) -> str:
         """Return the advice."""
-        if len(self.clips) > 1:
-            return "Take these clips away, and clip all parameters together at the norm of an ordinary step, if at all."
+        if not self.of_all:
+            away = "these clips" if len(self.clips) > 1 else "that clip"
+            return f"Take {away} away, and clip all parameters together at the norm of an ordinary step, if at all."
         if self.threshold is None:
             return "Take the clip away."
         usual = plain_threshold(self.threshold)
@@ -89,7 +88,7 @@ def clip_starves(signals: Signals) -> Cause | None:
     twice = len(clipped_twice(signals.record.steps)) > SEVERAL * signals.count
     if not binding or 2 * len(binding) < len(clips) or twice or follows_clip(signals):
         return None
-    found, curve = _Starving(binding, signals), signals.curve
+    found, curve = _Starving(binding, len(clips) == 1, signals), signals.curve
     share, coefficient = percent(found.share), f"{found.coefficient:.2g}"
     bound = signals.seen(
         found.words("", "each ") + f"bound on {share} of the steps, and multiplied gradients by {coefficient}."
@@ -116,13 +115,13 @@ def _below_eps(signals: Signals, found: _Starving, bound: Evidence) -> Cause | N
     # Of which parameters each of several clips is, no record says: the largest gradient stands for all of theirs.
     eps, layers = signals.eps or 0.0, signals.layers
     largest = max((layer.gradient for layer in layers), default=0.0)
-    before = {layer.name: layer.gradient if len(found.clips) == 1 else largest for layer in layers}
+    before = {layer.name: layer.gradient if found.of_all else largest for layer in layers}
     floors = {layer.name: OF_EPS * signals.floor(layer) for layer in layers}
     starved = [name for name, gradient in before.items() if gradient * found.coefficient < floors[name] < gradient]
     if not starved or 2 * len(starved) < len(before):
         return None
     left = f"{found.coefficient * statistics.median(before.values()):.1g}"
-    which = "in the usual weight" if len(found.clips) == 1 else "at most"
+    which = "in the usual weight" if found.of_all else "at most"
     words = (
         f"After the clip an element's gradient is {left} {which}; eps, a number that the optimizer adds where it "
         f"divides by the size of the gradients, is {eps:g}."
@@ -132,7 +131,7 @@ def _below_eps(signals: Signals, found: _Starving, bound: Evidence) -> Cause | N
         "certain",
         found.words("starves", "starve") + f" the optimizer: gradients below its eps, {eps:g}, hardly move a weight.",
         found.advice,
-        (signals.seen(words, starved if len(found.clips) == 1 else ()), bound),
+        (signals.seen(words, starved if found.of_all else ()), bound),
         ("An optimizer that divides by the size of the gradients cancels a clip only above its eps.",),
         threshold=found.threshold,
     )
