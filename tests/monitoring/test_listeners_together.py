@@ -97,7 +97,7 @@ def test_listeners_and_pairs_of_them_change_no_bit(loop, tmp_path, monkeypatch):
         if "record" in made:
             steps = read_record(folder / "record.jsonl").steps
             assert len(steps) == 7
-            assert all(("loss" in step) == (loop != "torch.autograd.backward") for step in steps)
+            assert all("loss" in step for step in steps)
 
 
 @pytest.mark.parametrize("loop", ["plain", "clipped", "gradguard", "scaled", "each alone"])
@@ -110,6 +110,36 @@ def test_a_record_says_the_same_beside_an_audit(loop, tmp_path, monkeypatch):
         steps = read_record(folder / "record.jsonl").steps
         found.append([{key: value for key, value in step.items() if key != "wall"} for step in steps])
     assert found[0] == found[1]
+
+
+SEVERAL_LOSSES = {
+    "two": ("torch.autograd.backward([loss(), 3 * loss()])", "(loss() + 3 * loss()).backward()"),
+    "of one element": ("torch.autograd.backward((loss().reshape(1), loss()))", "(loss() + loss()).backward()"),
+    "twice": (
+        "[torch.autograd.backward([loss(), loss()]) for _ in range(2)]",
+        "[(loss() + loss()).backward() for _ in 'ab']",
+    ),
+    "scaled": ("torch.autograd.backward(scaler.scale([loss(), loss()]))", "scaler.scale(loss() + loss()).backward()"),
+    "one not scaled": ("torch.autograd.backward([scaler.scale(loss()), 64 * loss()])", None),
+    "one no scalar": ("torch.autograd.backward([loss(), model(torch.ones(3, 6))], [None, torch.ones(3, 1)])", None),
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL_LOSSES)
+def test_a_backward_from_several_losses_has_their_sum(case, tmp_path, monkeypatch):
+    found = []
+    for loop in filter(None, SEVERAL_LOSSES[case]):
+        monkeypatch.setitem(LOOPS, "scaled" if "scale" in loop else "several", loop)
+        folder = tmp_path / str(len(found))
+        folder.mkdir()
+        outcome(script("scaled" if "scale" in loop else "several"), folder, monkeypatch, "record")
+        steps = read_record(folder / "record.jsonl").steps
+        found.append([(step.get("loss"), step.get("backwards")) for step in steps])
+    if len(found) == 1:
+        assert found == [[(None, None)] * 7]
+        return
+    for ours, twin in zip(*found, strict=True):
+        assert (ours[0], ours[1]) == (pytest.approx(twin[0], rel=1e-5), twin[1])
 
 
 OPTIONS = {
@@ -214,3 +244,15 @@ def test_a_function_of_a_package_that_is_imported_later_is_replaced_then(monkeyp
     end()
     end()
     assert module.Engine().clip() == "theirs"
+
+
+def test_uses_that_have_ended_before_the_package_is_imported_leave_it_alone(monkeypatch):
+    later = Replacement("engine_of_a_test", "clip", lambda original: ("ours", original()))
+    for end in [later.use(), later.use()]:
+        end()
+    module = ModuleType("engine_of_a_test")
+    module.clip = lambda: "theirs"
+    monkeypatch.setitem(sys.modules, "engine_of_a_test", module)
+    place_waiting()
+    assert module.clip() == "theirs"
+    assert not hasattr(module.clip, "_replaced_by_gradguard")
