@@ -147,6 +147,8 @@ _CLIPS = [
         for home in ("torch.nn.utils.clip_grad", "torch.nn.utils")
         for name, read in _READERS.items()
     ),
-    Replacement("torch.distributed.fsdp", "FullyShardedDataParallel.clip_grad_norm_", _FSDP, one_call="FSDP"),
+    Replacement(
+        "torch.distributed.fsdp", "FullyShardedDataParallel.clip_grad_norm_", _FSDP, one_call="clip_grad_norm_"
+    ),
 ]
 """PyTorch's clipping functions, where they are defined; scripts import them by name."""
