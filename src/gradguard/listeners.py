@@ -125,11 +125,12 @@ class Listener:
     def on_end(self) -> None:
         """`listening` ends."""
 
-    def on_backward(self, loss: Tensor | None) -> Callable[[], object] | None:
+    def on_backward(self, losses: Sequence[Tensor]) -> Callable[[], object] | None:
         """A backward begins; what this returns is called when it is done.
 
         Args:
-            loss: The tensor that it starts from; None where there are several.
+            losses: The tensors that it starts from, whose sum it differentiates; none where it starts from edges of a
+                graph.
         """
 
     def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> AbstractContextManager | None:

@@ -63,28 +63,28 @@ class Replacement:
         """Replace the function, and return what ends this use; calling that again does nothing."""
         with _lock:
             self._users += 1
-            self._place()
+            if not self._place():
+                _waiting.add(self)
         return once(self._release)
 
-    def _place(self) -> None:
+    def _place(self) -> bool:
+        """Replace the function unless that is done already, and tell whether there is one."""
         holder: Any = sys.modules.get(self._module)
         for name in self._path:
             holder = vars(holder).get(name) if holder is not None else None
         original = None if holder is None else vars(holder).get(self._name)
-        if original is None:
-            _waiting.append(self)
-        elif not hasattr(original, _MARK):  # else there is one of ours in it
+        if original is not None and not hasattr(original, _MARK):  # else there is one of ours in it
             self._holder, self._original, self._wrapper = holder, original, self._wrapped(original)
             self._exchange(original, self._wrapper)
+        return original is not None
 
     def _release(self) -> None:
         with _lock:
             self._users -= 1
             if self._users:
                 return
-            if self in _waiting:
-                _waiting.remove(self)
-            elif self._wrapper is not None:
+            _waiting.discard(self)
+            if self._wrapper is not None:
                 self._exchange(self._wrapper, self._original)
 
     def _exchange(self, old: Any, new: Any) -> None:
@@ -120,7 +120,7 @@ class _Calls(threading.local):
 
 
 _lock = threading.RLock()  # an object that is collected may end its use at any time
-_waiting: list[Replacement] = []
+_waiting: set[Replacement] = set()
 _calls = _Calls()
 
 
@@ -128,9 +128,8 @@ def place_waiting() -> None:
     """Replace the functions of packages that have been imported since; costs next to nothing where there are none."""
     for one in tuple(_waiting):
         with _lock:
-            if one in _waiting:
-                _waiting.remove(one)
-                one._place()
+            if one in _waiting and one._place():
+                _waiting.discard(one)
 
 
 def once(*ends: Callable[[], object]) -> Callable[[], None]:

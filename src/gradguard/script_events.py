@@ -52,8 +52,7 @@ def _tell_backward(listener: Listener, backward: Backward) -> Callable[[], objec
     place_waiting()
     if not backward.accumulates or current_graph_task() != -1 or is_muted():  # within one, a checkpoint runs its own
         return None
-    [first, *others] = backward.roots
-    return listener.on_backward(first if isinstance(first, Tensor) and not others else None)
+    return listener.on_backward(backward.roots if all(isinstance(root, Tensor) for root in backward.roots) else ())
 
 
 Reader = Callable[..., ClipCall]
@@ -148,6 +147,8 @@ _CLIPS = [
         for home in ("torch.nn.utils.clip_grad", "torch.nn.utils")
         for name, read in _READERS.items()
     ),
-    Replacement("torch.distributed.fsdp", "FullyShardedDataParallel.clip_grad_norm_", _FSDP, one_call="FSDP"),
+    Replacement(
+        "torch.distributed.fsdp", "FullyShardedDataParallel.clip_grad_norm_", _FSDP, one_call="clip_grad_norm_"
+    ),
 ]
 """PyTorch's clipping functions, where they are defined; scripts import them by name."""

@@ -92,7 +92,7 @@ class ScriptAudit(Listener):
 
     # --- what the script does -----------------------------------------------------------------------------------------
 
-    def on_backward(self, loss: Tensor | None) -> None:
+    def on_backward(self, losses: Sequence[Tensor]) -> None:
         """Count the micro-batches."""
         self._may_end_round()
         self._backwards += 1

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from gradguard.cli.program import RECORDING, ProgramLine, first_given, in_lines
 from gradguard.cli.records import progress, read, tell_notes
@@ -139,11 +139,11 @@ def _audit_norm(options: argparse.Namespace, program: ProgramLine) -> int:
     audit = ScriptAudit(living_modules, options.steps or 3)
     with listening(audit):
         code = run(loaded)
-    return _audited(audit, code)
+    return _audited(audit, code, sys.stdout)
 
 
-def _audited(audit: "ScriptAudit", code: int) -> int:
-    """Print what an audit found, and return its exit code, or that with which the script has failed before."""
+def _audited(audit: "ScriptAudit", code: int, file: IO[str]) -> int:
+    """Print what an audit found to ``file``, and return its exit code, or 2 where the script has failed before it."""
     from gradguard.monitoring.observe.meta import rank_and_world
 
     if code and not audit.done:
@@ -152,8 +152,8 @@ def _audited(audit: "ScriptAudit", code: int) -> int:
     verdict, text = audit.outcome()
     rank, lines = rank_and_world()[0], [printable(line) for line in text.splitlines()]
     if rank == 0:
-        with encodable(sys.stdout):
-            print("\n".join(lines))
+        with encodable(file):
+            print("\n".join(lines), file=file)
     for line in lines:
         if rank and " unclipped: " in line:  # what this process alone knows
             on_stderr(f"rank {rank}: {line}")
@@ -297,7 +297,7 @@ def _observe(
                     on_stderr(alert.report())
     if audit is None or isinstance(code, BySignal) or os.getpid() != process:
         return code
-    verdict = _audited(audit, code)
+    verdict = _audited(audit, code, sys.stderr)  # beside a record standard output is the script's
     return code or verdict
 
 

@@ -116,9 +116,9 @@ class ScriptGradients(Listener):
 
     # What the script does.
 
-    def on_backward(self, loss: Tensor | None) -> None:
+    def on_backward(self, losses: Sequence[Tensor]) -> None:
         """Count micro-batches; what was looked at before a clip is no longer all."""
-        del loss
+        del losses
         if self._before_clip is not None:
             self._clipped_before = self._clipped_before or not self._taken
             self._before_clip = None

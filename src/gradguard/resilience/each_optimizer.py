@@ -75,11 +75,11 @@ class GuardEachOptimizer(Listener):
 
     # What the script does.
 
-    def on_backward(self, loss: Tensor | None) -> None:
+    def on_backward(self, losses: Sequence[Tensor]) -> None:
         """Keep the loss for the step that comes."""
-        if loss is not None and not is_captured(loss.device):
+        if not any(is_captured(loss.device) for loss in losses):
             with suppress(Exception):  # one that cannot be read is no reason to stop
-                self._losses.add(loss)
+                self._losses.add(losses)
 
     def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
         """The script clips: after it, the norm of the gradients tells nothing."""

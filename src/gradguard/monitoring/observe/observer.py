@@ -100,14 +100,14 @@ class Observer(Recorder):
     # --- what the script does -----------------------------------------------------------------------------------------
 
     @safely
-    def on_backward(self, loss: Tensor | None) -> Callable[[], None] | None:
+    def on_backward(self, losses: Sequence[Tensor]) -> Callable[[], None] | None:
         """Keep the loss; on the first steps, look whether the gradients of the last one are still there."""
         self._clips.looked = False
-        if loss is not None:
-            if is_captured(loss):  # what is copied later would be memory that only a replay writes
-                return None
-            with suppress(Exception):  # one that cannot be read is no reason to stop
-                self._losses.add(loss)
+        if any(is_captured(loss) for loss in losses):  # what is copied later would be memory that only a replay writes
+            return None
+        with suppress(Exception):  # one that cannot be read is no reason to stop
+            self._losses.add(losses)
+        for loss in losses:
             with suppress(Exception):  # the same of a graph
                 self._look_at_graph(loss)
         if self._backwards < IDLE_STEPS:
@@ -272,15 +272,22 @@ class Losses:
         self.scales = False  # whether a GradScaler is at work, and the last losses that it scaled
         self._scaled: deque[tuple[weakref.ref, Tensor]] = deque(maxlen=MOST_SCALED)
 
-    def add(self, loss: Tensor) -> None:
-        """Keep ``loss``, as it was before a GradScaler scaled it; one that nothing is known of is left out."""
+    def add(self, losses: Sequence[Tensor]) -> None:
+        """Keep the loss of a backward: the sum of those that it starts from; left out if one of them is not known."""
+        numbers = [number for loss in losses if (number := self._number(loss)) is not None]
+        if numbers and len(numbers) == len(losses):
+            self._losses.append(sum(numbers[1:], start=numbers[0]))
+
+    def _number(self, loss: Tensor) -> Any:
+        """Return ``loss`` as it was before a GradScaler scaled it; None if that is not known or no scalar."""
         plain = loss
         if self.scales:
             plain = next((its for scaled, its in self._scaled if scaled() is loss), None)
         if plain is not None and is_sharded(plain):  # to read parts would need every process
             plain = local_part(plain) if placement_of(plain).is_whole and not _is_partial(plain) else None
-        if plain is not None and plain.numel() == 1:
-            self._losses.append(plain.item() if are_readable(plain) else plain.detach().reshape(()).clone())
+        if plain is None or plain.numel() != 1:
+            return None
+        return plain.item() if are_readable(plain) else plain.detach().reshape(()).clone()
 
     def scaled(self, loss: Any, scaled: Any) -> None:
         """Remember which loss a scaled one came from."""
