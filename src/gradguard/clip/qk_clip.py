@@ -157,8 +157,6 @@ class QKClip:
     ) -> None:
         check_hookable(optimizer)
         self.optimizer, self.last = optimizer, cast("dict[str, Tensor]", {})
-        if isinstance(threshold, bool):
-            raise InvalidTypeError(f"threshold={threshold}: expected a number, got bool.")
         self._threshold = check_number("threshold", threshold, "a finite number > 0")
         self._alpha = check_number("alpha", alpha, "a number from 0 to 1")
         self._exact, self._group = exact, process_group
@@ -265,7 +263,7 @@ class QKClip:
 _clipped: "WeakSet[nn.Module]" = WeakSet()
 """The query layers that a QKClip rescales."""
 
-_SIZE, _HEADS, _KEYS, _FAULTS, _HEADER = 0, 1, 2, slice(3, 6), 6
+_FAULTS, _HEADER = slice(3, 6), 6
 """The header of `_Attention.measured`: the size of a head, how many heads and key heads there are, and the faults: how
 far vectors are from what the layers returned, their factor from that of other calls, and values from keys; above 1 is
 too far."""
