@@ -52,7 +52,7 @@ _RANGES: dict[str, Callable[[float], bool]] = {
 
 
 def check_number(name: str, value: float, expected: str = "a number") -> float:
-    """Return ``value`` as a float.
+    """Return ``value`` as a float; a truth value is no number.
 
     Args:
         name: What the argument is called.
@@ -63,7 +63,7 @@ def check_number(name: str, value: float, expected: str = "a number") -> float:
         InvalidTypeError: If it is no number.
         InvalidValueError: If it is another one.
     """
-    if isinstance(value, str) or not hasattr(value, "__float__"):
+    if isinstance(value, str | bool) or not hasattr(value, "__float__"):
         raise InvalidTypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}.")
     try:
         number = float(value)

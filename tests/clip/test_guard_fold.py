@@ -10,6 +10,7 @@ import gradguard as gg
 from gradguard.clip.guard import Guard
 from gradguard.clip.optimizer_proxy import OptimizerProxy
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByValue
+from gradguard.errors import UnsupportedGradientError
 
 
 @pytest.fixture
@@ -345,3 +346,13 @@ def test_gradients_laid_out_unlike_their_parameters_give_the_step_of_an_optimize
         fused.step()
         single.step()
         torch.testing.assert_close(ours, plain, rtol=2e-6, atol=2e-6)
+
+
+def test_a_fused_step_of_a_parameter_with_gaps_in_memory_is_refused():
+    weight = nn.Parameter(torch.ones(3, 8)[:, ::2])
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    Guard(optimizer, ClipByGlobalNorm(0.3))
+    weight.grad = torch.ones(3, 4)
+    with pytest.raises(UnsupportedGradientError, match=r"has the strides \(8, 2\).*Expected fused=False"):
+        optimizer.step()
+    assert (weight == 1).all()

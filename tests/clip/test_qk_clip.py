@@ -766,3 +766,74 @@ def test_a_clip_is_not_copied():
         copy.deepcopy(clip)
     optimizer = copy.deepcopy(clip.optimizer)
     optimizer.step()
+
+
+def by_hand(attention):
+    attention.forward = lambda x: (
+        (lambda q, k, v: (q @ k.mT).softmax(-1) @ v)(*attention.vectors(x)).transpose(1, 2).flatten(2)
+    )
+
+
+def test_a_step_after_one_that_was_refused_is_taken_once_its_gradients_are_gone():
+    model = torch.nn.Sequential(Block(), torch.nn.Linear(2, WIDTH).double(), Block())
+    clip = gg.QKClip(torch.optim.SGD(model.parameters(), lr=0.0), model, THRESHOLD)
+    attentions = [model[0].attention, model[2].attention]
+    for attention in attentions:
+        by_hand(attention)
+    backward(model, batch(0))
+    for _ in range(2):
+        with pytest.raises(UnsupportedGradientError, match="or in one of its forwards"):
+            clip.optimizer.step()
+        for attention in attentions:
+            vars(attention).pop("forward", None)
+        backward(model, batch(1))  # beside the gradients of the forward that was not heard
+    clip.optimizer.zero_grad()
+    backward(model, batch(1))
+    clip.optimizer.step()
+    torch.testing.assert_close(clip.last["0.attention"], largest_logits(Block().attention, batch(1)))
+
+
+def test_after_a_refused_step_every_forward_of_the_next_one_counts():
+    model = Block()
+    clip = gg.QKClip(torch.optim.SGD(model.parameters(), lr=0.0), model, THRESHOLD)
+    by_hand(model.attention)
+    backward(model, batch(0))
+    with pytest.raises(UnsupportedGradientError, match="or in one of its forwards"):
+        clip.optimizer.step()
+    clip.optimizer.zero_grad()
+    first = model(batch(1))  # not heard
+    del model.attention.forward
+    (first.sum() + model(batch(2)).sum()).backward()
+    with pytest.raises(UnsupportedGradientError, match="or in one of its forwards"):
+        clip.optimizer.step()
+
+
+def test_a_list_of_its_own_projections_is_no_tie():
+    model = Block()
+    model.attention.all = torch.nn.ModuleList([model.attention.q_proj, model.attention.k_proj])
+    expected = largest_logits(model.attention, batch(0))
+    torch.testing.assert_close(stepped(model, [batch(0)]).last["attention"], expected)
+
+
+def test_a_list_of_another_module_that_has_a_projection_is_a_tie():
+    model = torch.nn.Sequential(Block(), Block())
+    model[1].attention.all = torch.nn.ModuleList([model[0].attention.q_proj])
+    with pytest.raises(InvalidValueError, match=r"several places, 0.attention.q_proj and 1.attention.all.0,"):
+        gg.QKClip(torch.optim.SGD(model.parameters()), model)
+    del model[1].attention.all
+    model[0].attention.k2 = model[0].attention.k_proj
+    with pytest.raises(InvalidValueError, match=r"several places, 0.attention.k_proj and 0.attention.k2,"):
+        gg.QKClip(torch.optim.SGD(model.parameters()), model)
+
+
+def test_a_layer_that_runs_again_out_of_a_list_is_refused():
+    model = Block()
+    attention, inner = model.attention, model.attention.vectors
+    attention.all = torch.nn.ModuleList([attention.k_proj])
+    attention.vectors = lambda x: (
+        *inner(x)[:2],
+        attention.all[0](x).unflatten(-1, (HEADS, -1)).transpose(1, 2),
+    )
+    gg.QKClip(torch.optim.SGD(model.parameters()), model)
+    with pytest.raises(UnsupportedGradientError, match="run more than once in its forward"):
+        model(batch(0))

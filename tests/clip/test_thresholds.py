@@ -255,8 +255,8 @@ def test_a_loss_scale_changes_nothing(rule, as_tensor):
     plain, scaled = RULES[rule](), RULES[rule]()
     for norm in [*noise(33), math.inf, 40.0, *noise(3)]:
         p, q = (parameter(torch.full((1,), x, dtype=torch.float64)) for x in (norm, 1024 * norm))
-        ours = plain.decide(gradients_in([p]))
-        theirs = scaled.decide(gradients_in([q]), torch.tensor(1024.0) if as_tensor else 1024.0)
+        ours = plain.decide(gradients_in({"w": p}))
+        theirs = scaled.decide(gradients_in({"w": q}), torch.tensor(1024.0) if as_tensor else 1024.0)
         for field in ("norm", "coefficient", "clipped", "tensor_norms"):
             values = (getattr(decision.result, field) for decision in (ours, theirs))
             torch.testing.assert_close(*values, rtol=0, atol=0, equal_nan=True)

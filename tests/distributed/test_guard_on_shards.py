@@ -5,13 +5,15 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from training import WAYS, Network, backward, memory, models, whole
 
 import gradguard as gg
 from gradguard.errors import NonFiniteGradientError, UnsupportedGradientError
 from reference import total_norm
-from sharded import local
+from sharded import local, mesh
 
 pytestmark = pytest.mark.sampled(1)  # rows of each table
 
@@ -221,3 +223,28 @@ def test_gradients_that_are_not_averaged_yet_are_refused(pool, call):
     for error in pool(2).outcomes(clip_inside_no_sync, call):
         with pytest.raises(UnsupportedGradientError, match=r"inside DistributedDataParallel\.no_sync\(\).*Clip after"):
             raise error
+
+
+def step_with_strides(fused, transposing):
+    """The weight after steps on gradients that some ranks assigned transposed."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(4, 8, bias=False)
+    fully_shard(linear, mesh=mesh("row"))
+    weight = linear.weight
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
+    gg.Guard(optimizer, gg.ClipByGlobalNorm(0.5))
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(2):
+        part = torch.randn(local(weight).shape[::-1]).t()
+        part = part if dist.get_rank() in transposing else part.contiguous()
+        layout = {"shape": weight.shape, "stride": weight.stride()}
+        weight.grad = DTensor.from_local(part, weight.device_mesh, weight.placements, run_check=False, **layout)
+        optimizer.step()
+    return whole(weight).detach().clone()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("transposing", [(0, 1), (1,)])
+def test_shards_laid_out_unlike_their_parameters_give_the_step_of_an_optimizer_that_is_not_fused(pool, transposing):
+    fused, plain = (pool(2).run(step_with_strides, fused, transposing)[0] for fused in (True, False))
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)

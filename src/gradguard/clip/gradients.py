@@ -110,7 +110,7 @@ def gradients_of(
     """
     planned = plan_for(tensors, names, stages.group, stages.shared, module)
     if planned is not None:
-        _unshare(tensors)
+        _each_once(tensors)
         plan, tensors, names = planned
         held = plan.hold(tensors, names)
         if not any(gradient.numel() for gradient in held.gradients):
@@ -125,14 +125,7 @@ def gradients_of(
 
 def _whole_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> Gradients:
     """The gradients as this process has them, each once."""
-    gradients = [tensor.grad for tensor in tensors]
-    if type(None) not in set(map(type, gradients)) and len(set(map(id, gradients))) == len(gradients):
-        positions: Sequence[int] = range(len(gradients))  # the common case, without a loop in Python
-    else:
-        _unshare(tensors)
-        gradients = [tensor.grad for tensor in tensors]
-        positions = _first_places(gradients)
-    kept: list[Any] = [gradients[i] for i in positions]
+    positions, kept = _each_once(tensors)
     if not kept:
         refuse_main_gradients(tensors)
     if any_sharded(kept):
@@ -143,23 +136,21 @@ def _whole_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> 
     return grads
 
 
-def _unshare(tensors: Sequence[Tensor]) -> None:
-    """Give each parameter a gradient of its own, where several have one tensor, which would be scaled twice.
+def _each_once(tensors: Sequence[Tensor]) -> tuple[Sequence[int], list[Any]]:
+    """Return the places of those that have a gradient, and the gradients; a parameter that is listed twice counts once.
 
+    Where several parameters have one tensor as their gradient, which would be scaled twice, each gets one of its own:
     ``a.grad, b.grad = torch.autograd.grad((a + b).sum(), [a, b])`` makes such a one.
     """
     gradients = [tensor.grad for tensor in tensors]
-    if len(set(map(id, gradients))) == len(gradients):
-        return
-    owner: dict[int, Tensor] = {}
-    for tensor, gradient in zip(tensors, gradients, strict=True):
-        if gradient is not None and owner.setdefault(id(gradient), tensor) is not tensor:
-            tensor.grad = gradient.clone()
-
-
-def _first_places(gradients: Sequence[Tensor | None]) -> list[int]:
-    """Return where each gradient stands first: a parameter that is listed twice counts once."""
-    return sorted({id(g): i for i, g in reversed(list(enumerate(gradients))) if g is not None}.values())
+    if type(None) not in set(map(type, gradients)) and len(set(map(id, gradients))) == len(gradients):
+        return range(len(gradients)), gradients  # the common case, without a loop in Python
+    first: dict[int, int] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.grad is not None and tensors[first.setdefault(id(tensor.grad), i)] is not tensor:
+            tensor.grad = tensor.grad.clone()
+            first[id(tensor.grad)] = i
+    return list(first.values()), [tensors[i].grad for i in first.values()]
 
 
 def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], module: nn.Module | None) -> Gradients:
@@ -176,14 +167,13 @@ def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], modu
         check_wrappers(tensors, None)
     if not any_sharded(tensors):
         return _whole_gradients(names, tensors)
-    _unshare(tensors)
-    first = _first_places([tensor.grad for tensor in tensors])
-    for i in first:
-        gradient, parameter = cast("Tensor", tensors[i].grad), tensors[i]
+    first, gradients = _each_once(tensors)
+    for i, gradient in zip(first, gradients, strict=True):
+        parameter = tensors[i]
         check_alike(gradient, parameter, f"`{names[i]}`" if names else f"parameter {i}")
         if is_sharded(gradient) and not is_laid_out_as(gradient, parameter):
             return gradients_of(names, tensors, ONE_STAGE, module)
-    parts = [local_part(cast("Tensor", tensors[i].grad)) for i in first]
+    parts = list(map(local_part, gradients))
     grads = Gradients([tensors[i] for i in first], parts, first, names)
     check_admitted(parts, grads.name, writes=True)
     return grads

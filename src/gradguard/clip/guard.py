@@ -448,13 +448,8 @@ class Guard:
     def _gradients(self) -> Gradients:
         new = self._look_at_parameters()
         grads = gradients_of(self._names, self._parameters, self._stages, self._model)
-        if (
-            grads.reduction is None
-            and self._proxy is not None
-            and self._proxy.is_fused()
-            and self._proxy.lay_out(grads.parameters, grads.gradients)
-        ):
-            grads = gradients_of(self._names, self._parameters, self._stages, self._model)
+        if self._proxy is not None and self._proxy.is_fused():
+            grads = replace(grads, gradients=self._proxy.lay_out(grads.parameters, grads.gradients))
         if self._stages.group is not None and (new or not self._stages_known):
             self.clipper.learn(ListedParameters(grads, self._model))  # those of all stages
             self._stages_known = True

@@ -270,7 +270,8 @@ class LogitWatch:
     function in place of torch's, as
     under ``context_parallel``
     FlexAttention, flash_attn, softmax  not seen: no entry. So is `torch.nn.MultiheadAttention` with its default
-    by hand                             ``need_weights=True``
+    by hand, a function that was        ``need_weights=True``
+    imported by its name
     ==================================  ========================================================================
 
     Args:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from gradguard.distributed.placements import any_sharded, local_part
+from gradguard.errors import UnsupportedGradientError
 from gradguard.optimizer_hooks import optimizers_in
 from gradguard.state.copies import Restorer, UndoCopier
 from gradguard.state.optimizer_copy import OptimizerCopy
@@ -68,27 +70,40 @@ class OptimizerProxy:
         return type(self._real) in FOLDING and all([group.get("fused") for group in self._real.param_groups])
 
     @torch.no_grad()
-    def lay_out(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+    def lay_out(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Give each gradient the strides of its parameter: a fused kernel goes through both as blocks of memory.
 
         PyTorch's own fused step takes wrong elements where they differ, and where a gradient is expanded writes beyond
         its memory. Backward makes gradients with the right strides; those that a user assigns may have others.
 
         Args:
-            parameters: The parameters, whole ones.
-            gradients: Their gradients.
+            parameters: The parameters, DTensors among them.
+            gradients: What this process holds of their gradients.
 
         Returns:
-            Whether one was replaced.
+            The gradients, of which some may be new.
+
+        Raises:
+            UnsupportedGradientError: If there are gaps between the elements of a parameter.
         """
-        others = [
-            (p, g)
-            for p, g in zip(parameters, gradients, strict=True)
-            if g.layout is torch.strided and not (g.is_contiguous() and p.is_contiguous()) and g.stride() != p.stride()
-        ]
-        for parameter, gradient in others:
-            parameter.grad = torch.empty_like(parameter).copy_(gradient)
-        return bool(others)
+        parts = list(map(local_part, parameters)) if any_sharded(parameters) else parameters
+        if all(map(Tensor.is_contiguous, gradients)) and all(map(Tensor.is_contiguous, parts)):
+            return gradients
+        laid = list(gradients)
+        for i, (parameter, part, gradient) in enumerate(zip(parameters, parts, gradients, strict=True)):
+            both_contiguous = gradient.is_contiguous() and part.is_contiguous()
+            if gradient.layout is not torch.strided or both_contiguous or gradient.stride() == part.stride():
+                continue
+            if torch.empty_like(part).stride() != part.stride():
+                raise UnsupportedGradientError(
+                    f"a parameter of shape {tuple(part.shape)} has the strides {part.stride()}: its elements are no "
+                    f"block of memory, and the fused step of {type(self._real).__name__} would take what lies between "
+                    "them. Expected fused=False, or a parameter made of weight.contiguous()."
+                )
+            if parameter.grad is not None:
+                parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+                laid[i] = local_part(parameter.grad)
+        return laid
 
     def can_fold(self, gradients: Sequence[Tensor]) -> bool:
         """Tell whether the optimizer's kernel can divide these gradients by a float32 number."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import reduce
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 from weakref import WeakSet
 
 import torch
@@ -62,8 +62,9 @@ class QKClip:
       attention of which one training forward attended otherwise, and a weight of one that has a gradient while no such
       forward was seen. An attention by hand in a module whose layers are not known is not seen.
     * At each step layers and weights must be those that were found, trained and plain; otherwise an error.
-    * A weight or layer that is registered in several places is an error, as are values that are a multiple of the keys.
-      Values that another layer computes of keys change with them.
+    * A weight or layer that is registered in several places is an error, except for a `torch.nn.ModuleList` inside the
+      attention. So are values that are a multiple of the keys, also those of a layer that was initialised as a copy of
+      the key layer. Values that another layer computes of keys change with them.
     * A step that a `Guard` or a GradScaler skips rescales nothing; what its batches measured counts at the next.
     * Rows of heads at or below the threshold keep their bits, and so do values, outputs and the optimizer's state.
 
@@ -90,6 +91,8 @@ class QKClip:
                                         returns zeros, once these change
     an attention that is frozen when    left alone, unless ``projections`` has it; attach again after thawing it
     the clip is attached
+    a step after one that was refused   refused for a forward that was not heard: taken once the gradients are None.
+                                        Otherwise refused again: attach another QKClip
     an empty batch                      counts nothing
     another number of heads             an error
     `torch.compile`                     attach before it is called first; the graph breaks at modules that are watched.
@@ -154,8 +157,6 @@ class QKClip:
     ) -> None:
         check_hookable(optimizer)
         self.optimizer, self.last = optimizer, cast("dict[str, Tensor]", {})
-        if isinstance(threshold, bool):
-            raise InvalidTypeError(f"threshold={threshold}: expected a number, got bool.")
         self._threshold = check_number("threshold", threshold, "a finite number > 0")
         self._alpha = check_number("alpha", alpha, "a number from 0 to 1")
         self._exact, self._group = exact, process_group
@@ -210,6 +211,7 @@ class QKClip:
         self._steps.act_last()  # a `ClipUpdate` that came later is to see the step alone
         told = self._told()
         for one in told:
+            one.is_tried = True
             one.check()
         parts = [one.nothing() if one.measured is None else one.measured for one in told]
         joined = torch.cat([move(part, parts[0].device) for part in parts])
@@ -254,14 +256,14 @@ class QKClip:
                 one, words = self._told()[place // len(_FAULT_WORDS)], _FAULT_WORDS[place % len(_FAULT_WORDS)]
                 raise UnsupportedGradientError(
                     f"{one.title} {words} Name the right layers, or leave this one alone, "
-                    f"projections={{{one.name!r}: None}}. Nothing was rescaled, and no step was taken."
+                    f"{one.left_alone}. Nothing was rescaled, and no step was taken."
                 )
 
 
 _clipped: "WeakSet[nn.Module]" = WeakSet()
 """The query layers that a QKClip rescales."""
 
-_SIZE, _HEADS, _KEYS, _FAULTS, _HEADER = 0, 1, 2, slice(3, 6), 6
+_FAULTS, _HEADER = slice(3, 6), 6
 """The header of `_Attention.measured`: the size of a head, how many heads and key heads there are, and the faults: how
 far vectors are from what the layers returned, their factor from that of other calls, and values from keys; above 1 is
 too far."""
@@ -298,6 +300,7 @@ class _Attention:
         shape: The size of a head, how many heads and how many key heads, once they are known.
         is_seen: Whether this process has heard a call since the last step.
         is_missed: Whether projections ran in a training forward that attended without being heard.
+        is_tried: Whether a step has been refused for that: a later forward then starts anew if no gradient is left.
     """
 
     name: str
@@ -309,6 +312,7 @@ class _Attention:
     shape: tuple[int, int, int] | None = None
     is_seen: bool = False
     is_missed: bool = False
+    is_tried: bool = False
     _outputs: list[tuple[int, Tensor]] = field(default_factory=list)
     _heard: int = 0
     _factors: tuple[Tensor, Tensor] | None = None
@@ -317,34 +321,45 @@ class _Attention:
     _found: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Note what the weights and the names of the layers are now."""
+        """Note where the layers are now."""
         self._paths = [next(n for n, m in self.module.named_modules() if m is one) for one in self.layers()]
-        if self.why_not_plain() is None:
-            self._found = self.parameters()
 
     @property
     def title(self) -> str:
         """The name, for a message."""
-        return self.name or f"the {type(self.query).__name__}"
+        return self.name or f"the {type(self.module).__name__}"
+
+    @property
+    def left_alone(self) -> str:
+        """The argument that leaves it alone, for a message."""
+        return f"projections={{{self.name!r}: None}}"
 
     def layers(self) -> list[nn.Linear]:
         """Return the layers whose outputs are compared with what attends; of `torch.nn.MultiheadAttention` none."""
         return [] if isinstance(self.query, nn.MultiheadAttention) else list(dict.fromkeys([self.query, self.key]))
 
+    def _weight_slots(self) -> list[tuple[str, Any, str]]:
+        """Return what the rows of each weight make, the module that has it, and its name there.
+
+        Rows make queries (q), keys (k), or queries, keys and values in this order (qkv).
+        """
+        if isinstance(self.query, nn.MultiheadAttention):
+            if self.query.in_proj_weight is None:
+                return [("q", self.query, "q_proj_weight"), ("k", self.query, "k_proj_weight")]
+            return [("qkv", self.query, "in_proj_weight")]
+        if self.query is self.key:
+            return [("qkv", self.query, "weight")]
+        return [("q", self.query, "weight"), ("k", self.key, "weight")]
+
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights by what their rows make: queries (q), keys (k), or queries, keys and values (qkv)."""
-        if not isinstance(self.query, nn.MultiheadAttention):
-            one_layer = self.query is self.key
-            return {"qkv": self.query.weight} if one_layer else {"q": self.query.weight, "k": self.key.weight}
-        if self.query.in_proj_weight is not None:
-            return {"qkv": self.query.in_proj_weight}
-        return {"q": self.query.q_proj_weight, "k": self.query.k_proj_weight}
+        """Return the weights by what their rows make."""
+        return {kind: getattr(layer, name) for kind, layer, name in self._weight_slots()}
 
     def biases(self) -> dict[str, Tensor | None]:
         """Return the biases in the same way."""
         if isinstance(self.query, nn.MultiheadAttention):
             return {"qkv": self.query.in_proj_bias}
-        return {"qkv": self.query.bias} if self.query is self.key else {"q": self.query.bias, "k": self.key.bias}
+        return {kind: layer.bias for kind, layer, _ in self._weight_slots()}
 
     def nothing(self) -> Tensor:
         """Return ``measured`` before anything is."""
@@ -358,15 +373,17 @@ class _Attention:
         Raises:
             UnsupportedGradientError: If a layer or weight is another one, or no plain one.
         """
-        self._refuse(self._why_replaced() or self.why_not_plain())
-        if list(map(id, self.parameters())) != list(map(id, self._found)):
+        self._refuse(self._why_replaced() or self._why_not_plain())
+        now = self.parameters()
+        self._found = self._found or now
+        if list(map(id, now)) != list(map(id, self._found)):
             self._refuse("has another weight or bias than when the QKClip was attached")
 
     def _refuse(self, why: str | None) -> None:
         if why is not None:
             raise UnsupportedGradientError(
                 f"a projection of {self.title} {why}. Attach a QKClip to the model as it is to be trained, or leave "
-                f"the attention alone with projections={{{self.name!r}: None}}."
+                f"the attention alone with {self.left_alone}."
             )
 
     def _why_replaced(self) -> str | None:
@@ -375,19 +392,16 @@ class _Attention:
                 return "was replaced after the QKClip was attached"
         return None
 
-    def why_not_plain(self) -> str | None:
+    def _why_not_plain(self) -> str | None:
         """Return why rescaling its weight need not rescale what a layer returns; None if all layers are plain."""
-        names = ["weight"]
-        if isinstance(self.query, nn.MultiheadAttention):
-            names = ["in_proj_weight"] if self.query.in_proj_weight is not None else ["q_proj_weight", "k_proj_weight"]
         for layer in self.layers():
             if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
                 return (
                     f"is a {type(layer).__name__} whose output need not scale with its weight (an adapter, a forward "
                     "of its own): expected a plain torch.nn.Linear"
                 )
-        for layer in self.layers() or [self.query]:
-            if any(parameter_slots(layer).get(name) is None for name in names):
+        for _, layer, name in self._weight_slots():
+            if parameter_slots(layer).get(name) is None:
                 return (
                     f"is a {type(layer).__name__} whose weight is computed from other parameters (weight_norm, "
                     "spectral_norm, another parametrization), so that its output need not scale with its weight"
@@ -415,13 +429,15 @@ class _Attention:
     def _enter(self, module: nn.Module, args: Any) -> None:
         del module, args
         self._outputs, self._heard = [], 0
+        if self.is_missed and self.is_tried and not self._has_gradients():
+            self.is_missed = False
 
     @never_compiled
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         del args, result
         unheard = bool(self._outputs) if self.layers() else not self._heard
         if unheard and module.training and torch.is_grad_enabled():
-            self.is_missed = True
+            self.is_missed, self.is_tried = True, False
         self._outputs = []
 
     @never_compiled
@@ -517,7 +533,7 @@ class _Attention:
             raise UnsupportedGradientError(
                 f"{self.title} {what}: which rows belong to which head cannot be told. Name the right layers, "
                 f"projections={{{self.name!r}: ('query layer', 'key layer')}}, or leave its logits alone with "
-                f"projections={{{self.name!r}: None}}."
+                f"{self.left_alone}."
             )
 
     def _first_head(self, here: int, total: int, weights: Mapping[str, Any]) -> int:
@@ -543,15 +559,18 @@ class _Attention:
         header = self.measured[: _FAULTS.start].tolist()
         if header[0] > 0 and not self.is_missed:
             self.shape = (int(header[0]), int(header[1]), int(header[2]))
-        elif self.is_missed or any(gradient_of(weight) is not None for weight in self.weights().values()):
+        elif self.is_missed or self._has_gradients():
             raise UnsupportedGradientError(
                 f"{self.title} has gradients, and no call of torch.nn.functional.scaled_dot_product_attention was seen "
                 "in it since the last step, or in one of its forwards, while it was in training mode: its logits are "
                 "not known. Expected calls of that function (of torch.nn.MultiheadAttention: need_weights=False), "
                 "model.train(), and the QKClip attached before torch.compile; FlexAttention and other kernels are not "
-                "seen. Or leave it alone with "
-                f"projections={{{self.name!r}: None}}. Nothing was rescaled, and no step was taken."
+                f"seen. Or leave it alone with {self.left_alone}. Nothing was rescaled, and no step was taken."
             )
+
+    def _has_gradients(self) -> bool:
+        weights = self._found[: len(self._weight_slots())]  # in a forward of FSDP2 the layers have others
+        return any(gradient_of(weight) is not None for weight in weights)
 
     def largest(self) -> Tensor:
         """Return the largest logit of each head."""
@@ -707,28 +726,30 @@ def _check_weights(model: nn.Module, attentions: Mapping[str, _Attention | None]
         if one.query in _clipped:
             raise InvalidValueError(
                 f"the logits of {one.title} are clipped by another QKClip already: detach() that one first, or leave "
-                f"the attention alone with projections={{{one.name!r}: None}}."
+                f"the attention alone with {one.left_alone}."
             )
         if isinstance(one.query, nn.MultiheadAttention) and one.query.bias_k is not None:
             raise UnsupportedGradientError(
                 f"{one.title} has add_bias_kv=True: a key that no projection makes. Leave it alone with "
-                f"projections={{{one.name!r}: None}}."
+                f"{one.left_alone}."
             )
         for weight in one.weights().values():
             if weight.dim() != 2 or not weight.is_floating_point():
                 raise UnsupportedGradientError(
                     f"a projection of {one.title} has a weight of {weight.dim()} dimensions and {weight.dtype}: "
                     "expected a matrix of floating-point numbers, not one that FSDP1 or a quantization has packed. Use "
-                    f"fully_shard(model), or projections={{{one.name!r}: None}}."
+                    f"fully_shard(model), or {one.left_alone}."
                 )
             if id(weight) not in own:
                 raise InvalidValueError(
                     f"the projections of {one.title} are not parameters of this {type(optimizer).__name__}: expected "
                     "the optimizer that steps them, made of the model as it is now. Where several optimizers share "
-                    f"them, make a QKClip for each with projections={{{one.name!r}: None}} for those of others."
+                    f"them, make a QKClip for each with {one.left_alone} for those of others."
                 )
         for tied in (*one.layers(), *one.parameters()):
-            if len(names := places.get(id(tied), [])) > 1:
+            uses = [use for use in places.get(id(tied), []) if not (use.is_list and _is_in(use.parent, one.name))]
+            names = [f"{use.parent}.{use.kind}".lstrip(".") for use in uses]
+            if len(names) > 1:
                 raise InvalidValueError(
                     f"{one.title} has a projection in several places, {' and '.join(names)}, where a rescaling would "
                     "change what it is not meant to. Give each place a layer and a weight of its own, or leave the "
@@ -736,11 +757,28 @@ def _check_weights(model: nn.Module, attentions: Mapping[str, _Attention | None]
                 )
 
 
-def _places(model: nn.Module, left_alone: Sequence[str]) -> dict[int, list[str]]:
-    """Return the names of each layer in its parents, and of each parameter in its layers, by ``id``."""
-    places: dict[int, list[str]] = {}
+class _Place(NamedTuple):
+    """Where a layer or parameter is registered: in which module, by which name, and if that is a list of layers."""
+
+    parent: str
+    kind: str
+    is_list: bool
+
+
+def _places(model: nn.Module, left_alone: Sequence[str]) -> dict[int, list[_Place]]:
+    """Return the places of each layer in its parents, and of each parameter in its layers, by ``id``.
+
+    A list of layers computes nothing. One inside an attention may hold its projections again: should its forward run
+    them twice, `_Attention.take` refuses it.
+    """
+    places: dict[int, list[_Place]] = {}
     for name, module in model.named_modules():
-        if not any(name == one or name.startswith(f"{one}.") or not one for one in left_alone):
+        if not any(_is_in(name, one) for one in left_alone):
+            is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
             for kind, part in (*layer_slots(module).items(), *parameter_slots(module).items()):
-                places.setdefault(id(part), []).append(f"{name}.{kind}".lstrip("."))
+                places.setdefault(id(part), []).append(_Place(name, kind, is_list))
     return places
+
+
+def _is_in(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
