@@ -97,6 +97,7 @@ OF_OBJECTS = {
     "stop_compiling": lambda bare: torch_private.stop_compiling(compiled_in_another_way()),
     "renew_recurrent_weights": lambda bare: torch_private.renew_recurrent_weights(bare),
     "gradients_are_scaled": lambda bare: torch_private.gradients_are_scaled(bare, bare),
+    "scaler_states_of": lambda bare: torch_private.scaler_states_of(bare),
     "overflows_of": lambda bare: torch_private.overflows_of(bare, bare),
     "loss_scale_of": lambda bare: torch_private.loss_scale_of(object.__new__(torch.amp.GradScaler)),
     "traced_scale_of": lambda bare: torch_private.traced_scale_of(bare),
@@ -673,6 +674,14 @@ def test_gradients_are_scaled(monkeypatch):
     file = without(monkeypatch, "torch.amp.grad_scaler.OptState")
     with pytest.raises(UnsupportedVersionError, match=r"Guard under GradScaler needs .*OptState"):
         file.gradients_are_scaled(scaler, optimizer)
+
+
+def test_scaler_states_of():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = scaled_step(scaler)
+    scaler.unscale_(optimizer)
+    torch_private.scaler_states_of(scaler).clear()
+    assert torch_private.gradients_are_scaled(scaler, optimizer)
 
 
 def test_overflows_of():

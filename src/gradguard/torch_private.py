@@ -107,6 +107,8 @@ NEEDS = {
 
     "gradients_are_scaled": Need("torch.amp", "GradScaler._per_optimizer_states grad_scaler.OptState",
                                  "a Guard under GradScaler", _UNSCALED),
+    "scaler_states_of": Need("torch.amp.GradScaler", "_per_optimizer_states",
+                             "putting a GradScaler back as it was"),
     "overflows_of": Need("torch.amp.GradScaler", "_per_optimizer_states",
                          "telling whether a GradScaler skipped a step"),
     "loss_scale_of": Need("torch.amp.GradScaler", "_scale", "reading the scale of a loss"),
@@ -683,6 +685,12 @@ def gradients_are_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
     from torch.amp.grad_scaler import OptState
 
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+
+
+@_needs
+def scaler_states_of(scaler: Any) -> dict[int, Any]:
+    """Return how far an enabled ``scaler`` has come with each optimizer since its last update; the dict is its own."""
+    return scaler._per_optimizer_states
 
 
 @_needs

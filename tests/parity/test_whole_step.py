@@ -1,6 +1,7 @@
 """The whole step: what the optimizer takes, its state, by how much weights change; the first that parts is named."""
 
 import copy
+import gc
 from functools import cache
 
 import pytest
@@ -455,24 +456,78 @@ def test_what_cannot_be_meant_is_refused_in_words(options, error, words):
         refused(**options)
 
 
-def test_a_loss_scale_is_taken_off_where_the_optimizer_takes_it_off():
+def scaled(unscaled_in_step=0, *, clips_in_step=False, enabled=True):
+    """Two optimizers under one GradScaler, of which ``step`` unscales the first ones and ``update`` the others."""
     model = network()
-    optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizers = [torch.optim.AdamW(part.parameters(), 1e-2) for part in (model[:2], model[3:])]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=enabled)
+    clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # noqa: E731
+
+    def step():
+        scaler.scale(F.mse_loss(model(X), Y)).backward()
+        for one in optimizers[:unscaled_in_step]:
+            scaler.unscale_(one)
+        if clips_in_step:
+            clip()
 
     def update():
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        scaler.step(optimizer)
+        for one in optimizers[unscaled_in_step:]:
+            scaler.unscale_(one)
+        if not clips_in_step:
+            clip()
+        for one in optimizers:
+            scaler.step(one)
         scaler.update()
-        optimizer.zero_grad()
+        model.zero_grad()
 
-    step = lambda: scaler.scale(F.mse_loss(model(X), Y)).backward()  # noqa: E731
-    scaled = gg.save_gradients(
-        None, model, step, optimizer=optimizer, update=update, others=[scaler], steps=2, facts={"loss scale": 2.0**10}
+    result = gg.save_gradients(
+        None, model, step, optimizer=optimizers, update=update, others=[scaler], steps=2, rows=["0.weight"], perturbed=2
     )
-    report = compare(reference(), scaled)
+    step()  # raises if the scaler has not been put back
+    return result
+
+
+@pytest.mark.parametrize(
+    ("unscaled_in_step", "clips_in_step"), [(0, False), (1, False), (2, False), (2, True)], ids=str
+)
+def test_a_loss_scale_is_taken_off_once_wherever_the_loop_takes_it_off(unscaled_in_step, clips_in_step):
+    right = scaled(unscaled_in_step, clips_in_step=clips_in_step, enabled=False)
+    new = scaled(unscaled_in_step, clips_in_step=clips_in_step)
+    report = compare(right, new)
     assert report.verdict == "PASS", str(report)
     assert any("not compared: the state of GradScaler" in note for note in report.notes)
+    assert torch.allclose(*(torch.tensor(run.rows["0.weight"][0]) for run in (right, new)), rtol=1e-4, atol=1e-7)
+
+
+def test_a_scaler_is_put_back_where_a_step_raises():
+    model, calls = network(), []
+    optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu")
+
+    def step():
+        scaler.scale(F.mse_loss(model(X), Y)).backward()
+        scaler.unscale_(optimizer)
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+
+    update = lambda: (scaler.step(optimizer), scaler.update())  # noqa: E731
+    with pytest.raises(RuntimeError, match="out of memory"):
+        gg.save_gradients(None, model, step, optimizer=optimizer, update=update)
+    step()
+
+
+def test_a_scheduler_that_the_collector_has_frozen_is_put_back():
+    model = network()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    update = lambda: (optimizer.step(), scheduler.step(), optimizer.zero_grad())  # noqa: E731
+    step = lambda: F.mse_loss(model(X), Y).backward()  # noqa: E731
+    gc.freeze()  # as servers do before they fork
+    try:
+        gg.save_gradients(None, model, step, optimizer=optimizer, update=update, steps=2, perturbed=1)
+    finally:
+        gc.unfreeze()
+    assert scheduler.last_epoch == 0
 
 
 # What a state is besides the optimizer's, and what is left out.

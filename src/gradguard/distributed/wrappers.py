@@ -314,7 +314,7 @@ def _wrappers() -> list[nn.Module]:
     if is_alone or torch.compiler.is_compiling():  # a graph cannot look; code outside it can
         return []
     if _living is None:
-        found = [m for m in _all_objects() if issubclass(type(m), nn.Module) and _is_wrapper(m)]
+        found = [m for m in all_objects() if issubclass(type(m), nn.Module) and _is_wrapper(m)]
         _living = weakref.WeakSet(found)
         register_module_module_registration_hook(_note)
     return list(_living)
@@ -328,7 +328,7 @@ def _wrappers_of(parameters: Iterable[Tensor], wrappers: Sequence[nn.Module]) ->
             yield wrapper, own
 
 
-def _all_objects() -> list[Any]:
+def all_objects() -> list[Any]:
     """Return the objects of the garbage collector, frozen ones too: a wrapper that is missed is a wrong number."""
     if not gc.get_freeze_count():
         return gc.get_objects()

@@ -298,11 +298,11 @@ class _Run:
 
     def _seen(self, step: Step, scale: float = 1.0) -> _Seen:
         """Run the step with the gradient at the loss scaled, and return its results with the scale taken off."""
-        with self._training.hearing() if self._training else nullcontext():
+        with self._training.first_step() if self._training else nullcontext():
             returned, watched = self.replay.run(step, scale)
         gradients = self._whole.reduced(self._gradients(), 1 / scale)
-        scale *= self._training.loss_scale if self._training else 1.0
-        rows = [self._whole.rows(name, 1 / scale) for name in self._rows]
+        scales = {p.name: self._training.loss_scale(p) for p in self._local} if self._training else {}
+        rows = [self._whole.rows(name, 1 / (scale * scales.get(name, 1.0))) for name in self._rows]
         return _Seen(self._loss(returned), gradients, rows, max(1, watched.count))
 
     def _gradients(self) -> dict[str, Tensor]:

@@ -1,11 +1,10 @@
 """The rest of a training step: what the optimizer takes, its state, and by how much weights change, step after step."""
 
 import copy
-import gc
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from gradguard.distributed.local_shard import LocalShard
 from gradguard.distributed.placements import local_part
+from gradguard.distributed.wrappers import all_objects
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import listen_to_scale
 from gradguard.optimizer_hooks import EveryStep
@@ -26,6 +26,7 @@ from gradguard.parity.vectors import minus, norm
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 from gradguard.state.copies import Copier, Restorer
 from gradguard.state.optimizer_copy import OptimizerCopy
+from gradguard.torch_private import gradients_are_scaled, scaler_states_of
 
 _LOUD, _LOUDEST = 16.0, 1e-2
 """A turned gradient element is off by so many times what rounding does, but by no more of the gradient than that."""
@@ -49,6 +50,7 @@ class TrainingState:
         for one in self._optimizers:
             one.take(copier)
         self._of_others = [copy.deepcopy(one.state_dict()) for one in others]
+        self._of_scalers = [(one, copy.deepcopy({**scaler_states_of(one)})) for one in enabled_scalers(others)]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -64,6 +66,14 @@ class TrainingState:
                 p.grad = None
         for other, state in zip(self._others, self._of_others, strict=True):
             other.load_state_dict(copy.deepcopy(state))
+        self.restore_scalers()
+
+    def restore_scalers(self) -> None:
+        """Let each GradScaler have unscaled as before, which its ``state_dict`` does not hold."""
+        for scaler, states in self._of_scalers:
+            now = scaler_states_of(scaler)
+            now.clear()
+            now.update(copy.deepcopy(states))
 
 
 @dataclass
@@ -114,9 +124,9 @@ class TrainingSteps:
                     "names as its main_param, whole, as Megatron does."
                 )
         found = [one for one in schedulers_of(optimizers) if not any(one is other for other in others)]
-        self._scalers = [one for one in (*others, *found) if isinstance(one, torch.amp.GradScaler)]
+        self._scalers = enabled_scalers((*others, *found))
         self._state = TrainingState(local, optimizers, (*others, *found))
-        self.loss_scale = 1.0
+        self._scale, self._unscaled = 1.0, set[int]()
         self._left_out = dict.fromkeys(f"the state of {type(one).__name__}" for one in others)
         if model is None:
             self._left_out["buffers, because of shard_of="] = None
@@ -128,14 +138,26 @@ class TrainingSteps:
         """Put weights and optimizers back."""
         self._state.restore()
 
+    def first_step(self) -> AbstractContextManager[None]:
+        """Return `hearing` for a run of the first step, before which another may have run without its update."""
+        self._state.restore_scalers()
+        return self.hearing()
+
     @contextmanager
     def hearing(self) -> Iterator[None]:
-        """Find what a GradScaler multiplies the loss by inside the block: `unscaled_gradients` takes it off."""
-        self.loss_scale, end = 1.0, listen_to_scale(self._heard, lambda *_: None)
+        """Find what a GradScaler multiplies the loss by inside the block, and whose gradients it has unscaled there."""
+        self._scale, self._unscaled, end = 1.0, set(), listen_to_scale(self._heard, lambda *_: None)
         try:
             yield
         finally:
             end()
+        for one in self._optimizers:
+            if not all(gradients_are_scaled(scaler, one) for scaler in self._scalers):
+                self._unscaled |= {id(p) for group in one.param_groups for p in group["params"]}
+
+    def loss_scale(self, parameter: LocalParameter) -> float:
+        """Return what the gradient of a parameter is multiplied by since `hearing`; 1 where it is unscaled."""
+        return 1.0 if id(parameter.parameter) in self._unscaled else self._scale
 
     def _heard(self, loss: Any, scaled: Any) -> None:
         if not (isinstance(loss, Tensor) and isinstance(scaled, Tensor) and loss.numel() == 1):
@@ -145,11 +167,12 @@ class TrainingSteps:
         if not math.isfinite(times):
             return
         known = (one.get_scale() for one in self._scalers)  # a loss of 16 bits is rounded
-        self.loss_scale = next((one for one in known if math.isclose(one, times, rel_tol=1e-2)), times)
+        self._scale = next((one for one in known if math.isclose(one, times, rel_tol=1e-2)), times)
 
     def unscaled_gradients(self, local: Sequence[LocalParameter]) -> dict[str, Tensor]:
         """Return the sketch of each part's gradient without the loss scale, by name."""
-        return {name: sketch / self.loss_scale for name, sketch in local_gradients(local).items()}
+        scales = {p.name: self.loss_scale(p) for p in local}
+        return {name: sketch / scales[name] for name, sketch in local_gradients(local).items()}
 
     def begin(self) -> None:
         """Note the state before the first forward, which changes buffers."""
@@ -320,20 +343,25 @@ class TrainingSteps:
         """Move each element by some times what rounding does to one, up or down by its place."""
         stage = self._stages[f"gradient of step {t}"]
         first, *others = stage.runs
-        sizes = {}
+        sizes, scales = {}, {p.name: self.loss_scale(p) for p in self._local}
         for i, (name, whole) in enumerate(stage.whole.wholes.items()):
             least = stage.tensors[i].rounding * norm(first[i])
             noise = max(least, *(norm(minus(run[i], first[i])) for run in others))
             size = min(_LOUD * noise, max(_LOUDEST * norm(first[i]), noise))
-            sizes[name] = sign * self.loss_scale * size / math.sqrt(max(1, math.prod(whole.shape)))
+            sizes[name] = sign * scales.get(name, 1.0) * size / math.sqrt(max(1, math.prod(whole.shape)))
         add_signs(self._local, sizes, t)
 
 
 def schedulers_of(optimizers: Sequence[Optimizer]) -> list[Any]:
     """Return the live schedulers of PyTorch that belong to ``optimizers``, and every live GradScaler."""
     kinds, known = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler), {id(one) for one in optimizers}
-    found = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    found = [one for one in all_objects() if issubclass(type(one), kinds)]
     return [one for one in found if isinstance(one, kinds[1]) or id(vars(one).get("optimizer")) in known]
+
+
+def enabled_scalers(others: Sequence[Any]) -> list[torch.amp.GradScaler]:
+    """Return the GradScalers of ``others`` that scale."""
+    return [one for one in others if isinstance(one, torch.amp.GradScaler) and one.is_enabled()]
 
 
 def _master(p: LocalParameter) -> LocalParameter:
