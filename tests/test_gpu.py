@@ -8,7 +8,7 @@ import math
 import subprocess
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -347,6 +347,139 @@ def test_parity_and_norm_audit():
     assert audit.verdict == "PASS", audit
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", [gg.clip_grad_norm_, gg.clip_grad_value_])
+def test_16_bit_gradients_of_fsdp2(clip, tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    backend = "nccl" if GPU else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        net, plain = fully_shard(model().bfloat16()), model().bfloat16()
+        for scale in (1.0, 1e3):
+            x, y = (one.bfloat16() for one in batch())
+            for one in (net, plain):
+                one.zero_grad()
+                (scale * F.mse_loss(one(x), y)).backward()
+            before = gradients(plain.parameters())
+            norm = clip(net, 0.05)
+            expected = clip_norm(before, 0.05) if clip is gg.clip_grad_norm_ else clip_value(before, -0.05, 0.05)
+            if norm is not None:
+                assert float(norm) == pytest.approx(total_norm(before), rel=1e-5)
+            close([p.grad.to_local().cpu() for p in net.parameters()], expected)
+    finally:
+        dist.destroy_process_group()
+
+
+def whole_step(device, decay=0.1, momentum=None):
+    net = Images().to(device)
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(6, 3, 8, 8, generator=g).to(device), torch.randint(0, 5, (6,), generator=g).to(device)
+    if momentum is None:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=decay, fused=True)
+    else:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=decay, momentum=momentum)
+
+    def step():
+        F.cross_entropy(net(x), y).backward()
+
+    def update():
+        gg.clip_grad_norm_(net, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return gg.save_gradients(None, net, step, optimizer=optimizer, update=update, steps=3)
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_the_whole_step_on_the_gpu_is_that_of_the_cpu(momentum):
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    runs = []
+    for device, decay in (("cpu", 0.1), (DEVICE, 0.1), (DEVICE, 0.3)):
+        torch.set_rng_state(state)
+        runs.append(whole_step(device, decay, momentum))
+    gg.testing.assert_parity(runs[0], runs[1])
+    with pytest.raises(AssertionError, match="FAIL"):
+        gg.testing.assert_parity(runs[0], runs[2])
+
+
+# Attention logits.
+
+
+class Attends(nn.Module):
+    """Causal attention of 4 heads of 16, its queries changed by ``between``; keeps those that attended."""
+
+    def __init__(self, between=None):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, 64) for _ in range(3))
+        self.between = between or (lambda query: query)
+        with torch.no_grad():
+            self.q_proj.weight.mul_(6)
+
+    def forward(self, x):
+        query, key, value = (
+            one(x).unflatten(-1, (4, 16)).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query = self.between(query)
+        self.attended = query.detach(), key.detach()
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("half", [None, torch.bfloat16, torch.float16])
+def test_logits_are_watched_and_clipped(half, fused):
+    """By the published rule, in float64 by hand, and the host waits for nothing after the first step."""
+    torch.manual_seed(0)
+    net = Attends().to(DEVICE)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, fused=fused)
+    clip, watch, clipped = gg.QKClip(optimizer, net, 3.0), gg.LogitWatch(net), 0
+    for step in range(4):
+        x = torch.randn(3, 9, 64, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+        before = [p.detach().double() for p in net.parameters()]
+        watch.reset()
+        with no_wait() if step else nullcontext():
+            net.zero_grad()
+            with torch.autocast(DEVICE, half or torch.bfloat16, enabled=half is not None):
+                out = net(x)
+            out.float().square().mean().backward()
+            optimizer.step()
+        query, key = (one.double() for one in net.attended)
+        masked = torch.ones(9, 9, dtype=torch.bool, device=DEVICE).tril().logical_not()
+        largest = (query @ key.mT / 4).masked_fill(masked, -math.inf).amax((0, 2, 3))
+        torch.testing.assert_close(clip.last[""], largest, rtol=1e-5, atol=0)
+        torch.testing.assert_close(watch.max_logits[""].double(), largest, rtol=1e-5, atol=0)
+        gamma = (3.0 / largest).clamp(max=1.0).sqrt().repeat_interleave(16)
+        for (name, p), old in zip(net.named_parameters(), before, strict=True):
+            new = old - 0.01 * p.grad.double()
+            if not name.startswith("v"):
+                new *= gamma.reshape(-1, *[1] * (p.dim() - 1))
+            torch.testing.assert_close(p.detach().double(), new, rtol=1e-5, atol=1e-7)
+        clipped += int((largest > 3.0).sum())
+    assert clipped > 0
+
+
+def test_an_attention_between_which_and_its_layers_lies_a_norm_is_refused():
+    """On a GPU some steps late, and what was wrong is rescaled on none of them."""
+    torch.manual_seed(0)
+    net = Attends(lambda query: 30 * F.normalize(query, dim=-1)).to(DEVICE)
+    twin = copy.deepcopy(net)
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.01) for one in (net, twin))
+    gg.QKClip(ours, net, 3.0)
+    with pytest.raises(gg.errors.UnsupportedGradientError, match="what its projections return") as refusal:
+        for step in range(5):
+            x = torch.randn(3, 9, 64, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+            for one, optimizer in ((net, ours), (twin, theirs)):
+                one.zero_grad()
+                one(x).square().mean().backward()
+                optimizer.step()
+            if GPU:
+                torch.cuda.synchronize()
+    assert ("no step was taken" in str(refusal.value)) == (not GPU)
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 # Graphs and compiled code.
 
 
@@ -673,6 +806,7 @@ CHECKED = {
     "softmax": lambda r: (lambda x: F.softmax(x, -1), [r(4, 6)]),
     "scatter": lambda r: (lambda x: x.index_add(0, torch.tensor([0, 1, 1, 2], device=DEVICE), x * 2), [r(4, 5)]),
     "cumulative": lambda r: (lambda x: x.cumsum(0).exp(), [r(6, 3)]),
+    "dropout": lambda r: (lambda x: F.dropout(x, 0.5), [r(4, 6)]),
 }
 
 
@@ -685,12 +819,15 @@ def test_right_gradients_pass_the_check(name, dtype):
     assert report.verdict == "PASS", report
 
 
-@pytest.mark.parametrize("kind", ["conv", "batch norm"])
+@pytest.mark.parametrize("kind", ["conv", "batch norm", "lstm", "gru"])
 def test_right_modules_pass_the_check(kind):
+    """In float32 too, and whatever PyTorch's switches allow: those of cuDNN allow TF32 by themselves."""
     torch.manual_seed(0)
     modules = {
         "conv": lambda: (nn.Conv2d(3, 4, 3), (2, 3, 6, 6)),
         "batch norm": lambda: (nn.BatchNorm1d(5), (6, 5)),
+        "lstm": lambda: (nn.LSTM(5, 4), (3, 2, 5)),
+        "gru": lambda: (nn.GRU(5, 4, bidirectional=True), (3, 2, 5)),
     }
     net, shape = modules[kind]()
     report = gg.gradcheck(net.to(DEVICE), torch.randn(shape).to(DEVICE))
@@ -817,6 +954,62 @@ def test_a_script_that_is_watched(tmp_path):
     expected = [float(line.split()[1]) for line in ran.stdout.splitlines() if line.startswith("norm ")]
     assert len(expected) == 30
     assert found == pytest.approx(expected, rel=1e-3)
+
+
+SCALED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 3)).to({device!r})
+optimizer, scaler = torch.optim.AdamW(net.parameters(), lr=1e-3), torch.amp.GradScaler({device!r}, growth_interval=5)
+for step in range(20):
+    x = torch.randn(16, 12, device={device!r})
+    with torch.autocast({device!r}, torch.float16):
+        loss = net(x).float().square().mean() * (1e6 if step == 7 else 1)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    print("seen", float(loss.detach()), float(norm))
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--resilient",), ("--audit-norm",)], ids=str)
+def test_a_script_under_a_scaler_is_watched(options, tmp_path):
+    (tmp_path / "train.py").write_text(SCALED.format(device=DEVICE))
+    command = [sys.executable, "-m", "gradguard", "run", *options, "--out", "seen", "--no-report", "train.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    from gradguard.monitoring.record.file import read_record
+
+    steps = read_record(tmp_path / "seen" / "run.jsonl").steps
+    printed = [list(map(float, line.split()[1:])) for line in ran.stdout.splitlines() if line.startswith("seen ")]
+    assert len(steps) == len(printed) == 20
+    for step, (loss, norm) in zip(steps, printed, strict=True):
+        assert step["loss"] == pytest.approx(loss, rel=1e-5)
+        if math.isfinite(norm):
+            assert step["norm"] == pytest.approx(norm, rel=1e-3)
+        else:
+            assert step["skipped"], "the scaler skipped it"
+
+
+@pytest.mark.slow
+def test_the_gradients_of_a_script_on_the_gpu_are_those_of_the_cpu(tmp_path):
+    for device in {"cpu", DEVICE}:
+        (tmp_path / "train.py").write_text(
+            SCRIPT.format(device=device)
+            .replace(f"torch.randn(16, 12, device='{device}')", f"torch.randn(16, 12).to('{device}')")
+            .replace(f"torch.autocast('{device}', torch.bfloat16)", f"torch.autocast('{device}', enabled=False)")
+        )
+        command = ["-m", "gradguard", "run", "--save-gradients", f"{device}.safetensors", "train.py"]
+        ran = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr
+    files = [tmp_path / "cpu.safetensors", tmp_path / f"{DEVICE}.safetensors"]
+    report = gg.testing.assert_parity(*files)
+    assert report is None or report.verdict == "PASS"
 
 
 @pytest.mark.slow

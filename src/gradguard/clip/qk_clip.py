@@ -58,6 +58,8 @@ class QKClip:
     * That ratio, times ``scale``, must be the same number at every call since the clip was attached, within 0.1 % (2 %
       in half precision). A norm over a whole tensor, head or batch passes the first call, where it looks like a
       constant, so that one rescaling may come of it; a call in which the ratio differs is an error before its step.
+    * On an accelerator these two are read without a wait: what they say is rescaled on no step, and the error comes at
+      one of the next steps.
     * An attention that calls `scaled_dot_product_attention` and is told by no projections is an error. So is a known
       attention of which one training forward attended otherwise, and a weight of one that has a gradient while no such
       forward was seen. An attention by hand in a module whose layers are not known is not seen.
@@ -251,17 +253,20 @@ class QKClip:
         Raises:
             UnsupportedGradientError: Naming it.
         """
+        is_late = self._told()[0].nothing().device.type != "cpu"
+        done = "It was never rescaled; steps since then were taken" if is_late else _NOTHING_DONE
         for place, fault in enumerate(faults):
             if fault > 1:
                 one, words = self._told()[place // len(_FAULT_WORDS)], _FAULT_WORDS[place % len(_FAULT_WORDS)]
                 raise UnsupportedGradientError(
-                    f"{one.title} {words} Name the right layers, or leave this one alone, "
-                    f"{one.left_alone}. Nothing was rescaled, and no step was taken."
+                    f"{one.title} {words} Name the right layers, or leave this one alone, {one.left_alone}. {done}."
                 )
 
 
 _clipped: "WeakSet[nn.Module]" = WeakSet()
 """The query layers that a QKClip rescales."""
+
+_NOTHING_DONE = "Nothing was rescaled, and no step was taken"
 
 _FAULTS, _HEADER = slice(3, 6), 6
 """The header of `_Attention.measured`: the size of a head, how many heads and key heads there are, and the faults: how
@@ -565,7 +570,7 @@ class _Attention:
                 "in it since the last step, or in one of its forwards, while it was in training mode: its logits are "
                 "not known. Expected calls of that function (of torch.nn.MultiheadAttention: need_weights=False), "
                 "model.train(), and the QKClip attached before torch.compile; FlexAttention and other kernels are not "
-                f"seen. Or leave it alone with {self.left_alone}. Nothing was rescaled, and no step was taken."
+                f"seen. Or leave it alone with {self.left_alone}. {_NOTHING_DONE}."
             )
 
     def _has_gradients(self) -> bool:
