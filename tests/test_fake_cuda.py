@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradguard as gg
 from gradguard.backward_clip import statistics
 from gradguard.clip.gradients import gradients_of
-from gradguard.clip.guard_counts import Counts
+from gradguard.clip.guard_counts import Counts, LateReader
 from gradguard.clip.lock_in import LockIn
 from gradguard.clip.optimizer_proxy import OptimizerProxy
 from gradguard.clip.reach import Reach
@@ -401,3 +401,34 @@ def test_what_exceeds_is_the_same_in_one_kernel(bounds, element, monkeypatch):
     want = any(bool(((x < bounds[0]) | (x > bounds[1])).any()) for x in tensors)
     monkeypatch.setattr(scaling, "are_readable", lambda *_: False)
     assert bool(scaling.exceeds(tensors, *bounds)) is want
+
+
+class Attends(torch.nn.Module):
+    def __init__(self, causal):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(8, 8, device=FIRST) for _ in range(3))
+        self.causal = causal
+
+    def forward(self, x):
+        query, key, value = (
+            layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mask = None if self.causal else torch.ones(5, 5, dtype=torch.bool, device=FIRST)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, is_causal=self.causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("make", ["watch", "clip"])
+def test_a_clip_of_logits_waits_for_nothing_after_its_first_step(make, exact, causal, monkeypatch):
+    monkeypatch.setattr(LateReader, "push", lambda self, values: None)
+    with FakeTensorMode(allow_non_fake_inputs=False), skip_without_cuda_build():
+        model = Attends(causal)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        made = gg.LogitWatch(model, exact=exact) if make == "watch" else gg.QKClip(optimizer, model, 3.0, exact=exact)
+        for step in range(3):
+            with Launches(waits=step == 0):
+                model.zero_grad()
+                model(torch.ones(3, 5, 8, device=FIRST)).sum().backward()
+                optimizer.step()
+        assert (made.max_logits if make == "watch" else made.last)[""].device == torch.device(FIRST)

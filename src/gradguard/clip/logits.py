@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from gradguard.distributed.placements import any_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
+from gradguard.tensors.precision import full_float32
 from gradguard.torch_private import never_compiled
 
 _MASKED = -1e4
@@ -91,7 +92,7 @@ def largest_logits(call: AttentionCall, exact: bool = True) -> Tensor:
         from a batch. An additive mask counts as masked where it is -1e4 or less, and adds nothing elsewhere.
     """
     wide = torch.float64 if call.query.dtype == torch.float64 else torch.float32
-    with torch.autocast(call.query.device.type, enabled=False):
+    with torch.autocast(call.query.device.type, enabled=False), full_float32():
         (query, of_query), (key, of_key) = _moderate(call.query.to(wide)), _moderate(call.key.to(wide))
         query = query * call.scale
         if query.dim() > 2 and key.shape[-3] != query.shape[-3]:

@@ -238,7 +238,8 @@ class QKClip:
             if one.measured is None or one.shape is None:
                 continue
             home, measured = one.measured.device, one.measured
-            left_out = torch.as_tensor(False if guard is None else guard.skipped, device=home)
+            skipped = False if guard is None else guard.skipped
+            left_out = move(skipped, home) if isinstance(skipped, Tensor) else torch.full((), skipped, device=home)
             if self._overflow is not None:
                 left_out = left_out | (move(self._overflow, home).reshape(()) != 0)
             self.last[one.name] = largest = one.largest()
@@ -493,7 +494,7 @@ class _Attention:
         self.shape, self.is_seen = shape, True
         new, start = self.nothing(), self._first_head(here, heads, weights)
         for place, number in enumerate((*shape, *faults)):
-            new[place] = number
+            new[place].fill_(number)  # an assignment of a number would wait for the device
         largest = torch.nan_to_num(largest_logits(call, exact).to(new), -torch.inf, -torch.inf)
         new[_HEADER + start * size : _HEADER + (start + here) * size] = largest.repeat_interleave(size)
         self.measured = new if self.measured is None else torch.maximum(self.measured, new)
