@@ -92,7 +92,7 @@ def largest_logits(call: AttentionCall, exact: bool = True) -> Tensor:
         from a batch. An additive mask counts as masked where it is -1e4 or less, and adds nothing elsewhere.
     """
     wide = torch.float64 if call.query.dtype == torch.float64 else torch.float32
-    with torch.autocast(call.query.device.type, enabled=False), full_float32():
+    with torch.autocast(call.query.device.type, enabled=False), full_float32("product"):
         (query, of_query), (key, of_key) = _moderate(call.query.to(wide)), _moderate(call.key.to(wide))
         query = query * call.scale
         if query.dim() > 2 and key.shape[-3] != query.shape[-3]:

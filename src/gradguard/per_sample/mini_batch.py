@@ -245,8 +245,9 @@ class GradientCollector:
         )
         assert layer.plan.rule is not None
         device = next(grad.device for grad in grads if grad is not None)
-        is_rounded = layer.leaves is not None and is_tf32_allowed(device, *_kinds_of(layer.module))
-        with torch.autocast(device.type, enabled=False), full_float32():
+        kinds = _kinds_of(layer.module)
+        is_rounded = layer.leaves is not None and is_tf32_allowed(device, *kinds)
+        with torch.autocast(device.type, enabled=False), full_float32("product", *kinds):
             contributions = layer.plan.rule.contributions(call)
             if contributions.keys() != layer.names.keys():
                 raise UnsupportedGradientError(

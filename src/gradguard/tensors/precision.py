@@ -41,12 +41,23 @@ def is_tf32_allowed(device: torch.device, *kinds: Kind) -> bool:
 
 
 _FULL = ("none", "ieee")
+_NAMES: dict[Kind, tuple[str, str]] = {
+    "product": ("matmul", "cuda"),
+    "convolution": ("conv", "cudnn"),
+    "recurrent": ("rnn", "cudnn"),
+}
+"""The name of the switch of each kind, and where CUDA's is."""
+
 _Said = TypeVar("_Said")
 
 
 @contextmanager
-def full_float32() -> Iterator[None]:
+def full_float32(*kinds: Kind) -> Iterator[None]:
     """Compute float32 products, convolutions and recurrent layers in float32 in a block, whatever the program allows.
+
+    Args:
+        kinds: What the block computes; everything where nothing is given. To look at the switches of products alone is
+            cheap, and writes nothing by default; of convolutions PyTorch allows cuDNN to round.
 
     PyTorch has an older switch for products and one for cuDNN, and newer ones, of which a lower one that says nothing
     does as the one above it. Where only newer ones were used, reading an older one raises, and so it is left alone;
@@ -56,41 +67,47 @@ def full_float32() -> Iterator[None]:
     but for cuDNN's own default of TF32, which PyTorch cannot be told to forget: it is then written out. Nothing is
     written where nothing is rounded. Switches of CUDA are looked at only where there is a GPU.
     """
-    backends: Any = torch.backends
-    kinds, above = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn], [backends]
     has_gpu = torch.cuda.is_available()
-    if has_gpu:
-        kinds += [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
-        above.append(backends.cudnn)
-    if all(kind.fp32_precision in _FULL for kind in kinds):
+    if all(one.fp32_precision in _FULL for kind in kinds or _NAMES for one in _switches_of(kind, has_gpu)):
         yield
         return
+    backends: Any = torch.backends
+    of_kinds = [_switches_of(kind, has_gpu) for kind in _NAMES]
+    switches = [one for each in zip(*of_kinds, strict=True) for one in each]
+    above = [backends, backends.cudnn] if has_gpu else [backends]
     products = _older(torch.get_float32_matmul_precision)
     convolutions = has_gpu and _older(lambda: backends.cudnn.allow_tf32)
     changed = _tell_uppermost(above)
-    said = [kind.fp32_precision for kind in kinds]  # "ieee": it follows
+    said = [switch.fp32_precision for switch in switches]  # "ieee": it follows
     own = ["none" if one == "ieee" else one for one in said]
     try:
         if products not in (None, "highest"):
             torch.set_float32_matmul_precision("highest")
         if convolutions:
             backends.cudnn.allow_tf32, own[-2:] = False, ["tf32", "tf32"]
-        for i, kind in enumerate(kinds):
-            if kind.fp32_precision not in _FULL:
-                kind.fp32_precision = "none"
-                own[i] = "none" if kind.fp32_precision == said[i] else own[i]  # it follows one that cannot be written
-                kind.fp32_precision = "ieee"
+        for i, switch in enumerate(switches):
+            if switch.fp32_precision not in _FULL:
+                switch.fp32_precision = "none"
+                own[i] = "none" if switch.fp32_precision == said[i] else own[i]  # it follows one that cannot be written
+                switch.fp32_precision = "ieee"
         yield
     finally:
         if products not in (None, "highest"):
             torch.set_float32_matmul_precision(products)
         if convolutions:
             backends.cudnn.allow_tf32 = True
-        for kind, before, value in zip(kinds, said, own, strict=True):
-            if kind.fp32_precision != before:
-                kind.fp32_precision = value
+        for switch, before, value in zip(switches, said, own, strict=True):
+            if switch.fp32_precision != before:
+                switch.fp32_precision = value
         for switch, value in reversed(changed):
             switch.fp32_precision = value
+
+
+def _switches_of(kind: Kind, has_gpu: bool) -> tuple[Any, ...]:
+    """Return the switch of the CPU, and that of CUDA behind it where there is a GPU."""
+    name, of_cuda = _NAMES[kind]
+    of_cpu = getattr(torch.backends.mkldnn, name)
+    return (of_cpu, getattr(getattr(torch.backends, of_cuda), name)) if has_gpu else (of_cpu,)
 
 
 def _tell_uppermost(switches: Sequence[Any]) -> list[tuple[Any, str]]:
