@@ -376,7 +376,7 @@ class Outer(Contribution):
         return left.flatten(0, 1).mT @ right.flatten(0, 1)
 
     def _sum_of_pieces(self, factors: Tensor, bad: Tensor | None) -> Tensor:
-        """Return the product of the larger side, in 16 bits, with the smaller one, scaled in float32 and cut in three."""
+        """Return the product of the larger side with the smaller one, scaled in float32 and cut into three pieces."""
         swapped = self.shape[0] < self.shape[1]
         small, large = (self.left, self.right) if swapped else (self.right, self.left)
         pieces = _in_pieces(scale_rows(small, factors, bad).flatten(0, 1)).flatten(1)
@@ -405,7 +405,8 @@ class Tied(Contribution):
     def squared_norms(self) -> Tensor:
         """Return both squared norms and the cross term; samples where they cancel need to be recomputed."""
         parts = self.looked_up.squared_norms() + self.multiplied.squared_norms()
-        left, right, values = (wide(each) for each in (self.multiplied.left, self.multiplied.right, self.looked_up.values))
+        left, right = wide(self.multiplied.left), wide(self.multiplied.right)
+        values = wide(self.looked_up.values)
         ids = self.looked_up.ids.unsqueeze(1).expand(-1, left.shape[1], -1)
         cross = left.gather(2, ids).mul_(right @ values.mT).sum(2, dtype=torch.float64).sum(1)
         squares = parts + 2 * cross
@@ -470,14 +471,14 @@ def sample_norms(contributions: Mapping[str, Contribution]) -> dict[str, Tensor]
 # drop: each sample's gradient is made and dropped, then one product for the clipped sum.
 
 _CACHE, _BLOCK = 4 << 20, 256 << 20
-"""Bytes of gradients that ``drop`` makes at a time: what fits into a cache of the CPU; on an accelerator, a few calls."""
+"""Bytes of gradients that ``drop`` makes at a time: what fits a cache of the CPU, or keeps an accelerator busy."""
 
 _FRESH = 32 << 20
 """Blocks from this size on are mapped afresh by the C library, page by page."""
 
 
 class Speed(NamedTuple):
-    """The speed of a device, in a second: multiply-adds in products and in the clipped sum, bytes, bytes of new pages."""
+    """The speed of a device, in a second: multiply-adds in products and in clipped sums, bytes, bytes of new pages."""
 
     products: float
     sums: float

@@ -160,8 +160,10 @@ class ConvolutionWeight(Recomputed):
         if samples == 0:
             return wide(grad).new_zeros(0, *self.shape)
         if self._disjoint or _unfolds(grad):
-            chunk, end = self._at_once, start + samples
-            parts = [self._outer(i, min(i + chunk, end)).rows(0, chunk * self._groups) for i in range(start, end, chunk)]
+            parts = []
+            for first in range(start, start + samples, self._at_once):
+                outer = self._outer(first, min(first + self._at_once, start + samples))
+                parts.append(outer.rows(0, outer.batch_size))
             return torch.cat(parts).view(samples, *self.shape)
         # The k maps of a sample become the batch, over which the kernel sums; samples become groups of channels.
         inputs = self._with_margins(wide(inputs).transpose(0, 1).flatten(1, 2))
@@ -211,7 +213,8 @@ class ConvolutionWeight(Recomputed):
         grad, inputs = operands(grad, as_computed(self._inputs[start:stop], grad))
         left, right = (inputs, grad) if self._transposed else (grad, inputs)
         samples, maps, size = left.shape[0], left.shape[1], left.shape[3:]
-        patches = self._patches(right.flatten(0, 1), size).unflatten(0, (samples, maps)).unflatten(2, (self._groups, -1))
+        patches = self._patches(right.flatten(0, 1), size).unflatten(0, (samples, maps))
+        patches = patches.unflatten(2, (self._groups, -1))
         places, kernel = range(4, 4 + len(size)), range(4 + len(size), patches.dim())
         height, width = self.shape[0] // self._groups, prod(self.shape[1:])
         pseudo, count = samples * self._groups, maps * prod(size)
@@ -234,7 +237,7 @@ class ConvolutionWeight(Recomputed):
 
 
 def _unfolds(grad: Tensor) -> bool:
-    """Tell whether products of unfolded inputs are faster than the kernel with a group for each sample: not on a CPU."""
+    """Tell whether unfolding is faster than the kernel with a group for each sample: where ``grad`` is on no CPU."""
     return not grad.is_cpu
 
 
