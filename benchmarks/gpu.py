@@ -2,6 +2,8 @@
 
 python benchmarks/gpu.py                 # on the first GPU; writes benchmarks/gpu/<device>.md
 python benchmarks/gpu.py --device cpu    # only to see that it runs: no launches, no file
+python benchmarks/gpu.py --only per_sample --quick    # a minute: per-sample clipping with and without tensor cores, and
+                                                      # the kernels and functions that take most of a step; no file
 
 Clips: launches, device time, host time, and what share of the device time reading the gradients once would take.
 Samples: a step is forward, backward, clip and SGD's step; Opacus too where it is installed. `make gpu` calls this after
@@ -9,18 +11,27 @@ the tests.
 """
 
 import argparse
+import cProfile
 import gc
 import importlib.util
+import io
+import itertools
+import pstats
 import statistics
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import nn
 
 import gradguard as gg
 import per_sample
+from gradguard.per_sample import contributions
+from gradguard.per_sample.layers import convolution
 from shapes import gpt2_small, many_small, resnet50
 
 MODELS = {"GPT-2 small": gpt2_small, "ResNet-50": resnet50, "2,000 x 1,000": many_small}
@@ -213,14 +224,178 @@ def sample_lines(device: str, only: str) -> list[str]:
     return lines
 
 
+# Quick: one way of ours against the other, and where the time goes
+
+
+@contextmanager
+def without_tensor_cores() -> Iterator[None]:
+    """Multiply 16-bit operands in float32, and give each sample's channels to a convolution as a group."""
+    with (
+        mock.patch.object(contributions, "_has_tensor_cores", return_value=False),
+        mock.patch.object(convolution, "_unfolds", return_value=False),
+    ):
+        yield
+
+
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    yield
+
+
+def quick_lines(device: str, only: str) -> list[str]:
+    """A row for each way: the median of some steps, when the host was done, launches, and memory."""
+    ways = {
+        "plain": (per_sample.plain, as_it_is),
+        "gradguard, float32 products": (per_sample.clipped, without_tensor_cores),
+        "gradguard": (per_sample.clipped, as_it_is),
+    }
+    if importlib.util.find_spec("opacus") is not None:
+        ways["Opacus ghost"] = per_sample.opacus_ghost, as_it_is
+    lines = [
+        "| model | autocast | step | ms | times plain | host ms | launches | MB | first step s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    print("\n".join(lines), flush=True)
+    for name, problem in (SAMPLES if device != "cpu" else {"tiny GPT": per_sample.TINY}).items():
+        if only not in name:
+            continue
+        plain_ms = 1.0
+        for half in (False, True):
+            for who, (way, how) in ways.items():
+                try:
+                    with how():
+                        cells, took = quick_row(device, way, problem, half)
+                except Exception as error:  # of a peer, such as for want of memory
+                    cells, took = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}", float("nan")
+                plain_ms = took if who == "plain" else plain_ms
+                cells = cells.replace("TIMES", f"{took / plain_ms:.2f}")
+                lines.append(f"| {name} | {'bfloat16' if half else 'no'} | {who} | {cells} |")
+                print(lines[-1], flush=True)
+                gc.collect()
+                if device != "cpu":
+                    torch.cuda.empty_cache()
+    return lines
+
+
+def quick_row(device: str, way: Callable, problem: per_sample.Problem, half: bool) -> tuple[str, float]:
+    with torch.device(device):
+        step = way(problem)
+    with torch.autocast(device, torch.bfloat16, enabled=half):
+        start = time.perf_counter()
+        step()
+        waited(device)
+        first = time.perf_counter() - start
+        for _ in range(2):  # so that what is counted is a step without a witness: 14 and 15 steps in
+            step()
+        waited(device)
+        call = lambda k: step()  # noqa: E731
+        took, host = device_ms(call, device, 5), host_us(call, device, 5) / 1e3
+        counted, megabytes = launches(call, device), peak(call, device)
+        return f"{took:.2f} | TIMES | {host:.2f} | {counted} | {megabytes:.0f} | {first:.2f}", took
+
+
+def waited(device: str) -> float:
+    """Wait for the device, and return the time."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def phase_lines(device: str, problem: per_sample.Problem, half: bool, steps: int = 5) -> list[str]:
+    """The milliseconds of each part of a clipped step, the device being waited for after each."""
+    with torch.device(device):
+        model, inputs, targets = problem.build()
+    optimizer = per_sample.sgd(model)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    found = []
+    for _ in range(steps + 3):
+        optimizer.zero_grad()
+        times = [waited(device)]
+        with torch.autocast(device, torch.bfloat16, enabled=half):
+            loss = per_sample.loss_of(model(inputs), targets)
+        times.append(waited(device))
+        loss.backward()
+        times.append(waited(device))
+        clipper.clip_and_accumulate()
+        times.append(waited(device))
+        clipper.pre_step()
+        optimizer.step()
+        times.append(waited(device))
+        found.append([1e3 * (b - a) for a, b in itertools.pairwise(times)])
+    middle = [statistics.median(column) for column in zip(*found[3:], strict=True)]
+    names = ("forward", "backward", "clip_and_accumulate", "pre_step and step")
+    return ["; ".join(f"{name} {ms:.1f} ms" for name, ms in zip(names, middle, strict=True))]
+
+
+def profile_lines(device: str, problem: per_sample.Problem, half: bool) -> list[str]:
+    """The kernels, operations and Python functions that take most of a clipped step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with torch.device(device):
+        step = per_sample.clipped(problem)
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device != "cpu" else [])
+    with torch.autocast(device, torch.bfloat16, enabled=half), torch.autograd.set_multithreading_enabled(False):
+        for _ in range(4):  # the next have no witness
+            step()
+        waited(device)
+        with profile(activities=kinds) as seen:
+            step()
+            waited(device)
+        functions = cProfile.Profile()
+        functions.enable()
+        for _ in range(2):
+            step()
+        waited(device)
+        functions.disable()
+    events, lines = seen.key_averages(), []
+    if device != "cpu":
+        kernels = [e for e in events if str(e.device_type).endswith("CUDA")]
+        kernels.sort(key=lambda e: -e.self_device_time_total)
+        whole = sum(e.self_device_time_total for e in kernels)
+        lines.append(f"kernels: {whole / 1e3:.2f} ms in one step")
+        lines += [f"  {e.self_device_time_total / 1e3:8.2f} ms {e.count:5d} x {e.key[:110]}" for e in kernels[:14]]
+        by_operation = [e for e in events if str(e.device_type).endswith("CPU")]
+        by_operation.sort(key=lambda e: -e.self_device_time_total)
+        lines.append("operations, by the device time of their kernels")
+        lines += [f"  {e.self_device_time_total / 1e3:8.2f} ms {e.count:5d} x {e.key[:60]}" for e in by_operation[:10]]
+    on_host = sorted(events, key=lambda e: -e.self_cpu_time_total)
+    lines.append("operations, by the time of the host")
+    lines += [f"  {e.self_cpu_time_total / 1e3:8.2f} ms {e.count:5d} x {e.key[:60]}" for e in on_host[:10]]
+    text = io.StringIO()
+    pstats.Stats(functions, stream=text).sort_stats("tottime").print_stats(14)
+    table = text.getvalue().splitlines()
+    start = next(i for i, line in enumerate(table) if "ncalls" in line)
+    lines += ["functions of Python, in two steps", *[line[:130] for line in table[start:] if line.strip()]]
+    return lines
+
+
+def quick(device: str, only: str) -> None:
+    start = time.perf_counter()
+    warnings.filterwarnings("ignore")  # of Opacus
+    quick_lines(device, only)
+    for name, problem in (SAMPLES if device != "cpu" else {"tiny GPT": per_sample.TINY}).items():
+        if only in name:
+            print(f"\n{name}, bfloat16:", *phase_lines(device, problem, True), flush=True)
+    problem = SAMPLES["GPT 124M"] if device != "cpu" else per_sample.TINY
+    print("\nGPT, bfloat16", *profile_lines(device, problem, True), sep="\n", flush=True)
+    print(f"\n{time.perf_counter() - start:.0f} s in all")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default="", help="models whose name contains this")
+    parser.add_argument("--only", choices=["per_sample", "clips"], help="one of the two tables; no file")
+    parser.add_argument("--quick", action="store_true", help="with --only per_sample: a minute, and a profile")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("there is no GPU: nothing was measured (--device cpu only shows that this runs)")
     name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    if args.only is not None:
+        print(f"{name}, torch {torch.__version__}")
+        table = clip_lines if args.only == "clips" else quick if args.quick else sample_lines
+        table(args.device, args.model)
+        return
     lines = [
         f"# {name}, torch {torch.__version__}",
         "",

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradguard as gg
+from gradguard.per_sample import contributions
+from gradguard.per_sample.layers import convolution
 from reference import clip_adaptive, clip_norm, clip_value, total_norm
 
 GPU = torch.cuda.is_available()
@@ -751,6 +753,68 @@ def test_the_bound_of_each_sample_holds_exactly():
         total = math.sqrt(sum(float(p.grad.double().square().sum()) for p in net.parameters()))
         assert total <= 0.1 * (1 + 1e-5)
         net.zero_grad()
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    """Products of 16-bit matrices with float32 sums; on the CPU they are made of converted ones."""
+    monkeypatch.setattr(contributions, "_WORTH_SPLITTING", 0)
+    if not GPU:
+        monkeypatch.setattr(contributions, "_has_tensor_cores", lambda device: True)
+        monkeypatch.setattr(contributions, "_multiply_halves", lambda left, right: left.float() @ right.float())
+        monkeypatch.setattr(convolution, "_unfolds", lambda grad: True)
+
+
+LAYERS = {
+    "few positions": (lambda: nn.Linear(768, 512), (6, 16, 768)),
+    "many positions": (lambda: nn.Linear(48, 32), (4, 96, 48)),
+    "rows": (lambda: nn.Linear(96, 64), (5, 96)),
+    "more out than in": (lambda: nn.Linear(33, 517), (6, 5, 33)),
+    "convolution": (lambda: nn.Conv2d(8, 12, 3, padding=1), (5, 8, 9, 7)),
+    "few pixels": (lambda: nn.Conv2d(48, 40, 3, stride=2, groups=2), (5, 48, 5, 5)),
+    "transposed": (lambda: nn.ConvTranspose1d(6, 10, 4, stride=2), (5, 6, 9)),
+}
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LAYERS)
+def test_products_of_16_bits_lose_nothing(name, dtype, tf32, request, tensor_cores):
+    """Each element is a float32 sum of exact products of what the layer computed with; no norm is too small."""
+    request.addfinalizer(lambda old=torch.backends.cudnn.allow_tf32: allow_tf32(False, old))
+    allow_tf32(tf32, tf32)
+    make, shape = LAYERS[name]
+    torch.manual_seed(2)
+    net, bound = make().to(DEVICE), 0.5
+    clipper = gg.PerSampleGradientClipper(net, gg.FlatNormClipper(bound), loss_reduction="sum")
+    for step in range(2):
+        sizes = 10.0 ** torch.arange(-2.0, shape[0] - 2).view(-1, *[1] * (len(shape) - 1))
+        x = (torch.randn(shape) * sizes).to(DEVICE)
+        net.zero_grad()
+        with torch.autocast(DEVICE, dtype):
+            out = net(x)
+        assert out.dtype is dtype
+        weight = torch.randn(out.shape).to(DEVICE) / 30
+        (out.float() * weight).sum().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        twin = copy.deepcopy(net).cpu().double()
+        own = []
+        for i in range(shape[0]):
+            twin.zero_grad()
+            rounded, grad = (t[i : i + 1].to(dtype).cpu().double() for t in (x, weight))
+            (twin(rounded) * grad).sum().backward()
+            own.append([p.grad.clone() for p in twin.parameters()])
+        norms = torch.tensor([math.sqrt(sum(float(g.square().sum()) for g in one)) for one in own])
+        found = clipper.statistics.norms.cpu()
+        assert bool((found >= norms * (1 - 1e-6)).all()), (found, norms)
+        assert bool((found <= norms * (1 + 1e-4)).all()), (found, norms)
+        factors = clipper.statistics.factors[0].cpu()
+        for i, p in enumerate(net.parameters()):
+            terms = torch.stack([one[i] * float(c) for one, c in zip(own, factors, strict=True)])
+            error = (p.grad.cpu().double() - terms.sum(0)).abs()
+            size = terms.abs().sum(0) + terms.abs().mean()
+            assert bool((error <= 2e-6 * size).all()), (i, step, float((error / size).max()))
 
 
 class Tagger(nn.Module):

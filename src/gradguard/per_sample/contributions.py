@@ -15,6 +15,7 @@ form            per-sample gradient :math:`g_i`                  of
 Each gives squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i g_i` (at least float32), and rows.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradguard.tensors.layout import HALVES
 from gradguard.tensors.units import wide_row_norms
 
 # Arithmetic that loses nothing: at least float32 for every dtype, float64 where rows are long.
@@ -90,6 +92,71 @@ def blank_rows(values: Tensor, bad: Tensor | None) -> Tensor:
     """Return ``values``, at least float32, with the rows of ``bad`` set to 0: 0 times NaN would be NaN."""
     values = wide(values)
     return values if bad is None else values.masked_fill(bad.view(-1, *[1] * (values.dim() - 1)), 0)
+
+
+# Products of 16-bit matrices with float32 sums, on tensor cores. Float32 holds the product of two 16-bit numbers
+# exactly, so these are the products of the converted matrices, at ten times the speed. What tensor cores lose is in the
+# sums: bits below the float32 accumulator are cut off, not rounded, once in 16 products.
+
+_UNDERFLOW = 1e-36
+"""Squared norms up to this may have lost what is below the range of float32."""
+
+_CUT_OFF = 2.0**-26
+"""The part that a sum of 16-bit products may be too small by, for each product: 2**-22 for each 16 of them."""
+
+_WORTH_SPLITTING = 1 << 33
+"""Multiply-adds from which three products of 16 bits take less time than one of float32 and the launches saved."""
+
+
+def multiplies_halves(values: Tensor) -> bool:
+    """Tell whether ``values`` have 16 bits and are multiplied by tensor cores, with sums in float32."""
+    if values.dtype not in HALVES or not _has_tensor_cores(values.device):
+        return False
+    return values.dtype is torch.bfloat16 or not torch.backends.cuda.matmul.allow_fp16_accumulation
+
+
+@functools.cache
+def _has_tensor_cores(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _multiply_halves(left: Tensor, right: Tensor) -> Tensor:
+    multiply = torch.mm if left.dim() == 2 else torch.bmm
+    return multiply(left, right, out_dtype=torch.float32)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product of two matrices, or of two batches of them: at least float32."""
+    return _multiply_halves(left, right) if left.dtype in HALVES else left @ right
+
+
+def operands(grad: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both as `product` takes them: in the 16 bits of both where it multiplies these, else at least float32."""
+    if grad.dtype is values.dtype and multiplies_halves(grad):
+        return grad, values
+    return wide(grad), wide(values)
+
+
+def as_computed(values: Tensor, grad: Tensor) -> Tensor:
+    """Return the input of a layer whose output's gradient is ``grad`` as it was multiplied: under autocast in 16 bits.
+
+    Where no tensor cores multiply 16 bits, the input stays as it is.
+    """
+    return values.to(grad.dtype) if values.dtype is torch.float32 and multiplies_halves(grad) else values
+
+
+def sum_positions(values: Tensor) -> Tensor:
+    """Return the sums of ``[B, T, d]`` over positions, ``[B, d]``, at least float32."""
+    return values.sum(1, dtype=torch.float32 if values.dtype in HALVES else None)
+
+
+def _in_pieces(values: Tensor) -> Tensor:
+    """Return float32 ``[N, d]``, which is written into, as bfloat16 ``[N, 3, d]`` that adds up to it exactly."""
+    pieces = torch.empty(len(values), 3, values.shape[1], dtype=torch.bfloat16, device=values.device)
+    for piece in pieces.unbind(1):
+        piece.copy_(values)
+        values.sub_(piece)
+    return pieces
 
 
 # The forms.
@@ -261,7 +328,7 @@ class Outer(Contribution):
     """
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
-        self.left, self.right = wide(left), wide(right)
+        self.left, self.right = operands(left, right)
         self.shape, self.batch_size = torch.Size((left.shape[2], right.shape[2])), len(left)
         self.ghost, self.chunk = False, max(1, self.batch_size)
 
@@ -273,7 +340,7 @@ class Outer(Contribution):
     def rows(self, start: int, stop: int) -> Tensor:
         """Return one matrix product for each sample, made with the longer rows, which is up to a sixth faster."""
         left, right = self.left[start:stop], self.right[start:stop]
-        return left.mT @ right if left.shape[2] <= right.shape[2] else (right.mT @ left).mT
+        return product(left.mT, right) if left.shape[2] <= right.shape[2] else product(right.mT, left).mT
 
     def squared_norms(self) -> Tensor:
         """Return them; one position needs no products at all."""
@@ -285,22 +352,40 @@ class Outer(Contribution):
         r"""Return sums over pairs of positions; samples where these cancel need to be recomputed.
 
         With :math:`U = (\sum_t \lVert l_t\rVert\lVert r_t\rVert)^2` the rounding error is a few times 1e-7 U / n².
+        Squares of 16-bit products are raised by what may have been cut off them, so that norms are not too small.
         """
-        grams = (self.left @ self.left.mT).mul_(self.right @ self.right.mT)
+        grams = product(self.left, self.left.mT).mul_(product(self.right, self.right.mT))
         squares = grams.sum(2, dtype=torch.float64).sum(1)
-        lengths = torch.linalg.vector_norm(self.left, dim=2) * torch.linalg.vector_norm(self.right, dim=2)
-        trusted = squares > 1e-3 * lengths.double().sum(1).square()
+        if self.left.dtype in HALVES:
+            squares *= 1 + _CUT_OFF * sum(self.shape)
+        lengths = grams.diagonal(dim1=1, dim2=2).sqrt().sum(1, dtype=torch.float64)
+        trusted = squares > lengths.square().mul_(1e-3).add_(_UNDERFLOW)
         self.needs_recompute = ~(trusted & squares.isfinite())
         return squares
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
         """Return one matrix product, with the smaller side scaled."""
         left, right = self.left, self.right
+        work = self.batch_size * self.positions * self.shape.numel()
+        if left.dtype is torch.bfloat16 and work >= _WORTH_SPLITTING:
+            return self._sum_of_pieces(factors, bad)
         if left.shape[2] <= right.shape[2]:
             left, right = scale_rows(left, factors, bad), blank_rows(right, bad)
         else:
             left, right = blank_rows(left, bad), scale_rows(right, factors, bad)
         return left.flatten(0, 1).mT @ right.flatten(0, 1)
+
+    def _sum_of_pieces(self, factors: Tensor, bad: Tensor | None) -> Tensor:
+        """Return the product of the larger side with the smaller one, scaled in float32 and cut into three pieces."""
+        swapped = self.shape[0] < self.shape[1]
+        small, large = (self.left, self.right) if swapped else (self.right, self.left)
+        pieces = _in_pieces(scale_rows(small, factors, bad).flatten(0, 1)).flatten(1)
+        if bad is not None:
+            large = large.masked_fill(bad.view(-1, 1, 1), 0)
+        large = large.flatten(0, 1)
+        if swapped:
+            return product(pieces.mT, large).unflatten(0, (3, -1)).sum(0)
+        return product(large.mT, pieces).unflatten(1, (3, -1)).sum(1)
 
 
 class Tied(Contribution):
@@ -320,7 +405,8 @@ class Tied(Contribution):
     def squared_norms(self) -> Tensor:
         """Return both squared norms and the cross term; samples where they cancel need to be recomputed."""
         parts = self.looked_up.squared_norms() + self.multiplied.squared_norms()
-        left, right, values = self.multiplied.left, self.multiplied.right, wide(self.looked_up.values)
+        left, right = wide(self.multiplied.left), wide(self.multiplied.right)
+        values = wide(self.looked_up.values)
         ids = self.looked_up.ids.unsqueeze(1).expand(-1, left.shape[1], -1)
         cross = left.gather(2, ids).mul_(right @ values.mT).sum(2, dtype=torch.float64).sum(1)
         squares = parts + 2 * cross
@@ -376,7 +462,7 @@ def sample_norms(contributions: Mapping[str, Contribution]) -> dict[str, Tensor]
     return {name: square.sqrt() for name, square in squares.items()}
 
 
-# Which way to find each norm: the fastest, within a budget of bytes. Times are estimates from three numbers of a
+# Which way to find each norm: the fastest, within a budget of bytes. Times are estimates from four numbers of a
 # device; only their ratios matter. For T positions and a weight of l x r, beside what a plain step does:
 #
 # keep: each sample's gradient is made and held. The clipped sum is then one pass over them in place of a product, so
@@ -384,42 +470,49 @@ def sample_norms(contributions: Mapping[str, Contribution]) -> dict[str, Tensor]
 # ghost: two [T, T] Gram matrices for each sample's norm, then one product for the clipped sum.
 # drop: each sample's gradient is made and dropped, then one product for the clipped sum.
 
-_CACHE = 4 << 20
-"""Bytes of gradients that ``drop`` makes at a time: what fits into a cache."""
+_CACHE, _BLOCK = 4 << 20, 256 << 20
+"""Bytes of gradients that ``drop`` makes at a time: what fits a cache of the CPU, or keeps an accelerator busy."""
 
 _FRESH = 32 << 20
 """Blocks from this size on are mapped afresh by the C library, page by page."""
 
 
 class Speed(NamedTuple):
-    """The speed of a device, in a second: multiply-adds in a product, bytes to or from memory, bytes of new pages."""
+    """The speed of a device, in a second: multiply-adds in products and in clipped sums, bytes, bytes of new pages."""
 
     products: float
+    sums: float
     traffic: float
     pages: float
 
 
-CPU = Speed(products=4e10, traffic=2e10, pages=3e9)
-ACCELERATOR = Speed(products=2e13, traffic=2e12, pages=float("inf"))  # its allocator keeps what was freed
+CPU = Speed(products=4e10, sums=4e10, traffic=2e10, pages=3e9)
+ACCELERATOR = Speed(products=2e13, sums=2e13, traffic=2e12, pages=float("inf"))  # its allocator keeps what was freed
+TENSOR_CORES = {
+    torch.bfloat16: ACCELERATOR._replace(products=2e14, sums=7e13),
+    torch.float16: ACCELERATOR._replace(products=2e14),
+}
+"""By the dtype of an `Outer` that keeps its operands in 16 bits."""
 
 
 def choose_method(contribution: Contribution, budget: int, device: torch.device) -> Contribution:
     """Return ``contribution`` kept, if that is fastest and takes at most ``budget`` bytes; else set its other ways."""
-    speed = CPU if device.type == "cpu" else ACCELERATOR
+    on_cpu = device.type == "cpu"
     size = materialized_bytes(contribution)
-    row = size // max(1, contribution.batch_size)
+    chunk = max(1, (_CACHE if on_cpu else _BLOCK) // max(1, size // max(1, contribution.batch_size)))
     if isinstance(contribution, Recomputed):
-        contribution.chunk = max(1, _CACHE // max(1, row))
+        contribution.chunk = chunk
         return contribution.materialize() if size <= budget else contribution
     if isinstance(contribution, Tied):
         choose_method(contribution.multiplied, 0, device)
     if not isinstance(contribution, Outer) or contribution.positions == 1:
         return contribution
+    speed = CPU if on_cpu else TENSOR_CORES.get(contribution.left.dtype, ACCELERATOR)
     keep, ghost, drop = _seconds(contribution, size, speed)
     if kept_bytes(contribution) <= budget and keep <= min(ghost, drop):
         return contribution.materialize()
     contribution.ghost = ghost < drop
-    contribution.chunk = max(1, _CACHE // max(1, row))
+    contribution.chunk = chunk
     return contribution
 
 
@@ -442,10 +535,9 @@ def kept_bytes(contribution: Contribution) -> int:
 def _seconds(outer: Outer, size: int, speed: Speed) -> tuple[float, float, float]:
     """Estimated seconds to ``keep``, by ``ghost`` and by ``drop``, the clipped sum included."""
     samples, positions, (left, right) = outer.batch_size, outer.positions, outer.shape
-    product = samples * positions * left * right / speed.products
-    grams = samples * positions * positions
+    work, grams = samples * positions * left * right, samples * positions * positions
     return (
-        product + 3 * size / speed.traffic + (size / speed.pages if size > _FRESH else 0),
-        product + grams * (left + right) / speed.products + 16 * grams / speed.traffic,
-        2 * product + size / speed.traffic,
+        work / speed.products + 3 * size / speed.traffic + (size / speed.pages if size > _FRESH else 0),
+        work / speed.sums + grams * (left + right) / speed.products + 16 * grams / speed.traffic,
+        work / speed.sums + work / speed.products + size / speed.traffic,
     )

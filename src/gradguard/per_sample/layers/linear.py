@@ -1,6 +1,6 @@
 """Linear layers of any leading dimensions: the weight's per-sample gradient is a sum of outer products."""
 
-from gradguard.per_sample.contributions import Contribution, Materialized, Outer, wide
+from gradguard.per_sample.contributions import Contribution, Materialized, Outer, as_computed, sum_positions
 from gradguard.per_sample.layers.call import LayerCall, positions
 
 
@@ -9,9 +9,9 @@ def linear(call: LayerCall) -> dict[str, Contribution]:
     grad = positions(call.grad())
     contributions: dict[str, Contribution] = {}
     if "weight" in call.wanted:
-        contributions["weight"] = Outer(grad, positions(call.input()))
+        contributions["weight"] = Outer(grad, as_computed(positions(call.input()), grad))
     if "bias" in call.wanted:
-        contributions["bias"] = Materialized(wide(grad).sum(1))
+        contributions["bias"] = Materialized(sum_positions(grad))
     return contributions
 
 
