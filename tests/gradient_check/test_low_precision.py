@@ -242,3 +242,34 @@ def test_a_kernel_that_cannot_be_looked_into_has_the_wider_bar_and_says_so():
     report = gg.gradcheck(Sine.apply, x)
     assert report.verdict == "PASS", report
     assert report.low_power.one > 0.1
+
+
+class Fast(torch.autograd.Function):
+    """A tanh whose float32 kernels are off by some shares of their results, as hardware approximations are."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, of_values: float, of_gradients: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.off = of_gradients
+        return Fast.rough(x.tanh(), of_values)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return Fast.rough(grad * (1 - x.tanh().square()), ctx.off), None, None
+
+    @staticmethod
+    def rough(values: Tensor, off: float) -> Tensor:
+        signs = torch.arange(values.numel()).remainder(3).sub(1).view(values.shape)
+        return values * (1 + off * signs) if values.dtype == torch.float32 else values
+
+
+@pytest.mark.parametrize(
+    ("of_values", "of_gradients", "verdict"),
+    [(0, 0, "PASS"), (2e-5, 2e-5, "PASS"), (0, 2e-5, "FAIL"), (2e-5, 2e-3, "FAIL"), (4e-4, 4e-4, "FAIL")],
+)
+def test_a_gradient_is_judged_by_values_that_are_coarser_than_their_dtype(of_values, of_gradients, verdict):
+    x = torch.randn(6, 7, generator=torch.Generator().manual_seed(0))
+    report = gg.gradcheck(lambda x: Fast.apply(x, of_values, of_gradients), x)
+    assert report.verdict == verdict, str(report)
+    assert ("coarser than float32" in str(report)) == (of_values == 2e-5), str(report)

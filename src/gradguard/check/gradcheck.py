@@ -408,13 +408,21 @@ class _Check:
             self.undecided.append(Finding("undecided", "no direction was accurate enough to say anything"))
 
     def _low_precision(self, exact: Function, low: Function) -> None:
-        for looks_inside in (None, True):
-            units = Conditioning(exact, low, self.generator, self.rtol, looks_inside)
-            found = units.compare(low.gradient(None, units.cotangent), units.gradient, "against float64", "precision")
-            if found is None:
-                break
+        by_inputs = Conditioning(exact, low, self.generator, self.rtol)
+        gradient = low.gradient(None, by_inputs.cotangent)
+        found = self._compared(by_inputs, gradient)
+        if found is not None:
+            inside = Conditioning(exact, low, self.generator, self.rtol, looks_inside=True)
+            found = self._compared(inside, low.gradient(None, inside.cotangent))
+        if found is not None and (coarse := by_inputs.coarseness(self.generator)) > 1:
+            found = self._compared(by_inputs, gradient, coarse)
+            message = f"values in {by_inputs.dtype} are coarser than {by_inputs.dtype}: gradients were judged by them"
+            self.notes.append(Finding("precision", message))
         self.findings += [found] if found is not None else []
-        self.low_power = units.power
+
+    def _compared(self, units: Conditioning, gradient: Tensor, times: float = 1.0) -> Finding | None:
+        self.low_power = units.power.times(times)
+        return units.compare(gradient, units.gradient, "against float64", "precision", times)
 
     def _backends(self, exact: Function, backends: dict[str, Any]) -> None:
         functions = {}

@@ -5,9 +5,13 @@ rounding moves its size, which an error in all elements shows much earlier. In f
 looked into, two gradients may differ by some units of what rounding of the inputs alone does to the exact one: how much
 the float64 gradient moves when inputs and cotangent move by one unit in the last place. What that does not explain in
 float32 is judged by the scatter, too: where a function saturates, its results are rounded away, its inputs are not.
+Last, a kernel whose values are coarser than float32, such as cuDNN's recurrent layers with their fast tanh, can have no
+finer gradient than these values, and is judged by them: up to a coarseness that TF32 exceeds.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,6 +23,10 @@ from gradguard.check.rounding import Scatter
 _PERTURBATIONS = 8
 _UNITS = 20.0
 _DEVIATIONS = 6.0
+_OF_VALUES = 3.0
+"""A gradient may be further off than values are, each in its units of input rounding, by this factor."""
+_COARSE = 2.0**-14
+"""Values that are further off than this, relative to the largest, are an error of the kernel: TF32 ones are."""
 _HALF = 1e-4
 """Machine epsilons above this are those of bfloat16 and float16."""
 
@@ -93,19 +101,33 @@ class Conditioning:
                 return Finding(kind, message, one.name)
         return None
 
+    def coarseness(self, generator: torch.Generator) -> float:
+        """Return how many times as much a gradient may be off since the values are; 1 where rounding explains these."""
+        found, expected = self.low.values(self.low.point), self.exact.values(self.low.point)
+        off = (found - expected).abs().nan_to_num(0.0, 0.0, 0.0)
+        largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).max() if off.numel() else 0.0
+        if self.eps > _HALF or not bool((off <= _COARSE * largest).all()):
+            return 1.0
+        unit = self._spread(expected, lambda: self.exact.values(self._nudged(self.low.point, generator)))
+        return max(1.0, _OF_VALUES / _UNITS * float((off / unit).nan_to_num(0.0, 0.0, 0.0).max()))
+
     def _sway(self, off: Tensor, own: Tensor) -> float:
         """How far rounding moves the size of a gradient, of which ``off`` are the errors, one in each row."""
         moved = (off @ own / (own @ own)).square().mean().sqrt() if own.any() else torch.tensor(1.0, device="cpu")
         return self.eps / 2 + _DEVIATIONS * float(moved)
 
     def _spread_of_inputs(self, generator: torch.Generator) -> Tensor:
-        spread = torch.zeros_like(self.gradient)
+        def moved() -> Tensor:
+            return self.exact.gradient(self._nudged(self.low.point, generator), self._nudged(self.cotangent, generator))
+
+        return self._spread(self.gradient, moved)
+
+    def _spread(self, usual: Tensor, moved: Callable[[], Tensor]) -> Tensor:
+        """Return by how much each number moves with the inputs, and what rounding it once does."""
+        spread = torch.zeros_like(usual)
         for _ in range(_PERTURBATIONS):
-            moved = self.exact.gradient(
-                self._nudged(self.low.point, generator), self._nudged(self.cotangent, generator)
-            )
-            spread = torch.maximum(spread, (moved - self.gradient).abs().nan_to_num(0.0, 0.0, 0.0))
-        size = self._finite.abs()
+            spread = torch.maximum(spread, (moved() - usual).abs().nan_to_num(0.0, 0.0, 0.0))
+        size = usual.nan_to_num(0.0, 0.0, 0.0).abs()
         return spread + _mean(spread) + self.eps * (size + _mean(size))
 
     def _nudged(self, vector: Tensor, generator: torch.Generator) -> Tensor:
