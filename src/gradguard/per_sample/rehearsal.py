@@ -31,6 +31,7 @@ from gradguard.per_sample.dry_run import Slot, WithoutDropout
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.rerun import Draws, Snapshot, substituted, undisturbed, without_graph
 from gradguard.per_sample.sample_loop import SampleLoop, rows_of, same_rows
+from gradguard.state.generators import seeded_normal
 from gradguard.tensors.precision import full_float32
 from gradguard.torch_private import buffer_slots, parameter_slots
 
@@ -402,14 +403,12 @@ class _Pair:
 
     def _random_grads(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
         """A random gradient for each output that grows with samples."""
-        generator = torch.Generator().manual_seed(0)
         grads: list[Tensor | None] = []
-        for output, axis in zip(outputs, self._pattern.output_axes, strict=True):
+        for place, (output, axis) in enumerate(zip(outputs, self._pattern.output_axes, strict=True)):
             if axis is None or not output.requires_grad or not (output.is_floating_point() or output.is_complex()):
                 grads.append(None)
                 continue
-            dtype = torch.complex128 if output.is_complex() else torch.float64
-            grads.append(torch.randn(output.shape, generator=generator, dtype=dtype, device="cpu").to(output))
+            grads.append(seeded_normal(output.shape, output.dtype, output.device, place))
         return grads
 
     def _run_together(

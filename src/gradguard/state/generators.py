@@ -15,7 +15,7 @@ a ``torch.Generator`` by name     not: the object that holds it has a state of i
 import importlib
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -120,3 +120,14 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(_same, a, b))
     return bool((a == b).all()) if hasattr(a, "all") else a == b  # an array of NumPy's
+
+
+def seeded_normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    """Return normal numbers, drawn where they are needed, that leave the generators of the program as they are.
+
+    Those of a language model's logits are so many that drawing them on the CPU for a GPU takes seconds.
+    """
+    home = device if device.type in ("cuda", "xpu") else torch.device("cpu")
+    generator = torch.Generator(home).manual_seed(seed)
+    drawn = dtype if dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
+    return torch.randn(tuple(shape), generator=generator, dtype=drawn, device=home).to(device, dtype)

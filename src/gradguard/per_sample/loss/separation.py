@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.layers.call import BatchAxis, samples_first
 from gradguard.per_sample.loss.graph import Root, Unreadable, parents
+from gradguard.state.generators import seeded_normal
 from gradguard.torch_private import input_metadata_of
 
 _BITS = 3
@@ -273,9 +274,8 @@ def _normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
     """Random numbers that leave the generators of the program as they are."""
     # So small that a hook that clips gradients, as error clip's, leaves them alone, and that what `retain_grad` adds up
     # does not show it; float16 would not hold them.
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu")
-    return (values * {torch.float16: 1.0, torch.float64: 2.0**-200}.get(dtype, 2.0**-50)).to(device, dtype)
+    size = {torch.float16: 1.0, torch.float64: 2.0**-200}.get(dtype, 2.0**-50)
+    return seeded_normal(shape, dtype, device).mul_(size)
 
 
 def _power(samples: Tensor, digit: int) -> Tensor:
