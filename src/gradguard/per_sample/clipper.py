@@ -508,8 +508,8 @@ class PerSampleGradientClipper:
         device = self._device
         contributions = self._keep(mini_batch) if self._mode == "exact" else mini_batch.finish(device)
         scale = self._sample_scale(size)
-        found, none = sample_norms(contributions), torch.zeros(size, dtype=wide_dtype(device), device=device)
-        norms = {name: found[name] * scale if name in found else none for name in self._names}
+        found, none = sample_norms(contributions, scale), torch.zeros(size, dtype=wide_dtype(device), device=device)
+        norms = {name: found.get(name, none) for name in self._names}
         total = joint_norm(list(norms.values()))
         agree = None if self._loss_check is None else self._loss_check.labels_agree
         parts = [joint_norm([norms[name] for name in group]) for group in self._groups] if self._groups[1:] else [total]
@@ -528,7 +528,8 @@ class PerSampleGradientClipper:
         factor_of = {name: factor for group, factor in zip(self._groups, factors, strict=True) for name in group}
         self._clipped_by = factor_of, bad
         by_name = {name: factor_of[name] for name in self._names if name in contributions}
-        weights = {name: own * share for name, own in by_name.items()}
+        weight_of = {id(factor): factor * share for factor in factors}
+        weights = {name: weight_of[id(own)] for name, own in by_name.items()}
         if self._noise_scale.is_due:
             self._noise_scale.add(contributions, norms, by_name, share, bad, self._accumulation.sums)
         sum_together(contributions, weights, bad)

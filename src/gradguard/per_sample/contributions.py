@@ -168,13 +168,13 @@ class Contribution(ABC):
     Attributes:
         shape: Shape of the parameter.
         batch_size: Number of samples B.
-        needs_recompute: After `squared_norms`: the samples whose norm is to be computed again, ``[B]``; None if there
-            cannot be any. It is left on the device, so that one look serves for all parameters (`sample_norms`).
+        uncancelled: After `squared_norms`: what the squares would be at most if nothing in them had cancelled, ``[B]``;
+            None where nothing can. Squares far below it are to be computed again (`sample_norms`, `are_doubtful`).
     """
 
     shape: torch.Size
     batch_size: int
-    needs_recompute: Tensor | None = None
+    uncancelled: Tensor | None = None
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
@@ -198,9 +198,9 @@ class Contribution(ABC):
         return Materialized(self.rows(0, self.batch_size))
 
     def with_recomputed(self, squares: Tensor) -> Tensor:
-        """Return squared norms with those of `needs_recompute` computed again, from the gradients themselves."""
-        if self.needs_recompute is not None:
-            for i in self.needs_recompute.nonzero().flatten().tolist():
+        """Return squared norms with those that are doubtful computed again, from the gradients themselves."""
+        if self.uncancelled is not None:
+            for i in are_doubtful(squares, self.uncancelled).nonzero().flatten().tolist():
                 squares[i] = row_squares(self.rows(i, i + 1))[0]
         return squares
 
@@ -358,9 +358,7 @@ class Outer(Contribution):
         squares = grams.sum(2, dtype=torch.float64).sum(1)
         if self.left.dtype in HALVES:
             squares *= 1 + _CUT_OFF * sum(self.shape)
-        lengths = grams.diagonal(dim1=1, dim2=2).sqrt().sum(1, dtype=torch.float64)
-        trusted = squares > lengths.square().mul_(1e-3).add_(_UNDERFLOW)
-        self.needs_recompute = ~(trusted & squares.isfinite())
+        self.uncancelled = grams.diagonal(dim1=1, dim2=2).sqrt().sum(1, dtype=torch.float64).square_()
         return squares
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
@@ -404,16 +402,14 @@ class Tied(Contribution):
 
     def squared_norms(self) -> Tensor:
         """Return both squared norms and the cross term; samples where they cancel need to be recomputed."""
-        parts = self.looked_up.squared_norms() + self.multiplied.squared_norms()
+        looked_up, multiplied = self.looked_up.squared_norms(), self.multiplied.squared_norms()
         left, right = wide(self.multiplied.left), wide(self.multiplied.right)
         values = wide(self.looked_up.values)
         ids = self.looked_up.ids.unsqueeze(1).expand(-1, left.shape[1], -1)
         cross = left.gather(2, ids).mul_(right @ values.mT).sum(2, dtype=torch.float64).sum(1)
-        squares = parts + 2 * cross
-        self.needs_recompute = ~((squares > 1e-3 * parts) & squares.isfinite())
-        if self.multiplied.needs_recompute is not None:
-            self.needs_recompute |= self.multiplied.needs_recompute
-        return squares
+        uncancelled = self.multiplied.uncancelled
+        self.uncancelled = looked_up + (multiplied if uncancelled is None else torch.maximum(multiplied, uncancelled))
+        return looked_up + multiplied + 2 * cross
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
         """Return the sum of both."""
@@ -451,15 +447,28 @@ def squared_norms_in_chunks(contribution: Contribution, chunk: int) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
-def sample_norms(contributions: Mapping[str, Contribution]) -> dict[str, Tensor]:
-    """Return the norm of each sample's gradient of each parameter, float64 ``[B]``; the host looks at most once."""
+def are_doubtful(squares: Tensor, uncancelled: Tensor) -> Tensor:
+    """Tell which squared norms may be rounding: they are far below what they were added up from, or not finite."""
+    return ~((squares > uncancelled * 1e-3 + _UNDERFLOW) & squares.isfinite())
+
+
+def sample_norms(contributions: Mapping[str, Contribution], scale: Tensor | float = 1.0) -> dict[str, Tensor]:
+    """Return the norm of each sample's gradient of each parameter, float64 ``[B]``; the host looks at most once.
+
+    Args:
+        contributions: Of each parameter.
+        scale: What the norms are multiplied by; ``[B]`` or one number.
+    """
     squares = {name: contribution.squared_norms() for name, contribution in contributions.items()}
-    doubts = [(name, c.needs_recompute.any()) for name, c in contributions.items() if c.needs_recompute is not None]
-    if doubts:
-        flags = torch.stack([doubt for _, doubt in doubts]).tolist()
-        for name in [name for (name, _), flag in zip(doubts, flags, strict=True) if flag]:
+    whole = {name: c.uncancelled for name, c in contributions.items() if c.uncancelled is not None}
+    if whole:  # in a few calls for all parameters, not in a few for each
+        doubts = are_doubtful(torch.stack([squares[name] for name in whole]), torch.stack([*whole.values()]))
+        for name in [name for name, flag in zip(whole, doubts.any(1).tolist(), strict=True) if flag]:
             squares[name] = contributions[name].with_recomputed(squares[name])
-    return {name: square.sqrt() for name, square in squares.items()}
+    if not squares:
+        return {}
+    norms = torch.stack([*squares.values()]).sqrt_()
+    return dict(zip(squares, (norms * scale).unbind(), strict=True))
 
 
 # Which way to find each norm: the fastest, within a budget of bytes. Times are estimates from four numbers of a
