@@ -170,9 +170,9 @@ class CallTracker:
         Raises:
             UnsupportedGradientError: If there is none any more.
         """
-        module, slot = self.aliases[name][0]
+        (module, slot), *others = self.aliases[name]
         parameter = parameter_slots(module).get(slot)
-        if parameter is None or any(parameter_slots(m).get(other) is not parameter for m, other in self.aliases[name]):
+        if parameter is None or any([parameter_slots(m).get(other) is not parameter for m, other in others]):
             raise UnsupportedGradientError(
                 f"parameter {name} is gone from the module, or no longer tied as it was: call clipper.detach() and "
                 "make a new clipper."

@@ -352,11 +352,12 @@ class PerSampleGradientClipper:
         self._accumulation.check("pre_step")
         if self._loss_check is not None:
             self._loss_check.refuse_divided(self._accumulation.mini_batches, self.loss_divisor)
-        refuse_stale_gradients(self.trained, self._assigned)
+        trained = self.trained
+        refuse_stale_gradients(trained, self._assigned)
         if self._tracker.planner.sharded:
-            refuse_gathered(self.trained)
+            refuse_gathered(trained)
         elif self._group is None:
-            refuse_wrapped(self.trained.values())
+            refuse_wrapped(trained.values())
         taken, size = self._summed()
         self._noise_scale.end_step()
         if self.statistics is not None:
@@ -364,7 +365,7 @@ class PerSampleGradientClipper:
         finite = self._finite if self._scaler is not None and self._scaler.is_enabled() else None
         if self._scaler is not None:
             self._show_overflow(taken)
-        for name, parameter in self.trained.items():
+        for name, parameter in trained.items():
             gradient = shard_like(taken[name].to(parameter.dtype), parameter)
             parameter.grad = self._assigned[name] = gradient
         if is_heard():
@@ -533,14 +534,13 @@ class PerSampleGradientClipper:
         if self._noise_scale.is_due:
             self._noise_scale.add(contributions, norms, by_name, share, bad, self._accumulation.sums)
         sum_together(contributions, weights, bad)
+        self._release_assigned()
         for name, own in weights.items():
-            self._release_assigned(name)
             self._accumulation.add(name, contributions.pop(name).weighted_sum(own, bad))
 
-    def _release_assigned(self, name: str) -> None:
-        """Forget a gradient that the optimizer has used, before a new sum is made in its memory."""
-        if name in self._assigned and self._tracker.parameter(name).grad is not self._assigned[name]:
-            del self._assigned[name]
+    def _release_assigned(self) -> None:
+        """Forget gradients that the optimizer has used, before new sums are made in their memory."""
+        self._assigned = {n: g for n, g in self._assigned.items() if self._tracker.parameter(n).grad is g}
 
     def _verify(self, mini_batch: MiniBatch) -> None:
         """Compare with the plain gradients of the same backward, and one sample with what it gives alone."""
@@ -660,13 +660,14 @@ class PerSampleGradientClipper:
     def _prepare(self) -> None:
         """See which parameters are trained, before a batch begins."""
         refuse_new_parameters(self.module, self._tracker.aliases)
-        names = [n for n in self._tracker.aliases if self._tracker.parameter(n).requires_grad]
-        if names != self._names:
+        each = ((name, self._tracker.parameter(name)) for name in self._tracker.aliases)
+        trained = {name: parameter for name, parameter in each if parameter.requires_grad}
+        if (names := [*trained]) != self._names:
             self.norm_clipper.prepare(names)
             self._groups = checked_groups(self.norm_clipper, names)
             self._names = names
             self._noise_scale.prepare(names)
-        self.norm_clipper.slack = slack_for({p.dtype for p in self.trained.values()})
+        self.norm_clipper.slack = slack_for({parameter.dtype for parameter in trained.values()})
 
     def _bound(self) -> float:
         return math.sqrt(math.fsum(c * c for c in self.norm_clipper.thresholds))
