@@ -50,7 +50,7 @@ from gradguard.per_sample.results import Accumulation, ClippedSums, PerSampleSta
 from gradguard.per_sample.sample_loop import LoopedCall, sum_together
 from gradguard.per_sample.witness import Witness
 from gradguard.tensors.layout import wide_dtype
-from gradguard.tensors.precision import full_float32
+from gradguard.tensors.precision import full_float32, outside_autocast
 from gradguard.torch_private import loss_scale_of, parameter_slots
 
 
@@ -194,7 +194,7 @@ class PerSampleGradientClipper:
     @property
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are clipped, by name."""
-        return {name: self._tracker.parameter(name) for name in self._names}
+        return self._tracker.parameters(self._names)
 
     @property
     def noise_scale(self) -> NoiseScale | None:
@@ -289,7 +289,7 @@ class PerSampleGradientClipper:
         self._gradients = self._clipped_by = None
         try:
             if mini_batch.batch_size > 0:
-                with torch.autocast(self._device.type, enabled=False), full_float32():
+                with outside_autocast(self._device), full_float32():
                     self._accumulate(mini_batch)
         except BaseException:
             self.discard()  # what was added of this mini-batch cannot be told from the rest, and must not count twice
@@ -540,7 +540,8 @@ class PerSampleGradientClipper:
 
     def _release_assigned(self) -> None:
         """Forget gradients that the optimizer has used, before new sums are made in their memory."""
-        self._assigned = {n: g for n, g in self._assigned.items() if self._tracker.parameter(n).grad is g}
+        parameters = self._tracker.parameters(self._assigned)
+        self._assigned = {name: grad for name, grad in self._assigned.items() if parameters[name].grad is grad}
 
     def _verify(self, mini_batch: MiniBatch) -> None:
         """Compare with the plain gradients of the same backward, and one sample with what it gives alone."""
@@ -552,7 +553,7 @@ class PerSampleGradientClipper:
                     if (factors := self._loss_check.factors) is not None:
                         for call in (*mini_batch.loops, *mini_batch.witnessed):
                             call.shares = factors / len(factors)
-                with torch.autocast(self._device.type, enabled=False), full_float32():
+                with outside_autocast(self._device), full_float32():
                     mini_batch.finish(self._device)
                     self._look_at_witness(mini_batch)
             except UnsupportedGradientError:
@@ -660,8 +661,7 @@ class PerSampleGradientClipper:
     def _prepare(self) -> None:
         """See which parameters are trained, before a batch begins."""
         refuse_new_parameters(self.module, self._tracker.aliases)
-        each = ((name, self._tracker.parameter(name)) for name in self._tracker.aliases)
-        trained = {name: parameter for name, parameter in each if parameter.requires_grad}
+        trained = {name: p for name, p in self._tracker.parameters().items() if p.requires_grad}
         if (names := [*trained]) != self._names:
             self.norm_clipper.prepare(names)
             self._groups = checked_groups(self.norm_clipper, names)

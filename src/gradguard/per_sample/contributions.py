@@ -17,6 +17,7 @@ Each gives squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i 
 
 import functools
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -452,6 +453,24 @@ def are_doubtful(squares: Tensor, uncancelled: Tensor) -> Tensor:
     return ~((squares > uncancelled * 1e-3 + _UNDERFLOW) & squares.isfinite())
 
 
+_SHORT = 1 << 13
+"""Elements of a parameter whose gradients are put beside those of others, for one call in place of several for each."""
+
+
+def _squares_of_short_rows(contributions: Mapping[str, Contribution]) -> dict[str, Tensor]:
+    """Return the squared norms of held gradients of short parameters, such as biases; those of one size together."""
+    groups: dict[tuple[int, torch.dtype], list[str]] = defaultdict(list)
+    for name, contribution in contributions.items():
+        if isinstance(contribution, Materialized) and 0 < contribution.shape.numel() <= _SHORT:
+            groups[contribution.shape.numel(), contribution.gradients.dtype].append(name)
+    found: dict[str, Tensor] = {}
+    for (length, _), names in groups.items():
+        held = [contributions[name].rows(0, contributions[name].batch_size) for name in names]
+        squares = row_squares(torch.cat([rows.reshape(-1, length) for rows in held]))
+        found |= dict(zip(names, squares.view(len(names), -1).unbind(), strict=True))
+    return found
+
+
 def sample_norms(contributions: Mapping[str, Contribution], scale: Tensor | float = 1.0) -> dict[str, Tensor]:
     """Return the norm of each sample's gradient of each parameter, float64 ``[B]``; the host looks at most once.
 
@@ -459,7 +478,8 @@ def sample_norms(contributions: Mapping[str, Contribution], scale: Tensor | floa
         contributions: Of each parameter.
         scale: What the norms are multiplied by; ``[B]`` or one number.
     """
-    squares = {name: contribution.squared_norms() for name, contribution in contributions.items()}
+    squares = _squares_of_short_rows(contributions)
+    squares |= {name: c.squared_norms() for name, c in contributions.items() if name not in squares}
     whole = {name: c.uncancelled for name, c in contributions.items() if c.uncancelled is not None}
     if whole:  # in a few calls for all parameters, not in a few for each
         doubts = are_doubtful(torch.stack([squares[name] for name in whole]), torch.stack([*whole.values()]))
@@ -506,6 +526,8 @@ TENSOR_CORES = {
 
 def choose_method(contribution: Contribution, budget: int, device: torch.device) -> Contribution:
     """Return ``contribution`` kept, if that is fastest and takes at most ``budget`` bytes; else set its other ways."""
+    if isinstance(contribution, Materialized):
+        return contribution
     on_cpu = device.type == "cpu"
     size = materialized_bytes(contribution)
     chunk = max(1, (_CACHE if on_cpu else _BLOCK) // max(1, size // max(1, contribution.batch_size)))
