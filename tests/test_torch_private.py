@@ -500,6 +500,17 @@ def test_global_hook_tables():
     assert repr in held[1]
 
 
+def test_parameters_at():
+    """In order, with None for what is not there; a module that lacks the dict is refused in words."""
+    layer = nn.Linear(2, 3, bias=False)
+    places = [(layer, "weight"), (layer, "bias"), (layer, "gone"), (layer, "weight")]
+    weight = layer.weight
+    assert [one is weight for one in torch_private.parameters_at(places)] == [True, False, False, True]
+    assert torch_private.parameters_at(places)[1:3] == [None, None]
+    with pytest.raises(UnsupportedVersionError, match="_parameters"):
+        torch_private.parameters_at([(SimpleNamespace(), "weight")])
+
+
 @pytest.mark.parametrize("slots", [torch_private.parameter_slots, torch_private.buffer_slots])
 def test_slots(slots):
     module = nn.BatchNorm1d(2)

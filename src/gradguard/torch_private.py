@@ -559,22 +559,32 @@ def decompositions(names: Sequence[str]) -> Mapping[Any, Callable[..., Any]]:
 
 parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _read("parameter_slots")
 """Return the parameters of a module itself by attribute name: the dict that it reads, also to be written."""
+
+
+@functools.partial(_needs, row="parameter_slots")
+def parameters_at(places: Iterable[tuple[nn.Module, str]]) -> list[nn.Parameter | None]:
+    """Return the parameters of modules by attribute name, None where there is none: many in one call."""
+    return [module._parameters.get(slot) for module, slot in places]
+
+
 buffer_slots: Callable[[nn.Module], dict[str, Tensor | None]] = _read("buffer_slots")
 """Return the buffers of a module itself by attribute name: the dict that it reads, also to be written."""
 layer_slots: Callable[[nn.Module], dict[str, nn.Module | None]] = _read("layer_slots")
 """Return the layers of a module itself by attribute name: the dict that it reads."""
 
 
-@_needs
-def hook_tables_of(module: nn.Module) -> list[Mapping[int, Any]]:
-    """Return the dicts that hold the hooks of one module on its forward and backward."""
-    return [getattr(module, name) for name in _HOOKS.split()]
+_every_table = attrgetter(*_EVERY.split())
+
+hook_tables_of: Callable[[nn.Module], tuple[Mapping[int, Any], ...]] = _needs(
+    attrgetter(*_HOOKS.split()), "hook_tables_of"
+)
+"""Return the dicts that hold the hooks of one module on its forward and backward."""
 
 
 @_needs
-def global_hook_tables() -> list[Mapping[int, Any]]:
+def global_hook_tables() -> tuple[Mapping[int, Any], ...]:
     """Return the dicts that hold the hooks on the forward and backward of all modules."""
-    return [getattr(nn.modules.module, name) for name in _EVERY.split()]
+    return _every_table(nn.modules.module)
 
 
 def hook_order(module: nn.Module) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradguard.errors import InvalidValueError
-from gradguard.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten, version_of
+from gradguard.torch_private import tree_flatten, tree_map, tree_unflatten, version_of
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of one call."""
@@ -16,7 +16,7 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 def tensor_leaves(tree: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dicts."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in _flat(tree)[0] if isinstance(leaf, Tensor)]
 
 
 def count_samples(arguments: Arguments, batch_first: bool, name: str) -> int:
@@ -121,6 +121,21 @@ def changes_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
+_LONE, _CALL = object(), object()
+"""What most layers return, and are called with, many times in a step: one tensor."""
+
+
+def _flat(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves, and what puts them together."""
+    if type(tree) is Tensor:
+        return [tree], _LONE
+    if type(tree) is tuple and len(tree) == 2 and type(tree[0]) is tuple and type(tree[1]) is dict:
+        (args, kwargs), alone = tree, len(tree[0]) == 1
+        if alone and not kwargs and type(args[0]) is Tensor:
+            return [args[0]], _CALL
+    return tree_flatten(tree)
+
+
 class Skeleton:
     """Nested tuples, lists and dicts without their tensors.
 
@@ -132,9 +147,7 @@ class Skeleton:
     """
 
     def __init__(self, tree: Any) -> None:
-        self._lone = type(tree) is Tensor  # what most layers return, many times in a step
-        leaves, spec = ([tree], None) if self._lone else tree_flatten(tree)
-        self._spec: Any = spec
+        leaves, self._spec = _flat(tree)
         self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -149,8 +162,10 @@ class Skeleton:
 
     def fill(self, tensors: Sequence[Tensor | None]) -> Any:
         """Return the tree with ``tensors`` in the places of its own."""
-        if self._lone:
+        if self._spec is _LONE:
             return tensors[0]
+        if self._spec is _CALL:
+            return (tensors[0],), {}
         leaves = list(self._leaves)
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor

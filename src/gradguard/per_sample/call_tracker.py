@@ -2,7 +2,7 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,14 @@ from gradguard.per_sample.rerun import (
 from gradguard.per_sample.sample_loop import LoopedCall, same_rows
 from gradguard.per_sample.witness import MANY, SOME, Witness
 from gradguard.state.generators import States, accelerators_of, generator_states, restore_generators
-from gradguard.torch_private import current_graph_task, hook_order, never_compiled, parameter_slots, stop_compiling
+from gradguard.torch_private import (
+    current_graph_task,
+    hook_order,
+    never_compiled,
+    parameter_slots,
+    parameters_at,
+    stop_compiling,
+)
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
 
@@ -165,24 +172,29 @@ class CallTracker:
         return self._capture.collector
 
     def parameter(self, name: str) -> nn.Parameter:
-        """Return the parameter that now stands where ``name`` is held.
+        """Return the parameter that now stands where ``name`` is held; see `parameters`."""
+        return self.parameters([name])[name]
+
+    def parameters(self, names: Iterable[str] | None = None) -> dict[str, nn.Parameter]:
+        """Return the parameters that now stand where ``names`` are held; all without them.
 
         Raises:
             UnsupportedGradientError: If there is none any more.
         """
-        module, slot = self.aliases[name][0]
-        parameter = parameter_slots(module).get(slot)
-        if parameter is None or any(parameter_slots(m).get(other) is not parameter for m, other in self.aliases[name]):
-            raise UnsupportedGradientError(
-                f"parameter {name} is gone from the module, or no longer tied as it was: call clipper.detach() and "
-                "make a new clipper."
-            )
-        return parameter
+        places = self._names if names is None else {slot: name for name in names for slot in self.aliases[name]}
+        found: dict[str, nn.Parameter] = {}
+        for name, parameter in zip(places.values(), parameters_at(places), strict=True):
+            if parameter is None or found.setdefault(name, parameter) is not parameter:
+                raise UnsupportedGradientError(
+                    f"parameter {name} is gone from the module, or no longer tied as it was: call clipper.detach() and "
+                    "make a new clipper."
+                )
+        return found
 
     def verified(self, conclusive: bool) -> None:
         """The gradients of the last calls have been found to be right; the next are looked at too if not conclusive."""
         if not self.planner.sharded:  # otherwise a layer has others while it is gathered
-            refuse_stand_ins(self._seen, {name: self.parameter(name) for name in self._seen})
+            refuse_stand_ins(self._seen, self.parameters())
         while self._unverified:
             call = self._unverified.pop()
             if conclusive:
@@ -407,7 +419,9 @@ class CallTracker:
         self._witnessed = self._record(call) if self.witness.is_due else None
         self._given = [(tensor, changes_of(tensor)) for tensor in Skeleton(arguments).tensors]
         self._buffers_before = copied_buffers(module) if pattern.changes_buffers else {}
-        self._state_before = None if self._witnessed is not None else generator_states(accelerators_of(module))
+        self._state_before = (
+            None if self._witnessed is not None else generator_states(accelerators_of(self._seen.values()))
+        )
 
     def _look_at_state(self) -> int:
         """Look whether the model may compute something else than in the last call; return the number of its state."""
@@ -526,7 +540,7 @@ class CallTracker:
 
     def _look_at_trained(self) -> None:
         """See which parameters are trained now."""
-        parameters = {name: self.parameter(name) for name in self.aliases}
+        parameters = self.parameters()
         if self._rehearsed is None:
             refuse_stand_ins(parameters)
             self._seen = parameters

@@ -227,7 +227,8 @@ class LayerCapture:
         plan = running.plan
         changed = None
         if self.batch_size == 0:
-            changed = self._tap_outputs(output, (), self.collector.receive_nothing) if caller is None else None
+            returned = Skeleton(output if caller is None else None)
+            changed = self._tap_outputs(returned, (), self.collector.receive_nothing)
         elif plan.treatment is Treatment.RULE:
             changed = self._tap_layer(running, args, kwargs, output)
         elif running.fallback is not None:
@@ -294,7 +295,8 @@ class LayerCapture:
         plan = CallPlan(Treatment.RULE, True, (axis,) * len(operands), (axis,), rule=rule_of(operation))
         layer = UsedLayer(module, plan, Skeleton((tuple(operands), {})), size, names, None, leaves)
         self.collector.activations += sum(t.nbytes for t in (*operands, result))
-        return self._tap_outputs(result, layer.arguments.release(), partial(self.collector.receive_layer, layer))
+        saved = layer.arguments.release()
+        return self._tap_outputs(Skeleton(result), saved, partial(self.collector.receive_layer, layer))
 
     def _leaves(self, module: nn.Module, observed: bool = True) -> Leaves:
         return Leaves(module, partial(self.collector.receive_plain, current_graph_task()), observed)
@@ -415,7 +417,7 @@ class LayerCapture:
         )
         self.collector.activations += sum(t.nbytes for t in (*arguments.tensors, *returned.tensors))
         saved = [*arguments.release(), *(returned.tensors if plan.rule.replays else ())]
-        return self._tap_outputs(output, saved, partial(self.collector.receive_layer, layer))
+        return self._tap_outputs(returned, saved, partial(self.collector.receive_layer, layer))
 
     def _wanted(self, module: nn.Module) -> dict[str, str]:
         """The trained parameters of a layer: their names in the layer, and in the whole module."""
@@ -440,13 +442,15 @@ class LayerCapture:
                 )
         fallback.output = Skeleton(output)
         fallback.batch_size = self._samples(running.plan, fallback.arguments.tensors)
-        returned, given = fallback.output.release(), {id(tensor) for tensor, _ in running.given}
+        returned, given = fallback.output.tensors, {id(tensor) for tensor, _ in running.given}
         fallback.computed = [i for i, tensor in enumerate(returned) if id(tensor) not in given]
         results = (*running.tapped, *(returned[i].detach() for i in fallback.computed))
         fallback.results = [tensor.new_empty(()).expand(tensor.shape) for tensor in results]
         saved = [tensor for tensor, _ in running.given]
         fallback.arguments.release()
-        return self._tap_outputs(output, saved, partial(self.collector.receive_fallback, fallback))
+        tapped = self._tap_outputs(fallback.output, saved, partial(self.collector.receive_fallback, fallback))
+        fallback.output.release()
+        return tapped
 
     def tap_loop(self, loop: LoopedCall, output: Any, witnessed: bool = False) -> Any:
         """Tap what a looped call returned; backward goes no further, unless its plain gradients are asked for.
@@ -471,8 +475,7 @@ class LayerCapture:
         receiver = self.collector.receive_witnessed if witnessed else self.collector.receive_loop
         return self._tapped(returned, places, values, (), partial(receiver, loop))
 
-    def _tap_outputs(self, output: Any, saved: Sequence[Tensor], receive: Callable[..., None]) -> Any:
-        returned = Skeleton(output)
+    def _tap_outputs(self, returned: Skeleton, saved: Sequence[Tensor], receive: Callable[..., None]) -> Any:
         places = [i for i, t in enumerate(returned.tensors) if t.is_floating_point() or t.is_complex()]
         values = [returned.tensors[i] for i in places]
         return self._tapped(returned, places, values, saved, receive) if places else None

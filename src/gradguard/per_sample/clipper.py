@@ -50,7 +50,7 @@ from gradguard.per_sample.results import Accumulation, ClippedSums, PerSampleSta
 from gradguard.per_sample.sample_loop import LoopedCall, sum_together
 from gradguard.per_sample.witness import Witness
 from gradguard.tensors.layout import wide_dtype
-from gradguard.tensors.precision import full_float32
+from gradguard.tensors.precision import full_float32, outside_autocast
 from gradguard.torch_private import loss_scale_of, parameter_slots
 
 
@@ -194,7 +194,7 @@ class PerSampleGradientClipper:
     @property
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are clipped, by name."""
-        return {name: self._tracker.parameter(name) for name in self._names}
+        return self._tracker.parameters(self._names)
 
     @property
     def noise_scale(self) -> NoiseScale | None:
@@ -289,7 +289,7 @@ class PerSampleGradientClipper:
         self._gradients = self._clipped_by = None
         try:
             if mini_batch.batch_size > 0:
-                with torch.autocast(self._device.type, enabled=False), full_float32():
+                with outside_autocast(self._device), full_float32():
                     self._accumulate(mini_batch)
         except BaseException:
             self.discard()  # what was added of this mini-batch cannot be told from the rest, and must not count twice
@@ -352,11 +352,12 @@ class PerSampleGradientClipper:
         self._accumulation.check("pre_step")
         if self._loss_check is not None:
             self._loss_check.refuse_divided(self._accumulation.mini_batches, self.loss_divisor)
-        refuse_stale_gradients(self.trained, self._assigned)
+        trained = self.trained
+        refuse_stale_gradients(trained, self._assigned)
         if self._tracker.planner.sharded:
-            refuse_gathered(self.trained)
+            refuse_gathered(trained)
         elif self._group is None:
-            refuse_wrapped(self.trained.values())
+            refuse_wrapped(trained.values())
         taken, size = self._summed()
         self._noise_scale.end_step()
         if self.statistics is not None:
@@ -364,7 +365,7 @@ class PerSampleGradientClipper:
         finite = self._finite if self._scaler is not None and self._scaler.is_enabled() else None
         if self._scaler is not None:
             self._show_overflow(taken)
-        for name, parameter in self.trained.items():
+        for name, parameter in trained.items():
             gradient = shard_like(taken[name].to(parameter.dtype), parameter)
             parameter.grad = self._assigned[name] = gradient
         if is_heard():
@@ -508,8 +509,8 @@ class PerSampleGradientClipper:
         device = self._device
         contributions = self._keep(mini_batch) if self._mode == "exact" else mini_batch.finish(device)
         scale = self._sample_scale(size)
-        found, none = sample_norms(contributions), torch.zeros(size, dtype=wide_dtype(device), device=device)
-        norms = {name: found[name] * scale if name in found else none for name in self._names}
+        found, none = sample_norms(contributions, scale), torch.zeros(size, dtype=wide_dtype(device), device=device)
+        norms = {name: found.get(name, none) for name in self._names}
         total = joint_norm(list(norms.values()))
         agree = None if self._loss_check is None else self._loss_check.labels_agree
         parts = [joint_norm([norms[name] for name in group]) for group in self._groups] if self._groups[1:] else [total]
@@ -528,18 +529,19 @@ class PerSampleGradientClipper:
         factor_of = {name: factor for group, factor in zip(self._groups, factors, strict=True) for name in group}
         self._clipped_by = factor_of, bad
         by_name = {name: factor_of[name] for name in self._names if name in contributions}
-        weights = {name: own * share for name, own in by_name.items()}
+        weight_of = {id(factor): factor * share for factor in factors}
+        weights = {name: weight_of[id(own)] for name, own in by_name.items()}
         if self._noise_scale.is_due:
             self._noise_scale.add(contributions, norms, by_name, share, bad, self._accumulation.sums)
         sum_together(contributions, weights, bad)
+        self._release_assigned()
         for name, own in weights.items():
-            self._release_assigned(name)
             self._accumulation.add(name, contributions.pop(name).weighted_sum(own, bad))
 
-    def _release_assigned(self, name: str) -> None:
-        """Forget a gradient that the optimizer has used, before a new sum is made in its memory."""
-        if name in self._assigned and self._tracker.parameter(name).grad is not self._assigned[name]:
-            del self._assigned[name]
+    def _release_assigned(self) -> None:
+        """Forget gradients that the optimizer has used, before new sums are made in their memory."""
+        parameters = self._tracker.parameters(self._assigned)
+        self._assigned = {name: grad for name, grad in self._assigned.items() if parameters[name].grad is grad}
 
     def _verify(self, mini_batch: MiniBatch) -> None:
         """Compare with the plain gradients of the same backward, and one sample with what it gives alone."""
@@ -551,7 +553,7 @@ class PerSampleGradientClipper:
                     if (factors := self._loss_check.factors) is not None:
                         for call in (*mini_batch.loops, *mini_batch.witnessed):
                             call.shares = factors / len(factors)
-                with torch.autocast(self._device.type, enabled=False), full_float32():
+                with outside_autocast(self._device), full_float32():
                     mini_batch.finish(self._device)
                     self._look_at_witness(mini_batch)
             except UnsupportedGradientError:
@@ -659,13 +661,13 @@ class PerSampleGradientClipper:
     def _prepare(self) -> None:
         """See which parameters are trained, before a batch begins."""
         refuse_new_parameters(self.module, self._tracker.aliases)
-        names = [n for n in self._tracker.aliases if self._tracker.parameter(n).requires_grad]
-        if names != self._names:
+        trained = {name: p for name, p in self._tracker.parameters().items() if p.requires_grad}
+        if (names := [*trained]) != self._names:
             self.norm_clipper.prepare(names)
             self._groups = checked_groups(self.norm_clipper, names)
             self._names = names
             self._noise_scale.prepare(names)
-        self.norm_clipper.slack = slack_for({p.dtype for p in self.trained.values()})
+        self.norm_clipper.slack = slack_for({parameter.dtype for parameter in trained.values()})
 
     def _bound(self) -> float:
         return math.sqrt(math.fsum(c * c for c in self.norm_clipper.thresholds))

@@ -17,6 +17,7 @@ Each gives squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i 
 
 import functools
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -168,13 +169,13 @@ class Contribution(ABC):
     Attributes:
         shape: Shape of the parameter.
         batch_size: Number of samples B.
-        needs_recompute: After `squared_norms`: the samples whose norm is to be computed again, ``[B]``; None if there
-            cannot be any. It is left on the device, so that one look serves for all parameters (`sample_norms`).
+        uncancelled: After `squared_norms`: what the squares would be at most if nothing in them had cancelled, ``[B]``;
+            None where nothing can. Squares far below it are to be computed again (`sample_norms`, `are_doubtful`).
     """
 
     shape: torch.Size
     batch_size: int
-    needs_recompute: Tensor | None = None
+    uncancelled: Tensor | None = None
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
@@ -198,9 +199,9 @@ class Contribution(ABC):
         return Materialized(self.rows(0, self.batch_size))
 
     def with_recomputed(self, squares: Tensor) -> Tensor:
-        """Return squared norms with those of `needs_recompute` computed again, from the gradients themselves."""
-        if self.needs_recompute is not None:
-            for i in self.needs_recompute.nonzero().flatten().tolist():
+        """Return squared norms with those that are doubtful computed again, from the gradients themselves."""
+        if self.uncancelled is not None:
+            for i in are_doubtful(squares, self.uncancelled).nonzero().flatten().tolist():
                 squares[i] = row_squares(self.rows(i, i + 1))[0]
         return squares
 
@@ -358,9 +359,7 @@ class Outer(Contribution):
         squares = grams.sum(2, dtype=torch.float64).sum(1)
         if self.left.dtype in HALVES:
             squares *= 1 + _CUT_OFF * sum(self.shape)
-        lengths = grams.diagonal(dim1=1, dim2=2).sqrt().sum(1, dtype=torch.float64)
-        trusted = squares > lengths.square().mul_(1e-3).add_(_UNDERFLOW)
-        self.needs_recompute = ~(trusted & squares.isfinite())
+        self.uncancelled = grams.diagonal(dim1=1, dim2=2).sqrt().sum(1, dtype=torch.float64).square_()
         return squares
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
@@ -404,16 +403,14 @@ class Tied(Contribution):
 
     def squared_norms(self) -> Tensor:
         """Return both squared norms and the cross term; samples where they cancel need to be recomputed."""
-        parts = self.looked_up.squared_norms() + self.multiplied.squared_norms()
+        looked_up, multiplied = self.looked_up.squared_norms(), self.multiplied.squared_norms()
         left, right = wide(self.multiplied.left), wide(self.multiplied.right)
         values = wide(self.looked_up.values)
         ids = self.looked_up.ids.unsqueeze(1).expand(-1, left.shape[1], -1)
         cross = left.gather(2, ids).mul_(right @ values.mT).sum(2, dtype=torch.float64).sum(1)
-        squares = parts + 2 * cross
-        self.needs_recompute = ~((squares > 1e-3 * parts) & squares.isfinite())
-        if self.multiplied.needs_recompute is not None:
-            self.needs_recompute |= self.multiplied.needs_recompute
-        return squares
+        uncancelled = self.multiplied.uncancelled
+        self.uncancelled = looked_up + (multiplied if uncancelled is None else torch.maximum(multiplied, uncancelled))
+        return looked_up + multiplied + 2 * cross
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
         """Return the sum of both."""
@@ -451,15 +448,47 @@ def squared_norms_in_chunks(contribution: Contribution, chunk: int) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
-def sample_norms(contributions: Mapping[str, Contribution]) -> dict[str, Tensor]:
-    """Return the norm of each sample's gradient of each parameter, float64 ``[B]``; the host looks at most once."""
-    squares = {name: contribution.squared_norms() for name, contribution in contributions.items()}
-    doubts = [(name, c.needs_recompute.any()) for name, c in contributions.items() if c.needs_recompute is not None]
-    if doubts:
-        flags = torch.stack([doubt for _, doubt in doubts]).tolist()
-        for name in [name for (name, _), flag in zip(doubts, flags, strict=True) if flag]:
+def are_doubtful(squares: Tensor, uncancelled: Tensor) -> Tensor:
+    """Tell which squared norms may be rounding: they are far below what they were added up from, or not finite."""
+    return ~((squares > uncancelled * 1e-3 + _UNDERFLOW) & squares.isfinite())
+
+
+_SHORT = 1 << 13
+"""Elements of a parameter whose gradients are put beside those of others, for one call in place of several for each."""
+
+
+def _squares_of_short_rows(contributions: Mapping[str, Contribution]) -> dict[str, Tensor]:
+    """Return the squared norms of held gradients of short parameters, such as biases; those of one size together."""
+    groups: dict[tuple[int, torch.dtype], list[str]] = defaultdict(list)
+    for name, contribution in contributions.items():
+        if isinstance(contribution, Materialized) and 0 < contribution.shape.numel() <= _SHORT:
+            groups[contribution.shape.numel(), contribution.gradients.dtype].append(name)
+    found: dict[str, Tensor] = {}
+    for (length, _), names in groups.items():
+        held = [contributions[name].rows(0, contributions[name].batch_size) for name in names]
+        squares = row_squares(torch.cat([rows.reshape(-1, length) for rows in held]))
+        found |= dict(zip(names, squares.view(len(names), -1).unbind(), strict=True))
+    return found
+
+
+def sample_norms(contributions: Mapping[str, Contribution], scale: Tensor | float = 1.0) -> dict[str, Tensor]:
+    """Return the norm of each sample's gradient of each parameter, float64 ``[B]``; the host looks at most once.
+
+    Args:
+        contributions: Of each parameter.
+        scale: What the norms are multiplied by; ``[B]`` or one number.
+    """
+    squares = _squares_of_short_rows(contributions)
+    squares |= {name: c.squared_norms() for name, c in contributions.items() if name not in squares}
+    whole = {name: c.uncancelled for name, c in contributions.items() if c.uncancelled is not None}
+    if whole:  # in a few calls for all parameters, not in a few for each
+        doubts = are_doubtful(torch.stack([squares[name] for name in whole]), torch.stack([*whole.values()]))
+        for name in [name for name, flag in zip(whole, doubts.any(1).tolist(), strict=True) if flag]:
             squares[name] = contributions[name].with_recomputed(squares[name])
-    return {name: square.sqrt() for name, square in squares.items()}
+    if not squares:
+        return {}
+    norms = torch.stack([*squares.values()]).sqrt_()
+    return dict(zip(squares, (norms * scale).unbind(), strict=True))
 
 
 # Which way to find each norm: the fastest, within a budget of bytes. Times are estimates from four numbers of a
@@ -497,6 +526,8 @@ TENSOR_CORES = {
 
 def choose_method(contribution: Contribution, budget: int, device: torch.device) -> Contribution:
     """Return ``contribution`` kept, if that is fastest and takes at most ``budget`` bytes; else set its other ways."""
+    if isinstance(contribution, Materialized):
+        return contribution
     on_cpu = device.type == "cpu"
     size = materialized_bytes(contribution)
     chunk = max(1, (_CACHE if on_cpu else _BLOCK) // max(1, size // max(1, contribution.batch_size)))

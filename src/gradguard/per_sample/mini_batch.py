@@ -22,7 +22,7 @@ from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
 from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.vmap_fallback import NestedCall, VmapFallback
-from gradguard.tensors.precision import TF32_EPSILON, Kind, full_float32, is_tf32_allowed
+from gradguard.tensors.precision import TF32_EPSILON, Kind, full_float32, is_tf32_allowed, outside_autocast
 from gradguard.torch_private import call_after_backward, current_graph_task
 
 _LEAST = 32 << 20
@@ -112,10 +112,10 @@ class MiniBatch:
             The contribution as it is held.
         """
         if name not in self.shared:
-            size = kept_bytes(contribution)
-            contribution = choose_method(contribution, self.budget, device)
-            if isinstance(contribution, Materialized):
-                self.budget -= size
+            held = choose_method(contribution, self.budget, device)
+            if isinstance(held, Materialized):
+                self.budget -= kept_bytes(contribution)
+            contribution = held
         self.parts[name].append(contribution)
         return contribution
 
@@ -247,7 +247,7 @@ class GradientCollector:
         device = next(grad.device for grad in grads if grad is not None)
         kinds = _kinds_of(layer.module)
         is_rounded = layer.leaves is not None and is_tf32_allowed(device, *kinds)
-        with torch.autocast(device.type, enabled=False), full_float32("product", *kinds):
+        with outside_autocast(device), full_float32("product", *kinds):
             contributions = layer.plan.rule.contributions(call)
             if contributions.keys() != layer.names.keys():
                 raise UnsupportedGradientError(

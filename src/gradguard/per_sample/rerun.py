@@ -114,7 +114,7 @@ class Snapshot:
     def __init__(self, module: nn.Module, buffers: bool = True) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()] if buffers else []
         self._gathered = GatheredLayers(module)
-        self._generators = generator_states(accelerators_of(module))
+        self._generators = generator_states(accelerators_of(module.parameters()))
         self._contents: list[_Content] = []
         seen: set[int] = set()
         waiting: list[Any] = [vars(m) for m in module.modules()]

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 States = dict[str, Any]
 """``python``, ``numpy`` (None where NumPy is not imported), ``torch``, and ``devices``: pairs of a name and a state."""
@@ -57,9 +57,9 @@ def have_drawn(before: States) -> bool:
     return not all(_same(before[name], now[name]) for name in kept)
 
 
-def accelerators_of(module: nn.Module) -> set[torch.device]:
-    """Return the devices of a module's parameters that have a generator of their own."""
-    return {parameter.device for parameter in module.parameters()} - {torch.device("cpu"), torch.device("meta")}
+def accelerators_of(parameters: Iterable[Tensor]) -> set[torch.device]:
+    """Return the devices of ``parameters`` that have a generator of their own."""
+    return {parameter.device for parameter in parameters} - {torch.device("cpu"), torch.device("meta")}
 
 
 def device_state(device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """How many digits float32 products have: 24 bits, or the 11 of TF32 or 8 of bfloat16 where PyTorch may take these."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -38,6 +38,12 @@ def is_tf32_allowed(device: torch.device, *kinds: Kind) -> bool:
         if next((one for one in said if one != "none"), "ieee") != "ieee":
             return True
     return False
+
+
+def outside_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a block in which autocast is off; where it is off already, one that costs nothing."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 _FULL = ("none", "ieee")
