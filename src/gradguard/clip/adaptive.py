@@ -348,9 +348,7 @@ class ClipAdaptive(FixedRule):
         clip = decide_units(grads, self._units(), kept, at_scale(limit, scale), self.eps, at_once=at_once)
         outcome = clip.outcome()
         if not isinstance(grads, MeasuredGradients):
-            lists = grads.parameters, grads.gradients, grads.positions, grads.names
-            known = {"there": outcome.there, "classes": outcome.classes, "wants_each": grads.wants_each}
-            grads = MeasuredGradients(*lists, outcome.norms, reduction=grads.reduction, **known)
+            grads = grads.with_norms(outcome.norms, there=outcome.there, classes=outcome.classes)
         norms = global_norm(grads, scale)
         coefficient = torch.where(outcome.clipped, outcome.after / total_of(grads.norms), 1.0)
         locked_in = self._lock_in.follow(outcome.clipped, limit, norms.value.isfinite())

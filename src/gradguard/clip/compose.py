@@ -26,7 +26,41 @@ from gradguard.tensors.layout import move
 from gradguard.tensors.scaling import scale_
 
 
-class Chain(Clipper):
+class _Composite(Clipper):
+    """A clipper made of others, which ``_clippers`` returns."""
+
+    def _clippers(self) -> Sequence[Clipper]:
+        raise NotImplementedError
+
+    def choices(self, grads: Gradients) -> Settings:
+        """Return those of all members."""
+        return tuple(chosen for member in self._clippers() for chosen in member.choices(grads))
+
+    def leaves(self) -> list[Clipper]:
+        """Return those of all members."""
+        return [leaf for member in self._clippers() for leaf in member.leaves()]
+
+    def orders(self) -> set[float]:
+        """Return those of all members."""
+        return {2.0}.union(*(member.orders() for member in self._clippers()))
+
+    def is_per_tensor(self) -> bool:
+        """Tell whether all members treat each gradient without regard to the others."""
+        return all(member.is_per_tensor() for member in self._clippers())
+
+    def learn(self, parameters: Parameters) -> None:
+        """Let every member look at the parameters."""
+        for member in self._clippers():
+            member.learn(parameters)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the state of every member to ``device``."""
+        for member in self._clippers():
+            member.to(device)
+        return self
+
+
+class Chain(_Composite):
     r"""Apply clippers one after the other: each sees what the one before it leaves.
 
     .. math:: g \leftarrow \text{clip}_m(\cdots \text{clip}_2(\text{clip}_1(g)))
@@ -96,27 +130,6 @@ class Chain(Clipper):
         """Return those of all members."""
         return "Chain", *(setting for member in self.members for setting in member.settings())
 
-    def choices(self, grads: Gradients) -> Settings:
-        """Return those of all members."""
-        return tuple(chosen for member in self.members for chosen in member.choices(grads))
-
-    def leaves(self) -> list[Clipper]:
-        """Return those of all members."""
-        return [leaf for member in self.members for leaf in member.leaves()]
-
-    def orders(self) -> set[float]:
-        """Return those of all members."""
-        return {2.0}.union(*(member.orders() for member in self.members))
-
-    def is_per_tensor(self) -> bool:
-        """Tell whether all members treat each gradient without regard to the others."""
-        return all(member.is_per_tensor() for member in self.members)
-
-    def learn(self, parameters: Parameters) -> None:
-        """Let every member look at the parameters."""
-        for member in self.members:
-            member.learn(parameters)
-
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Decide for all members up to the first that does not multiply by one number; the others follow it."""
@@ -139,11 +152,8 @@ class Chain(Clipper):
             )
         load_all([(member, state_dict[str(i)]) for i, member in enumerate(self.members)])
 
-    def to(self, device: torch.device | str) -> Self:
-        """Move the state of every member to ``device``."""
-        for member in self.members:
-            member.to(device)
-        return self
+    def _clippers(self) -> Sequence[Clipper]:
+        return self.members
 
 
 def _decide(members: Sequence[Clipper], grads: Gradients, scale: float | Tensor) -> Decision:
@@ -182,23 +192,12 @@ def _decide(members: Sequence[Clipper], grads: Gradients, scale: float | Tensor)
 
 def _left(grads: Gradients, gradients: Sequence[Tensor], written: Decision, product: Tensor | None) -> Gradients:
     """The gradients after a write: unmeasured, unless the one who wrote knew what norms it would leave."""
-    after = Gradients(
-        grads.parameters,
-        gradients,
-        grads.positions,
-        grads.names,
-        reduction=grads.reduction,
-        wants_each=grads.wants_each,
-        reach=grads.reach,
-    )
+    known = {"reduction": grads.reduction, "wants_each": grads.wants_each, "reach": grads.reach}
+    after = Gradients(grads.parameters, gradients, grads.positions, grads.names, **known)
     if written.left is None:
         return after
     norms = written.left if product is None else written.left * product
-    known = written.gradients
-    classes = known.classes if isinstance(known, MeasuredGradients) else None
-    lists = after.parameters, after.gradients, after.positions, after.names
-    kept = {"reduction": grads.reduction, "wants_each": grads.wants_each, "reach": grads.reach}
-    return MeasuredGradients(*lists, norms, classes=classes, **kept)
+    return after.with_norms(norms, classes=getattr(written.gradients, "classes", None))
 
 
 def _joined(results: Sequence[ClipResult]) -> ClipResult:
@@ -237,7 +236,7 @@ Rules = Mapping[Any, Clipper | None] | Iterable[tuple[Selection, Clipper | None]
 """Selections and the clipper of each: a dict, or pairs where a selection (a list, a param group) cannot be a key."""
 
 
-class Groups(Clipper):
+class Groups(_Composite):
     r"""Give each group of parameters its own rule and threshold; ``None`` exempts a group.
 
     .. math:: g_k \leftarrow \text{clip}_k(g_k) \quad\text{for each group } k,
@@ -322,20 +321,7 @@ class Groups(Clipper):
 
     def choices(self, grads: Gradients) -> Settings:
         """Return the group of each parameter, and the choices of the members."""
-        own = [chosen for member in self._clippers() for chosen in member.choices(grads)]
-        return choice(self._places_of(grads)), *own
-
-    def leaves(self) -> list[Clipper]:
-        """Return those of all members."""
-        return [leaf for member in self._clippers() for leaf in member.leaves()]
-
-    def orders(self) -> set[float]:
-        """Return those of all members."""
-        return {2.0}.union(*(member.orders() for member in self._clippers()))
-
-    def is_per_tensor(self) -> bool:
-        """Tell whether the clippers of all groups treat each gradient without regard to the others."""
-        return all(member.is_per_tensor() for member in self._clippers())
+        return choice(self._places_of(grads)), *super().choices(grads)
 
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters, those without a gradient too: every group must fit some, none may be in two.
@@ -353,8 +339,7 @@ class Groups(Clipper):
                 selector.require_match(tensors, names, complete=True)
             self._place(everything)
             self._checked, self._known = _key(everything), None
-        for member in self._clippers():
-            member.learn(parameters)
+        super().learn(parameters)
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
@@ -413,8 +398,6 @@ class Groups(Clipper):
         positions: list[list[int]] = [[] for _ in self.members]
         for i, place in enumerate(self._places_of(grads)):
             positions[place].append(i)
-        if grads.classes is None:
-            return [grads.some(own) for own in positions]
         return [grads.group(k, own) for k, own in enumerate(positions)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -433,12 +416,6 @@ class Groups(Clipper):
                 "the same groups in the same order."
             )
         load_all([(member, state_dict[label]) for label, member in self.members.items() if member is not None])
-
-    def to(self, device: torch.device | str) -> Self:
-        """Move the state of every group's clipper to ``device``."""
-        for member in self._clippers():
-            member.to(device)
-        return self
 
     def _clippers(self) -> list[Clipper]:
         return [member for member in self.members.values() if member is not None]

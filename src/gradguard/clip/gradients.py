@@ -4,6 +4,8 @@ import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -66,6 +68,12 @@ class Gradients:
         """Return the name of each gradient, or its position where the user gave no names."""
         names = self.names
         return tuple(map(str, self.positions)) if names is None else tuple([names[i] for i in self.positions])
+
+    def with_norms(self, norms: Tensor, **known: Any) -> "MeasuredGradients":
+        """Return the same gradients with their ``norms``, and what else a `MeasuredGradients` may know of these."""
+        lists = self.parameters, self.gradients, self.positions, self.names
+        kept = {"reduction": self.reduction, "wants_each": self.wants_each, "reach": self.reach}
+        return MeasuredGradients(*lists, norms, **kept, **known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,39 +372,17 @@ class MeasuredGradients(Gradients):
             return len(self.gradients) > 0
         return bool(self.there.any())
 
-    def some(self, positions: Sequence[int]) -> "MeasuredGradients":
-        """Return the gradients at ``positions``, with what is known of them; each has a norm of its own."""
-        assert self.classes is None
-        return MeasuredGradients(
-            [self.parameters[i] for i in positions],
-            [self.gradients[i] for i in positions],
-            [self.positions[i] for i in positions],
-            self.names,
-            _entries(self.norms, positions),
-            others={order: _entries(norms, positions) for order, norms in self.others.items()},
-            there=None if self.there is None else _entries(self.there, positions),
-            reduction=None if self.reduction is None else self.reduction.of(positions),
-            wants_each=self.wants_each,
-            reach=self.reach,
-        )
-
     def group(self, number: int, positions: Sequence[int]) -> "MeasuredGradients":
-        """Return the gradients of one group of ``classes``, with the norms of its classes, which do not tell each."""
-        assert self.classes is not None
-        own = self.classes.of_group[number]
-        return MeasuredGradients(
-            [self.parameters[i] for i in positions],
-            [self.gradients[i] for i in positions],
-            [self.positions[i] for i in positions],
-            self.names,
-            self.norms[own],
-            others={order: norms[own] for order, norms in self.others.items()},
-            there=None if self.there is None else self.there[own],
-            classes=None if self.classes.each[number] else self.classes,
-            reduction=None if self.reduction is None else self.reduction.of(positions),
-            wants_each=self.wants_each,
-            reach=self.reach,
-        )
+        """Return the gradients at ``positions``, which are one group of ``classes`` if there are any, with their norms."""
+        classes, taken = self.classes, partial(_entries, positions=positions)
+        if classes is not None:
+            taken, classes = itemgetter(classes.of_group[number]), None if classes.each[number] else classes
+        lists = [[one[i] for i in positions] for one in (self.parameters, self.gradients, self.positions)]
+        reduction = None if self.reduction is None else self.reduction.of(positions)
+        own = Gradients(*lists, self.names, reduction=reduction, wants_each=self.wants_each, reach=self.reach)
+        others = {order: taken(norms) for order, norms in self.others.items()}
+        there = None if self.there is None else taken(self.there)
+        return own.with_norms(taken(self.norms), others=others, there=there, classes=classes)
 
 
 @torch.no_grad()
@@ -429,19 +415,7 @@ def measured(
     else:
         local = [(tensor_norms(grads.gradients, order), order) for order in (2.0, *others)]
         (norms, *rest), there = ([local[0][0]], None) if part is None else part.measure(*local)
-    return MeasuredGradients(
-        grads.parameters,
-        grads.gradients,
-        grads.positions,
-        grads.names,
-        norms,
-        others=dict(zip(others, rest, strict=True)),
-        there=there,
-        classes=classes,
-        reduction=part,
-        wants_each=grads.wants_each,
-        reach=grads.reach,
-    )
+    return grads.with_norms(norms, others=dict(zip(others, rest, strict=True)), there=there, classes=classes)
 
 
 def asks_for_each(grads: Gradients) -> bool:

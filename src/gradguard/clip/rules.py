@@ -343,16 +343,7 @@ class ClipByValue(FixedRule):
         else:
             joined = [(classes.joined(norms, order), order) for norms, order in local]
             (before, after, outside), _ = grads.reduction.measure_classes(classes, *joined)
-        grads = MeasuredGradients(
-            grads.parameters,
-            grads.gradients,
-            grads.positions,
-            grads.names,
-            before,
-            classes=classes,
-            reduction=grads.reduction,
-            wants_each=grads.wants_each,
-        )
+        grads = grads.with_norms(before, classes=classes)
         norms = global_norm(grads, scale)
         norm, clipped = norms.value, (outside > 0).any()
         coefficient = torch.where(clipped, total_of(after) / total_of(before), 1.0)
