@@ -368,7 +368,7 @@ class _Check:
     def _repeatable(self, function: Function) -> Tensor | None:
         """Return the outputs at the point, None if it draws random numbers that nothing can put back."""
         base, again = function.learnt, function.values(function.point)
-        if base is None or not _are_equal(base, again):
+        if base is None or not (torch.equal(base, again) or torch.equal(base.nan_to_num(), again.nan_to_num())):
             function.state.keep_random()
             function.recorded = None
             base, again = function.values(function.point), function.values(function.point)
@@ -449,7 +449,3 @@ class _Check:
             self.findings += [replace(one, message=f"second order: {one.message}") for one in needs.findings]
         except (InvalidValueError, RuntimeError) as error:
             self.findings.append(Finding("error", f"the backward cannot be differentiated: {error}"))
-
-
-def _are_equal(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(first, second) or torch.equal(first.nan_to_num(), second.nan_to_num())

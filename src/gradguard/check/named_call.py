@@ -297,20 +297,16 @@ def _argument_names(op: Any) -> set[str]:
 def _signature(fn: Any) -> inspect.Signature | None:
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        return _signature_of_forward(owner)
+        # The signature of ``apply``, which takes what ``forward`` takes, by position only.
+        has_context = owner.setup_context is torch.autograd.Function.setup_context
+        signature = inspect.signature(owner.forward)
+        parameters = list(signature.parameters.values())[int(has_context) :]
+        kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD: inspect.Parameter.POSITIONAL_ONLY}
+        return signature.replace(parameters=[p.replace(kind=kinds.get(p.kind, p.kind)) for p in parameters])
     try:
         return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
     except (TypeError, ValueError):  # many functions of torch itself are written in C++
         return None
-
-
-def _signature_of_forward(function: type[torch.autograd.Function]) -> inspect.Signature:
-    """Return the signature of ``apply``, which takes what ``forward`` takes, by position only."""
-    has_context = function.setup_context is torch.autograd.Function.setup_context
-    signature = inspect.signature(function.forward)
-    parameters = list(signature.parameters.values())[int(has_context) :]
-    kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD: inspect.Parameter.POSITIONAL_ONLY}
-    return signature.replace(parameters=[p.replace(kind=kinds.get(p.kind, p.kind)) for p in parameters])
 
 
 def _goes_by_position(signature: inspect.Signature, values: Mapping[str, Any]) -> bool:

@@ -291,7 +291,8 @@ class Clipper(ABC):
         if stages.group is not None:
             self.learn(ListedParameters(grads, parameters))
         else:
-            self.learn(parameters if isinstance(parameters, nn.Module) else _as_parameters(names, tensors))
+            listed = tensors if names is None else list(zip(names, tensors, strict=True))
+            self.learn(parameters if isinstance(parameters, nn.Module) else listed)
         grads = self.compared(asking(grads, tensor_norms), policy)
         if policy == "raise":
             with refused_by_name(grads):
@@ -560,7 +561,3 @@ def _zeroed(decision: Decision) -> ClipResult:
     zero_if_nonfinite_(torch.where(bad, torch.nan, 0.0), current_gradients(decision.gradients))
     coefficient = torch.where(bad, 0.0, result.coefficient)
     return replace(result, coefficient=coefficient, clipped=result.clipped | bad)
-
-
-def _as_parameters(names: list[str] | None, tensors: list[Tensor]) -> Parameters:
-    return tensors if names is None else list(zip(names, tensors, strict=True))

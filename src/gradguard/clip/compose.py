@@ -173,7 +173,8 @@ def _decide(members: Sequence[Clipper], grads: Gradients, scale: float | Tensor)
     if decisions[-1].coefficient is not None:
         return Decision(grads, result, product)
     behind = members[len(decisions) :]
-    told = _writable(result)
+    locked_in = torch.zeros_like(result.clipped) if result.locked_in is None else result.locked_in.clone()
+    told = replace(result, coefficient=result.coefficient.clone(), clipped=result.clipped.clone(), locked_in=locked_in)
 
     def write() -> None:
         decisions[-1].apply()
@@ -185,7 +186,11 @@ def _decide(members: Sequence[Clipper], grads: Gradients, scale: float | Tensor)
             rest = _decide(behind, _left(grads, gradients, decisions[-1], product), scale)
             rest.apply()
             results.append(rest.result)
-        _fill(told, _joined(results))
+        complete = _joined(results)
+        told.coefficient.copy_(complete.coefficient)
+        told.clipped.copy_(complete.clipped)
+        if complete.locked_in is not None:
+            locked_in.copy_(complete.locked_in)
 
     return Decision(grads, told, None, write)
 
@@ -217,19 +222,6 @@ def _joined(results: Sequence[ClipResult]) -> ClipResult:
         locked_in=torch.stack(alarms).any() if alarms else None,
         group_norms=groups[0] if groups else None,
     )
-
-
-def _writable(result: ClipResult) -> ClipResult:
-    """A copy that `_fill` may complete later."""
-    locked_in = torch.zeros_like(result.clipped) if result.locked_in is None else result.locked_in.clone()
-    return replace(result, coefficient=result.coefficient.clone(), clipped=result.clipped.clone(), locked_in=locked_in)
-
-
-def _fill(told: ClipResult, complete: ClipResult) -> None:
-    told.coefficient.copy_(complete.coefficient)
-    told.clipped.copy_(complete.clipped)
-    if told.locked_in is not None and complete.locked_in is not None:
-        told.locked_in.copy_(complete.locked_in)
 
 
 Rules = Mapping[Any, Clipper | None] | Iterable[tuple[Selection, Clipper | None]]

@@ -307,38 +307,30 @@ def named_tensors(argument: Parameters, what: str) -> tuple[list[str] | None, li
         raise InvalidTypeError(
             f"{what} is an optimizer: pass [p for group in optimizer.param_groups for p in group['params']]."
         )
+    given: Any = argument.items() if isinstance(argument, Mapping) else argument
     if isinstance(argument, nn.Module):
-        entries = named_parameters(argument, remove_duplicate=False)
-    elif isinstance(argument, Mapping):
-        entries = list(argument.items())
-    elif isinstance(argument, Iterable) and not isinstance(argument, str):
-        entries = list(argument)
-    else:
+        given = named_parameters(argument, remove_duplicate=False)
+    if isinstance(given, str) or not isinstance(given, Iterable):
         raise InvalidTypeError(_expected(what, argument))
+    entries: list[Any] = list(given)
     if not entries and isinstance(argument, types.GeneratorType):
         warnings.warn(
             f"{what} is an exhausted or empty generator, so nothing is clipped. A generator can be used only once: "
             "pass list(model.parameters()), or model itself.",
             stacklevel=5,
         )
-    return _split_names(entries, what)
-
-
-def _split_names(entries: list, what: str) -> tuple[list[str] | None, list[Tensor]]:
     if all(issubclass(kind, Tensor) for kind in set(map(type, entries))):
         return None, entries
     pairs = not isinstance(entries[0], Tensor)
     for index, entry in enumerate(entries):
-        if not (_is_named(entry) if pairs else isinstance(entry, Tensor)):
-            raise InvalidTypeError(_expected(f"{what}[{index}]", entry))
+        match entry:
+            case (str(), Tensor()) if pairs:
+                pass
+            case Tensor() if not pairs:
+                pass
+            case _:
+                raise InvalidTypeError(_expected(f"{what}[{index}]", entry))
     return [name for name, _ in entries], [tensor for _, tensor in entries]
-
-
-def _is_named(entry: object) -> bool:
-    match entry:
-        case (str(), Tensor()):
-            return True
-    return False
 
 
 def _expected(what: str, given: object) -> str:
@@ -373,16 +365,17 @@ class MeasuredGradients(Gradients):
         return bool(self.there.any())
 
     def group(self, number: int, positions: Sequence[int]) -> "MeasuredGradients":
-        """Return the gradients at ``positions``, which are one group of ``classes`` if there are any, with their norms."""
+        """Return the gradients at ``positions``, one group of ``classes`` if there are any, with their norms."""
         classes, taken = self.classes, partial(_entries, positions=positions)
         if classes is not None:
             taken, classes = itemgetter(classes.of_group[number]), None if classes.each[number] else classes
-        lists = [[one[i] for i in positions] for one in (self.parameters, self.gradients, self.positions)]
+        own = [[one[i] for i in positions] for one in (self.parameters, self.gradients)]
         reduction = None if self.reduction is None else self.reduction.of(positions)
-        own = Gradients(*lists, self.names, reduction=reduction, wants_each=self.wants_each, reach=self.reach)
+        known = {"reduction": reduction, "wants_each": self.wants_each, "reach": self.reach}
+        part = Gradients(*own, [self.positions[i] for i in positions], self.names, **known)
         others = {order: taken(norms) for order, norms in self.others.items()}
         there = None if self.there is None else taken(self.there)
-        return own.with_norms(taken(self.norms), others=others, there=there, classes=classes)
+        return part.with_norms(taken(self.norms), others=others, there=there, classes=classes)
 
 
 @torch.no_grad()

@@ -312,7 +312,7 @@ class Guard:
             self._spike_watch.undo_clipper()
             return self._skip_on_host(StepOutcome(True, "spike", True))
         if skip:
-            if self._never_folds():  # then the host of every process looks
+            if self._proxy is None or not self._proxy.is_fused():  # then the host of every process looks
                 self.last = with_culprits(decision, host_looks=True).result
                 self._counts.complete(self.last)
             return self._skip_on_host(StepOutcome(True, reason))
@@ -406,9 +406,6 @@ class Guard:
         if self._proxy is None or decision.coefficient is None:
             return None
         return self._proxy if self._proxy.can_fold(decision.gradients.gradients) else None
-
-    def _never_folds(self) -> bool:
-        return self._proxy is None or not self._proxy.is_fused()
 
     def _cancel(self) -> None:
         """Let the step that is running do nothing, or undo what it has done."""

@@ -11,7 +11,6 @@ from gradguard.arguments import check_bounds, check_order, check_threshold
 from gradguard.clip.clipper import Clipper, Decision, describe
 from gradguard.clip.gradients import (
     Gradients,
-    MeasuredGradients,
     asks_for_each,
     global_norm,
     measured,
