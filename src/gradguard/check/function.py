@@ -171,11 +171,7 @@ class Function:
 
     def name_of(self, position: int) -> tuple[str, tuple[int, ...]]:
         """Return the input and the index in it of one element of the flat vector."""
-        for one in self.inputs:
-            if position < one.size:
-                return one.name, index_of(position // (2 if one.value.is_complex() else 1), one.value.shape)
-            position -= one.size
-        raise IndexError(position)
+        return element_of([(one.name, one.value) for one in self.inputs], position)
 
     def range_of(self, name: str) -> range:
         """Return where an input lies in the flat vector."""
@@ -325,6 +321,16 @@ class Function:
             return value
         value = value.detach()
         return value.to(WIDE[value.dtype]) if self.wide and value.dtype in WIDE else value
+
+
+def element_of(parts: Sequence[tuple[str, Any]], position: int) -> tuple[str, tuple[int, ...]]:
+    """Return the name and the index of one element of a flat vector, whose parts have a name, a shape and a dtype."""
+    for name, part in parts:
+        numbers = 2 if part.dtype.is_complex else 1
+        if position < numbers * part.shape.numel():
+            return name, index_of(position // numbers, part.shape)
+        position -= numbers * part.shape.numel()
+    raise IndexError(position)
 
 
 def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
