@@ -27,9 +27,8 @@ _BELOW_ONE = frozenset({"Sigmoid", "Softmax", "Tanh"})
 
 def same_layout(first: Metadata, second: Metadata) -> bool:
     """Compare the shapes and dtypes of two slots; nested ones are never taken for equal."""
-    if any(one.is_nested_tensor or one.is_cpp_nested_tensor for one in (first, second)):
-        return False
-    return first.dtype == second.dtype and first.shape == second.shape
+    nested = first.is_nested_tensor or first.is_cpp_nested_tensor or second.is_nested_tensor or second.is_cpp_nested_tensor
+    return not nested and first.dtype == second.dtype and first.shape == second.shape
 
 
 @dataclass

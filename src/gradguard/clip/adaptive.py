@@ -56,7 +56,7 @@ from gradguard.policies import NonFinitePolicy, check_policy
 from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import coalesce_, meeting_device, move, public_dtype
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
-from gradguard.tensors.norms import norm_of_norms, tensor_norms
+from gradguard.tensors.norms import joined_norms, norm_of_norms, tensor_norms
 from gradguard.tensors.scaling import steps_of
 from gradguard.tensors.units import WHOLE, UnitLayout, clip_units_, layout_of, scale_units_, unit_norms
 from gradguard.torch_private import (
@@ -822,14 +822,10 @@ class UnitPlan:
     def place(self, norms: Mapping[int, Tensor], home: torch.device) -> Tensor:
         """Return one norm for each slot, from the norms of this process' pieces of split units, by tensor."""
         some = [i for i in self.split if i in norms]
-        empty = torch.zeros(self.offsets[-1], dtype=torch.float64, device=home)
         if not some:
-            return empty
-        at = torch.cat([self._at(i, home) for i in some])
+            return torch.zeros(self.offsets[-1], dtype=torch.float64, device=home)
         pieces = torch.cat([move(norms[i], home, torch.float64) for i in some])
-        largest = empty.scatter_reduce(0, at, pieces, "amax")
-        divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)  # so that no square leaves the range
-        return divisor * empty.index_add(0, at, (pieces / divisor[at]).square()).sqrt()
+        return joined_norms(pieces, torch.cat([self._at(i, home) for i in some]), self.offsets[-1])
 
     def take(self, steps: Sequence[Tensor], rows: Mapping[int, Tensor]) -> dict[int, Sequence[Tensor]]:
         """Return what the pieces of ``rows`` are multiplied by, beside each, from the steps of all split units."""
