@@ -27,7 +27,9 @@ _BELOW_ONE = frozenset({"Sigmoid", "Softmax", "Tanh"})
 
 def same_layout(first: Metadata, second: Metadata) -> bool:
     """Compare the shapes and dtypes of two slots; nested ones are never taken for equal."""
-    nested = first.is_nested_tensor or first.is_cpp_nested_tensor or second.is_nested_tensor or second.is_cpp_nested_tensor
+    nested = (
+        first.is_nested_tensor or first.is_cpp_nested_tensor or second.is_nested_tensor or second.is_cpp_nested_tensor
+    )
     return not nested and first.dtype == second.dtype and first.shape == second.shape
 
 

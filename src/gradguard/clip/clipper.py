@@ -249,6 +249,7 @@ class Clipper(ABC):
     uses_reach = False
     """Whether `decide` asks how far the optimizer moves the weights (``grads.reach``)."""
 
+    _per_tensor = False
     serves_several_guards = False
     """Whether one object may belong to the guards of several optimizers although it remembers."""
 
@@ -380,7 +381,7 @@ class Clipper(ABC):
 
     def is_per_tensor(self) -> bool:
         """Tell whether each gradient is treated without regard to the others, so that they may come one at a time."""
-        return False
+        return self._per_tensor
 
     def event_of(
         self,

@@ -140,14 +140,12 @@ class ClipByNorm(FixedRule):
         Chollet and others (2015), Keras, the argument ``clipnorm``; PaddlePaddle, ``ClipGradByNorm``.
     """
 
+    _per_tensor = True
+
     def __init__(self, max_norm: float | Tensor, norm_type: float = 2.0) -> None:
         super().__init__()
         self.max_norm = check_threshold("max_norm", max_norm)
         self.norm_type = check_order(norm_type)
-
-    def is_per_tensor(self) -> bool:
-        """Tell that gradients may come one at a time: yes."""
-        return True
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
@@ -191,14 +189,12 @@ class ClipByRMS(FixedRule):
         1804.04235, section 6.
     """
 
+    _per_tensor = True
+
     def __init__(self, max_rms: float | Tensor = 1.0) -> None:
         super().__init__()
         self.max_rms = check_threshold("max_rms", max_rms)
         self._roots: tuple[tuple[int, ...], Tensor] | None = None  # the sizes that they are of, and they
-
-    def is_per_tensor(self) -> bool:
-        """Tell that gradients may come one at a time: yes."""
-        return True
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
@@ -285,14 +281,12 @@ class ClipByValue(FixedRule):
 
     measures_itself, needs_tensor_norms = True, False
 
+    _per_tensor = True
+
     def __init__(self, max: float | Tensor, min: float | None = None) -> None:
         super().__init__()
         self.max, self.min = max, min
         self._bounds()
-
-    def is_per_tensor(self) -> bool:
-        """Tell that gradients may come one at a time: yes."""
-        return True
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
