@@ -75,7 +75,7 @@ def append_backward(
     visit = _Visit(
         None if callback is None or isinstance(callback, ModuleCallback) else _as_callback(callback),
         None if listed is None else {id(parameter) for _, parameter in listed},
-        {id(tensor) for tensor in blocked},
+        set(map(id, blocked)),
         undo,
     )
     try:

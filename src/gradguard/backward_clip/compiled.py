@@ -183,7 +183,7 @@ def _attach(
     if scale is not None:
         clipping.set_scale(scale)
     roots = [root_of(value) for value in values if value.grad_fn is not None]
-    if not roots or {id(value) for value in values} <= {id(stand_in) for _, stand_in in traced_inputs()}:
+    if not roots or set(map(id, values)) <= {id(stand_in) for _, stand_in in traced_inputs()}:
         raise InvalidValueError(_NOTHING_BEHIND)
     if isinstance(counting, str) and table is not None:
         clipping.observer = found_by(counting).observer(table)

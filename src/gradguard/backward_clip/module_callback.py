@@ -114,7 +114,7 @@ class ModuleCallback:
             raise InvalidTypeError(f"model is {type(model).__name__}: expected a module.")
         if not callable(callback) and not isinstance(callback, BaseErrorClip):
             raise InvalidTypeError(f"callback is {type(callback).__name__}: expected a callable or a rule.")
-        if any(is_compiled(module) for module in model.modules()):
+        if any(map(is_compiled, model.modules())):
             raise InvalidTypeError(_COMPILED)
         self.function = _by_rule(callback) if isinstance(callback, BaseErrorClip) else callback
         self._calls: list[_Call] = []
@@ -151,7 +151,7 @@ class ModuleCallback:
         if call is None or next_sequence_number() == call.begin:
             return
         call.end = next_sequence_number()
-        call.outputs = tuple(_slot(value) for value in tensors_in(output)[0])
+        call.outputs = tuple(map(_slot, tensors_in(output)[0]))
         self._calls.append(call)
         if len(self._calls) > _LONGEST:
             old = self._calls[: _LONGEST // 2]

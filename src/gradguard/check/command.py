@@ -137,7 +137,7 @@ def _drawn(shape: tuple[int, ...], dtype: str, generator: torch.Generator, text:
 
 def _shape(text: str, specification: str) -> tuple[int, ...]:
     try:
-        shape = tuple(int(size) for size in text.split(",")) if text else ()
+        shape = tuple(map(int, text.split(","))) if text else ()
     except ValueError:
         shape = (-1,)
     if min(shape, default=0) < 0:

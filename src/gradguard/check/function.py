@@ -196,7 +196,7 @@ class Function:
                 except Exception:  # outside of the domain
                     outputs = []
                 if [one.shape for one in outputs] == shapes:  # not where a shape depends on the data
-                    rows.append(torch.cat([_flat(one) for one in outputs]))  # a copy: the next call may overwrite them
+                    rows.append(torch.cat(list(map(_flat, outputs))))  # a copy: the next call may overwrite them
                 else:
                     rows.append(torch.full((self.size,), torch.nan, dtype=torch.float64, device="cpu"))
         return torch.stack(rows) if len(rows) > 1 else rows[0][None]

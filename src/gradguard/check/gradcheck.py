@@ -398,7 +398,7 @@ class _Check:
         if function is self.exact and search.smooth is not None and not search.findings:
             self.forward_mode, wrong = check_forward_mode(differences, *search.smooth)
             added = self.findings if self.forward_mode == "wrong" else self.notes
-            added += [wrong] if wrong is not None else []
+            added += filter(None, [wrong])
         self.findings += with_guesses(search, what)
         self.notes += search.notes
         self.undecided += search.undecided
@@ -413,7 +413,7 @@ class _Check:
             found = units.compare(low.gradient(None, units.cotangent), units.gradient, "against float64", "precision")
             if found is None:
                 break
-        self.findings += [found] if found is not None else []
+        self.findings += filter(None, [found])
         self.low_power = units.power
 
     def _backends(self, exact: Function, backends: dict[str, Any]) -> None:

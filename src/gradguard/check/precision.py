@@ -123,13 +123,13 @@ def compare_backends(
     for name, low in backends.items():
         gradients[name] = low.gradient(None, units[name].cotangent).to(units[name].gradient.device)
         found = units[name].compare(gradients[name], units[name].gradient, f"{name} against float64", "backends")
-        findings += [found] if found is not None else []
+        findings += filter(None, [found])
     names = list(backends)
     for i, first in enumerate(names):
         for second in names[i + 1 :]:
             coarse = max(units[first], units[second], key=lambda one: one.eps)
             found = coarse.compare(gradients[first], gradients[second], f"{first} against {second}", "backends", 2.0)
-            findings += [found] if found is not None else []
+            findings += filter(None, [found])
     return findings
 
 

@@ -150,7 +150,7 @@ class NonfiniteCounter:
 
     def __init__(self, gradients: Sequence[Tensor], nonfinite: Tensor) -> None:
         self._gradients = [weakref.ref(g) for g in gradients]
-        self._versions = [_version(g) for g in gradients]
+        self._versions = list(map(_version, gradients))
         self._counts: Sequence[int | None] | None = None
         if are_readable(nonfinite, *gradients) and bool(nonfinite):
             self._counts = [nan + inf for nan, inf in count_nonfinite(gradients)]

@@ -145,7 +145,7 @@ class Chain(_Composite):
         Raises:
             InvalidValueError: If it is of another number of members, or of other ones; then no member has changed.
         """
-        if set(state_dict) != {str(i) for i in range(len(self.members))}:
+        if set(state_dict) != set(map(str, range(len(self.members)))):
             raise InvalidValueError(
                 f"the state has {len(state_dict)} members, but this chain has {len(self.members)}: make a Chain of "
                 "the same clippers in the same order."

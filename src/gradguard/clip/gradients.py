@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradguard.distributed.classes import Classes
 from gradguard.distributed.megatron import refuse_main_gradients
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
-from gradguard.distributed.plan import NormReduction, plan_for, plan_for_gradients
+from gradguard.distributed.plan import NormReduction, called, first_places, plan_for, plan_for_gradients
 from gradguard.distributed.reduction_group import StageGroup, several_processes, stages_group
 from gradguard.distributed.settings import Setting
 from gradguard.distributed.stages import Shared
@@ -138,7 +138,7 @@ def _whole_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> 
         refuse_main_gradients(tensors)
     if any_sharded(kept):
         for i, gradient in zip(positions, kept, strict=True):
-            check_alike(gradient, tensors[i], f"`{names[i]}`" if names else f"parameter {i}")
+            check_alike(gradient, tensors[i], called(names, i))
     grads = Gradients([tensors[i] for i in positions], kept, positions, names)
     check_admitted(kept, grads.name, writes=True)
     return grads
@@ -178,7 +178,7 @@ def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], modu
     first, gradients = _each_once(tensors)
     for i, gradient in zip(first, gradients, strict=True):
         parameter = tensors[i]
-        check_alike(gradient, parameter, f"`{names[i]}`" if names else f"parameter {i}")
+        check_alike(gradient, parameter, called(names, i))
         if is_sharded(gradient) and not is_laid_out_as(gradient, parameter):
             return gradients_of(names, tensors, ONE_STAGE, module)
     parts = list(map(local_part, gradients))
@@ -211,7 +211,7 @@ def gradients_among(tensors: Parameters) -> Gradients:
             return grads
         given = [e for e in given if e is not None and not (isinstance(e, tuple) and e and e[-1] is None)]
     names, values = named_tensors(cast("Parameters", given), "tensors")
-    first = sorted({id(value): i for i, value in reversed(list(enumerate(values)))}.values())
+    first = first_places(values)
     kept = [values[i] for i in first]
     grads = Gradients(kept, kept, first, names)
     check_admitted(kept, grads.name, writes=False)
@@ -369,10 +369,10 @@ class MeasuredGradients(Gradients):
         classes, taken = self.classes, partial(_entries, positions=positions)
         if classes is not None:
             taken, classes = itemgetter(classes.of_group[number]), None if classes.each[number] else classes
-        own = [[one[i] for i in positions] for one in (self.parameters, self.gradients)]
+        parameters, gradients = ([one[i] for i in positions] for one in (self.parameters, self.gradients))
         reduction = None if self.reduction is None else self.reduction.of(positions)
         known = {"reduction": reduction, "wants_each": self.wants_each, "reach": self.reach}
-        part = Gradients(*own, [self.positions[i] for i in positions], self.names, **known)
+        part = Gradients(parameters, gradients, [self.positions[i] for i in positions], self.names, **known)
         others = {order: taken(norms) for order, norms in self.others.items()}
         there = None if self.there is None else taken(self.there)
         return part.with_norms(taken(self.norms), others=others, there=there, classes=classes)

@@ -23,7 +23,7 @@ from gradguard.distributed.wrappers import follow_backwards
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_steps
 from gradguard.listeners import SkipReason, is_heard, tell
-from gradguard.optimizer_hooks import EveryStep, runs_hooks
+from gradguard.optimizer_hooks import EveryStep, parameters_of, runs_hooks
 from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.admission import keeping_subnormals
@@ -358,7 +358,7 @@ class Guard:
         else:
             found = [bad, torch.zeros_like(bad) if spike is None else spike, self._scaled_norm(result)]
             found.append(self._spike_watch.nonfinite_loss(_wide(bad)))
-            skip, spiked, norm, nan_loss = torch.stack([_wide(one) for one in found]).tolist()  # one look
+            skip, spiked, norm, nan_loss = torch.stack(list(map(_wide, found))).tolist()  # one look
             self._spike_watch.tell_nonfinite_loss(bool(nan_loss))
         if scaled:
             self._detector.saw(norm)
@@ -434,7 +434,7 @@ class Guard:
 
     def _look_at_parameters(self) -> bool:
         """Return whether the optimizer has got new parameters, which the clipper is shown."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(self.optimizer)
         if list(map(id, parameters)) == list(map(id, self._parameters)):
             return False
         self._parameters, self._names = parameters, names_of(self.optimizer, self._model_names)

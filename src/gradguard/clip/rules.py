@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradguard.arguments import check_bounds, check_order, check_threshold
+from gradguard.arguments import check_interval, check_order, check_threshold
 from gradguard.clip.clipper import Clipper, Decision, describe
 from gradguard.clip.gradients import (
     Gradients,
@@ -286,12 +286,12 @@ class ClipByValue(FixedRule):
     def __init__(self, max: float | Tensor, min: float | None = None) -> None:
         super().__init__()
         self.max, self.min = max, min
-        self._bounds()
+        check_interval(self.min, self.max, ("min", "max"))
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure, and look whether any element exceeds the bounds."""
-        low, high = self._bounds()
+        low, high = check_interval(self.min, self.max, ("min", "max"))
         bounds = at_scale(low, scale), at_scale(high, scale)
         if grads.reduction is not None:
             return self._decide_sharded(grads, scale, bounds, high)
@@ -343,13 +343,6 @@ class ClipByValue(FixedRule):
         locked_in = self._lock_in.follow(clipped, high if isinstance(high, Tensor) else abs(high), norm < math.inf)
         result = describe(grads, norms, coefficient, clipped, threshold=high, locked_in=locked_in)
         return Decision(grads, result, None, lambda: clamp_([grads.gradients[i] for i in suspect], *bounds), after)
-
-    def _bounds(self) -> tuple[float | Tensor, float | Tensor]:
-        if self.min is None:
-            high = check_threshold("max", self.max)
-            return -high, high
-        high = float(self.max) if isinstance(self.max, Tensor) else self.max
-        return check_bounds(self.min, high, ("min", "max"))
 
 
 def _may_exceed(norms: Tensor, low: float | Tensor, high: float | Tensor) -> list[bool]:

@@ -115,7 +115,7 @@ def norm_of_norms(norms: Tensor, p: float = 2.0) -> Tensor:
 
 
 def joined_norms(norms: Tensor, at: Tensor, count: int, order: float = 2.0) -> Tensor:
-    """Return ``count`` norms of a finite order from those of parts, of which each belongs to the one ``at`` its place."""
+    """Return ``count`` norms of a finite order from those of parts, which belong to the norms ``at`` these places."""
     none = norms.new_zeros(count)
     largest = none.scatter_reduce(0, at, norms, "amax")
     divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)  # so that no power leaves the range
