@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -345,6 +345,11 @@ def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
 def is_differentiable(value: Any) -> bool:
     """Tell whether this is a tensor that can have a gradient."""
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+
+
+def is_autograd_function(one: Any) -> TypeGuard[type[torch.autograd.Function]]:
+    """Tell whether this is a class with a forward and a backward of its own."""
+    return isinstance(one, type) and issubclass(one, torch.autograd.Function)
 
 
 def name_of(fn: Any) -> str:

@@ -19,7 +19,7 @@ from gradguard.check.devices import device_called, is_here, moved
 from gradguard.check.differences import Differences
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.forward_mode import ForwardMode, check_forward_mode
-from gradguard.check.function import Function, name_of
+from gradguard.check.function import Function, is_autograd_function, name_of
 from gradguard.check.guess import with_guesses
 from gradguard.check.precision import Conditioning, compare_backends
 from gradguard.check.report import Finding, GradientReport, Power, Verdict
@@ -136,7 +136,7 @@ def gradcheck(
     """
     started = time.perf_counter()
     _check_options(order, backends, rtol)
-    if isinstance(fn, type) and issubclass(fn, torch.autograd.Function):
+    if is_autograd_function(fn):
         fn = fn.apply
     if len(inputs) == 1 and type(inputs[0]) is tuple:
         inputs = inputs[0]

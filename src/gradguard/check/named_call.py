@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.check.admission import refuse_empty, refuse_unfit, refuse_unless
-from gradguard.check.function import is_differentiable, name_of
+from gradguard.check.function import is_autograd_function, is_differentiable, name_of
 from gradguard.check.state import State
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
@@ -296,7 +296,7 @@ def _argument_names(op: Any) -> set[str]:
 
 def _signature(fn: Any) -> inspect.Signature | None:
     owner = getattr(fn, "__self__", None)
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+    if is_autograd_function(owner):
         # The signature of ``apply``, which takes what ``forward`` takes, by position only.
         has_context = owner.setup_context is torch.autograd.Function.setup_context
         signature = inspect.signature(owner.forward)

@@ -39,6 +39,7 @@ from gradguard.clip.gradients import (
     refused_by_name,
     to_clip_by,
     total_of,
+    with_norms,
 )
 from gradguard.clip.rules import FixedRule, at_scale
 from gradguard.clip.selection import KnownNames, Selection, Selector
@@ -345,7 +346,7 @@ class ClipAdaptive(FixedRule):
         clip = decide_units(grads, self._units(), kept, at_scale(limit, scale), self.eps, at_once=at_once)
         outcome = clip.outcome()
         if not isinstance(grads, MeasuredGradients):
-            grads = grads.with_norms(outcome.norms, there=outcome.there, classes=outcome.classes)
+            grads = with_norms(grads, outcome.norms, there=outcome.there, classes=outcome.classes)
         norms = global_norm(grads, scale)
         coefficient = torch.where(outcome.clipped, outcome.after / total_of(grads.norms), 1.0)
         locked_in = self._lock_in.follow(outcome.clipped, limit, norms.value.isfinite())

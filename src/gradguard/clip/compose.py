@@ -17,6 +17,7 @@ from gradguard.clip.gradients import (
     global_norm,
     measured,
     total_of,
+    with_norms,
 )
 from gradguard.clip.selection import KnownNames, Selection, Selector, listed
 from gradguard.distributed.classes import Classes
@@ -202,7 +203,7 @@ def _left(grads: Gradients, gradients: Sequence[Tensor], written: Decision, prod
     if written.left is None:
         return after
     norms = written.left if product is None else written.left * product
-    return after.with_norms(norms, classes=getattr(written.gradients, "classes", None))
+    return with_norms(after, norms, classes=getattr(written.gradients, "classes", None))
 
 
 def _joined(results: Sequence[ClipResult]) -> ClipResult:

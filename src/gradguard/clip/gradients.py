@@ -69,12 +69,6 @@ class Gradients:
         names = self.names
         return tuple(map(str, self.positions)) if names is None else tuple([names[i] for i in self.positions])
 
-    def with_norms(self, norms: Tensor, **known: Any) -> "MeasuredGradients":
-        """Return the same gradients with their ``norms``, and what else a `MeasuredGradients` may know of these."""
-        lists = self.parameters, self.gradients, self.positions, self.names
-        kept = {"reduction": self.reduction, "wants_each": self.wants_each, "reach": self.reach}
-        return MeasuredGradients(*lists, norms, **kept, **known)
-
 
 @dataclass(frozen=True, slots=True)
 class Stages:
@@ -375,7 +369,14 @@ class MeasuredGradients(Gradients):
         part = Gradients(parameters, gradients, [self.positions[i] for i in positions], self.names, **known)
         others = {order: taken(norms) for order, norms in self.others.items()}
         there = None if self.there is None else taken(self.there)
-        return part.with_norms(taken(self.norms), others=others, there=there, classes=classes)
+        return with_norms(part, taken(self.norms), others=others, there=there, classes=classes)
+
+
+def with_norms(grads: Gradients, norms: Tensor, **known: Any) -> MeasuredGradients:
+    """Return the same gradients with their ``norms``, and what else a `MeasuredGradients` may know of these."""
+    lists = grads.parameters, grads.gradients, grads.positions, grads.names
+    kept = {"reduction": grads.reduction, "wants_each": grads.wants_each, "reach": grads.reach}
+    return MeasuredGradients(*lists, norms, **kept, **known)
 
 
 @torch.no_grad()
@@ -408,7 +409,7 @@ def measured(
     else:
         local = [(tensor_norms(grads.gradients, order), order) for order in (2.0, *others)]
         (norms, *rest), there = ([local[0][0]], None) if part is None else part.measure(*local)
-    return grads.with_norms(norms, others=dict(zip(others, rest, strict=True)), there=there, classes=classes)
+    return with_norms(grads, norms, others=dict(zip(others, rest, strict=True)), there=there, classes=classes)
 
 
 def asks_for_each(grads: Gradients) -> bool:

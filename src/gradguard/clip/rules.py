@@ -16,6 +16,7 @@ from gradguard.clip.gradients import (
     measured,
     norms_of,
     total_of,
+    with_norms,
 )
 from gradguard.clip.lock_in import LockIn
 from gradguard.distributed.wrappers import refuse_flat_parameters
@@ -336,7 +337,7 @@ class ClipByValue(FixedRule):
         else:
             joined = [(classes.joined(norms, order), order) for norms, order in local]
             (before, after, outside), _ = grads.reduction.measure_classes(classes, *joined)
-        grads = grads.with_norms(before, classes=classes)
+        grads = with_norms(grads, before, classes=classes)
         norms = global_norm(grads, scale)
         norm, clipped = norms.value, (outside > 0).any()
         coefficient = torch.where(clipped, total_of(after) / total_of(before), 1.0)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradguard.distributed.placements import is_sharded
+from gradguard.distributed.placements import local_part
 from gradguard.state.copies import PlainCopy, Restorer, UndoCopier
 from gradguard.tensors.layout import are_readable, grouped, move
 from gradguard.torch_private import buffer_slots, foreach_copy_, version_of
@@ -83,7 +83,7 @@ class _Kept:
     def keep(self) -> None:
         self._live = live = self.now
         self._copy: Any = UndoCopier().copy(live)
-        local = live.to_local() if is_sharded(live) else live  # type: ignore[attr-defined]
+        local = None if live is None else local_part(live)
         self._counted = None if local is None or local.is_inference() or self._name in _UNCOUNTED else local
         self.count()
 
