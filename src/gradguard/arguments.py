@@ -104,7 +104,7 @@ def check_order(norm_type: float) -> float:
     return order
 
 
-def check_bounds(low: float, high: float, names: tuple[str, str] = ("min_value", "clip_value")) -> tuple[float, float]:
+def check_bounds(low: float, high: float, names: tuple[str, str]) -> tuple[float, float]:
     """Return ``low`` and ``high`` as floats; ``names`` are what the caller calls them.
 
     Raises:
@@ -114,6 +114,26 @@ def check_bounds(low: float, high: float, names: tuple[str, str] = ("min_value",
     if math.isnan(low) or math.isnan(high) or low > high:
         raise InvalidValueError(f"cannot clip to [{low}, {high}]: expected {names[0]} <= {names[1]}, and no NaN.")
     return low, high
+
+
+def check_interval(
+    low: float | None, high: float | Tensor, names: tuple[str, str]
+) -> tuple[float | Tensor, float | Tensor]:
+    """Return the bounds of a clip by value: ``[-high, high]`` where ``low`` is None.
+
+    Args:
+        low: The lower bound, or None.
+        high: The upper bound.
+        names: What the caller calls them.
+
+    Raises:
+        InvalidTypeError: If one is no number.
+        InvalidValueError: If they are no bounds.
+    """
+    if low is None:
+        high = check_threshold(names[1], high)
+        return -high, high
+    return check_bounds(low, float(high) if isinstance(high, Tensor) else high, names)
 
 
 def _check_number(name: str, value: float) -> float:

@@ -103,14 +103,14 @@ def listen_to_steps(
     Returns:
         What ends it; calling it again does nothing. It ends by itself when ``optimizer`` is gone.
     """
-    if optimizer is None:
-        pair = (lambda: before), (lambda: after)
-        _everywhere.append(pair)
-        return once(lambda: _everywhere.remove(pair), _steps.use())
-    pair, key = (weakref.WeakMethod(before), weakref.WeakMethod(after)), id(optimizer)
-    _of_one.setdefault(key, []).append(pair)
+    pair: _Pair = (lambda: before), (lambda: after)
+    if optimizer is not None:
+        pair = weakref.WeakMethod(before), weakref.WeakMethod(after)
+    key = None if optimizer is None else id(optimizer)
+    _of_steps.setdefault(key, []).append(pair)
     end = once(functools.partial(_forget, key, pair), _steps.use())
-    weakref.finalize(optimizer, end).atexit = False
+    if optimizer is not None:
+        weakref.finalize(optimizer, end).atexit = False
     return end
 
 
@@ -191,20 +191,19 @@ class ScaledClipDetector:
 
 _Pair = tuple[Callable[[], StepListener | None], Callable[[], StepListener | None]]
 
-_everywhere: list[_Pair] = []
 _of_scale: list[tuple[Callable[[Any, Any], None], Callable[[Tensor | None, Tensor | None], None]]] = []
-_of_one: dict[int, list[_Pair]] = {}  # by the identity of an optimizer that lives
+_of_steps: dict[int | None, list[_Pair]] = {}  # by the identity of an optimizer that lives; None stands for all
 _scaled_by: "OrderedDict[int, int]" = OrderedDict()  # the identity of the scaler, by the number of a recent backward
 
 
-def _forget(key: int, pair: _Pair) -> None:
-    left = [one for one in _of_one.pop(key, []) if one is not pair]
+def _forget(key: int | None, pair: _Pair) -> None:
+    left = [one for one in _of_steps.pop(key, []) if one is not pair]
     if left:
-        _of_one[key] = left
+        _of_steps[key] = left
 
 
 def _step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    pairs = [*_everywhere, *_of_one.get(id(optimizer), ())] if scaler.is_enabled() else []
+    pairs = [*_of_steps.get(None, ()), *_of_steps.get(id(optimizer), ())] if scaler.is_enabled() else []
     if not pairs:
         return original(scaler, optimizer, *args, **kwargs)
     loss_scale = loss_scale_of(scaler)

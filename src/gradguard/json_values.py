@@ -9,5 +9,5 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: jsonable(one) for key, one in value.items()}
     if isinstance(value, tuple | list):
-        return [jsonable(one) for one in value]
+        return list(map(jsonable, value))
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -55,6 +55,11 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     return list(found.values())
 
 
+def parameters_of(optimizer: Any) -> list[Any]:
+    """Return the parameters of all groups of an optimizer, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class EveryStep:
     """Calls of ``before`` and ``after`` around each real step of each optimizer, until `remove`.
 

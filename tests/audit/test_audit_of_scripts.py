@@ -126,6 +126,6 @@ def test_what_is_learnt_later_counts_where_nothing_was_wrong(audit):
 @pytest.mark.parametrize("option", [["--clip", "norm=1"], ["--out", "x"], ["--every", "2"], ["--no-report"]])
 def test_with_an_option_of_a_record_the_whole_run_is_recorded_too(audit, option):
     code, said = audit(train("pass") + "print('to the end')", *option)
-    assert (code, "no clip was seen before this step" in said.out, "to the end" in said.out) == (3, True, True)
+    assert (code, "no clip was seen before this step" in said.err, "to the end" in said.out) == (3, True, True)
     [record] = Path().rglob("run.jsonl")
     assert len(read_record(record).steps) == 9

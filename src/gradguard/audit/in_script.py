@@ -23,6 +23,7 @@ from gradguard.distributed.placements import gradient_of
 from gradguard.errors import GradguardError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.listeners import ClipCall, ClipEvent, Listener, muted
+from gradguard.optimizer_hooks import parameters_of
 from gradguard.replacements import Replacement
 from gradguard.script_events import by_norm
 from gradguard.torch_private import parameter_slots
@@ -133,7 +134,7 @@ class ScriptAudit(Listener):
     def on_scaler_step(self, optimizer: Optimizer, step: ScalerStep) -> None:
         """A GradScaler is about to step: gradients clipped before `unscale_` were clipped at the wrong scale."""
         scale = 1.0 if step.scale is None else float(step.scale)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = set(map(id, parameters_of(optimizer)))
         self._guarded_scaled()
         if scale != 1.0 and held & self._clipped:
             what = f"gradients are clipped while they are multiplied by the loss scale of {scale:g}"
@@ -151,7 +152,7 @@ class ScriptAudit(Listener):
         self._guarded_scaled()
         if self._whole:
             return
-        grads = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [p for p in parameters_of(optimizer) if p.grad is not None]
         if not self._clipped:
             unseen = NormFinding("unseen", f"no clip was seen before this step: {_SEEN}")
             self._guarded(grads, lambda: _with(self._watched(grads).alone(), unseen) if grads else None)
@@ -163,7 +164,7 @@ class ScriptAudit(Listener):
     # --- a clip -------------------------------------------------------------------------------------------------------
 
     def _call(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
-        self._clipped |= {id(p) for p in parameters}
+        self._clipped |= set(map(id, parameters))
         if call.rule != "norm" or call.norm_type != 2:
             what = "a clip by value has no norm" if call.rule == "value" else f"a norm of order {call.norm_type:g}"
             self._refuse(parameters, f"{what}: only 2-norms are audited")
@@ -225,7 +226,7 @@ class ScriptAudit(Listener):
         self._keep(parameters, NormAudit("INCONCLUSIVE", (NormFinding("refused", why),)))
 
     def _keep(self, parameters: Sequence[Tensor], audit: NormAudit) -> None:
-        self._clipped |= {id(p) for p in parameters}
+        self._clipped |= set(map(id, parameters))
         self.audits.append((frozenset(map(id, parameters)), audit))
 
     def _add(self, finding: NormFinding) -> None:
@@ -278,7 +279,7 @@ class ScriptAudit(Listener):
 
     def _found(self, parameters: Sequence[Tensor], wanted: set[int]) -> list[nn.Module]:
         """Return the modules that hold these parameters, largest share first; one of its own for those in no module."""
-        held = [(module, {id(p) for p in module.parameters()} & wanted) for module in self._modules()]
+        held = [(module, set(map(id, module.parameters())) & wanted) for module in self._modules()]
         held.sort(key=lambda pair: (-len(pair[1]), type(pair[0]).__name__))
         found, left = [], set(wanted)
         for module, its in held:
@@ -290,7 +291,7 @@ class ScriptAudit(Listener):
         return found
 
     def _names(self, parameters: Sequence[Tensor]) -> tuple[str, ...]:
-        wanted = {id(p) for p in parameters}
+        wanted = set(map(id, parameters))
         names = {id(p): name for m in self._modules() for name, p in m.named_parameters() if id(p) in wanted}
         return tuple(names.get(id(p), "a parameter of no module") for p in parameters)
 

@@ -75,7 +75,7 @@ def append_backward(
     visit = _Visit(
         None if callback is None or isinstance(callback, ModuleCallback) else _as_callback(callback),
         None if listed is None else {id(parameter) for _, parameter in listed},
-        {id(tensor) for tensor in blocked},
+        set(map(id, blocked)),
         undo,
     )
     try:
@@ -92,7 +92,7 @@ def append_backward(
     finally:
         for one in reversed(undo):
             one()
-    order = visit.wanted.values() if listed is None else _distinct(parameter for _, parameter in listed)
+    order = (visit.wanted if listed is None else {id(p): p for _, p in listed}).values()
     return [(p, p.grad) for p in order if id(p) in visit.wanted and p.grad is not None]
 
 
@@ -239,10 +239,6 @@ def _run(loss: Tensor, visit: _Visit, undo: list[Callable[[], None]]) -> None:
 def _set_aside(parameter: Tensor, undo: list[Callable[[], None]]) -> None:
     kept, parameter.grad = parameter.grad, None
     undo.append(lambda: setattr(parameter, "grad", kept))
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _posthook(callback: Callback, name: str) -> Callable[[Gradients, Gradients], Gradients | None]:

@@ -121,8 +121,12 @@ def attach_error_clip(
             raise InvalidValueError(
                 "no value has a graph behind it: expected the result of differentiable operations, such as a loss."
             )
-        _refuse_what_broke(tensors)
-    rule = _attachable(rule)
+        # A graph that was compiled in part, unless the user has put eager code around compiled code.
+        if is_within_compiled_code() and _holds_compiled([root_of(t) for t in tensors if t.grad_fn is not None]):
+            raise InvalidValueError(_BROKEN)
+    if isinstance(rule, Calibration):
+        raise InvalidTypeError("a calibration records what passes in a block: use it in `with gg.error_clip(loss, …)`.")
+    rule = checked_rule(rule)
     kind, thresholds = encode_rule(rule)
     factor = None if scale is None else loss_scale(scale, tensors[0].device)
     attached = iter(_attach(kind, thresholds, factor, *_counting(stats, rule, tensors[0].device), tensors))
@@ -135,20 +139,8 @@ def _is_behind_a_break() -> bool:
     return is_within_compiled_code() and any(given.grad_fn is not None for given, _ in traced_inputs())
 
 
-def _refuse_what_broke(tensors: list[Tensor]) -> None:
-    """Refuse a graph that was compiled in part, unless the user has put eager code around compiled code."""
-    if is_within_compiled_code() and _holds_compiled([root_of(t) for t in tensors if t.grad_fn is not None]):
-        raise InvalidValueError(_BROKEN)
-
-
 def _holds_compiled(roots: Roots) -> bool:
     return any(operation(node) == COMPILED for node in walk(roots).nodes)
-
-
-def _attachable(rule: BaseErrorClip | None) -> BaseErrorClip:
-    if isinstance(rule, Calibration):
-        raise InvalidTypeError("a calibration records what passes in a block: use it in `with gg.error_clip(loss, …)`.")
-    return checked_rule(rule)
 
 
 def _counting(
@@ -183,7 +175,7 @@ def _attach(
     if scale is not None:
         clipping.set_scale(scale)
     roots = [root_of(value) for value in values if value.grad_fn is not None]
-    if not roots or {id(value) for value in values} <= {id(stand_in) for _, stand_in in traced_inputs()}:
+    if not roots or set(map(id, values)) <= {id(stand_in) for _, stand_in in traced_inputs()}:
         raise InvalidValueError(_NOTHING_BEHIND)
     if isinstance(counting, str) and table is not None:
         clipping.observer = found_by(counting).observer(table)

@@ -119,7 +119,9 @@ class Clipping:
         claimed: Callable[[Node, Claim], None] | None = None,
     ) -> Graph:
         """Put the rule into the graph behind ``roots``, and return that graph."""
-        self.bounds = self._inlined_bounds()
+        bounds = clamp_bounds(self.rule) if is_trusted(self.rule) else None
+        simple = self.observer is None and not self.overflow_stays
+        self.bounds = bounds if simple and bounds is not None and _fits_float32(bounds) else None
         graph = walk(roots, stop, inputs)
         excluded = exclude(graph) if exclude is not None else frozenset()
         plan = self._plan(graph, roots_too, excluded)
@@ -239,12 +241,6 @@ class Clipping:
                     stacklevel=8,
                 )
         return plan_for(graph, Choice(roots_too, "", excluded))
-
-    def _inlined_bounds(self) -> tuple[float, float] | None:
-        """Return the bounds of a rule that is a mere clamp of float32, which needs no call."""
-        bounds = clamp_bounds(self.rule) if is_trusted(self.rule) else None
-        simple = self.observer is None and not self.overflow_stays
-        return bounds if simple and bounds is not None and _fits_float32(bounds) else None
 
     def _prunable_bounds(self) -> str:
         bounds = clamp_bounds(self.unscaled_rule) if self.prune else None

@@ -114,7 +114,7 @@ class ModuleCallback:
             raise InvalidTypeError(f"model is {type(model).__name__}: expected a module.")
         if not callable(callback) and not isinstance(callback, BaseErrorClip):
             raise InvalidTypeError(f"callback is {type(callback).__name__}: expected a callable or a rule.")
-        if any(is_compiled(module) for module in model.modules()):
+        if any(map(is_compiled, model.modules())):
             raise InvalidTypeError(_COMPILED)
         self.function = _by_rule(callback) if isinstance(callback, BaseErrorClip) else callback
         self._calls: list[_Call] = []
@@ -151,7 +151,7 @@ class ModuleCallback:
         if call is None or next_sequence_number() == call.begin:
             return
         call.end = next_sequence_number()
-        call.outputs = tuple(_slot(value) for value in tensors_in(output)[0])
+        call.outputs = tuple(map(_slot, tensors_in(output)[0]))
         self._calls.append(call)
         if len(self._calls) > _LONGEST:
             old = self._calls[: _LONGEST // 2]
@@ -334,24 +334,19 @@ class ModuleBackward:
 
     def _names(self, call: _Call, slots: list[Slot]) -> dict[Slot, str]:
         """Return what the values are for the module: its inputs, its parameters, and others, in this order."""
-        keys = {slot: self._key(slot) for slot in sorted(slots, key=self._in_forward)}
-        known: dict[object, str] = {}
-        for number, place in enumerate(call.inputs):
-            known.setdefault(id(place()) if isinstance(place, ref) else place, f"input {number}")
-        for name, parameter in call.module.named_parameters():
-            known.setdefault(id(parameter), name)
-        order = {name: at for at, name in enumerate(known.values())}
-        names = {slot: known[key] for slot, key in keys.items() if key in known}
-        names = dict(sorted(names.items(), key=lambda item: order[item[1]]))
-        others = [slot for slot, key in keys.items() if key not in known]
-        return names | {slot: f"other {number}" for number, slot in enumerate(others)}
-
-    def _key(self, slot: Slot) -> object:
-        node = self.graph.nodes[slot[0]]
-        return id(getattr(node, "variable", None)) if is_leaf(node) else (sequence_number_of(node), slot[1])
-
-    def _in_forward(self, slot: Slot) -> tuple[int, int, int]:
-        return sequence_number_of(self.graph.nodes[slot[0]]), slot[1], slot[0]
+        nodes = self.graph.nodes
+        left: dict[object, Slot] = {}
+        for slot in sorted(slots, key=lambda slot: (sequence_number_of(nodes[slot[0]]), slot[1], slot[0])):
+            node: Any = nodes[slot[0]]
+            left[id(node.variable) if is_leaf(node) else (sequence_number_of(node), slot[1])] = slot
+        names: dict[Slot, str] = {}
+        inputs = [
+            (f"input {i}", id(place()) if isinstance(place, ref) else place) for i, place in enumerate(call.inputs)
+        ]
+        for name, key in [*inputs, *((name, id(p)) for name, p in call.module.named_parameters())]:
+            if key in left:
+                names[left.pop(key)] = name
+        return names | {slot: f"other {number}" for number, slot in enumerate(left.values())}
 
     def _sum_anew(self, slot: Slot, given: Tensor | None, name: str, before: Tensor | None = None) -> Tensor:
         """Return ``before`` and the sum of the contributions to a value, as callbacks have changed them."""

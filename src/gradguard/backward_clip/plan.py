@@ -1,7 +1,8 @@
 """Where in a graph the hooks go, and the cache of such plans by the structure of the graph."""
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from threading import Lock
 from typing import Literal, NamedTuple
 
@@ -79,7 +80,7 @@ def plan_for(graph: Graph, choice: Choice) -> Plan:
         if kept:
             _plans.move_to_end(key)
     for plan in kept:
-        if plan.conditions.hold(graph.nodes):
+        if plan.conditions.hold(graph):
             return plan
     plan = make_plan(graph, choice)
     with _lock:
@@ -101,8 +102,6 @@ def make_plan(graph: Graph, choice: Choice) -> Plan:
     prunes = bool(choice.bounds) and not any(graph.metadata(s).dtype.is_complex for s in consumers)
     order = _backward_order(graph)
     pruning = Pruning(graph, consumers, choice.bounds == "symmetric")
-    for position in reversed(order) if prunes else ():
-        pruning.shapes_known(position)
     steps, terms = [], _Terms(graph, consumers, pruning.conditions)
     for position in order:
         clipped, pruned = [], []
@@ -121,7 +120,7 @@ def make_plan(graph: Graph, choice: Choice) -> Plan:
         pruned=tuple(step for step in steps if step.pruned),
         leaves=tuple(i for i, node in enumerate(graph.nodes) if is_leaf(node)),
         checkpoints=tuple(i for i, node in enumerate(graph.nodes) if hides_a_graph(node)),
-        conditions=pruning.finish(),
+        conditions=pruning.conditions,
     )
 
 
@@ -189,21 +188,12 @@ def _consumers(graph: Graph) -> Consumers:
 
 def _backward_order(graph: Graph) -> list[int]:
     """Return the nodes so that each comes after all whose backward makes its gradient."""
-    waiting = [0] * len(graph.nodes)
-    edges = [[slot for slot in graph.edges(i) if slot is not None] for i in range(len(graph.nodes))]
-    for found in edges:
-        for position, _ in found:
-            waiting[position] += 1
-    ready = deque(i for i, count in enumerate(waiting) if count == 0)
-    order = []
-    while ready:
-        position = ready.popleft()
-        order.append(position)
-        for child, _ in edges[position]:
-            waiting[child] -= 1
-            if waiting[child] == 0:
-                ready.append(child)
-    return order
+    order: TopologicalSorter[int] = TopologicalSorter(dict.fromkeys(range(len(graph.nodes)), ()))
+    for position in range(len(graph.nodes)):
+        for slot in graph.edges(position):
+            if slot is not None:
+                order.add(slot[0], position)
+    return list(order.static_order())
 
 
 def _sources(graph: Graph, consumers: Consumers, position: int) -> str:

@@ -16,61 +16,48 @@ from dataclasses import dataclass, field
 from torch.autograd.graph import Node
 
 from gradguard.backward_clip.graph import REARRANGES, Graph, Metadata, Slot, dimensions, operation
-from gradguard.torch_private import input_metadata_of, saved_constant
+from gradguard.torch_private import saved_constant
 
 _SHRINKS = frozenset({"Hardtanh", "Relu", "Sigmoid", "Tanh", "Threshold"})
 _ADDS = frozenset({"Add", "Sub"})
 _EDGES = dict.fromkeys(REARRANGES | _SHRINKS | {"LeakyRelu"}, 1) | dict.fromkeys(_ADDS | {"Mul"}, 2)
 """How many inputs an operation has. Overloads have one name and other edges: a product with a number has one."""
 _BELOW_ONE = frozenset({"Sigmoid", "Softmax", "Tanh"})
-_KEEPS_LAYOUT = _SHRINKS | {"Alias", "Clone", "LeakyRelu"}
 
 
 def same_layout(first: Metadata, second: Metadata) -> bool:
     """Compare the shapes and dtypes of two slots; nested ones are never taken for equal."""
-    if any(one.is_nested_tensor or one.is_cpp_nested_tensor for one in (first, second)):
-        return False
-    return first.dtype == second.dtype and first.shape == second.shape
+    nested = (
+        first.is_nested_tensor or first.is_cpp_nested_tensor or second.is_nested_tensor or second.is_cpp_nested_tensor
+    )
+    return not nested and first.dtype == second.dtype and first.shape == second.shape
 
 
 @dataclass
 class Conditions:
     """The conditions on shapes, dtypes and constants of a graph under which a plan made for another is right."""
 
-    alike: list[list[Slot]] = field(default_factory=list)
-    """Groups of slots that must all have one shape and one dtype."""
+    alike: list[tuple[Slot, Slot]] = field(default_factory=list)
+    """Pairs of slots that must have one shape and one dtype."""
     factors: list[tuple[int, str, bool]] = field(default_factory=list)
     """Nodes with a saved constant of modulus at most 1, and whether it may be negative."""
     dimensions: list[tuple[Slot, int, bool]] = field(default_factory=list)
     """Slots, and whether they have so many dimensions."""
-    real: list[Slot] = field(default_factory=list)
+    real: set[Slot] = field(default_factory=set)
     """Slots that must not be complex."""
 
-    def hold(self, nodes: list[Node]) -> bool:
-        """Tell whether all of it holds of ``nodes``, which have the structure of the graph that was pruned."""
+    def hold(self, graph: Graph) -> bool:
+        """Tell whether all of it holds of ``graph``, which has the structure of the one that was pruned."""
+        nodes, metadata = graph.nodes, graph.metadata
         return (
-            all((dimensions(_metadata(nodes, slot)) == expected) is held for slot, expected, held in self.dimensions)
+            all((dimensions(metadata(slot)) == expected) is held for slot, expected, held in self.dimensions)
             and all(
                 saved_constant(nodes[at], name) == 1 or small_factor(nodes[at], name, signed)
                 for at, name, signed in self.factors
             )
-            and all(_are_alike(nodes, group) for group in self.alike)
-            and not any(_metadata(nodes, slot).dtype.is_complex for slot in self.real)
+            and all(same_layout(metadata(first), metadata(second)) for first, second in self.alike)
+            and not any(metadata(slot).dtype.is_complex for slot in self.real)
         )
-
-
-def _metadata(nodes: list[Node], slot: Slot) -> Metadata:
-    return input_metadata_of(nodes[slot[0]])[slot[1]]
-
-
-def _are_alike(nodes: list[Node], group: list[Slot]) -> bool:
-    first = _metadata(nodes, group[0])
-    shape, dtype = first.shape, first.dtype
-    for slot in group[1:]:
-        other = _metadata(nodes, slot)
-        if other.shape != shape or other.dtype != dtype:
-            return False
-    return True
 
 
 def small_factor(node: Node, name: str, signed: bool) -> bool:
@@ -90,10 +77,7 @@ class Pruning:
         for position, number in consumers:
             self.slots_of[position].append(number)
         self.conditions = Conditions()
-        self._same = _DisjointSets()
         self._left_out: set[Slot] = set()
-        self._real: set[Slot] = set()
-        self._required: list[tuple[Slot, Slot]] = []
 
     def needs_no_clamp(self, slot: Slot) -> bool:
         """Tell whether the gradient of ``slot`` is bounded without a clamp of its own; remember why."""
@@ -101,30 +85,15 @@ class Pruning:
         if len(uses) != 1 or slot in self._roots:
             return False
         position, edge = uses[0]
-        incoming = self.slots_of.get(position, [])
-        if not incoming or any((position, number) not in self.bounded for number in incoming):
+        above = {(position, number) for number in self.slots_of.get(position, ())}
+        if not above or not above <= self.bounded:
             return False
         found = self._never_grows(position, edge, slot)
         if found:
             self._left_out.add(slot)
             # One dtype goes through all of them, down from the last clamp: there it is looked at.
-            self._real.update((position, number) for number in incoming if (position, number) not in self._left_out)
+            self.conditions.real |= above - self._left_out
         return found
-
-    def finish(self) -> Conditions:
-        """Return the conditions, with slots that have one shape by construction looked at once."""
-        classes = _DisjointSets()
-        for a, b in self._required:
-            classes.join(self._same.find(a), self._same.find(b))
-        self.conditions.alike = classes.groups()
-        self.conditions.real = sorted(self._real)
-        return self.conditions
-
-    def shapes_known(self, position: int) -> None:
-        """Note which slots of this node have the shape of its inputs by construction."""
-        edges = self.graph.edges(position)
-        if edges and edges[0] is not None and operation(self.graph.nodes[position]) in _KEEPS_LAYOUT:
-            self._same.join((position, 0), edges[0])
 
     def _never_grows(self, position: int, edge: int, slot: Slot) -> bool:
         op = operation(self.graph.nodes[position])
@@ -135,13 +104,10 @@ class Pruning:
         if op == "LeakyRelu":
             return self._if_small(position, "negative_slope")
         if op in _ADDS:
-            return self._through_sum(position, edge, slot, op)
+            if edge == 1 and ((op == "Sub" and not self.symmetric) or not self._if_small(position, "alpha")):
+                return False
+            return self._if_same_layout(position, slot)
         return op == "Mul" and self._through_gate(position, edge, slot)
-
-    def _through_sum(self, position: int, edge: int, slot: Slot, op: str) -> bool:
-        if edge == 1 and ((op == "Sub" and not self.symmetric) or not self._if_small(position, "alpha")):
-            return False
-        return self._if_same_layout(position, slot)
 
     def _through_gate(self, position: int, edge: int, slot: Slot) -> bool:
         other = self.graph.edges(position)[1 - edge]
@@ -156,9 +122,7 @@ class Pruning:
         first, second = operands if len(operands) == 2 else ((position, 0), slot)
         if not same_layout(self.graph.metadata(first), self.graph.metadata(second)):
             return False
-        self._required.append((first, second))
-        if len(operands) == 2:
-            self._same.join((position, 0), first)  # follows from the requirement, and need not be looked at again
+        self.conditions.alike.append((first, second))
         return True
 
     def _if_small(self, position: int, name: str) -> bool:
@@ -166,26 +130,3 @@ class Pruning:
             return False
         self.conditions.factors.append((position, name, self.symmetric))
         return True
-
-
-class _DisjointSets:
-    """Disjoint sets."""
-
-    def __init__(self) -> None:
-        self._parent: dict[Slot, Slot] = {}
-
-    def find(self, slot: Slot) -> Slot:
-        while (parent := self._parent.get(slot, slot)) != slot:
-            slot = parent
-        return slot
-
-    def join(self, first: Slot, second: Slot) -> None:
-        first, second = self.find(first), self.find(second)
-        self._parent.setdefault(second, second)
-        self._parent[first] = second
-
-    def groups(self) -> list[list[Slot]]:
-        found: dict[Slot, list[Slot]] = defaultdict(list)
-        for slot in self._parent:
-            found[self.find(slot)].append(slot)
-        return [group for group in found.values() if len(group) > 1]

@@ -344,18 +344,15 @@ class ErrorClipByValue(BaseErrorClip):
         """Return ``grad``, clipped."""
         low, high, dtype = self.min, self.max, grad.dtype
         if dtype.is_complex:
-            return self._clip_modulus(grad)
+            if not self._bounds_modulus:
+                raise InvalidValueError(f"{self} on a complex gradient: a modulus has one bound; give max alone.")
+            modulus = grad.abs()
+            bound = torch.as_tensor(self.max, dtype=modulus.dtype, device=modulus.device)
+            return torch.where(modulus > bound, grad * (bound / modulus), grad)
         if isinstance(high, Tensor):
             return grad.clamp(low.to(grad), high.to(grad))  # type: ignore[union-attr]
         limit = torch.finfo(dtype).max
         return grad.clamp(_within(low, limit), _within(high, limit))
-
-    def _clip_modulus(self, grad: Tensor) -> Tensor:
-        if not self._bounds_modulus:
-            raise InvalidValueError(f"{self} on a complex gradient: a modulus has one bound; give max alone.")
-        modulus = grad.abs()
-        bound = torch.as_tensor(self.max, dtype=modulus.dtype, device=modulus.device)
-        return torch.where(modulus > bound, grad * (bound / modulus), grad)
 
     def bounds(self) -> tuple[float, float]:
         """Return (min, max)."""

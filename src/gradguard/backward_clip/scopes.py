@@ -144,7 +144,8 @@ def loss_scale(scale: LossScale, device: torch.device) -> float | Tensor:
     elif isinstance(scale, int | float):
         factor = float(scale)
     elif isinstance(scale, GradScaler):
-        factor = _factor_of(scale, device)
+        is_traced = torch.compiler.is_compiling()
+        factor = traced_scale_of(scale) if is_traced else scale.scale(torch.ones((), device=device))
     else:
         raise InvalidTypeError(f"scale is {type(scale).__name__}: expected a GradScaler, a number or a tensor.")
     if torch.compiler.is_compiling():
@@ -158,12 +159,6 @@ def loss_scale(scale: LossScale, device: torch.device) -> float | Tensor:
     if not 0 < factor < math.inf:
         raise InvalidValueError(f"scale={factor}: expected a finite number above 0.")
     return factor
-
-
-def _factor_of(scaler: GradScaler, device: torch.device) -> float | Tensor:
-    if not torch.compiler.is_compiling():
-        return scaler.scale(torch.ones((), device=device))
-    return traced_scale_of(scaler)
 
 
 def _metadata(node: Node) -> dict[str, Any]:

@@ -222,16 +222,13 @@ class _Block(Observer):
             total: Count = sum(count for count in clipped if not isinstance(count, Tensor))
             if on_devices:
                 total = torch.stack([count.to(on_devices[0].device) for count in on_devices]).sum() + total
-            threshold = _threshold_of(self.rule)
+            # The one number that ``rule`` compares with, None if there is not one.
+            rule = self.rule
+            values = {getattr(rule, name) for name in rule.thresholds or ()}
+            if (bounds := clamp_bounds(rule)) is not None and bounds[0] == -bounds[1]:
+                values = {bounds[1]}
+            threshold = values.pop() if len(values) == 1 else None
             tell(ClipEvent(rule_of(self.rule), (), threshold, elements=elements, clipped_elements=total))
-
-
-def _threshold_of(rule: BaseErrorClip) -> float | None:
-    """Return the one number that ``rule`` compares with, None if there is not one."""
-    values = {getattr(rule, name) for name in rule.thresholds or ()}
-    if (bounds := clamp_bounds(rule)) is not None and bounds[0] == -bounds[1]:
-        values = {bounds[1]}
-    return values.pop() if len(values) == 1 else None
 
 
 @dataclass

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
+from gradguard.check.function import is_autograd_function
 from gradguard.check.report import Finding
 
 
@@ -79,7 +79,7 @@ def _code_of(fn: Any) -> CodeType | None:
     if isinstance(fn, nn.Module):
         fn = type(fn).forward
     owner = getattr(fn, "__self__", None)
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+    if is_autograd_function(owner):
         fn = owner.forward
     while hasattr(fn, "__wrapped__"):
         fn = fn.__wrapped__

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradguard.check.function import is_autograd_function
 from gradguard.check.gradcheck import gradcheck
 from gradguard.check.named_call import bind_by_name
 from gradguard.check.report import GradientReport
@@ -99,7 +100,7 @@ def load_callable(target: str, seed: int = 0) -> Callable[..., Any]:
         nowhere = isinstance(error, ModuleNotFoundError) and error.name == root
         advice = f" Type this in the folder of {root}.py, or name that folder in PYTHONPATH." if nowhere else ""
         raise CommandError(f"cannot load {target}: {type(error).__name__}: {error}.{advice}") from error
-    if isinstance(found, type) and issubclass(found, torch.autograd.Function):
+    if is_autograd_function(found):
         found = found.apply
     if not callable(found):
         raise CommandError(f"{target} is {type(found).__name__}: expected a function or a module.")
@@ -137,7 +138,7 @@ def _drawn(shape: tuple[int, ...], dtype: str, generator: torch.Generator, text:
 
 def _shape(text: str, specification: str) -> tuple[int, ...]:
     try:
-        shape = tuple(int(size) for size in text.split(",")) if text else ()
+        shape = tuple(map(int, text.split(","))) if text else ()
     except ValueError:
         shape = (-1,)
     if min(shape, default=0) < 0:

@@ -252,7 +252,7 @@ class Contract:
             wrong = self._difference("state", "another forward in between changes the backward", before, self.first)
             if wrong is not None:
                 wrong = self._lasting(calls, leaves, outputs) or replace(wrong, guess=self._stale())
-        self.findings += [wrong] if wrong is not None else []
+        self.findings += filter(None, [wrong])
         return wrong is None
 
     def _lasting(self, calls: list[str], leaves: list[Tensor], outputs: list[Tensor]) -> Finding | None:
@@ -572,7 +572,7 @@ class Contract:
     ) -> bool:
         """Note what is wrong where two gradients should agree; tell whether they do."""
         wrong = self._difference(kind, message, found, expected, cotangent, guess)
-        self.findings += [wrong] if wrong is not None else []
+        self.findings += filter(None, [wrong])
         return wrong is None
 
     def _difference(

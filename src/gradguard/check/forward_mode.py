@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradguard.check.differences import Differences, Disagreement
-from gradguard.check.function import index_of
+from gradguard.check.function import element_of
 from gradguard.check.report import Finding
 
 ForwardMode = Literal["agrees", "wrong", "not defined", "not checked"]
@@ -67,9 +67,5 @@ def _worst(differences: Differences, direction: Tensor, found: Tensor) -> Findin
     position = int((found * function.with_graph() - numerical).abs().nan_to_num(torch.inf).argmax())
     values = float(found[position]), float(numerical[position])
     message = "the derivative along a random direction in forward mode (jvp) is another one"
-    for one, size in zip(function.outputs, function.output_sizes, strict=True):
-        if position < size:
-            index = index_of(position // (2 if one.dtype.is_complex else 1), one.shape)
-            return Finding("forward mode", message, one.name, index, *values)
-        position -= size
-    raise IndexError(position)
+    place = element_of([(one.name, one) for one in function.outputs], position)
+    return Finding("forward mode", message, *place, *values)

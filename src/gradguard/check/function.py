@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -171,11 +171,7 @@ class Function:
 
     def name_of(self, position: int) -> tuple[str, tuple[int, ...]]:
         """Return the input and the index in it of one element of the flat vector."""
-        for one in self.inputs:
-            if position < one.size:
-                return one.name, index_of(position // (2 if one.value.is_complex() else 1), one.value.shape)
-            position -= one.size
-        raise IndexError(position)
+        return element_of([(one.name, one.value) for one in self.inputs], position)
 
     def range_of(self, name: str) -> range:
         """Return where an input lies in the flat vector."""
@@ -200,7 +196,7 @@ class Function:
                 except Exception:  # outside of the domain
                     outputs = []
                 if [one.shape for one in outputs] == shapes:  # not where a shape depends on the data
-                    rows.append(torch.cat([_flat(one) for one in outputs]))  # a copy: the next call may overwrite them
+                    rows.append(torch.cat(list(map(_flat, outputs))))  # a copy: the next call may overwrite them
                 else:
                     rows.append(torch.full((self.size,), torch.nan, dtype=torch.float64, device="cpu"))
         return torch.stack(rows) if len(rows) > 1 else rows[0][None]
@@ -327,6 +323,16 @@ class Function:
         return value.to(WIDE[value.dtype]) if self.wide and value.dtype in WIDE else value
 
 
+def element_of(parts: Sequence[tuple[str, Any]], position: int) -> tuple[str, tuple[int, ...]]:
+    """Return the name and the index of one element of a flat vector, whose parts have a name, a shape and a dtype."""
+    for name, part in parts:
+        numbers = 2 if part.dtype.is_complex else 1
+        if position < numbers * part.shape.numel():
+            return name, index_of(position // numbers, part.shape)
+        position -= numbers * part.shape.numel()
+    raise IndexError(position)
+
+
 def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the index of one element of a tensor of this shape, in which it is the one at ``position``."""
     index = []
@@ -339,6 +345,11 @@ def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
 def is_differentiable(value: Any) -> bool:
     """Tell whether this is a tensor that can have a gradient."""
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+
+
+def is_autograd_function(one: Any) -> TypeGuard[type[torch.autograd.Function]]:
+    """Tell whether this is a class with a forward and a backward of its own."""
+    return isinstance(one, type) and issubclass(one, torch.autograd.Function)
 
 
 def name_of(fn: Any) -> str:

@@ -19,7 +19,7 @@ from gradguard.check.devices import device_called, is_here, moved
 from gradguard.check.differences import Differences
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.forward_mode import ForwardMode, check_forward_mode
-from gradguard.check.function import Function, name_of
+from gradguard.check.function import Function, is_autograd_function, name_of
 from gradguard.check.guess import with_guesses
 from gradguard.check.precision import Conditioning, compare_backends
 from gradguard.check.report import Finding, GradientReport, Power, Verdict
@@ -136,7 +136,7 @@ def gradcheck(
     """
     started = time.perf_counter()
     _check_options(order, backends, rtol)
-    if isinstance(fn, type) and issubclass(fn, torch.autograd.Function):
+    if is_autograd_function(fn):
         fn = fn.apply
     if len(inputs) == 1 and type(inputs[0]) is tuple:
         inputs = inputs[0]
@@ -368,7 +368,7 @@ class _Check:
     def _repeatable(self, function: Function) -> Tensor | None:
         """Return the outputs at the point, None if it draws random numbers that nothing can put back."""
         base, again = function.learnt, function.values(function.point)
-        if base is None or not _are_equal(base, again):
+        if base is None or not (torch.equal(base, again) or torch.equal(base.nan_to_num(), again.nan_to_num())):
             function.state.keep_random()
             function.recorded = None
             base, again = function.values(function.point), function.values(function.point)
@@ -398,7 +398,7 @@ class _Check:
         if function is self.exact and search.smooth is not None and not search.findings:
             self.forward_mode, wrong = check_forward_mode(differences, *search.smooth)
             added = self.findings if self.forward_mode == "wrong" else self.notes
-            added += [wrong] if wrong is not None else []
+            added += filter(None, [wrong])
         self.findings += with_guesses(search, what)
         self.notes += search.notes
         self.undecided += search.undecided
@@ -418,7 +418,7 @@ class _Check:
             found = self._compared(by_inputs, gradient, coarse)
             message = f"values in {by_inputs.dtype} are coarser than {by_inputs.dtype}: gradients were judged by them"
             self.notes.append(Finding("precision", message))
-        self.findings += [found] if found is not None else []
+        self.findings += filter(None, [found])
 
     def _compared(self, units: Conditioning, gradient: Tensor, times: float = 1.0) -> Finding | None:
         self.low_power = units.power.times(times)
@@ -457,7 +457,3 @@ class _Check:
             self.findings += [replace(one, message=f"second order: {one.message}") for one in needs.findings]
         except (InvalidValueError, RuntimeError) as error:
             self.findings.append(Finding("error", f"the backward cannot be differentiated: {error}"))
-
-
-def _are_equal(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(first, second) or torch.equal(first.nan_to_num(), second.nan_to_num())

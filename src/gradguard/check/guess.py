@@ -100,7 +100,7 @@ def _bad_slices(shape: torch.Size, dim: int, is_wrong: object) -> list[int]:
         if len(following) > _MOST_SLICES:
             return []
         level = following
-    return sorted(int(one) for one in bad)
+    return sorted(map(int, bad))
 
 
 def _described(bad: list[int], length: int, name: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.check.admission import refuse_empty, refuse_unfit, refuse_unless
-from gradguard.check.function import is_differentiable, name_of
+from gradguard.check.function import is_autograd_function, is_differentiable, name_of
 from gradguard.check.state import State
 from gradguard.errors import InvalidTypeError, InvalidValueError
 
@@ -296,21 +296,17 @@ def _argument_names(op: Any) -> set[str]:
 
 def _signature(fn: Any) -> inspect.Signature | None:
     owner = getattr(fn, "__self__", None)
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        return _signature_of_forward(owner)
+    if is_autograd_function(owner):
+        # The signature of ``apply``, which takes what ``forward`` takes, by position only.
+        has_context = owner.setup_context is torch.autograd.Function.setup_context
+        signature = inspect.signature(owner.forward)
+        parameters = list(signature.parameters.values())[int(has_context) :]
+        kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD: inspect.Parameter.POSITIONAL_ONLY}
+        return signature.replace(parameters=[p.replace(kind=kinds.get(p.kind, p.kind)) for p in parameters])
     try:
         return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
     except (TypeError, ValueError):  # many functions of torch itself are written in C++
         return None
-
-
-def _signature_of_forward(function: type[torch.autograd.Function]) -> inspect.Signature:
-    """Return the signature of ``apply``, which takes what ``forward`` takes, by position only."""
-    has_context = function.setup_context is torch.autograd.Function.setup_context
-    signature = inspect.signature(function.forward)
-    parameters = list(signature.parameters.values())[int(has_context) :]
-    kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD: inspect.Parameter.POSITIONAL_ONLY}
-    return signature.replace(parameters=[p.replace(kind=kinds.get(p.kind, p.kind)) for p in parameters])
 
 
 def _goes_by_position(signature: inspect.Signature, values: Mapping[str, Any]) -> bool:

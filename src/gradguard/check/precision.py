@@ -82,24 +82,21 @@ class Conditioning:
         wrong = both & ((found - other).abs() > times * self.allowed)
         wrong |= ~found.isfinite() & self.gradient.isfinite() & (self.gradient.abs() < 1 / self.eps)
         if not bool(wrong.any()):
-            return self._compare_sizes(found, other, who, kind, times)
+            # What is wrong where all elements of an input are a little too large or too small.
+            finite = found.isfinite() & other.isfinite() & self.gradient.isfinite()
+            parts = zip(*(self._parts(torch.where(finite, one, 0.0)) for one in (found, other)), strict=True)
+            for one, bar, (mine, theirs) in zip(self.exact.inputs, self.in_all, parts, strict=True):
+                ratio = float(mine @ theirs / (theirs @ theirs)) if theirs.any() else 1.0
+                if abs(ratio - 1) > times * bar:
+                    message = f"{who}, {ratio:.4g} times as large in all, where rounding explains 1 ± {times * bar:.2g}"
+                    return Finding(kind, message, one.name)
+            return None
         excess = torch.where(wrong, ((found - other).abs() / self.allowed).nan_to_num(torch.inf, torch.inf), -1.0)
         position = int(excess.argmax())
         name, index = self.exact.name_of(position)
         units = f"{float(excess[position]) * self.units:.3g} {self.what} apart ({self.units:g} are allowed)"
         values = float(found[position]), float(other[position]), float(self.unit[position])
         return Finding(kind, f"{who}, {units}, {int(wrong.sum())} of {wrong.numel()} elements", name, index, *values)
-
-    def _compare_sizes(self, found: Tensor, other: Tensor, who: str, kind: str, times: float) -> Finding | None:
-        """Return what is wrong where all elements of an input are a little too large or too small."""
-        finite = found.isfinite() & other.isfinite() & self.gradient.isfinite()
-        parts = zip(*(self._parts(torch.where(finite, one, 0.0)) for one in (found, other)), strict=True)
-        for one, bar, (mine, theirs) in zip(self.exact.inputs, self.in_all, parts, strict=True):
-            ratio = float(mine @ theirs / (theirs @ theirs)) if theirs.any() else 1.0
-            if abs(ratio - 1) > times * bar:
-                message = f"{who}, {ratio:.4g} times as large in all, where rounding explains 1 ± {times * bar:.2g}"
-                return Finding(kind, message, one.name)
-        return None
 
     def coarseness(self, generator: torch.Generator) -> float:
         """Return how many times as much a gradient may be off since the values are; 1 where rounding explains these."""
@@ -148,13 +145,13 @@ def compare_backends(
     for name, low in backends.items():
         gradients[name] = low.gradient(None, units[name].cotangent).to(units[name].gradient.device)
         found = units[name].compare(gradients[name], units[name].gradient, f"{name} against float64", "backends")
-        findings += [found] if found is not None else []
+        findings += filter(None, [found])
     names = list(backends)
     for i, first in enumerate(names):
         for second in names[i + 1 :]:
             coarse = max(units[first], units[second], key=lambda one: one.eps)
             found = coarse.compare(gradients[first], gradients[second], f"{first} against {second}", "backends", 2.0)
-            findings += [found] if found is not None else []
+            findings += filter(None, [found])
     return findings
 
 

@@ -158,7 +158,7 @@ class Search:
                 if is_suspect(masked):
                     (singles if len(half) == 1 else following).append(half)
             level = following[:_SETS_PER_LEVEL]
-        return [int(one) for one in singles][: 2 * _SETS_PER_LEVEL]
+        return list(map(int, singles))[: 2 * _SETS_PER_LEVEL]
 
     def _disagrees(self, direction: Tensor) -> Callable[[Tensor], bool]:
         """Return what tells whether the gradient disagrees along a part of ``direction``, or nothing can be said."""

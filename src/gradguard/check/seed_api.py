@@ -181,7 +181,9 @@ def _numerical(call: NamedCall, name: str, delta: float) -> Tensor:
     gradient = torch.zeros(moving.numel(), dtype=torch.float64, device="cpu")
     try:
         with torch.no_grad():
-            _check_point(call, name, value)
+            output = call({name: value})
+            what = f"output {call.output_name!r} of {name_of(call.op)}"
+            refuse_unless(output.isfinite(), what, output, "expected finite numbers; choose another point")
             for i, original in enumerate(moving.tolist()):
                 upper, above = _output_at(call, name, value, moving, i, original + delta)
                 lower, below = _output_at(call, name, value, moving, i, original - delta)
@@ -202,12 +204,6 @@ def _output_at(call: NamedCall, name: str, value: Tensor, moving: Tensor, i: int
     """Return where the element came to lie after rounding, and the sum of the output there."""
     moving[i] = target
     return moving[i].item(), _sum(call({name: value}))
-
-
-def _check_point(call: NamedCall, name: str, value: Tensor) -> None:
-    output = call({name: value})
-    what = f"output {call.output_name!r} of {name_of(call.op)}"
-    refuse_unless(output.isfinite(), what, output, "expected finite numbers; choose another point")
 
 
 def _widened_numerical(call: NamedCall, names: list[str]) -> dict[str, Tensor]:

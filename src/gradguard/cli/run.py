@@ -150,7 +150,7 @@ def _audited(audit: "ScriptAudit", code: int, file: IO[str]) -> int:
         on_stderr(f"the script ended with exit code {code} before its norm was audited.")
         return 2
     verdict, text = audit.outcome()
-    rank, lines = rank_and_world()[0], [printable(line) for line in text.splitlines()]
+    rank, lines = rank_and_world()[0], list(map(printable, text.splitlines()))
     if rank == 0:
         with encodable(file):
             print("\n".join(lines), file=file)

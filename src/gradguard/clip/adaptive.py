@@ -39,13 +39,13 @@ from gradguard.clip.gradients import (
     refused_by_name,
     to_clip_by,
     total_of,
+    with_norms,
 )
 from gradguard.clip.rules import FixedRule, at_scale
 from gradguard.clip.selection import KnownNames, Selection, Selector
 from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.classes import Classes
 from gradguard.distributed.local_shard import is_told, shard_of
-from gradguard.distributed.megatron import cut_of
 from gradguard.distributed.placements import is_sharded, local_part
 from gradguard.distributed.plan import NormReduction
 from gradguard.distributed.reduction import Reducer
@@ -56,7 +56,7 @@ from gradguard.policies import NonFinitePolicy, check_policy
 from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import coalesce_, meeting_device, move, public_dtype
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
-from gradguard.tensors.norms import norm_of_norms, tensor_norms
+from gradguard.tensors.norms import joined_norms, norm_of_norms, tensor_norms
 from gradguard.tensors.scaling import steps_of
 from gradguard.tensors.units import WHOLE, UnitLayout, clip_units_, layout_of, scale_units_, unit_norms
 from gradguard.torch_private import (
@@ -283,6 +283,8 @@ class ClipAdaptive(FixedRule):
 
     measures_itself, needs_tensor_norms = True, False
 
+    _per_tensor = True
+
     def __init__(
         self,
         threshold: float | Tensor = 0.01,
@@ -326,10 +328,6 @@ class ClipAdaptive(FixedRule):
         """Leave out what belongs to one model: a copy learns its own."""
         return vars(self) | {"_layouts": {}, "_known": [], "_module": None}
 
-    def is_per_tensor(self) -> bool:
-        """Tell that gradients may come one at a time: yes."""
-        return True
-
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure all gradients and their units, and decide on a factor for each unit."""
@@ -348,9 +346,7 @@ class ClipAdaptive(FixedRule):
         clip = decide_units(grads, self._units(), kept, at_scale(limit, scale), self.eps, at_once=at_once)
         outcome = clip.outcome()
         if not isinstance(grads, MeasuredGradients):
-            lists = grads.parameters, grads.gradients, grads.positions, grads.names
-            known = {"there": outcome.there, "classes": outcome.classes, "wants_each": grads.wants_each}
-            grads = MeasuredGradients(*lists, outcome.norms, reduction=grads.reduction, **known)
+            grads = with_norms(grads, outcome.norms, there=outcome.there, classes=outcome.classes)
         norms = global_norm(grads, scale)
         coefficient = torch.where(outcome.clipped, outcome.after / total_of(grads.norms), 1.0)
         locked_in = self._lock_in.follow(outcome.clipped, limit, norms.value.isfinite())
@@ -746,49 +742,34 @@ def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
             f"{name} belongs to FullyShardedDataParallel (FSDP1), which flattens parameters, so that adaptive clipping "
             "cannot tell their rows: use torch.distributed.fsdp.fully_shard(model)."
         )
-    cut = _cut_dimensions(tensor, name)
-    if not cut or cut == {layout.dim}:
-        return HeldUnits(layout)
-    if layout.dim is None:
-        return HeldUnits(layout, 1, torch.zeros(1, dtype=torch.int64, device="cpu"))
-    whole = shard_of(tensor).shape
-    columns, count = _numbers_along(tensor, layout.dim, name), whole[layout.dim]
-    if layout.groups == 1:
-        return HeldUnits(layout, count, columns)
-    # A unit spans the rows of one group, and a part need not hold the same number of rows of each: its pieces are the
-    # entries of dimension 0, each by itself.
-    rows = _numbers_along(tensor, 0, name)
-    group = rows // (whole[0] // layout.groups)
-    pieces = UnitLayout(dim=layout.dim, groups=max(1, len(rows)))
-    return HeldUnits(pieces, layout.groups * count, (group[:, None] * count + columns).flatten())
-
-
-def _cut_dimensions(tensor: Tensor, name: str) -> set[int]:
-    """The dimensions of ``tensor`` along which processes hold different parts."""
-    if not is_sharded(tensor):
-        return set() if (cut := cut_of(tensor)) is None else {cut.dim}
-    sizes, placements = tensor.device_mesh.shape, tensor.placements  # type: ignore[attr-defined]
-    cutting = [p for p, size in zip(placements, sizes, strict=True) if size > 1 and not p.is_replicate()]
-    for placement in cutting:
-        if not hasattr(placement, "dim"):
+    sizes, placements = (tensor.device_mesh.shape, tensor.placements) if is_sharded(tensor) else ((), ())  # type: ignore[attr-defined]
+    for placement, size in zip(placements, sizes, strict=True):
+        if size > 1 and not placement.is_replicate() and not hasattr(placement, "dim"):
             raise UnsupportedGradientError(
                 f"{name} is laid out as {placement}: adaptive clipping needs to know which elements of it a process "
                 "holds, so expected Shard(...) or Replicate(). Redistribute it, or exclude it."
             )
-    return {p.dim % tensor.dim() for p in cutting}
-
-
-def _numbers_along(tensor: Tensor, dim: int, name: str) -> Tensor:
-    """Return the numbers of the entries of dimension ``dim`` that this process holds."""
     shard = shard_of(tensor)
+    cut = {dim for dim, entries in enumerate(shard.along) if entries is not None}
+    if not cut or cut == {layout.dim}:
+        return HeldUnits(layout)
+    if layout.dim is None:
+        return HeldUnits(layout, 1, torch.zeros(1, dtype=torch.int64, device="cpu"))
     if not is_told(shard, tensor):
         raise UnsupportedGradientError(
-            f"{name} is laid out as {tensor.placements} in an order that does not tell which of "  # type: ignore[attr-defined]
-            f"the entries of dimension {dim} this process holds. Use the placements that distribute_tensor, "
-            "fully_shard or parallelize_module make, or exclude it from adaptive clipping."
+            f"{name} is laid out as {placements} in an order that does not tell which of the entries of dimension "
+            f"{layout.dim} this process holds. Use the placements that distribute_tensor, fully_shard or "
+            "parallelize_module make, or exclude it from adaptive clipping."
         )
-    held = shard.along[dim] if shard.along else None
-    return torch.arange(tensor.shape[dim], device="cpu") if held is None else held
+    columns, count = shard.entries(layout.dim), shard.shape[layout.dim]
+    if layout.groups == 1:
+        return HeldUnits(layout, count, columns)
+    # A unit spans the rows of one group, and a part need not hold the same number of rows of each: its pieces are the
+    # entries of dimension 0, each by itself.
+    rows = shard.entries(0)
+    group = rows // (shard.shape[0] // layout.groups)
+    pieces = UnitLayout(dim=layout.dim, groups=max(1, len(rows)))
+    return HeldUnits(pieces, layout.groups * count, (group[:, None] * count + columns).flatten())
 
 
 class UnitPlan:
@@ -824,14 +805,10 @@ class UnitPlan:
     def place(self, norms: Mapping[int, Tensor], home: torch.device) -> Tensor:
         """Return one norm for each slot, from the norms of this process' pieces of split units, by tensor."""
         some = [i for i in self.split if i in norms]
-        empty = torch.zeros(self.offsets[-1], dtype=torch.float64, device=home)
         if not some:
-            return empty
-        at = torch.cat([self._at(i, home) for i in some])
+            return torch.zeros(self.offsets[-1], dtype=torch.float64, device=home)
         pieces = torch.cat([move(norms[i], home, torch.float64) for i in some])
-        largest = empty.scatter_reduce(0, at, pieces, "amax")
-        divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)  # so that no square leaves the range
-        return divisor * empty.index_add(0, at, (pieces / divisor[at]).square()).sqrt()
+        return joined_norms(pieces, torch.cat([self._at(i, home) for i in some]), self.offsets[-1])
 
     def take(self, steps: Sequence[Tensor], rows: Mapping[int, Tensor]) -> dict[int, Sequence[Tensor]]:
         """Return what the pieces of ``rows`` are multiplied by, beside each, from the steps of all split units."""

@@ -150,7 +150,7 @@ class NonfiniteCounter:
 
     def __init__(self, gradients: Sequence[Tensor], nonfinite: Tensor) -> None:
         self._gradients = [weakref.ref(g) for g in gradients]
-        self._versions = [_version(g) for g in gradients]
+        self._versions = list(map(_version, gradients))
         self._counts: Sequence[int | None] | None = None
         if are_readable(nonfinite, *gradients) and bool(nonfinite):
             self._counts = [nan + inf for nan, inf in count_nonfinite(gradients)]
@@ -249,6 +249,7 @@ class Clipper(ABC):
     uses_reach = False
     """Whether `decide` asks how far the optimizer moves the weights (``grads.reach``)."""
 
+    _per_tensor = False
     serves_several_guards = False
     """Whether one object may belong to the guards of several optimizers although it remembers."""
 
@@ -291,7 +292,8 @@ class Clipper(ABC):
         if stages.group is not None:
             self.learn(ListedParameters(grads, parameters))
         else:
-            self.learn(parameters if isinstance(parameters, nn.Module) else _as_parameters(names, tensors))
+            listed = tensors if names is None else list(zip(names, tensors, strict=True))
+            self.learn(parameters if isinstance(parameters, nn.Module) else listed)
         grads = self.compared(asking(grads, tensor_norms), policy)
         if policy == "raise":
             with refused_by_name(grads):
@@ -379,7 +381,7 @@ class Clipper(ABC):
 
     def is_per_tensor(self) -> bool:
         """Tell whether each gradient is treated without regard to the others, so that they may come one at a time."""
-        return False
+        return self._per_tensor
 
     def event_of(
         self,
@@ -560,7 +562,3 @@ def _zeroed(decision: Decision) -> ClipResult:
     zero_if_nonfinite_(torch.where(bad, torch.nan, 0.0), current_gradients(decision.gradients))
     coefficient = torch.where(bad, 0.0, result.coefficient)
     return replace(result, coefficient=coefficient, clipped=result.clipped | bad)
-
-
-def _as_parameters(names: list[str] | None, tensors: list[Tensor]) -> Parameters:
-    return tensors if names is None else list(zip(names, tensors, strict=True))

@@ -17,6 +17,7 @@ from gradguard.clip.gradients import (
     global_norm,
     measured,
     total_of,
+    with_norms,
 )
 from gradguard.clip.selection import KnownNames, Selection, Selector, listed
 from gradguard.distributed.classes import Classes
@@ -26,7 +27,41 @@ from gradguard.tensors.layout import move
 from gradguard.tensors.scaling import scale_
 
 
-class Chain(Clipper):
+class _Composite(Clipper):
+    """A clipper made of others, which ``_clippers`` returns."""
+
+    def _clippers(self) -> Sequence[Clipper]:
+        raise NotImplementedError
+
+    def choices(self, grads: Gradients) -> Settings:
+        """Return those of all members."""
+        return tuple(chosen for member in self._clippers() for chosen in member.choices(grads))
+
+    def leaves(self) -> list[Clipper]:
+        """Return those of all members."""
+        return [leaf for member in self._clippers() for leaf in member.leaves()]
+
+    def orders(self) -> set[float]:
+        """Return those of all members."""
+        return {2.0}.union(*(member.orders() for member in self._clippers()))
+
+    def is_per_tensor(self) -> bool:
+        """Tell whether all members treat each gradient without regard to the others."""
+        return all(member.is_per_tensor() for member in self._clippers())
+
+    def learn(self, parameters: Parameters) -> None:
+        """Let every member look at the parameters."""
+        for member in self._clippers():
+            member.learn(parameters)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the state of every member to ``device``."""
+        for member in self._clippers():
+            member.to(device)
+        return self
+
+
+class Chain(_Composite):
     r"""Apply clippers one after the other: each sees what the one before it leaves.
 
     .. math:: g \leftarrow \text{clip}_m(\cdots \text{clip}_2(\text{clip}_1(g)))
@@ -96,27 +131,6 @@ class Chain(Clipper):
         """Return those of all members."""
         return "Chain", *(setting for member in self.members for setting in member.settings())
 
-    def choices(self, grads: Gradients) -> Settings:
-        """Return those of all members."""
-        return tuple(chosen for member in self.members for chosen in member.choices(grads))
-
-    def leaves(self) -> list[Clipper]:
-        """Return those of all members."""
-        return [leaf for member in self.members for leaf in member.leaves()]
-
-    def orders(self) -> set[float]:
-        """Return those of all members."""
-        return {2.0}.union(*(member.orders() for member in self.members))
-
-    def is_per_tensor(self) -> bool:
-        """Tell whether all members treat each gradient without regard to the others."""
-        return all(member.is_per_tensor() for member in self.members)
-
-    def learn(self, parameters: Parameters) -> None:
-        """Let every member look at the parameters."""
-        for member in self.members:
-            member.learn(parameters)
-
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Decide for all members up to the first that does not multiply by one number; the others follow it."""
@@ -132,18 +146,15 @@ class Chain(Clipper):
         Raises:
             InvalidValueError: If it is of another number of members, or of other ones; then no member has changed.
         """
-        if set(state_dict) != {str(i) for i in range(len(self.members))}:
+        if set(state_dict) != set(map(str, range(len(self.members)))):
             raise InvalidValueError(
                 f"the state has {len(state_dict)} members, but this chain has {len(self.members)}: make a Chain of "
                 "the same clippers in the same order."
             )
         load_all([(member, state_dict[str(i)]) for i, member in enumerate(self.members)])
 
-    def to(self, device: torch.device | str) -> Self:
-        """Move the state of every member to ``device``."""
-        for member in self.members:
-            member.to(device)
-        return self
+    def _clippers(self) -> Sequence[Clipper]:
+        return self.members
 
 
 def _decide(members: Sequence[Clipper], grads: Gradients, scale: float | Tensor) -> Decision:
@@ -163,7 +174,8 @@ def _decide(members: Sequence[Clipper], grads: Gradients, scale: float | Tensor)
     if decisions[-1].coefficient is not None:
         return Decision(grads, result, product)
     behind = members[len(decisions) :]
-    told = _writable(result)
+    locked_in = torch.zeros_like(result.clipped) if result.locked_in is None else result.locked_in.clone()
+    told = replace(result, coefficient=result.coefficient.clone(), clipped=result.clipped.clone(), locked_in=locked_in)
 
     def write() -> None:
         decisions[-1].apply()
@@ -175,30 +187,23 @@ def _decide(members: Sequence[Clipper], grads: Gradients, scale: float | Tensor)
             rest = _decide(behind, _left(grads, gradients, decisions[-1], product), scale)
             rest.apply()
             results.append(rest.result)
-        _fill(told, _joined(results))
+        complete = _joined(results)
+        told.coefficient.copy_(complete.coefficient)
+        told.clipped.copy_(complete.clipped)
+        if complete.locked_in is not None:
+            locked_in.copy_(complete.locked_in)
 
     return Decision(grads, told, None, write)
 
 
 def _left(grads: Gradients, gradients: Sequence[Tensor], written: Decision, product: Tensor | None) -> Gradients:
     """The gradients after a write: unmeasured, unless the one who wrote knew what norms it would leave."""
-    after = Gradients(
-        grads.parameters,
-        gradients,
-        grads.positions,
-        grads.names,
-        reduction=grads.reduction,
-        wants_each=grads.wants_each,
-        reach=grads.reach,
-    )
+    known = {"reduction": grads.reduction, "wants_each": grads.wants_each, "reach": grads.reach}
+    after = Gradients(grads.parameters, gradients, grads.positions, grads.names, **known)
     if written.left is None:
         return after
     norms = written.left if product is None else written.left * product
-    known = written.gradients
-    classes = known.classes if isinstance(known, MeasuredGradients) else None
-    lists = after.parameters, after.gradients, after.positions, after.names
-    kept = {"reduction": grads.reduction, "wants_each": grads.wants_each, "reach": grads.reach}
-    return MeasuredGradients(*lists, norms, classes=classes, **kept)
+    return with_norms(after, norms, classes=getattr(written.gradients, "classes", None))
 
 
 def _joined(results: Sequence[ClipResult]) -> ClipResult:
@@ -220,24 +225,11 @@ def _joined(results: Sequence[ClipResult]) -> ClipResult:
     )
 
 
-def _writable(result: ClipResult) -> ClipResult:
-    """A copy that `_fill` may complete later."""
-    locked_in = torch.zeros_like(result.clipped) if result.locked_in is None else result.locked_in.clone()
-    return replace(result, coefficient=result.coefficient.clone(), clipped=result.clipped.clone(), locked_in=locked_in)
-
-
-def _fill(told: ClipResult, complete: ClipResult) -> None:
-    told.coefficient.copy_(complete.coefficient)
-    told.clipped.copy_(complete.clipped)
-    if told.locked_in is not None and complete.locked_in is not None:
-        told.locked_in.copy_(complete.locked_in)
-
-
 Rules = Mapping[Any, Clipper | None] | Iterable[tuple[Selection, Clipper | None]]
 """Selections and the clipper of each: a dict, or pairs where a selection (a list, a param group) cannot be a key."""
 
 
-class Groups(Clipper):
+class Groups(_Composite):
     r"""Give each group of parameters its own rule and threshold; ``None`` exempts a group.
 
     .. math:: g_k \leftarrow \text{clip}_k(g_k) \quad\text{for each group } k,
@@ -322,20 +314,7 @@ class Groups(Clipper):
 
     def choices(self, grads: Gradients) -> Settings:
         """Return the group of each parameter, and the choices of the members."""
-        own = [chosen for member in self._clippers() for chosen in member.choices(grads)]
-        return choice(self._places_of(grads)), *own
-
-    def leaves(self) -> list[Clipper]:
-        """Return those of all members."""
-        return [leaf for member in self._clippers() for leaf in member.leaves()]
-
-    def orders(self) -> set[float]:
-        """Return those of all members."""
-        return {2.0}.union(*(member.orders() for member in self._clippers()))
-
-    def is_per_tensor(self) -> bool:
-        """Tell whether the clippers of all groups treat each gradient without regard to the others."""
-        return all(member.is_per_tensor() for member in self._clippers())
+        return choice(self._places_of(grads)), *super().choices(grads)
 
     def learn(self, parameters: Parameters) -> None:
         """Look at all parameters, those without a gradient too: every group must fit some, none may be in two.
@@ -353,8 +332,7 @@ class Groups(Clipper):
                 selector.require_match(tensors, names, complete=True)
             self._place(everything)
             self._checked, self._known = _key(everything), None
-        for member in self._clippers():
-            member.learn(parameters)
+        super().learn(parameters)
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
@@ -413,8 +391,6 @@ class Groups(Clipper):
         positions: list[list[int]] = [[] for _ in self.members]
         for i, place in enumerate(self._places_of(grads)):
             positions[place].append(i)
-        if grads.classes is None:
-            return [grads.some(own) for own in positions]
         return [grads.group(k, own) for k, own in enumerate(positions)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -433,12 +409,6 @@ class Groups(Clipper):
                 "the same groups in the same order."
             )
         load_all([(member, state_dict[label]) for label, member in self.members.items() if member is not None])
-
-    def to(self, device: torch.device | str) -> Self:
-        """Move the state of every group's clipper to ``device``."""
-        for member in self._clippers():
-            member.to(device)
-        return self
 
     def _clippers(self) -> list[Clipper]:
         return [member for member in self.members.values() if member is not None]

@@ -15,6 +15,7 @@ from gradguard.clip.reach import with_reach
 from gradguard.clip.selection import Selector
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.listeners import ClipEvent
+from gradguard.optimizer_hooks import parameters_of
 
 
 class ClipEachOptimizer:
@@ -45,7 +46,7 @@ class ClipEachOptimizer:
         Returns:
             What was done.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         clipper, names = self._clipper_of(optimizer, parameters, modules)
         if is_in_backward():
             refuse_in_backward(clipper, parameters, ONE_STAGE)

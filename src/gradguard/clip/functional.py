@@ -7,11 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gradguard.arguments import check_bounds, check_order, check_threshold
+from gradguard.arguments import check_interval, check_order, check_threshold
 from gradguard.clip.adaptive import clip_adaptive, selector_of
 from gradguard.clip.clipper import ClipResult
 from gradguard.clip.gradients import (
-    Gradients,
     Parameters,
     Stages,
     gradients_among,
@@ -131,7 +130,13 @@ def clip_grad_norm_(
         announce(tensors)
     with refused_by_name(grads):
         norm = norm_in(grads, order)
-    coefficient = _scale_to(grads, norm, max_norm, policy)
+    if policy == "raise":
+        refuse_nonfinite_in(grads, norm)
+    coefficient = clip_coefficient(norm, max_norm)
+    if isinstance(max_norm, Tensor) or not math.isinf(max_norm):
+        scale_in_(grads.gradients, steps_of(coefficient, max_norm, norm))
+    if policy == "zero":
+        zero_if_nonfinite_(norm, grads.gradients)
     if heard:
         tell(ClipEvent("norm", grads.parameters, max_norm, norm, coefficient, norm_type=order, one_factor=True))
     return norm.to(public_dtype(grads.gradients))
@@ -243,7 +248,7 @@ def clip_grad_value_(
         Mikolov (2012), Statistical language models based on neural networks, PhD thesis.
     """
     del foreach
-    low, high = _bounds(clip_value, min_value)
+    low, high = check_interval(min_value, clip_value, ("min_value", "clip_value"))
     policy = check_policy(nonfinite)
     names, tensors = named_tensors(parameters, "parameters")
     if policy == "propagate":  # what happens to an element depends on no other
@@ -257,8 +262,14 @@ def clip_grad_value_(
     if heard:
         announce(tensors)
     with refused_by_name(grads):
-        _prepare_clamp(grads, policy, norm)
-        _clamp_to(grads, low, high, policy, norm)
+        if policy == "raise":
+            refuse_nonfinite_in(grads, norm)
+        if any([gradient.layout is not torch.strided for gradient in grads.gradients]):
+            for gradient in grads.gradients:
+                coalesce_(gradient)  # only then is a stored value an element
+        clamp_(grads.gradients, low, high)
+        if policy == "zero":
+            zero_if_nonfinite_(norm, grads.gradients)
     if heard:
         tell(ClipEvent("value", grads.parameters, clip_value))
 
@@ -323,40 +334,3 @@ def _resolve_policy(error_if_nonfinite: bool, nonfinite: NonFinitePolicy | None)
             f'error_if_nonfinite=True means nonfinite="raise", but nonfinite={nonfinite!r} was given: leave one out.'
         )
     return "raise" if error_if_nonfinite else check_policy(nonfinite or "propagate")
-
-
-def _bounds(clip_value: float | Tensor, min_value: float | None) -> tuple[float | Tensor, float | Tensor]:
-    if min_value is None:
-        high = check_threshold("clip_value", clip_value)
-        return -high, high
-    return check_bounds(min_value, float(clip_value) if isinstance(clip_value, Tensor) else clip_value)
-
-
-def _scale_to(grads: Gradients, norm: Tensor, max_norm: float | Tensor, policy: NonFinitePolicy) -> Tensor:
-    """Scale the gradients, whose norm is ``norm``; return the coefficient."""
-    if policy == "raise":
-        refuse_nonfinite_in(grads, norm)
-    coefficient = clip_coefficient(norm, max_norm)
-    if isinstance(max_norm, Tensor) or not math.isinf(max_norm):
-        scale_in_(grads.gradients, steps_of(coefficient, max_norm, norm))
-    if policy == "zero":
-        zero_if_nonfinite_(norm, grads.gradients)
-    return coefficient
-
-
-def _prepare_clamp(grads: Gradients, policy: NonFinitePolicy, norm: Tensor) -> None:
-    """Refuse gradients whose norm is not finite, if asked to; then make each stored value one element."""
-    if policy == "raise":
-        refuse_nonfinite_in(grads, norm)
-    if any([gradient.layout is not torch.strided for gradient in grads.gradients]):
-        for gradient in grads.gradients:
-            coalesce_(gradient)
-
-
-def _clamp_to(
-    grads: Gradients, low: float | Tensor, high: float | Tensor, policy: NonFinitePolicy, norm: Tensor
-) -> None:
-    """Clamp the gradients, whose norm was ``norm``."""
-    clamp_(grads.gradients, low, high)
-    if policy == "zero":
-        zero_if_nonfinite_(norm, grads.gradients)

@@ -4,6 +4,8 @@ import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from gradguard.distributed.classes import Classes
 from gradguard.distributed.megatron import refuse_main_gradients
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
-from gradguard.distributed.plan import NormReduction, plan_for, plan_for_gradients
+from gradguard.distributed.plan import NormReduction, called, first_places, plan_for, plan_for_gradients
 from gradguard.distributed.reduction_group import StageGroup, several_processes, stages_group
 from gradguard.distributed.settings import Setting
 from gradguard.distributed.stages import Shared
@@ -130,7 +132,7 @@ def _whole_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor]) -> 
         refuse_main_gradients(tensors)
     if any_sharded(kept):
         for i, gradient in zip(positions, kept, strict=True):
-            check_alike(gradient, tensors[i], f"`{names[i]}`" if names else f"parameter {i}")
+            check_alike(gradient, tensors[i], called(names, i))
     grads = Gradients([tensors[i] for i in positions], kept, positions, names)
     check_admitted(kept, grads.name, writes=True)
     return grads
@@ -170,7 +172,7 @@ def local_gradients(names: Sequence[str] | None, tensors: Sequence[Tensor], modu
     first, gradients = _each_once(tensors)
     for i, gradient in zip(first, gradients, strict=True):
         parameter = tensors[i]
-        check_alike(gradient, parameter, f"`{names[i]}`" if names else f"parameter {i}")
+        check_alike(gradient, parameter, called(names, i))
         if is_sharded(gradient) and not is_laid_out_as(gradient, parameter):
             return gradients_of(names, tensors, ONE_STAGE, module)
     parts = list(map(local_part, gradients))
@@ -203,7 +205,7 @@ def gradients_among(tensors: Parameters) -> Gradients:
             return grads
         given = [e for e in given if e is not None and not (isinstance(e, tuple) and e and e[-1] is None)]
     names, values = named_tensors(cast("Parameters", given), "tensors")
-    first = sorted({id(value): i for i, value in reversed(list(enumerate(values)))}.values())
+    first = first_places(values)
     kept = [values[i] for i in first]
     grads = Gradients(kept, kept, first, names)
     check_admitted(kept, grads.name, writes=False)
@@ -299,38 +301,30 @@ def named_tensors(argument: Parameters, what: str) -> tuple[list[str] | None, li
         raise InvalidTypeError(
             f"{what} is an optimizer: pass [p for group in optimizer.param_groups for p in group['params']]."
         )
+    given: Any = argument.items() if isinstance(argument, Mapping) else argument
     if isinstance(argument, nn.Module):
-        entries = named_parameters(argument, remove_duplicate=False)
-    elif isinstance(argument, Mapping):
-        entries = list(argument.items())
-    elif isinstance(argument, Iterable) and not isinstance(argument, str):
-        entries = list(argument)
-    else:
+        given = named_parameters(argument, remove_duplicate=False)
+    if isinstance(given, str) or not isinstance(given, Iterable):
         raise InvalidTypeError(_expected(what, argument))
+    entries: list[Any] = list(given)
     if not entries and isinstance(argument, types.GeneratorType):
         warnings.warn(
             f"{what} is an exhausted or empty generator, so nothing is clipped. A generator can be used only once: "
             "pass list(model.parameters()), or model itself.",
             stacklevel=5,
         )
-    return _split_names(entries, what)
-
-
-def _split_names(entries: list, what: str) -> tuple[list[str] | None, list[Tensor]]:
     if all(issubclass(kind, Tensor) for kind in set(map(type, entries))):
         return None, entries
     pairs = not isinstance(entries[0], Tensor)
     for index, entry in enumerate(entries):
-        if not (_is_named(entry) if pairs else isinstance(entry, Tensor)):
-            raise InvalidTypeError(_expected(f"{what}[{index}]", entry))
+        match entry:
+            case (str(), Tensor()) if pairs:
+                pass
+            case Tensor() if not pairs:
+                pass
+            case _:
+                raise InvalidTypeError(_expected(f"{what}[{index}]", entry))
     return [name for name, _ in entries], [tensor for _, tensor in entries]
-
-
-def _is_named(entry: object) -> bool:
-    match entry:
-        case (str(), Tensor()):
-            return True
-    return False
 
 
 def _expected(what: str, given: object) -> str:
@@ -364,39 +358,25 @@ class MeasuredGradients(Gradients):
             return len(self.gradients) > 0
         return bool(self.there.any())
 
-    def some(self, positions: Sequence[int]) -> "MeasuredGradients":
-        """Return the gradients at ``positions``, with what is known of them; each has a norm of its own."""
-        assert self.classes is None
-        return MeasuredGradients(
-            [self.parameters[i] for i in positions],
-            [self.gradients[i] for i in positions],
-            [self.positions[i] for i in positions],
-            self.names,
-            _entries(self.norms, positions),
-            others={order: _entries(norms, positions) for order, norms in self.others.items()},
-            there=None if self.there is None else _entries(self.there, positions),
-            reduction=None if self.reduction is None else self.reduction.of(positions),
-            wants_each=self.wants_each,
-            reach=self.reach,
-        )
-
     def group(self, number: int, positions: Sequence[int]) -> "MeasuredGradients":
-        """Return the gradients of one group of ``classes``, with the norms of its classes, which do not tell each."""
-        assert self.classes is not None
-        own = self.classes.of_group[number]
-        return MeasuredGradients(
-            [self.parameters[i] for i in positions],
-            [self.gradients[i] for i in positions],
-            [self.positions[i] for i in positions],
-            self.names,
-            self.norms[own],
-            others={order: norms[own] for order, norms in self.others.items()},
-            there=None if self.there is None else self.there[own],
-            classes=None if self.classes.each[number] else self.classes,
-            reduction=None if self.reduction is None else self.reduction.of(positions),
-            wants_each=self.wants_each,
-            reach=self.reach,
-        )
+        """Return the gradients at ``positions``, one group of ``classes`` if there are any, with their norms."""
+        classes, taken = self.classes, partial(_entries, positions=positions)
+        if classes is not None:
+            taken, classes = itemgetter(classes.of_group[number]), None if classes.each[number] else classes
+        parameters, gradients = ([one[i] for i in positions] for one in (self.parameters, self.gradients))
+        reduction = None if self.reduction is None else self.reduction.of(positions)
+        known = {"reduction": reduction, "wants_each": self.wants_each, "reach": self.reach}
+        part = Gradients(parameters, gradients, [self.positions[i] for i in positions], self.names, **known)
+        others = {order: taken(norms) for order, norms in self.others.items()}
+        there = None if self.there is None else taken(self.there)
+        return with_norms(part, taken(self.norms), others=others, there=there, classes=classes)
+
+
+def with_norms(grads: Gradients, norms: Tensor, **known: Any) -> MeasuredGradients:
+    """Return the same gradients with their ``norms``, and what else a `MeasuredGradients` may know of these."""
+    lists = grads.parameters, grads.gradients, grads.positions, grads.names
+    kept = {"reduction": grads.reduction, "wants_each": grads.wants_each, "reach": grads.reach}
+    return MeasuredGradients(*lists, norms, **kept, **known)
 
 
 @torch.no_grad()
@@ -429,19 +409,7 @@ def measured(
     else:
         local = [(tensor_norms(grads.gradients, order), order) for order in (2.0, *others)]
         (norms, *rest), there = ([local[0][0]], None) if part is None else part.measure(*local)
-    return MeasuredGradients(
-        grads.parameters,
-        grads.gradients,
-        grads.positions,
-        grads.names,
-        norms,
-        others=dict(zip(others, rest, strict=True)),
-        there=there,
-        classes=classes,
-        reduction=part,
-        wants_each=grads.wants_each,
-        reach=grads.reach,
-    )
+    return with_norms(grads, norms, others=dict(zip(others, rest, strict=True)), there=there, classes=classes)
 
 
 def asks_for_each(grads: Gradients) -> bool:

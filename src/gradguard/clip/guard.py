@@ -23,7 +23,7 @@ from gradguard.distributed.wrappers import follow_backwards
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_steps
 from gradguard.listeners import SkipReason, is_heard, tell
-from gradguard.optimizer_hooks import EveryStep, runs_hooks
+from gradguard.optimizer_hooks import EveryStep, parameters_of, runs_hooks
 from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.admission import keeping_subnormals
@@ -312,7 +312,7 @@ class Guard:
             self._spike_watch.undo_clipper()
             return self._skip_on_host(StepOutcome(True, "spike", True))
         if skip:
-            if self._never_folds():  # then the host of every process looks
+            if self._proxy is None or not self._proxy.is_fused():  # then the host of every process looks
                 self.last = with_culprits(decision, host_looks=True).result
                 self._counts.complete(self.last)
             return self._skip_on_host(StepOutcome(True, reason))
@@ -358,7 +358,7 @@ class Guard:
         else:
             found = [bad, torch.zeros_like(bad) if spike is None else spike, self._scaled_norm(result)]
             found.append(self._spike_watch.nonfinite_loss(_wide(bad)))
-            skip, spiked, norm, nan_loss = torch.stack([_wide(one) for one in found]).tolist()  # one look
+            skip, spiked, norm, nan_loss = torch.stack(list(map(_wide, found))).tolist()  # one look
             self._spike_watch.tell_nonfinite_loss(bool(nan_loss))
         if scaled:
             self._detector.saw(norm)
@@ -407,9 +407,6 @@ class Guard:
             return None
         return self._proxy if self._proxy.can_fold(decision.gradients.gradients) else None
 
-    def _never_folds(self) -> bool:
-        return self._proxy is None or not self._proxy.is_fused()
-
     def _cancel(self) -> None:
         """Let the step that is running do nothing, or undo what it has done."""
         if self._proxy is not None:
@@ -437,7 +434,7 @@ class Guard:
 
     def _look_at_parameters(self) -> bool:
         """Return whether the optimizer has got new parameters, which the clipper is shown."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(self.optimizer)
         if list(map(id, parameters)) == list(map(id, self._parameters)):
             return False
         self._parameters, self._names = parameters, names_of(self.optimizer, self._model_names)

@@ -7,13 +7,13 @@ from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradguard.distributed.placements import any_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
+from gradguard.replacements import Replacement
 from gradguard.tensors.precision import full_float32
 from gradguard.torch_private import never_compiled
 
@@ -145,15 +145,13 @@ def _by_head(largest: Tensor) -> Tensor:
 
 
 class _Stack(threading.local):
-    """The modules that run in this thread, outermost first: who listens, its name, if it is in training."""
+    """The modules that run in this thread, outermost first: who listens, name, if in training, what ends listening."""
 
     def __init__(self) -> None:
-        self.open: list[tuple[AttentionListener, str, bool]] = []
+        self.open: list[tuple[AttentionListener, str, bool, Callable[[], None]]] = []
 
 
 _running = _Stack()
-_lock = threading.Lock()
-_state: dict[str, Any] = {"calls": 0, "before": None, "ours": None}  # how many modules run, and the two functions
 
 
 class AttentionListener:
@@ -185,13 +183,7 @@ class AttentionListener:
     @never_compiled
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         del args
-        _running.open.append((self, name, module.training))
-        with _lock:
-            _state["calls"] += 1
-            if _state["calls"] == 1:
-                before = F.scaled_dot_product_attention
-                _state.update(before=before, ours=_telling(before))
-                F.scaled_dot_product_attention = _state["ours"]
+        _running.open.append((self, name, module.training, _attention.use()))
 
     @never_compiled
     def _leave(self, name: str, module: nn.Module, args: Any, result: Any) -> None:
@@ -199,11 +191,8 @@ class AttentionListener:
         places = [i for i, one in enumerate(_running.open) if one[:2] == (self, name)]
         if not places:  # another hook raised before this module was entered
             return
-        del _running.open[places[-1]]
-        with _lock:
-            _state["calls"] -= 1
-            if _state["calls"] == 0 and F.scaled_dot_product_attention is _state["ours"]:
-                F.scaled_dot_product_attention = _state["before"]
+        *_, end = _running.open.pop(places[-1])
+        end()
 
     def tell(self, attention: Callable[..., Tensor], args: Any, kwargs: Any) -> None:
         """Tell a call of ``attention`` that is made now.
@@ -211,7 +200,7 @@ class AttentionListener:
         Raises:
             UnsupportedGradientError: If it is not torch's own function, or is called with parts of the sequence.
         """
-        names, training = zip(*[one[1:] for one in _running.open if one[0] is self], strict=True)
+        names, training = zip(*[one[1:3] for one in _running.open if one[0] is self], strict=True)
         if not (torch.is_grad_enabled() and training[-1]):
             return
         if not isinstance(attention, BuiltinFunctionType):
@@ -223,16 +212,16 @@ class AttentionListener:
         self._heard(names, _call_of(*args, **kwargs))
 
 
-def _telling(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``attention``, whose calls are told to those who listen to a module that is running."""
+def _tell_and_attend(attention: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Attend, and tell the call to those who listen to a module that is running."""
+    for listener in dict.fromkeys(one[0] for one in _running.open):
+        listener.tell(attention, args, kwargs)
+    return attention(*args, **kwargs)
 
-    @never_compiled
-    def tell_and_attend(*args: Any, **kwargs: Any) -> Tensor:
-        for listener in dict.fromkeys(listener for listener, _, _ in _running.open):
-            listener.tell(attention, args, kwargs)
-        return attention(*args, **kwargs)
 
-    return tell_and_attend
+_attention = Replacement(
+    "torch.nn.functional", "scaled_dot_product_attention", _tell_and_attend, decorate=never_compiled
+)
 
 
 def _never_attends(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.errors import InvalidValueError
+from gradguard.optimizer_hooks import parameters_of
 
 
 def names_in(model: nn.Module | None, optimizer: Optimizer) -> dict[int, str]:
@@ -20,7 +21,7 @@ def names_in(model: nn.Module | None, optimizer: Optimizer) -> dict[int, str]:
     if model is None:
         return {}
     names = {id(p): name for name, p in named_parameters(model)}
-    if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+    if not any(id(p) in names for p in parameters_of(optimizer)):
         raise InvalidValueError(
             f"model ({type(model).__name__}) has none of the optimizer's parameters: expected the module that was "
             "given to the optimizer, as it is now; wrapping or moving it may have made new parameters."

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.distributed.placements import any_sharded, local_part
 from gradguard.errors import UnsupportedGradientError
-from gradguard.optimizer_hooks import optimizers_in
+from gradguard.optimizer_hooks import optimizers_in, parameters_of
 from gradguard.state.copies import Restorer, UndoCopier
 from gradguard.state.optimizer_copy import OptimizerCopy
 from gradguard.tensors.layout import move
@@ -167,7 +167,7 @@ class Snapshot:
 
     @torch.no_grad()
     def __init__(self, optimizer: Optimizer) -> None:
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._parameters = parameters_of(optimizer)
         # The vectors that LBFGS keeps in lists are replaced and never written, so they need no copies.
         copier = UndoCopier(lists=not isinstance(optimizer, torch.optim.LBFGS))
         self._parts = list(map(OptimizerCopy, optimizers_in(optimizer)))  # as ZeroRedundancyOptimizer has one inside

@@ -72,6 +72,8 @@ class ClipByPreviousNorm(StatefulClipper):
 
     serves_several_guards = True
 
+    _per_tensor = True
+
     def __init__(self, max_norm: float | Tensor, norm_type: float = 2.0) -> None:
         super().__init__(previous=scalar(0.0))
         self.max_norm = check_threshold("max_norm", max_norm)
@@ -84,10 +86,6 @@ class ClipByPreviousNorm(StatefulClipper):
     def previous_norm(self) -> Tensor:
         """The norm of all gradients in the last step that was finite, 0-dim; 0 before the first."""
         return self.state["previous"].clone()
-
-    def is_per_tensor(self) -> bool:
-        """Tell that gradients may come one at a time: yes."""
-        return True
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:

@@ -20,7 +20,7 @@ from gradguard.distributed.placements import gradient_of, is_sharded, local_part
 from gradguard.distributed.processes import largest_over, numbers_of_all
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
-from gradguard.optimizer_hooks import EveryStep
+from gradguard.optimizer_hooks import EveryStep, parameters_of
 from gradguard.tensors.layout import are_readable, move, wide_dtype
 from gradguard.torch_private import layer_slots, never_compiled, parameter_slots
 
@@ -223,7 +223,7 @@ class QKClip:
                 "that have the same layers."
             )
         self._is_agreed = True
-        joined = largest_over(joined, self._group, _TASK).split([len(part) for part in parts])
+        joined = largest_over(joined, self._group, _TASK).split(list(map(len, parts)))
         for one, part, everywhere in zip(told, parts, joined, strict=True):
             one.measured = move(everywhere, part.device)
             one.look()
@@ -725,7 +725,7 @@ def _check_weights(model: nn.Module, attentions: Mapping[str, _Attention | None]
         InvalidValueError: If weights are another optimizer's, shared, or those of another QKClip.
         UnsupportedGradientError: If a layer is no plain linear one, or frozen.
     """
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = set(map(id, parameters_of(optimizer)))
     places = _places(model, [name for name, one in attentions.items() if one is None])
     for one in filter(None, attentions.values()):
         one.check()

@@ -93,7 +93,7 @@ def reach_of(optimizer: Optimizer) -> Reach | None:
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return None
-    rates = [_of_sgd(group) for group in optimizer.param_groups]
+    rates = list(map(_of_sgd, optimizer.param_groups))
     known = [rate for rate in rates if rate is not None]
     return Reach(optimizer.param_groups, known) if len(known) == len(rates) else None
 

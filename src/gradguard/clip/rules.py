@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradguard.arguments import check_bounds, check_order, check_threshold
+from gradguard.arguments import check_interval, check_order, check_threshold
 from gradguard.clip.clipper import Clipper, Decision, describe
 from gradguard.clip.gradients import (
     Gradients,
-    MeasuredGradients,
     asks_for_each,
     global_norm,
     measured,
     norms_of,
     total_of,
+    with_norms,
 )
 from gradguard.clip.lock_in import LockIn
 from gradguard.distributed.wrappers import refuse_flat_parameters
@@ -141,14 +141,12 @@ class ClipByNorm(FixedRule):
         Chollet and others (2015), Keras, the argument ``clipnorm``; PaddlePaddle, ``ClipGradByNorm``.
     """
 
+    _per_tensor = True
+
     def __init__(self, max_norm: float | Tensor, norm_type: float = 2.0) -> None:
         super().__init__()
         self.max_norm = check_threshold("max_norm", max_norm)
         self.norm_type = check_order(norm_type)
-
-    def is_per_tensor(self) -> bool:
-        """Tell that gradients may come one at a time: yes."""
-        return True
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
@@ -192,14 +190,12 @@ class ClipByRMS(FixedRule):
         1804.04235, section 6.
     """
 
+    _per_tensor = True
+
     def __init__(self, max_rms: float | Tensor = 1.0) -> None:
         super().__init__()
         self.max_rms = check_threshold("max_rms", max_rms)
         self._roots: tuple[tuple[int, ...], Tensor] | None = None  # the sizes that they are of, and they
-
-    def is_per_tensor(self) -> bool:
-        """Tell that gradients may come one at a time: yes."""
-        return True
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
@@ -286,19 +282,17 @@ class ClipByValue(FixedRule):
 
     measures_itself, needs_tensor_norms = True, False
 
+    _per_tensor = True
+
     def __init__(self, max: float | Tensor, min: float | None = None) -> None:
         super().__init__()
         self.max, self.min = max, min
-        self._bounds()
-
-    def is_per_tensor(self) -> bool:
-        """Tell that gradients may come one at a time: yes."""
-        return True
+        check_interval(self.min, self.max, ("min", "max"))
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure, and look whether any element exceeds the bounds."""
-        low, high = self._bounds()
+        low, high = check_interval(self.min, self.max, ("min", "max"))
         bounds = at_scale(low, scale), at_scale(high, scale)
         if grads.reduction is not None:
             return self._decide_sharded(grads, scale, bounds, high)
@@ -343,29 +337,13 @@ class ClipByValue(FixedRule):
         else:
             joined = [(classes.joined(norms, order), order) for norms, order in local]
             (before, after, outside), _ = grads.reduction.measure_classes(classes, *joined)
-        grads = MeasuredGradients(
-            grads.parameters,
-            grads.gradients,
-            grads.positions,
-            grads.names,
-            before,
-            classes=classes,
-            reduction=grads.reduction,
-            wants_each=grads.wants_each,
-        )
+        grads = with_norms(grads, before, classes=classes)
         norms = global_norm(grads, scale)
         norm, clipped = norms.value, (outside > 0).any()
         coefficient = torch.where(clipped, total_of(after) / total_of(before), 1.0)
         locked_in = self._lock_in.follow(clipped, high if isinstance(high, Tensor) else abs(high), norm < math.inf)
         result = describe(grads, norms, coefficient, clipped, threshold=high, locked_in=locked_in)
         return Decision(grads, result, None, lambda: clamp_([grads.gradients[i] for i in suspect], *bounds), after)
-
-    def _bounds(self) -> tuple[float | Tensor, float | Tensor]:
-        if self.min is None:
-            high = check_threshold("max", self.max)
-            return -high, high
-        high = float(self.max) if isinstance(self.max, Tensor) else self.max
-        return check_bounds(self.min, high, ("min", "max"))
 
 
 def _may_exceed(norms: Tensor, low: float | Tensor, high: float | Tensor) -> list[bool]:

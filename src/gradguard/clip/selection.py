@@ -94,7 +94,7 @@ class Selector:
                 )
             if not fitting:
                 raise InvalidValueError(f"{self.what} has {pattern!r}, which matches no parameter; {_advice(names)}")
-        present = {id(t) for t in tensors}
+        present = set(map(id, tensors))
         for entry in (*self._tensors, *self._modules):
             chosen = [entry] if isinstance(entry, Tensor) else list(entry.parameters())
             absent = present.isdisjoint(map(id, chosen))

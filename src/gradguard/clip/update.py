@@ -18,7 +18,7 @@ from gradguard.clip.reach import Reach
 from gradguard.clip.rules import ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue
 from gradguard.distributed.placements import local_part
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.optimizer_hooks import EveryStep
+from gradguard.optimizer_hooks import EveryStep, parameters_of
 from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import are_readable, meeting_device, wide_dtype
 
@@ -167,7 +167,7 @@ class ClipUpdate:
     def _enter(self, optimizer: Optimizer, closure: bool) -> None:
         """Keep the weights, and the learning rates by which the step will move them."""
         del optimizer, closure
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(self.optimizer)
         if is_in_backward():
             refuse_in_backward(self.clipper, parameters, self._stages)
         self._rates = _learning_rates(self.optimizer)

@@ -113,7 +113,7 @@ def agree(
     _numbers.last = largest[3]
     senders = dict(zip(stages.tolist(), first.tolist(), strict=True))
     lengths = dict(zip(stages.tolist(), table[first, 2].tolist(), strict=True))
-    return Agreement([bool(wish) for wish in largest[4:]], _numbers.last, senders, lengths, text)
+    return Agreement(list(map(bool, largest[4:])), _numbers.last, senders, lengths, text)
 
 
 def _digest(text: bytes) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradguard.tensors.layout import meeting_device, move
-from gradguard.tensors.norms import tensor_norms, total_norm
+from gradguard.tensors.norms import joined_norms, tensor_norms, total_norm
 
 
 class Classes:
@@ -88,10 +88,7 @@ class Classes:
 
     def joined(self, norms: Tensor, order: float) -> Tensor:
         """Return the norm of each class from that of each gradient's part, of a finite order, without overflow."""
-        at, none = move(self._class_of, norms.device), norms.new_zeros(len(self))
-        largest = none.scatter_reduce(0, at, norms, "amax")
-        divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
-        return divisor * none.index_add(0, at, (norms / divisor[at]) ** order) ** (1 / order)
+        return joined_norms(norms, move(self._class_of, norms.device), len(self), order)
 
     def of(self, positions: Tensor) -> Tensor:
         """Return the class of each of these gradients; a whole one is a class by itself."""

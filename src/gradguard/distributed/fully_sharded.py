@@ -86,18 +86,12 @@ class GatheredLayers:
 def _own_slots(model: nn.Module) -> list[tuple[Any, nn.Module, str]]:
     """Each place of a parameter, with the layer nearest to it, upwards, that was sharded as one."""
     found: list[tuple[Any, nn.Module, str]] = []
-
-    def look(module: nn.Module, unit: nn.Module | None, seen: set[int]) -> None:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        unit = module if is_fully_sharded(module) else unit
-        if unit is not None:
-            found.extend((unit, module, slot) for slot in parameter_slots(module))
-        for part in module.children():
-            look(part, unit, seen)
-
-    look(model, None, set())
+    units: dict[str, nn.Module | None] = {}
+    for name, module in model.named_modules():
+        holder = name.rpartition(".")[0]
+        units[name] = module if is_fully_sharded(module) else units[holder] if name else None
+        if units[name] is not None:
+            found.extend((units[name], module, slot) for slot in parameter_slots(module))
     return found
 
 

@@ -38,6 +38,11 @@ class LocalShard:
         digests = [None if i is None else (len(i), int(hashed(i.clone()).sum())) for i in self.along]
         return self.own, self.start, tuple(digests)
 
+    def entries(self, dim: int) -> Tensor:
+        """Return the numbers of the entries of one dimension that the part has."""
+        held = self.along[dim] if self.along else None
+        return torch.arange(self.own[dim], device="cpu") if held is None else held
+
     def places(self, begin: int, count: int, device: torch.device) -> Tensor:
         """Return the places in the whole of ``count`` of the part's elements, from ``begin`` on."""
         left = torch.arange(begin, begin + count, device=device)
@@ -89,7 +94,7 @@ def _entries(tensor: Any, d: int) -> Tensor | None:
     cuts = [
         (sizes[i], coordinate[i], getattr(p, "split_factor", 1))
         for i, p in enumerate(tensor.placements)
-        if hasattr(p, "dim") and p.dim % tensor.dim() == d
+        if hasattr(p, "dim") and p.dim % tensor.dim() == d and sizes[i] > 1
     ]
     if not cuts:
         return None

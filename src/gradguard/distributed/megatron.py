@@ -96,7 +96,7 @@ def refuse_unnamed_megatron_stages(tensors: Sequence[Tensor], stages: Any, share
             "Megatron has pipeline stages, and the norm would be that of this stage alone: pass "
             "process_group=parallel_state.get_pipeline_model_parallel_group()."
         )
-    known = {id(weight) for weight in (shared or {}).values()}
+    known = set(map(id, (shared or {}).values()))
     if any(getattr(t, "shared_embedding", False) and id(t) not in known for t in tensors):
         raise InvalidValueError(
             "the embedding is held by the first and by the last pipeline stage, and would count twice: pass "

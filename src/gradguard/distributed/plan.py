@@ -110,7 +110,7 @@ class Plan:
         self.reducer = Reducer(union, _signature(tensors, placements, names), is_wide, where, bool(moves), details)
         self.alive: list[weakref.ref] = []
         self._layouts = layouts_of(tensors)
-        held_by_stages = {id(weight) for weight in shared.values()}  # whose other holders this stage does not know
+        held_by_stages = set(map(id, shared.values()))  # whose other holders this stage does not know
         own = [None if id(t) in held_by_stages else p for t, p in zip(tensors, placements, strict=True)]
         self._balances = balances(own, union, dist.get_rank())
         device = self.reducer.device
@@ -438,10 +438,15 @@ def _keep(cache: dict[tuple, Any], key: tuple, value: Any, most: int | None = _K
         del cache[next(iter(cache))]
 
 
+def first_places(values: Sequence[Any]) -> list[int]:
+    """Return where each of some objects comes for the first time, in order."""
+    return sorted({id(one): i for i, one in reversed(list(enumerate(values)))}.values())
+
+
 def _each_once(tensors: Sequence[Tensor], names: Names) -> tuple[Sequence[Tensor], Names]:
     if len(set(map(id, tensors))) == len(tensors):
         return tensors, names
-    first = sorted({id(t): i for i, t in reversed(list(enumerate(tensors)))}.values())
+    first = first_places(tensors)
     return [tensors[i] for i in first], None if names is None else [names[i] for i in first]
 
 
@@ -450,8 +455,8 @@ def _each_gradient_once(gradients: list[Tensor | None]) -> list[Tensor | None]:
     there = set(map(id, gradients))
     if len(there) == len(gradients):  # at most one of which is None
         return gradients
-    first = {id(g): i for i, g in reversed(list(enumerate(gradients)))}
-    return [g if first[id(g)] == i else None for i, g in enumerate(gradients)]
+    first = set(first_places(gradients))
+    return [g if i in first else None for i, g in enumerate(gradients)]
 
 
 def are_known(specs: Sequence[Any], known: Sequence[Any]) -> bool:

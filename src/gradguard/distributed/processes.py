@@ -93,7 +93,7 @@ def numbers_of_all(number: int, group: Any, task: str) -> list[int]:
     rank, size = rank_and_size(group)
     table = torch.zeros(size, dtype=torch.float64, device="cpu")
     table[rank] = number
-    return [int(one) for one in sum_over(table, group, task).tolist()]
+    return list(map(int, sum_over(table, group, task).tolist()))
 
 
 def raise_together(error: Exception | None, group: Any, task: str) -> None:

@@ -244,14 +244,14 @@ class Reducer:
         return None
 
     def _largest(self, measured: Sequence[Tensor]) -> list[Tensor]:
-        parts = [encode_largest(norms) for norms in measured]
+        parts = list(map(encode_largest, measured))
         number, mine = self._number[:1], digest(self._settings, self.device)[:1]
         vector = torch.cat([*parts, number, -number, mine, -mine])
         self._run(vector, dist.ReduceOp.MAX)
         *largest, numbers, alike = vector.split([*map(len, parts), 2, 2])
         agreed = (alike == torch.cat([mine, -mine])).all()
         same = self._checked((numbers == torch.cat([number, -number])).all(), agreed, None)
-        norms = [decode_largest(x) for x in largest]
+        norms = list(map(decode_largest, largest))
         return norms if same is None else [torch.where(same, x, math.nan) for x in norms]
 
     def _run(self, vector: Tensor, operation: Any) -> None:

@@ -88,7 +88,7 @@ def _slices(placement: Placement, union: ReductionGroup) -> tuple[int, int] | No
     own, everybody = (
         torch.isin(root, torch.tensor(sorted(r), device="cpu")).nonzero() for r in (placement.ranks, union.stage)
     )
-    slices = sorted({tuple(where) for where in everybody[:, fixed].tolist()})
+    slices = sorted(set(map(tuple, everybody[:, fixed].tolist())))
     if len(slices) * len(placement.ranks) != len(union.stage):
         return None
     return slices.index(tuple(own[0, fixed].tolist())), len(slices)

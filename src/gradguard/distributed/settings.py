@@ -35,7 +35,7 @@ def as_setting(value: object) -> Setting:
 def digest(settings: Settings, device: torch.device) -> Tensor:
     """Return what stands for ``settings``, and its square: ``[2]``, float64, whole numbers, without a wait."""
     tensors = [s for s in settings if isinstance(s, Tensor) and not s.is_cpu]
-    pair = _digest_of_words(repr([_plain(s) for s in settings]), device)
+    pair = _digest_of_words(repr(list(map(_plain, settings))), device)
     if not tensors:
         return pair
     number = pair[0]
@@ -60,7 +60,7 @@ def _digest_of_words(words: str, device: torch.device) -> Tensor:
 
 def difference(union: ReductionGroup, settings: Settings) -> str:
     """Return which processes clip in another way than most, in words; all of them ask together."""
-    said = [str(s) for s in gather_objects(union, _in_words(settings))]
+    said = list(map(str, gather_objects(union, _in_words(settings))))
     usual = Counter(said).most_common(1)[0][0]
     ranks = dist.get_process_group_ranks(union.group)
     others = [rank for rank, one in zip(ranks, said, strict=True) if one != usual]

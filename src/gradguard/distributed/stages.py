@@ -40,7 +40,7 @@ def check_shared(shared: Any, tensors: Sequence[Tensor], stages: Any) -> Shared:
             "shared says which weights several pipeline stages hold: name the stages with process_group= or mesh=. On "
             "one process, tied weights count once by themselves."
         )
-    listed = {id(t) for t in tensors} if shared else set()
+    listed = set(map(id, tensors)) if shared else set()
     for name, tensor in shared.items():
         if id(tensor) not in listed:
             raise InvalidValueError(f"shared[{name!r}] is not among the parameters of this call.")

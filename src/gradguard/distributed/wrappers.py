@@ -152,7 +152,12 @@ def check_wrappers(tensors: Sequence[Tensor], stages: Any) -> None:
                 "no_sync()."
             )
         if stages is not None:
-            _refuse_replicas_as_stages(wrapper, stages)
+            both = set(dist.get_process_group_ranks(wrapper.process_group)) & set(dist.get_process_group_ranks(stages))
+            if len(both) > 1:
+                raise InvalidValueError(
+                    f"process_group says that parameters differ between the ranks {sorted(both)}, over which "
+                    "DistributedDataParallel replicates them: leave process_group out; it is for pipeline stages."
+                )
         known = _known_of(wrapper)
         if not known.are_averaged(wrapper, own):
             _refuse_own_gradients(wrapper, own)
@@ -298,15 +303,6 @@ def _flat_placements(module: nn.Module) -> dict[int, Placement]:
     return placements
 
 
-def _refuse_replicas_as_stages(wrapper: DistributedDataParallel, stages: Any) -> None:
-    both = set(dist.get_process_group_ranks(wrapper.process_group)) & set(dist.get_process_group_ranks(stages))
-    if len(both) > 1:
-        raise InvalidValueError(
-            f"process_group says that parameters differ between the ranks {sorted(both)}, over which "
-            "DistributedDataParallel replicates them: leave process_group out; it is for pipeline stages."
-        )
-
-
 def _wrappers() -> list[nn.Module]:
     """Every DistributedDataParallel and FSDP1 module that lives: looked for once, then told of new ones."""
     global _living
@@ -322,7 +318,7 @@ def _wrappers() -> list[nn.Module]:
 
 def _wrappers_of(parameters: Iterable[Tensor], wrappers: Sequence[nn.Module]) -> Iterator[tuple[Any, Sequence[Tensor]]]:
     """Yield each of ``wrappers`` that holds some of ``parameters``, with these."""
-    wanted = {id(p) for p in parameters} if wrappers else set()
+    wanted = set(map(id, parameters)) if wrappers else set()
     for wrapper in wrappers:
         if own := [p for p in wrapper.parameters() if id(p) in wanted]:
             yield wrapper, own

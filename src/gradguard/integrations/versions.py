@@ -44,7 +44,7 @@ def require(package: str, at_least: str, below: str, extra: str) -> None:
 def _numbers(version: str) -> tuple[int, ...]:
     """The release as numbers, without zeros at the end: 2.6 and 2.6.0 are one version."""
     release = re.match(r"\d+(\.\d+)*", version.removeprefix("v"))
-    numbers = [int(part) for part in release[0].split(".")] if release else []
+    numbers = list(map(int, release[0].split("."))) if release else []
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)

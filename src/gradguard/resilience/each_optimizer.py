@@ -15,6 +15,7 @@ from gradguard.distributed.reduction_group import several_processes
 from gradguard.errors import GradguardError
 from gradguard.listeners import ClipCall, ClipEvent, Listener
 from gradguard.monitoring.observe.observer import Losses
+from gradguard.optimizer_hooks import parameters_of
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.host_copy import is_captured
 
@@ -95,7 +96,7 @@ class GuardEachOptimizer(Listener):
             return
         clipped = _trained(parameters)
         for optimizer in list(self._guards):
-            own = _trained(p for group in optimizer.param_groups for p in group["params"])
+            own = _trained(parameters_of(optimizer))
             if clipped == own and (guard := self._guard_of(optimizer)) is not None:
                 _spikes_of(guard).hear(None if self._scales else norm.detach().reshape(()))
 

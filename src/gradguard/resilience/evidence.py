@@ -251,7 +251,7 @@ def gathered_weights(model: nn.Module, state: Mapping[str, Any] | None = None) -
     Raises:
         UnsupportedGradientError: If a part cannot be made whole.
     """
-    if any(is_fsdp1(module) for module in model.modules()):
+    if any(map(is_fsdp1, model.modules())):
         raise UnsupportedGradientError(
             "FSDP1 holds flat parts of several weights: give them whole, with FSDP.state_dict_type(model, "
             "StateDictType.FULL_STATE_DICT): model.state_dict(), or use fully_shard."

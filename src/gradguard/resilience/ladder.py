@@ -460,7 +460,7 @@ class SpikeRecovery:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: the guard's state, counts and events. Snapshots stay in memory."""
-        events = [asdict(event) for event in self.events]
+        events = list(map(asdict, self.events))
         return {"guard": self.guard.state_dict(), "steps": self.steps, "slow_until": self._slow_until, "events": events}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

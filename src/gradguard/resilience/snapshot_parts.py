@@ -191,7 +191,7 @@ class OptimizerState(Part):
         content = packer.restored(self._copy.kept)
         places = {id(p): place for place, p in self._copy.parameters.items()}
         state = [(_key(key, places), one) for key, one in zip(self._copy.keys, content["state"], strict=True)]
-        groups = [_without_references(numbers) for numbers in content["groups"]]
+        groups = list(map(_without_references, content["groups"]))
         return {"names": self._names(), **content, "groups": groups, "state": state}
 
     def unpack(self, packed: Any, unpacker: Unpacker) -> None:

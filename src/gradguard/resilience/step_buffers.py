@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradguard.distributed.placements import is_sharded
-from gradguard.state.copies import overlaps
+from gradguard.distributed.placements import local_part
+from gradguard.state.copies import PlainCopy, Restorer, UndoCopier
 from gradguard.tensors.layout import are_readable, grouped, move
 from gradguard.torch_private import buffer_slots, foreach_copy_, version_of
 
@@ -82,12 +82,15 @@ class _Kept:
 
     def keep(self) -> None:
         self._live = live = self.now
-        self.kept: Any = None if live is None else live.detach().clone()
-        self._can_be_written = live is not None and not live.is_inference() and not overlaps(live)
-        self._is_plain = self._can_be_written and type(self.kept) is Tensor and self.kept.layout is torch.strided
-        local = live.to_local() if is_sharded(live) else live  # type: ignore[attr-defined]
+        self._copy: Any = UndoCopier().copy(live)
+        local = None if live is None else local_part(live)
         self._counted = None if local is None or local.is_inference() or self._name in _UNCOUNTED else local
         self.count()
+
+    @property
+    def kept(self) -> Tensor:
+        """The copy of a simple one."""
+        return self._copy.memory
 
     def count(self) -> None:
         """Note how often it has been written until now."""
@@ -100,17 +103,12 @@ class _Kept:
 
     def is_simple(self) -> bool:
         """Whether the copy can be written into the buffer by an operation for many."""
-        return self._is_plain and self._fits()
+        is_plain = isinstance(self._copy, PlainCopy) and self.kept.layout is torch.strided
+        return is_plain and self.now is self._live and self._copy.fits(self._live)
 
     def put_back(self) -> None:
-        if self._fits():
-            self.now.copy_(self.kept)
-        else:
-            self._slots[self._name] = None if self.kept is None else self.kept.clone()
-
-    def _fits(self) -> bool:
-        now = self.now
-        return self._can_be_written and now is self._live and now.shape == self.kept.shape
+        own = self._live if self.now is self._live else None  # what else stands there now is somebody else's
+        self._slots[self._name] = Restorer().restored(self._copy, own)
 
 
 def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:

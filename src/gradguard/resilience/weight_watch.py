@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from gradguard.distributed.placements import is_sharded
+from gradguard.optimizer_hooks import parameters_of
 from gradguard.tensors.layout import are_readable
 from gradguard.tensors.norms import total_norm
 from gradguard.torch_private import versions_of
@@ -22,7 +23,7 @@ class WeightWatch:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        every = [p for group in optimizer.param_groups for p in group["params"]]
+        every = parameters_of(optimizer)
         self._sharded = [p for p in every if is_sharded(p)]
         self._whole = _readable([p for p in every if not is_sharded(p)])
         self.keep()

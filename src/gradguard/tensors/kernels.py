@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import compress
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -44,27 +45,39 @@ def _address(room: bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(room))
 
 
-class Blocks:
-    """A list of tensors each of which is a block of memory. It holds them while the kernels work."""
+class _Collected:
+    """Tensors whose addresses, sizes and dtypes lie in room that the kernels read. It holds them while these work."""
+
+    _before_dtypes: int
+    """Bytes of the address and the sizes of each tensor."""
 
     def __init__(self, library: native.Library, tensors: list[Tensor], room: bytearray) -> None:
         self._library, self._tensors, self._room = library, tensors, room
         start, n = _address(room), len(tensors)
-        self._list = native.List(start, start + 8 * n, start + 16 * n, n)
+        self._list = native.List(start, start + 8 * n, start + self._before_dtypes * n, n)
         self._where = ctypes.addressof(self._list)
 
-    @staticmethod
-    def of(tensors: Sequence[Tensor]) -> "Blocks | None":
-        """Return ``tensors`` for the kernels, or None if these cannot take all of them."""
+    @classmethod
+    def _of(cls, tensors: Sequence[Tensor], *cuts: int) -> Self | None:
         library = _library_for(tensors)
         if library is None:
             return None
         tensors, n = tensors if isinstance(tensors, list) else list(tensors), len(tensors)
-        room = bytearray(17 * n + 8)
-        start = _address(room)
-        if not library.collect(tensors, start, start + 8 * n, start + 16 * n):
-            return None
-        return Blocks(library, tensors, room)
+        room = bytearray((cls._before_dtypes + 1) * n + 8)
+        start, collect = _address(room), library.collect_units if cuts else library.collect
+        is_taken = collect(tensors, *cuts, start, start + 8 * n, start + cls._before_dtypes * n)
+        return cls(library, tensors, room) if is_taken else None
+
+
+class Blocks(_Collected):
+    """A list of tensors each of which is a block of memory."""
+
+    _before_dtypes = 16
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> "Blocks | None":
+        """Return ``tensors`` for the kernels, or None if these cannot take all of them."""
+        return Blocks._of(tensors)
 
     @staticmethod
     def measures(p: float) -> bool:
@@ -148,14 +161,10 @@ class Blocks:
         return low != -high and any([t.is_neg() for t in self._tensors])
 
 
-class UnitBlocks:
+class UnitBlocks(_Collected):
     """Blocks of tensors that are cut into units, each a stretch of memory or a column of one."""
 
-    def __init__(self, library: native.Library, tensors: list[Tensor], room: bytearray) -> None:
-        self._library, self._tensors, self._room = library, tensors, room
-        start, n = _address(room), len(tensors)
-        self._list = native.List(start, start + 8 * n, start + 40 * n, n)  # addresses, four sizes each, dtypes
-        self._where = ctypes.addressof(self._list)
+    _before_dtypes = 40  # four sizes each
 
     @staticmethod
     def of(tensors: Sequence[Tensor], dims: Sequence[int | None], groups: Sequence[int]) -> "UnitBlocks | None":
@@ -166,17 +175,8 @@ class UnitBlocks:
             dims: Along which dimension of each its units are; None for one that is one unit.
             groups: Into how many groups of units its dimension 0 is cut first.
         """
-        library = _library_for(tensors)
-        if library is None:
-            return None
-        tensors, n = tensors if isinstance(tensors, list) else list(tensors), len(tensors)
-        room = bytearray(41 * n + 8)
-        start, wanted = _address(room), array("i", [-1 if dim is None else dim for dim in dims])
-        cut = array("i", groups)
-        given = wanted.buffer_info()[0], cut.buffer_info()[0]
-        if not library.collect_units(tensors, *given, start, start + 8 * n, start + 40 * n):
-            return None
-        return UnitBlocks(library, tensors, room)
+        wanted, cut = array("i", [-1 if dim is None else dim for dim in dims]), array("i", groups)
+        return UnitBlocks._of(tensors, wanted.buffer_info()[0], cut.buffer_info()[0])
 
     def norms(self, units: int) -> Tensor:
         """Return the 2-norm of every unit of every tensor, ``units`` in all: float64."""

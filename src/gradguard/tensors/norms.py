@@ -114,6 +114,14 @@ def norm_of_norms(norms: Tensor, p: float = 2.0) -> Tensor:
     return divisor * torch.linalg.vector_norm(norms / divisor, p)
 
 
+def joined_norms(norms: Tensor, at: Tensor, count: int, order: float = 2.0) -> Tensor:
+    """Return ``count`` norms of a finite order from those of parts, which belong to the norms ``at`` these places."""
+    none = norms.new_zeros(count)
+    largest = none.scatter_reduce(0, at, norms, "amax")
+    divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)  # so that no power leaves the range
+    return divisor * none.index_add(0, at, (norms / divisor[at]) ** order) ** (1 / order)
+
+
 def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
     """One norm for each tensor, on ``device``, without a host read."""
     norms: list[Tensor] = [torch.zeros((), dtype=wide_dtype(device), device=device)] * len(tensors)
