@@ -105,7 +105,7 @@ _UNDERFLOW = 1e-36
 _CUT_OFF = 2.0**-26
 """The part that a sum of 16-bit products may be too small by, for each product: 2**-22 for each 16 of them."""
 
-_WORTH_SPLITTING = 1 << 33
+_WORTH_SPLITTING = 1 << 32
 """Multiply-adds from which three products of 16 bits take less time than one of float32 and the launches saved."""
 
 

@@ -1,8 +1,9 @@
 """Convolutions of one to three dimensions, also transposed: one kernel gives all samples' weight gradients.
 
-Each sample becomes a group of its own channels, so that a single weight-gradient kernel returns ``[B, *shape]``, about
-as fast as the ordinary weight gradient. Where a map has few positions and a weight is large (the last layers of most
-networks), norms come from pairs of positions of the unfolded input instead, without any gradient.
+On a CPU each sample becomes a group of its own channels, so that a single weight-gradient kernel returns
+``[B, *shape]``, about as fast as the ordinary weight gradient; on an accelerator inputs are unfolded, some samples at a
+time, and multiplied. Where a map has few positions and a weight is large (the last layers of most networks), norms come
+from pairs of positions of the unfolded input instead, without any gradient.
 """
 
 from math import prod
