@@ -19,10 +19,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 PRELOADED = [
     "torch",
@@ -187,9 +188,30 @@ def run(arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
+def end(code: int) -> NoReturn:
+    """End as Python does, but for taking the preloaded packages apart, which takes longer than most scripts."""
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    if sys.modules["__main__"] is not PROGRAM:
+        vars(sys.modules["__main__"]).clear()
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
 if __name__ == "__main__":
+    PROGRAM = sys.modules["__main__"]
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    run(become(serve()))
+    code = 0
+    try:
+        run(become(serve()))
+    except SystemExit as ended_by:
+        if not isinstance(ended_by.code, int | None):
+            raise
+        code = ended_by.code or 0
+    end(code)
