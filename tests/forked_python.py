@@ -22,6 +22,7 @@ import tempfile
 import threading
 import types
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,23 +58,30 @@ def run_ranks(
     env: dict[str, str] | None = None,
     check: bool = True,
     timeout: float = 240,
+    preloaded: str = "",
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run what ``torchrun --standalone --nproc-per-node world *arguments`` does, and return what each rank said.
 
-    When one of them fails, the others are killed unless they end soon.
+    When one of them fails, the others are killed unless they end soon. A package that takes seconds to import is
+    imported once for all ranks where it is ``preloaded``.
     """
     from distributed.pool import rendezvous  # in the tests alone: what runs here shall find nothing of theirs
 
     with rendezvous() as meeting:
         common = {**(env or {}), **meeting, "WORLD_SIZE": f"{world}", "LOCAL_WORLD_SIZE": f"{world}"}
         ranks = [{**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(world)]
-        done = run_pythons([arguments] * world, cwd=cwd, env=ranks, timeout=timeout)
+        done = run_pythons([arguments] * world, cwd=cwd, env=ranks, timeout=timeout, preloaded=preloaded)
     assert [one.returncode for one in done] == [0] * world or not check, "\n".join(one.stderr for one in done)
     return done
 
 
 def run_pythons(
-    commands: list[tuple[str | Path, ...]], *, cwd: Path, env: list[dict[str, str]], timeout: float
+    commands: list[tuple[str | Path, ...]],
+    *,
+    cwd: Path,
+    env: list[dict[str, str]],
+    timeout: float,
+    preloaded: str = "",
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run several at once; ``env`` is what is added to the environment of each."""
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +90,7 @@ def run_pythons(
             {"arguments": [*map(str, command)], "cwd": str(cwd), "env": {**os.environ, **more}, "streams": files}
             for command, more, files in zip(commands, env, streams, strict=True)
         ]
-        codes = _asked(jobs, timeout)
+        codes = _asked(jobs, timeout, preloaded)
         said = [[Path(file).read_text(encoding="utf-8", errors="replace") for file in files] for files in streams]
     return [
         subprocess.CompletedProcess([*map(str, command)], code, out, err)
@@ -93,7 +101,7 @@ def run_pythons(
 _server: subprocess.Popen[str] | None = None
 
 
-def _asked(jobs: list[dict[str, Any]], timeout: float) -> list[int]:
+def _asked(jobs: list[dict[str, Any]], timeout: float, preloaded: str) -> list[int]:
     global _server
     if _server is None or _server.poll() is not None:
         _server = subprocess.Popen(
@@ -102,7 +110,7 @@ def _asked(jobs: list[dict[str, Any]], timeout: float) -> list[int]:
         atexit.register(_end, _server)
     assert _server.stdin is not None
     assert _server.stdout is not None
-    _server.stdin.write(json.dumps([jobs, timeout]) + "\n")
+    _server.stdin.write(json.dumps([jobs, timeout, preloaded]) + "\n")
     _server.stdin.flush()
     codes = json.loads(_server.stdout.readline())
     if None in codes:
@@ -122,7 +130,12 @@ def _end(server: subprocess.Popen[str]) -> None:
 def serve() -> dict[str, Any]:
     """Fork a process for each job that comes; returns, in those processes, the job."""
     for line in sys.stdin:
-        jobs, timeout = json.loads(line)
+        jobs, timeout, preloaded = json.loads(line)
+        if preloaded and (with_package := os.fork()):
+            os.waitpid(with_package, 0)
+            continue
+        if preloaded:
+            preload(preloaded)
         children: list[int] = []
         for job in jobs:
             child = os.fork()
@@ -130,7 +143,21 @@ def serve() -> dict[str, Any]:
                 return job
             children.append(child)
         print(json.dumps(ended(children, timeout)), flush=True)
+        if preloaded:
+            break
     os._exit(0)
+
+
+def preload(package: str) -> None:
+    """Import a package in silence: what is printed here are exit codes."""
+    answers, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    with suppress(ImportError):  # the jobs say it
+        importlib.import_module(package)
+    sys.stdout.flush()
+    os.dup2(answers, 1)
+    os.close(answers)
+    os.close(nowhere)
 
 
 def ended(children: list[int], timeout: float) -> list[int | None]:
