@@ -15,7 +15,9 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -43,10 +45,18 @@ PATIENCE = 20
 
 
 def run_python(
-    *arguments: str | Path, cwd: Path, env: dict[str, str] | None = None, check: bool = True, timeout: float = 240
+    *arguments: str | Path,
+    cwd: Path,
+    env: dict[str, str] | None = None,
+    check: bool = True,
+    timeout: float = 240,
+    starts_more: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Do what ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True)`` does."""
-    (done,) = run_pythons([arguments], cwd=cwd, env=[env or {}], timeout=timeout)
+    """Do what ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True)`` does.
+
+    A program that ``starts_more`` Pythons by ``[sys.executable, ...]`` gets forked ones too.
+    """
+    (done,) = run_pythons([arguments], cwd=cwd, env=[env or {}], timeout=timeout, starts_more=starts_more)
     assert done.returncode == 0 or not check, f"{done.args} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
     return done
 
@@ -59,6 +69,7 @@ def run_ranks(
     check: bool = True,
     timeout: float = 240,
     preloaded: str = "",
+    starts_more: bool = False,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run what ``torchrun --standalone --nproc-per-node world *arguments`` does, and return what each rank said.
 
@@ -70,7 +81,8 @@ def run_ranks(
     with rendezvous() as meeting:
         common = {**(env or {}), **meeting, "WORLD_SIZE": f"{world}", "LOCAL_WORLD_SIZE": f"{world}"}
         ranks = [{**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(world)]
-        done = run_pythons([arguments] * world, cwd=cwd, env=ranks, timeout=timeout, preloaded=preloaded)
+        more = {"preloaded": preloaded, "starts_more": starts_more}
+        done = run_pythons([arguments] * world, cwd=cwd, env=ranks, timeout=timeout, **more)
     assert [one.returncode for one in done] == [0] * world or not check, "\n".join(one.stderr for one in done)
     return done
 
@@ -82,13 +94,20 @@ def run_pythons(
     env: list[dict[str, str]],
     timeout: float,
     preloaded: str = "",
+    starts_more: bool = False,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run several at once; ``env`` is what is added to the environment of each."""
     with tempfile.TemporaryDirectory() as folder:
         streams = [[f"{folder}/{i}{name}" for name in ("out", "err")] for i in range(len(commands))]
         jobs = [
-            {"arguments": [*map(str, command)], "cwd": str(cwd), "env": {**os.environ, **more}, "streams": files}
-            for command, more, files in zip(commands, env, streams, strict=True)
+            {
+                "arguments": [*map(str, command)],
+                "cwd": str(cwd),
+                "env": {**os.environ, **more},
+                "streams": files,
+                "python": f"{folder}/python{i}" if starts_more else "",
+            }
+            for i, (command, more, files) in enumerate(zip(commands, env, streams, strict=True))
         ]
         codes = _asked(jobs, timeout, preloaded)
         said = [[Path(file).read_text(encoding="utf-8", errors="replace") for file in files] for files in streams]
@@ -140,7 +159,7 @@ def serve() -> dict[str, Any]:
         for job in jobs:
             child = os.fork()
             if child == 0:
-                return job
+                return with_python(job) if job["python"] else job
             children.append(child)
         print(json.dumps(ended(children, timeout)), flush=True)
         if preloaded:
@@ -182,14 +201,60 @@ def ended(children: list[int], timeout: float) -> list[int | None]:
     return [None if child in late and is_slow else codes[child] for child in children]
 
 
+PYTHON = """#!{python} -SE
+import json, os, socket, sys
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server.connect({address!r})
+message = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)])
+socket.send_fds(server, [message.encode()], [0, 1, 2])
+code = int(server.recv(20) or -9)
+os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
+"""
+"""A command that has its arguments run by a fork of a process that waits for them, and ends as that does."""
+
+
+def with_python(job: dict[str, Any]) -> dict[str, Any]:
+    """Make the command ``job["python"]``, this process' `sys.executable`; returns, in its forks, what it shall run."""
+    address = job["python"] + ".socket"
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.bind(address)
+    server.listen()
+    command = Path(job["python"])
+    command.write_text(PYTHON.format(python=sys.executable, address=address), encoding="utf-8")
+    command.chmod(0o700)
+    end_of_job, alive = os.pipe()
+    if os.fork():  # the end of `alive` that this process has is closed when it ends
+        sys.executable = str(command)
+        server.close()
+        os.close(end_of_job)
+        return job
+    os.close(alive)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while end_of_job not in select.select([server, end_of_job], [], [])[0]:
+        connection, _ = server.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            message, streams, *_ = socket.recv_fds(connection, 1 << 20, 3)
+            if (child := os.fork()) == 0:
+                return {**dict(zip(("arguments", "cwd", "env"), json.loads(message), strict=True)), "streams": streams}
+            _, status = os.waitpid(child, 0)
+            connection.send(f"{os.waitstatus_to_exitcode(status)}".encode())
+            break
+        connection.close()
+    os._exit(0)
+
+
 def become(job: dict[str, Any]) -> list[str]:
     """Put this process into the place of a new one; returns its arguments."""
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"])
-    for descriptor, file in zip((1, 2), job["streams"], strict=True):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    streams = job["streams"]
+    if isinstance(streams[0], str):
+        written = [os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) for file in streams]
+        streams = [os.open(os.devnull, os.O_RDONLY), *written]
+    for descriptor, own in enumerate(streams):
+        os.dup2(own, descriptor)
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
