@@ -5,8 +5,6 @@
 
 import copy
 import math
-import subprocess
-import sys
 import warnings
 from contextlib import contextmanager
 
@@ -17,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradguard as gg
+from forked_python import run_python
 from reference import clip_adaptive, clip_norm, clip_value, total_norm
 
 GPU = torch.cuda.is_available()
@@ -808,9 +807,7 @@ for step in range(30):
 @pytest.mark.slow
 def test_a_script_that_is_watched(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.format(device=DEVICE))
-    command = [sys.executable, "-m", "gradguard", "run", "--out", "seen", "train.py"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    ran = run_python("-m", "gradguard", "run", "--out", "seen", "train.py", cwd=tmp_path)
     from gradguard.monitoring.record.file import read_record
 
     found = [step["norm"] for step in read_record(tmp_path / "seen" / "run.jsonl").steps]
