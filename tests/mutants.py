@@ -188,7 +188,7 @@ class Marked(InFunctions):
             return statements
         (mark,) = ast.parse(f"__reached__({self.file!r}, {'.'.join(self.names)!r})").body
         for part in ast.walk(mark):
-            ast.copy_location(part, statements[0])
+            ast.copy_location(part, node)
         return [mark, *statements]
 
 
@@ -325,18 +325,18 @@ class Mutants:
 
     def tests_by_function(self, items: dict[str, pytest.Item]) -> dict[tuple[str, str], list[str]]:
         """Return the tests that reach each function, the fastest first."""
-        notes = tempfile.NamedTemporaryFile()  # noqa: SIM115
-        file = Path(notes.name)
+        with tempfile.TemporaryDirectory() as folder:
+            notes = Path(folder, "reached.json")
 
-        def note() -> int:
-            mark(self.options.room)
-            prepare_pools(mark, self.options.room, asks=True)
-            found = [(seconds, item.nodeid, reached()) for item, seconds in self.runs(list(items.values()))]
-            file.write_text(json.dumps([found, self.failed]), encoding="utf-8")
-            return 0
+            def note() -> int:
+                mark(self.options.room)
+                prepare_pools(mark, self.options.room, asks=True)
+                found = [(seconds, item.nodeid, reached()) for item, seconds in self.runs(list(items.values()))]
+                notes.write_text(json.dumps([found, self.failed]), encoding="utf-8")
+                return 0
 
-        assert in_fork(note) == 0
-        found, failed = json.loads(file.read_text(encoding="utf-8"))
+            assert in_fork(note) == 0
+            found, failed = json.loads(notes.read_text(encoding="utf-8"))
         tests = defaultdict[tuple[str, str], list[str]](list)
         for _, name, functions in sorted(found):
             for where in functions:
@@ -397,7 +397,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="another number draws others")
     parser.add_argument("--seconds", type=int, default=40, help="of a processor for each mutant")
     options = parser.parse_args()
-    arguments = ["-m", "not exhaustive and not slow", "-p", "no:cacheprovider", str(TESTS / options.room)]
+    arguments = ["-m", "not exhaustive and not slow", "-p", "no:cacheprovider", "-s", str(TESTS / options.room)]
     return pytest.main([*arguments, *options.tests], plugins=[Mutants(options)])
 
 
