@@ -18,6 +18,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 FROM_ROOT = (
     "benchmarks/LOG.md",
+    "benchmarks/gpu/NVIDIA_H100.md",
     "benchmarks/gpu/NVIDIA_H200.md",
     "CHANGELOG.md",
     "CODE_OF_CONDUCT.md",

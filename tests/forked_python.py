@@ -15,14 +15,18 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 import warnings
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 PRELOADED = [
     "torch",
@@ -41,10 +45,18 @@ PATIENCE = 20
 
 
 def run_python(
-    *arguments: str | Path, cwd: Path, env: dict[str, str] | None = None, check: bool = True, timeout: float = 240
+    *arguments: str | Path,
+    cwd: Path,
+    env: dict[str, str] | None = None,
+    check: bool = True,
+    timeout: float = 240,
+    starts_more: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Do what ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True)`` does."""
-    (done,) = run_pythons([arguments], cwd=cwd, env=[env or {}], timeout=timeout)
+    """Do what ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True)`` does.
+
+    A program that ``starts_more`` Pythons by ``[sys.executable, ...]`` gets forked ones too.
+    """
+    (done,) = run_pythons([arguments], cwd=cwd, env=[env or {}], timeout=timeout, starts_more=starts_more)
     assert done.returncode == 0 or not check, f"{done.args} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
     return done
 
@@ -56,32 +68,48 @@ def run_ranks(
     env: dict[str, str] | None = None,
     check: bool = True,
     timeout: float = 240,
+    preloaded: str = "",
+    starts_more: bool = False,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run what ``torchrun --standalone --nproc-per-node world *arguments`` does, and return what each rank said.
 
-    When one of them fails, the others are killed unless they end soon.
+    When one of them fails, the others are killed unless they end soon. A package that takes seconds to import is
+    imported once for all ranks where it is ``preloaded``.
     """
     from distributed.pool import rendezvous  # in the tests alone: what runs here shall find nothing of theirs
 
     with rendezvous() as meeting:
         common = {**(env or {}), **meeting, "WORLD_SIZE": f"{world}", "LOCAL_WORLD_SIZE": f"{world}"}
         ranks = [{**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(world)]
-        done = run_pythons([arguments] * world, cwd=cwd, env=ranks, timeout=timeout)
+        more = {"preloaded": preloaded, "starts_more": starts_more}
+        done = run_pythons([arguments] * world, cwd=cwd, env=ranks, timeout=timeout, **more)
     assert [one.returncode for one in done] == [0] * world or not check, "\n".join(one.stderr for one in done)
     return done
 
 
 def run_pythons(
-    commands: list[tuple[str | Path, ...]], *, cwd: Path, env: list[dict[str, str]], timeout: float
+    commands: list[tuple[str | Path, ...]],
+    *,
+    cwd: Path,
+    env: list[dict[str, str]],
+    timeout: float,
+    preloaded: str = "",
+    starts_more: bool = False,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run several at once; ``env`` is what is added to the environment of each."""
     with tempfile.TemporaryDirectory() as folder:
         streams = [[f"{folder}/{i}{name}" for name in ("out", "err")] for i in range(len(commands))]
         jobs = [
-            {"arguments": [*map(str, command)], "cwd": str(cwd), "env": {**os.environ, **more}, "streams": files}
-            for command, more, files in zip(commands, env, streams, strict=True)
+            {
+                "arguments": [*map(str, command)],
+                "cwd": str(cwd),
+                "env": {**os.environ, **more},
+                "streams": files,
+                "python": f"{folder}/python{i}" if starts_more else "",
+            }
+            for i, (command, more, files) in enumerate(zip(commands, env, streams, strict=True))
         ]
-        codes = _asked(jobs, timeout)
+        codes = _asked(jobs, timeout, preloaded)
         said = [[Path(file).read_text(encoding="utf-8", errors="replace") for file in files] for files in streams]
     return [
         subprocess.CompletedProcess([*map(str, command)], code, out, err)
@@ -92,7 +120,7 @@ def run_pythons(
 _server: subprocess.Popen[str] | None = None
 
 
-def _asked(jobs: list[dict[str, Any]], timeout: float) -> list[int]:
+def _asked(jobs: list[dict[str, Any]], timeout: float, preloaded: str) -> list[int]:
     global _server
     if _server is None or _server.poll() is not None:
         _server = subprocess.Popen(
@@ -101,7 +129,7 @@ def _asked(jobs: list[dict[str, Any]], timeout: float) -> list[int]:
         atexit.register(_end, _server)
     assert _server.stdin is not None
     assert _server.stdout is not None
-    _server.stdin.write(json.dumps([jobs, timeout]) + "\n")
+    _server.stdin.write(json.dumps([jobs, timeout, preloaded]) + "\n")
     _server.stdin.flush()
     codes = json.loads(_server.stdout.readline())
     if None in codes:
@@ -121,15 +149,34 @@ def _end(server: subprocess.Popen[str]) -> None:
 def serve() -> dict[str, Any]:
     """Fork a process for each job that comes; returns, in those processes, the job."""
     for line in sys.stdin:
-        jobs, timeout = json.loads(line)
+        jobs, timeout, preloaded = json.loads(line)
+        if preloaded and (with_package := os.fork()):
+            os.waitpid(with_package, 0)
+            continue
+        if preloaded:
+            preload(preloaded)
         children: list[int] = []
         for job in jobs:
             child = os.fork()
             if child == 0:
-                return job
+                return with_python(job) if job["python"] else job
             children.append(child)
         print(json.dumps(ended(children, timeout)), flush=True)
+        if preloaded:
+            break
     os._exit(0)
+
+
+def preload(package: str) -> None:
+    """Import a package in silence: what is printed here are exit codes."""
+    answers, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    with suppress(ImportError):  # the jobs say it
+        importlib.import_module(package)
+    sys.stdout.flush()
+    os.dup2(answers, 1)
+    os.close(answers)
+    os.close(nowhere)
 
 
 def ended(children: list[int], timeout: float) -> list[int | None]:
@@ -154,14 +201,60 @@ def ended(children: list[int], timeout: float) -> list[int | None]:
     return [None if child in late and is_slow else codes[child] for child in children]
 
 
+PYTHON = """#!{python} -SE
+import json, os, socket, sys
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server.connect({address!r})
+message = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)])
+socket.send_fds(server, [message.encode()], [0, 1, 2])
+code = int(server.recv(20) or -9)
+os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
+"""
+"""A command that has its arguments run by a fork of a process that waits for them, and ends as that does."""
+
+
+def with_python(job: dict[str, Any]) -> dict[str, Any]:
+    """Make the command ``job["python"]``, this process' `sys.executable`; returns, in its forks, what it shall run."""
+    address = job["python"] + ".socket"
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.bind(address)
+    server.listen()
+    command = Path(job["python"])
+    command.write_text(PYTHON.format(python=sys.executable, address=address), encoding="utf-8")
+    command.chmod(0o700)
+    end_of_job, alive = os.pipe()
+    if os.fork():  # the end of `alive` that this process has is closed when it ends
+        sys.executable = str(command)
+        server.close()
+        os.close(end_of_job)
+        return job
+    os.close(alive)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while end_of_job not in select.select([server, end_of_job], [], [])[0]:
+        connection, _ = server.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            message, streams, *_ = socket.recv_fds(connection, 1 << 20, 3)
+            if (child := os.fork()) == 0:
+                return {**dict(zip(("arguments", "cwd", "env"), json.loads(message), strict=True)), "streams": streams}
+            _, status = os.waitpid(child, 0)
+            connection.send(f"{os.waitstatus_to_exitcode(status)}".encode())
+            break
+        connection.close()
+    os._exit(0)
+
+
 def become(job: dict[str, Any]) -> list[str]:
     """Put this process into the place of a new one; returns its arguments."""
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"])
-    for descriptor, file in zip((1, 2), job["streams"], strict=True):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    streams = job["streams"]
+    if isinstance(streams[0], str):
+        written = [os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) for file in streams]
+        streams = [os.open(os.devnull, os.O_RDONLY), *written]
+    for descriptor, own in enumerate(streams):
+        os.dup2(own, descriptor)
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -187,9 +280,30 @@ def run(arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
+def end(code: int) -> NoReturn:
+    """End as Python does, but for taking the preloaded packages apart, which takes longer than most scripts."""
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    if sys.modules["__main__"] is not PROGRAM:
+        vars(sys.modules["__main__"]).clear()
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
 if __name__ == "__main__":
+    PROGRAM = sys.modules["__main__"]
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    run(become(serve()))
+    code = 0
+    try:
+        run(become(serve()))
+    except SystemExit as ended_by:
+        if not isinstance(ended_by.code, int | None):
+            raise
+        code = ended_by.code or 0
+    end(code)

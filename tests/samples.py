@@ -1,5 +1,6 @@
 """The rows of a long table that `make test` runs, where its test has the marker ``@pytest.mark.sampled(20)``."""
 
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -23,17 +24,31 @@ def sample(rows: Sequence[Mapping[str, Any]], count: int, shift: int = 0) -> lis
     Returns:
         The drawn positions in the order of the table.
     """
-    values = [[(name, _comparable(value)) for name, value in sorted(row.items())] for row in rows]
-    pairs = [list(combinations(row, 2)) for row in values]
+    holders = defaultdict[Hashable, list[int]](list)
+    """The rows that have a value, or a pair of values, which no drawn row has."""
+    unseen = [[0, 0] for _ in rows]
+    """How many values, and how many pairs, each row would add to those of the drawn rows."""
+    for i, row in enumerate(rows):
+        for kind, of_row in enumerate(_values_and_pairs(row)):
+            unseen[i][kind] = len(of_row)
+            for one in of_row:
+                holders[one].append(i)
     left = sorted(range(len(rows)), key=lambda i: (i * GOLDEN + shift * SILVER) % 1)
-    seen: set[Hashable] = set()
     drawn: list[int] = []
     while left and len(drawn) < count:
-        best = max(left, key=lambda i: (len(set(values[i]) - seen), len(set(pairs[i]) - seen)))
+        best = max(left, key=unseen.__getitem__)
         left.remove(best)
         drawn.append(best)
-        seen.update(values[best], pairs[best])
+        for kind, of_row in enumerate(_values_and_pairs(rows[best])):
+            for one in of_row:
+                for i in holders.pop(one, ()):
+                    unseen[i][kind] -= 1
     return sorted(drawn)
+
+
+def _values_and_pairs(row: Mapping[str, Any]) -> tuple[list[Hashable], list[Hashable]]:
+    values = [(name, _comparable(value)) for name, value in sorted(row.items())]
+    return [*values], [*combinations(values, 2)]
 
 
 def _comparable(value: Any) -> Hashable:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradguard as gg
+from forked_python import run_python
 from gradguard.per_sample import contributions
 from gradguard.per_sample.layers import convolution
 from reference import clip_adaptive, clip_norm, clip_value, total_norm
@@ -996,6 +997,15 @@ def test_parity_of_cpu_and_gpu(tmp_path):
         gg.testing.assert_parity(on_cpu, wrong)
 
 
+def started(*arguments, cwd, starts_more=False):
+    """Run Python; where there is a GPU in a process of its own, since a forked one may not use it."""
+    if not GPU:
+        return run_python(*arguments, cwd=cwd, starts_more=starts_more)
+    ran = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran
+
+
 SCRIPT = """
 import torch
 from torch import nn
@@ -1017,9 +1027,7 @@ for step in range(30):
 @pytest.mark.slow
 def test_a_script_that_is_watched(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.format(device=DEVICE))
-    command = [sys.executable, "-m", "gradguard", "run", "--out", "seen", "train.py"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    ran = started("-m", "gradguard", "run", "--out", "seen", "train.py", cwd=tmp_path)
     from gradguard.monitoring.record.file import read_record
 
     found = [step["norm"] for step in read_record(tmp_path / "seen" / "run.jsonl").steps]
@@ -1052,9 +1060,7 @@ for step in range(20):
 @pytest.mark.parametrize("options", [(), ("--resilient",), ("--audit-norm",)], ids=str)
 def test_a_script_under_a_scaler_is_watched(options, tmp_path):
     (tmp_path / "train.py").write_text(SCALED.format(device=DEVICE))
-    command = [sys.executable, "-m", "gradguard", "run", *options, "--out", "seen", "--no-report", "train.py"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    ran = started("-m", "gradguard", "run", *options, "--out", "seen", "--no-report", "train.py", cwd=tmp_path)
     from gradguard.monitoring.record.file import read_record
 
     steps = read_record(tmp_path / "seen" / "run.jsonl").steps
@@ -1076,9 +1082,8 @@ def test_the_gradients_of_a_script_on_the_gpu_are_those_of_the_cpu(tmp_path):
             .replace(f"torch.randn(16, 12, device='{device}')", f"torch.randn(16, 12).to('{device}')")
             .replace(f"torch.autocast('{device}', torch.bfloat16)", f"torch.autocast('{device}', enabled=False)")
         )
-        command = ["-m", "gradguard", "run", "--save-gradients", f"{device}.safetensors", "train.py"]
-        ran = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert ran.returncode == 0, ran.stderr
+        command = ("-m", "gradguard", "run", "--save-gradients", f"{device}.safetensors", "train.py")
+        started(*command, cwd=tmp_path, starts_more=True)
     files = [tmp_path / "cpu.safetensors", tmp_path / f"{DEVICE}.safetensors"]
     report = gg.testing.assert_parity(*files)
     assert report is None or report.verdict == "PASS"

@@ -122,7 +122,7 @@ def assert_equal(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None
             torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
 
 
-@settings(max_examples=40)
+@settings(max_examples=80)
 @given(programs, st.sampled_from(RULES), st.sampled_from(DTYPES), st.sampled_from([(1, 4), (4, 1), (4, 3)]))
 def test_pruned_equals_clipping_everything_bit_for_bit(program, rule, dtype, batches):
     for batch in batches:
@@ -130,7 +130,7 @@ def test_pruned_equals_clipping_everything_bit_for_bit(program, rule, dtype, bat
         assert_equal(pruned, gradients(program, rule, batch, dtype, prune=False))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=500)
 @given(programs, st.sampled_from(RULES), st.sampled_from(DTYPES), st.sampled_from([(1, 4), (4, 1), (4, 3)]))
 def test_pruned_equals_clipping_everything_on_many_graphs(program, rule, dtype, batches):

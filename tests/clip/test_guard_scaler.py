@@ -82,6 +82,27 @@ def test_an_overflow_is_skipped_and_counted(name, policy, unscaled, bad_steps):
     assert scaler.get_scale() == 1024.0 / 2 ** len(bad_steps)
 
 
+@pytest.mark.parametrize("after", ["spoilt", "repaired"])
+@pytest.mark.parametrize("name", EITHER)
+def test_an_overflow_and_a_nan_are_each_enough_to_skip(name, after):
+    """What the script does to gradients that it has unscaled, the scaler does not see."""
+    net = model()
+    optimizer, scaler = EITHER[name](net.parameters()), scaler_of(1024.0)
+    guard = Guard(optimizer, clipper(), model=net)
+    backward(net, scaler, 0, bad=after == "repaired")
+    scaler.unscale_(optimizer)
+    if after == "spoilt":
+        spoil(net)
+    else:
+        for p in net.parameters():
+            p.grad.nan_to_num_(0.0, 0.0, 0.0)
+    before = held(net, optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same(held(net, optimizer), before)
+    assert (guard.steps, guard.skipped_steps) == (1, 1)
+
+
 @pytest.mark.parametrize("name", EITHER)
 def test_a_rule_that_is_not_one_number_has_scaled_bounds(name):
     net = model()

@@ -1,6 +1,7 @@
 """Per-sample clipping of sharded models: what one process gives for all samples, or words before anything changes."""
 
 import gc
+import warnings
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from collectives import Collectives
 from torch import nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -204,6 +205,11 @@ def fsdp_of_tp():
     return fully_shard(parallelize_module(Network(of_layers=True), mesh("tp"), TP), mesh=mesh("dp"))
 
 
+def flattened():
+    with warnings.catch_warnings(action="ignore"):  # FSDP1 is deprecated
+        return FullyShardedDataParallel(Network(), device_id=torch.device("cpu"))
+
+
 def quantile():
     gg.PerSampleGradientClipper(fully_shard(Network()), gg.QuantileNormClipper(0.5))
 
@@ -218,6 +224,10 @@ REFUSED = {
     "TP, replicated": (lambda: step(distribute_module(Network(), mesh("row")), own_parts()), ALONE),
     "TP beside FSDP2": (lambda: step(ignoring_tp(), own_parts()), ALONE),
     "FSDP2 x TP": (lambda: step(fsdp_of_tp(), own_parts()), ALONE),
+    "FSDP1": (
+        lambda: step(flattened(), own_parts()),
+        "samples' gradients cannot be told apart",
+    ),
     "some layers": (lambda: step(by_layers(Network(), root=False), own_parts()), "scale is not sharded, and others"),
     "gathered after the backward": (
         lambda: step(kept_after_backward(Network()), own_parts()),

@@ -75,9 +75,9 @@ def test_replicas_that_lack_a_gradient(run, call, layout):
             check_refusals(found, "DistributedError", "is None on some of the ranks that hold the same part of it")
 
 
-def clip_unlike(mesh, placements, absent):
+def clip_unlike(mesh, own, placements, absent):
     """A gradient that is laid out unlike its parameter, where some ranks have none."""
-    p = nn.Parameter(distribute_tensor(torch.zeros_like(FULL), mesh, [Replicate(), Shard(0)], src_data_rank=None))
+    p = nn.Parameter(distribute_tensor(torch.zeros_like(FULL), mesh, own, src_data_rank=None))
     if dist.get_rank() not in absent:
         p.grad = distribute_tensor(FULL.clone(), mesh, placements, src_data_rank=None)
     try:
@@ -86,12 +86,13 @@ def clip_unlike(mesh, placements, absent):
         return type(error).__name__, str(error)
 
 
+@pytest.mark.parametrize("own", [(Replicate(), Shard(0)), (Shard(0), Shard(0))], ids=["hsdp", "no two alike"])
 @pytest.mark.parametrize(
     "placements", [(Replicate(), Replicate()), (Shard(0), Shard(1)), (Replicate(), Partial("avg"))]
 )
-def test_a_gradient_laid_out_unlike_its_parameter_that_some_lack(run, placements):
+def test_a_gradient_laid_out_unlike_its_parameter_that_some_lack(run, placements, own):
     """They joined with zeros, so that what others had for them was lost."""
     right = total_norm([FULL])
-    assert run(lambda mesh: clip_unlike(mesh, placements, [])) == pytest.approx([right] * WORLD, rel=1e-6)
-    found = run(lambda mesh: clip_unlike(mesh, placements, [1]))
+    assert run(lambda mesh: clip_unlike(mesh, own, placements, [])) == pytest.approx([right] * WORLD, rel=1e-6)
+    found = run(lambda mesh: clip_unlike(mesh, own, placements, [1]))
     check_refusals(found, "DistributedError", "is None on some of the ranks that hold the same part of it")

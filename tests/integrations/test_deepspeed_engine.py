@@ -75,7 +75,8 @@ print(json.dumps({
 
 def train(world, folder, *arguments):
     """What each process found."""
-    ranks = run_ranks(world, "-c", TRAIN, *map(str, arguments), cwd=folder, env={"DS_ACCELERATOR": "cpu"})
+    settings = {"DS_ACCELERATOR": "cpu"}
+    ranks = run_ranks(world, "-c", TRAIN, *map(str, arguments), cwd=folder, env=settings, preloaded="deepspeed")
     said = [rank.stdout.splitlines() for rank in ranks]
     return [json.loads([line for line in lines if line.startswith("{")][-1]) for lines in said]
 

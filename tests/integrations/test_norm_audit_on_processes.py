@@ -16,6 +16,12 @@ ENGINES = {
 }  # fmt: skip
 """The engine, and the verdict as an exit code."""
 
+PACKAGES = {
+    "accelerate": "accelerate", "accelerate_two_meshes": "accelerate", "trainer": "transformers",
+    "trainer_two_meshes": "transformers", "lightning": "lightning", "fabric": "lightning",
+}  # fmt: skip
+"""Those that take seconds to import; DeepSpeed too."""
+
 SAMPLE = {"ddp", "fsdp1", "fsdp2", "lightning", "torchtitan_experts", "zero1_bf16"}
 """One of each package; those beside it import the same one and take nearly the same way."""
 
@@ -23,7 +29,8 @@ SAMPLE = {"ddp", "fsdp1", "fsdp2", "lightning", "torchtitan_experts", "zero1_bf1
 def audited(kind, processes, folder):
     settings = {"AUDIT_FOLDER": str(folder), "DS_ACCELERATOR": "cpu"}
     command = ["-m", "gradguard", "run", "--audit-norm", SCRIPT, kind]
-    ranks = run_ranks(processes, *command, cwd=folder, env=settings, check=False, timeout=500)
+    package = "deepspeed" if kind.startswith("zero") else PACKAGES.get(kind, "")
+    ranks = run_ranks(processes, *command, cwd=folder, env=settings, check=False, timeout=500, preloaded=package)
     shown = "".join(rank.stdout for rank in ranks)
     said = re.search(r"^(PASS|FAIL|INCONCLUSIVE) +true norm ([\d.]+).*?(\d+) processes", shown, re.MULTILINE)
     twin = re.search(r"^twin ([\d.]+)$", shown, re.MULTILINE)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from synthetic import make_record, steps_of
 
+from forked_python import run_python
 from gradguard.cli import main
 from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.record.file import read_record
@@ -464,10 +465,9 @@ def test_a_signal_keeps_what_was_done_and_ends_the_process(tmp_path, number):
 
 
 @pytest.mark.slow
-def test_a_script_that_diverges_is_cured(tmp_path, monkeypatch, capsys):
+def test_a_script_that_diverges_is_cured(tmp_path):
     """With real runs: two optimizers, a GradScaler, and a learning rate that is too high without a clip."""
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("""
+    (tmp_path / "train.py").write_text("""
 import torch
 models = [torch.nn.Linear(8, 1) for _ in range(2)]
 optimizers = [torch.optim.SGD(model.parameters(), lr=2.0) for model in models]
@@ -481,12 +481,12 @@ for step in range(1000):
         scaler.step(optimizer)
         scaler.update()
 """)
-    code = main(["tune", "--out", "out", "--seeds", "1", "--steps", "60", "--rule", "norm=0.3", "train.py"])
-    captured = capsys.readouterr()
-    assert (code, captured.err.splitlines()[1].split(":")[0]) == (0, "norm=0.3, seed 1")
-    assert "norm=0.3 wins" in captured.out
-    assert "1 of 1 runs that diverged without a clip" in flat(captured.out)
-    clipped, plain = (read_record(f"out/{rule}-seed1") for rule in ("norm=0.3", "none"))
+    command = ["-m", "gradguard", "tune", "--out", "out", "--seeds", "1", "--steps", "60", "--rule", "norm=0.3"]
+    done = run_python(*command, "train.py", cwd=tmp_path, starts_more=True)
+    assert done.stderr.splitlines()[1].split(":")[0] == "norm=0.3, seed 1"
+    assert "norm=0.3 wins" in done.stdout
+    assert "1 of 1 runs that diverged without a clip" in flat(done.stdout)
+    clipped, plain = (read_record(tmp_path / f"out/{rule}-seed1") for rule in ("norm=0.3", "none"))
     assert len(clipped.steps) == 60
     assert clipped.steps[0]["loss"] == plain.steps[0]["loss"]
-    assert not Path("out/none-seed1/report.html").exists()
+    assert not (tmp_path / "out/none-seed1/report.html").exists()

@@ -499,7 +499,7 @@ for a, b in DataLoader(TensorDataset(x, y), batch_size=len(x)):
 
 
 def gradguard(folder, *arguments):
-    return run_python("-m", "gradguard", *arguments, cwd=folder, check=False, timeout=900)
+    return run_python("-m", "gradguard", *arguments, cwd=folder, check=False, timeout=900, starts_more=True)
 
 
 @pytest.mark.slow
@@ -560,7 +560,7 @@ def test_torchrun_has_the_gradients_of_one_process(tmp_path):
     tmp_path.joinpath("train.py").write_text(SCRIPT, encoding="utf-8")
     save = ["run", "--perturbed", "0", "--save-gradients"]
     assert gradguard(tmp_path, *save, "alone", "train.py", "alone").returncode == 0
-    run_ranks(2, "-m", "gradguard", *save, "ddp", "train.py", "ddp", cwd=tmp_path)
+    run_ranks(2, "-m", "gradguard", *save, "ddp", "train.py", "ddp", cwd=tmp_path, starts_more=True)
     report = compare(tmp_path / "alone", tmp_path / "ddp")
     assert report.verdict == "PASS", str(report)
     assert {p.copies for p in read(tmp_path / "ddp").parameters} == {2}

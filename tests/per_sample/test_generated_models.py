@@ -21,7 +21,7 @@ KNOWN: dict[int, str] = {}
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
 def test_a_model_that_changes_is_exact_or_refused(first):
     cases = [draw(seed) for seed in range(first, first + AT_ONCE)]

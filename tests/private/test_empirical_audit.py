@@ -184,7 +184,7 @@ LARGE_DELTA = pytest.mark.filterwarnings("ignore:target_delta=.* is not below 1"
 
 @LARGE_DELTA
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", TRAININGS)
 def test_no_more_than_epsilon_can_be_measured(name):
     measured, claimed = audit(name)
@@ -193,7 +193,7 @@ def test_no_more_than_epsilon_can_be_measured(name):
 
 @LARGE_DELTA
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sabotage", [half_the_noise, a_share_too_many, no_clipping], ids=lambda f: f.__name__)
 def test_the_audit_finds_a_training_that_promises_too_much(sabotage):
     measured, claimed = audit("one step, flat threshold", sabotage=sabotage)

@@ -55,15 +55,15 @@ def test_a_coefficient_of_one_writes_nothing_on_the_cpu(dtype):
 def test_clamp_bounds_every_element(case, path):
     gradients = fresh(case)
     before = [g.clone() for g in gradients]
-    assert bool(exceeds(gradients, -0.5, 0.25)) == any(
-        bool(((r < -0.5) | (r > 0.25)).any()) for r in (torch.view_as_real(b) if b.is_complex() else b for b in before)
+    assert bool(exceeds(gradients, -0.5, 0.7)) == any(
+        bool(((r < -0.5) | (r > 0.7)).any()) for r in (torch.view_as_real(b) if b.is_complex() else b for b in before)
     )
-    clamp_(gradients, -0.5, 0.25)
+    clamp_(gradients, -0.5, 0.7)  # which bfloat16 rounds down
     for got, was in zip(gradients, before, strict=True):
         if was.is_complex():
-            torch.testing.assert_close(torch.view_as_real(got), torch.view_as_real(was).clamp(-0.5, 0.25))
+            torch.testing.assert_close(torch.view_as_real(got), torch.view_as_real(was).clamp(-0.5, 0.7))
         else:
-            torch.testing.assert_close(got, was.clamp(-0.5, 0.25))
+            torch.testing.assert_close(got, was.clamp(-0.5, 0.7))
 
 
 @pytest.mark.parametrize("kind", ["number", "tensor"])
