@@ -122,7 +122,7 @@ def changes_of(tensor: Tensor) -> int:
 
 
 _LONE, _CALL = object(), object()
-"""What most layers return, and are called with, many times in a step: one tensor."""
+"""Marks of one tensor, which most layers return, and of a call with one tensor: both come many times in a step."""
 
 
 def _flat(tree: Any) -> tuple[list[Any], Any]:
