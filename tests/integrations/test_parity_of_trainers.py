@@ -15,6 +15,7 @@ from gradguard.monitoring.observe.meta import all_optimizers, living_modules
 from gradguard.parity.compare import compare
 from gradguard.parity.repeated import merged
 from gradguard.parity.saved import read
+from gradguard.parity.scales import ScriptRun
 from gradguard.parity.script import ScriptGradients
 from gradguard.script_events import listening
 
@@ -37,8 +38,7 @@ def saved_from(script, folder):
             folder / "file",
             lambda old=old: [m for m in living_modules() if id(m) not in old],
             lambda old=old: [o for o in all_optimizers() if id(o) not in old],
-            runs[0].epsilon if runs else 0.0,
-            max(0, k - 1),
+            ScriptRun(epsilon=runs[0].epsilon if runs else 0.0, change=max(0, k - 1)),
         )
         try:
             with listening(watch):

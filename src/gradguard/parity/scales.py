@@ -8,10 +8,43 @@ time, by :math:`10^{-5}` of itself after some 10,000 terms of float32.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gradguard.parity.saved import SavedParameter
 from gradguard.parity.vectors import Vector, minus, norm
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptRun:
+    """One of several runs of a script.
+
+    Attributes:
+        at: The optimizer step whose gradients are saved, from 1.
+        steps: How many whole steps are saved from there on; 0 for gradients alone.
+        change: Which change of the weights at the first forward pass; 0 for none.
+        epsilon: By what part of themselves weights are changed.
+        scale: What the gradient at each loss is multiplied by from then on; it is taken off before an optimizer's step.
+        sizes: By step, and by parameter, what is added to each element of a gradient or subtracted, by its place.
+    """
+
+    at: int = 1
+    steps: int = 0
+    change: int = 0
+    epsilon: float = 0.0
+    scale: float = 1.0
+    sizes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def last(self) -> int:
+        """The last optimizer step that is looked at, from 1."""
+        return self.at - 1 + max(self.steps, 1)
+
+    @property
+    def is_first_step_alone(self) -> bool:
+        """Whether no optimizer has changed a weight by the time the run ends."""
+        return self.last == 1 and not self.steps
+
 
 DOUBLED = 2.0
 """A power of two changes no bit of a mantissa: where a step is linear, twice its gradient comes back exactly."""
