@@ -304,6 +304,8 @@ def _other_weights(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
     if not wrong:
         return []
     said = "the two runs have other weights, so their gradients need not agree; load one checkpoint into both"
+    if any(len(run.sketches["weights"]) > 1 for run in (a, b)):
+        said += ", or find with --steps which of the steps before has made them"
     return [ParityFinding("weights", said, tuple(wrong))]
 
 

@@ -141,7 +141,7 @@ class ScriptGradients(Listener):
         trained = self._trained()
         if not trained:
             return  # a forward pass before there is an optimizer
-        named = _named([m for m in self._modules() if any(id(p) in trained for p in m.parameters())])
+        named = _named([m for m in self._modules() if not trained.isdisjoint(_ids_of(m))])
         self._local = [p for _, _, own in named for p in own]
         self._states = generator_states()
         self._forward.close()
@@ -329,8 +329,12 @@ class ScriptGradients(Listener):
             self._notes.take(optimizer, evaluation)
 
     def _is_whole(self) -> bool:
-        trained = self._trained()
-        return all(p.name in self._step.about for p in self._local if id(p.parameter) in trained)
+        return all(p.name in self._step.about for p in self._in(self._trained()))
+
+    def _in(self, ids: set[int]) -> list[LocalParameter]:
+        """Return the parameters of which an optimizer steps these tensors, or master weights of them."""
+        masters = zip(self._local, self._notes.stepped, strict=True)
+        return [p for p, master in masters if id(p.parameter) in ids or id(master.parameter) in ids]
 
     def _flip(self, own: Sequence[LocalParameter], *, back: bool = False) -> None:
         if self._run.change:
@@ -341,7 +345,7 @@ class ScriptGradients(Listener):
         return {id(p) for one in self._optimizers() for group in one.param_groups for p in group["params"]}
 
     def _of(self, optimizer: Optimizer) -> list[LocalParameter]:
-        known = {id(p.parameter) for p in self._local}
+        known = {id(p.parameter) for p in (*self._local, *self._notes.stepped)}
         given = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if foreign := sum(id(p) not in known for p in given):
             raise UnsupportedGradientError(
@@ -349,8 +353,7 @@ class ScriptGradients(Listener):
                 "called before the step (weights of an engine of its own, such as DeepSpeed's?): call "
                 "gradguard.save_gradients(file, model, step) in the script."
             )
-        wanted = {id(p) for p in given}
-        return [p for p in self._local if id(p.parameter) in wanted and p.name not in self._step.about]
+        return [p for p in self._in({id(p) for p in given}) if p.name not in self._step.about]
 
     # The file.
 
@@ -393,6 +396,11 @@ class ScriptGradients(Listener):
             rank, world = rank_and_size()
             self.refusal = f"rank {rank}: {error}" if world > 1 else str(error)
             raise SystemExit(2) from error
+
+
+def _ids_of(root: nn.Module) -> set[int]:
+    """Return the identities of a model's parameters, and of the master weights that they name."""
+    return {id(one) for p in root.parameters() for one in (p, getattr(p, "main_param", None)) if one is not None}
 
 
 def _named(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module, list[LocalParameter]]]:
