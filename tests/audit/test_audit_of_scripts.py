@@ -54,6 +54,8 @@ TWO = """
     clip_grads_with_norm_(model[0].parameters(), 0.1, norms[0])
     clip_grads_with_norm_(model[2].parameters(), 0.1, norms[1])
 """
+VERL_IMPORTS = "from torch.nn.utils.clip_grad import _clip_grads_with_norm_, _get_total_norm"
+VERL = "_clip_grads_with_norm_(list(model.parameters()), 0.1, {} * _get_total_norm(grads()), None)"
 SCRIPTS = {
     "torch": (train("clip_grad_norm_(model.parameters(), 0.1)"), 0, "3 audits of 1 clip"),
     "a generator by its name": (train("clip_grad_norm_(parameters=(p for p in model.parameters()), max_norm=0.1)"),
@@ -67,6 +69,8 @@ SCRIPTS = {
                             "PASS"),
     "with twice the norm": (train("clip_grads_with_norm_(model.parameters(), 0.1, 2 * get_total_norm(grads()))"), 1,
                             "gradients doubled"),
+    "as verl does, with the right norm": (train(VERL.format(1), VERL_IMPORTS), 0, "3 audits of 1 clip"),
+    "as verl does, with twice the norm": (train(VERL.format(2), VERL_IMPORTS), 1, "gradients doubled"),
     "without the biases": (train("clip_grads_with_norm_(model.parameters(), 0.1, get_total_norm(grads()[::2]))"), 1,
                            "the reported norm is"),
     "one norm of two lists": (train(TWO.format("get_total_norm(grads())", "get_total_norm(grads())")), 0,
@@ -126,6 +130,6 @@ def test_what_is_learnt_later_counts_where_nothing_was_wrong(audit):
 @pytest.mark.parametrize("option", [["--clip", "norm=1"], ["--out", "x"], ["--every", "2"], ["--no-report"]])
 def test_with_an_option_of_a_record_the_whole_run_is_recorded_too(audit, option):
     code, said = audit(train("pass") + "print('to the end')", *option)
-    assert (code, "no clip was seen before this step" in said.out, "to the end" in said.out) == (3, True, True)
+    assert (code, "no clip was seen before this step" in said.err, "to the end" in said.out) == (3, True, True)
     [record] = Path().rglob("run.jsonl")
     assert len(read_record(record).steps) == 9

@@ -233,7 +233,7 @@ class Stages:
             UnsupportedGradientError: If half of them do.
         """
         for name, stage in self._stages.items():
-            if name.startswith(UPDATE) and not same_twice(*stage.runs[:2], epsilon):
+            if name.startswith(UPDATE) and not same_twice(stage.runs[0], stage.runs[1], epsilon):
                 raise UnsupportedGradientError(
                     f"{name} is not the same twice: what else does update() change, besides the weights and the "
                     "optimizer? Pass it as others=[scheduler, scaler, ...], which have state_dict and "
