@@ -156,7 +156,7 @@ _CLIPS = [
         Replacement(home, name, functools.partial(clips_by, by_given_norm), everywhere=True, one_call="clip_grad_norm_")
         for home, name in (
             ("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32"),
-            ("torch.nn.utils.clip_grad", "_clip_grads_with_norm_"),  # as verl calls it
+            ("torch.nn.utils.clip_grad", nn.utils.clip_grads_with_norm_.__name__),  # another at home: so verl calls it
         )
     ),
     Replacement(
