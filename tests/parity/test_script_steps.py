@@ -335,7 +335,7 @@ def test_a_resumed_script_is_compared_with_the_one_that_went_on(what, verdict, m
         assert missing in {p for f in report.findings for p in f.parameters}
 
 
-def mixed_precision(stale):
+def mixed_precision(stale=False, chunks=1, threshold=0.0):
     """Weights of 16 bits that are copied from master weights, which a resume leaves as they were."""
 
     def model():
@@ -345,11 +345,14 @@ def mixed_precision(stale):
         return net
 
     def backward(net, x, y, step):
-        F.mse_loss(net(x.bfloat16()).float(), y).backward()
+        for a, b in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
+            (F.mse_loss(net(a.bfloat16()).float(), b) / chunks).backward()
 
     def update(net, optimizer, step):
         for p in net.parameters():
             p.main_param.grad = p.grad.float()
+        if threshold:
+            nn.utils.clip_grad_norm_([p.main_param for p in net.parameters()], threshold)
         optimizer.step()
         for p in net.parameters():
             p.data.copy_(p.main_param)
@@ -360,7 +363,10 @@ def mixed_precision(stale):
 
 def test_stale_master_weights_are_found(folder):
     right, wrong = (whole(mixed_precision(stale), folder) for stale in (False, True))
-    assert compare(right, right).verdict == "PASS"
+    split = whole(mixed_precision(chunks=3), folder)
+    assert compare(right, split).verdict == "PASS", str(compare(right, split))
+    report = compare(right, whole(mixed_precision(threshold=0.01), folder))
+    assert {f.stage for f in report.findings} == {f"{TAKES} 1"}, str(report)
     report = compare(right, wrong)
     assert (report.verdict, {f.stage for f in report.findings}) == ("FAIL", {"state before step 1"}), str(report)
     assert all(p.startswith("master weights of") for f in report.findings for p in f.parameters)

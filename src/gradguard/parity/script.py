@@ -88,6 +88,8 @@ class ScriptGradients(Listener):
     ) -> None:
         self._file, self._modules, self._optimizers, self._run = file, modules, optimizers, run
         self._local: list[LocalParameter] = []
+        self._notes = StepNotes([], [], [])
+        self._known: list[Optimizer] = []
         self._stepping: list[Optimizer] = []  # whose hooks are there
         self._states: dict[str, Any] = {}
         self._dtypes: list[set[torch.dtype]] = []
@@ -148,7 +150,7 @@ class ScriptGradients(Listener):
         self._dtypes = [self._stack.enter_context(precision_of(root)) for _, root, _ in named]
         self._stack.enter_context(backwards(self._run.scale))
         self._notes = StepNotes(self._local, self._stepping, [(front, root) for front, root, _ in named])
-        for one in self._optimizers():
+        for one in self._known:
             self._watch(one)
         self._start_step()
         self._flip(self._local)
@@ -201,10 +203,8 @@ class ScriptGradients(Listener):
         if self._step.before_clip is not None:
             self._compare(self._local)
         else:
-            clipped = {id(p) for p in parameters}
-            own = [p for p in self._local if id(p.parameter) in clipped]
             self._step.before_clip, self._step.is_taken = self._looked_at(self._local), False
-            self._turn(own)
+            self._turn(self._in({id(p) for p in parameters}))
 
     def on_clipped(self, event: ClipEvent) -> None:
         """Look at the gradients after a clip, unless it acts within the step: nothing else may change them before."""
@@ -235,14 +235,25 @@ class ScriptGradients(Listener):
         """Move gradients up and down, if this run is to, once in a step."""
         if sizes := self._run.sizes.get(f"{GRADIENT} {self._number}"):
             own = [p for p in own if p.name not in self._step.turned]
-            add_signs(own, {name: size / factor for name, size in sizes.items()}, self._number + self._run.at)
+            sizes = {name: size / factor for name, size in sizes.items()}
+            add_signs(self._with_masters(own), sizes, self._number + self._run.at)
             self._step.turned |= {p.name for p in own}
 
     def _lower(self) -> None:
         if self._raised and not self._run.is_first_step_alone:
             with torch.no_grad():
-                scale_gradients(self._local, 1 / self._run.scale)
+                scale_gradients(self._with_masters(self._local), 1 / self._run.scale)
             self._raised = False
+
+    def _with_masters(self, own: Sequence[LocalParameter]) -> list[LocalParameter]:
+        """Return these parameters, and their master weights whose gradients are copies by now."""
+        names = {p.name for p in own}
+        masters = [
+            master
+            for p, master in zip(self._local, self._notes.stepped, strict=True)
+            if master is not p and p.name in names and not _shares(p.gradient(), master.gradient())
+        ]
+        return [*own, *masters]
 
     @torch.no_grad()
     def _sketches(self, local: Sequence[LocalParameter]) -> dict[str, Tensor]:
@@ -282,6 +293,8 @@ class ScriptGradients(Listener):
         overflow = getattr(optimizer, "found_inf", None)
         if overflow is not None and float(overflow):
             return  # a fused optimizer leaves the step out by itself
+        if not any(one is optimizer for one in self._known):
+            self._known.append(optimizer)
         self._watch(optimizer)
         found, factor = step.before_clip, 1.0
         if found is not None:
@@ -342,7 +355,9 @@ class ScriptGradients(Listener):
                 flip_weights(own, self._run.epsilon, self._run.change, back=back)
 
     def _trained(self) -> set[int]:
-        return {id(p) for one in self._optimizers() for group in one.param_groups for p in group["params"]}
+        if self._number == 2 - self._run.at:  # later ones are known when they step: to find all takes a while
+            self._known = [*self._optimizers()]
+        return {id(p) for one in self._known for group in one.param_groups for p in group["params"]}
 
     def _of(self, optimizer: Optimizer) -> list[LocalParameter]:
         known = {id(p.parameter) for p in (*self._local, *self._notes.stepped)}
@@ -396,6 +411,11 @@ class ScriptGradients(Listener):
             rank, world = rank_and_size()
             self.refusal = f"rank {rank}: {error}" if world > 1 else str(error)
             raise SystemExit(2) from error
+
+
+def _shares(a: tuple[Any, Tensor] | None, b: tuple[Any, Tensor] | None) -> bool:
+    """Tell whether two gradients are one in memory."""
+    return a is not None and b is not None and a[1].data_ptr() == b[1].data_ptr()
 
 
 def _ids_of(root: nn.Module) -> set[int]:
