@@ -61,7 +61,7 @@ def saved_from(script, tmp_path, perturbed=2, used=None, **steps):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gradguard.parity.repeated._run", run)
-        return saved_runs([], perturbed, **steps)
+        return saved_runs([], perturbed, ScriptRun(**steps))
 
 
 def training(

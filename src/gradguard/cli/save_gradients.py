@@ -30,6 +30,7 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
         CommandError: If that cannot be done, or the program makes no step.
     """
     from gradguard.parity.repeated import VARIABLE, RunFailedError, save_from_script
+    from gradguard.parity.scales import ScriptRun
 
     if (asked := os.environ.get(VARIABLE)) is not None:
         return _one_run(json.loads(Path(asked).read_text(encoding="utf-8")), options, program)
@@ -45,8 +46,8 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
     file = options.save_gradients.absolute()
     if not file.parent.is_dir():
         raise CommandError(f"--save-gradients {file}: there is no folder {file.parent}.")
-    at, steps = options.at or 1, options.steps or 0
-    last = at - 1 + max(steps, 1)
+    wanted = ScriptRun(options.at or 1, options.steps or 0)
+    last = wanted.last
     seed = [] if options.seed is None else ["--seed", str(options.seed)]
     command = ["--save-gradients", str(file), *seed, *program.typed]
     first = int(os.environ.get("RANK", "0")) == 0
@@ -54,7 +55,7 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
 
     try:
         with Signals():
-            save_from_script(file, command, perturbed, first, launcher, at, steps)
+            save_from_script(file, command, perturbed, first, launcher, wanted)
     except RunFailedError as failed:
         sys.stderr.write(failed.said)
         if failed.code == 0:
@@ -63,7 +64,8 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
         return failed.code if failed.code > 0 else 128 - failed.code
     if first:
         what = "the gradients of the first step are" if last == 1 else f"the gradients of step {last} are"
-        what = f"step {last} is" if steps == 1 else f"steps {at} to {last} are" if steps else what
+        if wanted.steps:
+            what = f"step {last} is" if wanted.steps == 1 else f"steps {wanted.at} to {last} are"
         on_stderr(f"{what} in {os.path.relpath(file, Path.cwd())}")
     return 0
 

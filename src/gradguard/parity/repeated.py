@@ -36,7 +36,7 @@ class RunFailedError(Exception):
         self.code, self.said = code, said
 
 
-def saved_runs(command: Sequence[str], perturbed: int, at: int = 1, steps: int = 0) -> SavedGradients:
+def saved_runs(command: Sequence[str], perturbed: int, as_it_is: ScriptRun) -> SavedGradients:
     """Run a script up to an optimizer step, several times, and return what was saved with what rounding does.
 
     The script runs as it is, then with twice the gradient at its loss, and then with weights that are changed by
@@ -48,8 +48,7 @@ def saved_runs(command: Sequence[str], perturbed: int, at: int = 1, steps: int =
     Args:
         command: A command that runs the script, with `ScriptGradients` where it finds `VARIABLE`.
         perturbed: How many runs with changed weights.
-        at: The optimizer step whose gradients are saved, from 1.
-        steps: How many whole steps are saved from there on; 0 for gradients alone.
+        as_it_is: The first run, which says what is saved.
 
     Returns:
         What was saved, on every process that calls.
@@ -59,7 +58,6 @@ def saved_runs(command: Sequence[str], perturbed: int, at: int = 1, steps: int =
         RecordError: If the script does not begin with the same weights each time.
     """
     folder = Path(tempfile.mkdtemp(prefix="gradguard-"))
-    as_it_is = ScriptRun(at, steps)
     try:
         first = _run(command, folder / "first", as_it_is)
         if not perturbed:
@@ -218,9 +216,8 @@ def save_from_script(
     options: Sequence[str],
     perturbed: int,
     writes: bool,
-    launcher: Sequence[str] = (),
-    at: int = 1,
-    steps: int = 0,
+    launcher: Sequence[str],
+    as_it_is: ScriptRun,
 ) -> None:
     """Run a script as `saved_runs` does, and write the file.
 
@@ -230,9 +227,8 @@ def save_from_script(
         perturbed: How many runs with changed weights.
         writes: Whether this process writes: that of rank 0.
         launcher: A command that starts several processes of the module that is named behind it, anew for each run.
-        at: The optimizer step whose gradients are saved, from 1.
-        steps: How many whole steps are saved from there on; 0 for gradients alone.
+        as_it_is: The first run, which says what is saved.
     """
-    saved = saved_runs([*(launcher or [sys.executable]), "-m", "gradguard", "run", *options], perturbed, at, steps)
+    saved = saved_runs([*(launcher or [sys.executable]), "-m", "gradguard", "run", *options], perturbed, as_it_is)
     if writes:
         write(file, saved)
