@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import gradguard as gg
 from forked_python import run_python, run_ranks
+from gradguard.parity import scales
 from gradguard.parity.compare import compare
 from gradguard.parity.saved import read
 
@@ -219,6 +220,31 @@ def test_rounding_is_no_fault_a_few_steps_in(name, at, steps, folder):
     scripts = [training(optimizer=optimizer, backward=how) if optimizer else closures(how) for how in (plain, in_three)]
     report = compare(*(whole(script, folder, at, steps) for script in scripts))
     assert report.verdict == "PASS", str(report)
+
+
+def signs(turned):
+    """A gradient of 1000 numbers of size 1, but for one that is nearly zero, and of either sign."""
+
+    def script(world):
+        model = nn.Linear(1000, 1, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(torch.linspace(-1, 1, 1000))
+        numbers = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+        numbers[7] = -4e-8 if turned else 4e-8
+        world.modules, world.optimizers = [model], [torch.optim.Adam(model.parameters(), 1e-3)]
+        for _ in range(3):
+            model(numbers).sum().backward()
+            unclipped(model, world.optimizers[0], 0)
+
+    return script
+
+
+def test_an_update_that_jumps_where_a_gradient_is_nearly_zero_is_no_fault(folder, monkeypatch):
+    report = compare(*(whole(signs(turned), folder) for turned in (False, True)))
+    assert report.verdict == "PASS", str(report)
+    monkeypatch.setattr(scales, "_LOUD", 0.0)
+    report = compare(*(whole(signs(turned), folder) for turned in (False, True)))
+    assert (report.verdict, report.findings[0].stage) == ("FAIL", f"{UPDATE} 1")
 
 
 # Bugs, each at its stage.

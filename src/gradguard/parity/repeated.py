@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -71,11 +71,10 @@ def saved_runs(command: Sequence[str], perturbed: int, as_it_is: ScriptRun) -> S
             changed = replace(as_it_is, change=k, epsilon=first.epsilon, scale=scale_of(k) if scaled else 1.0)
             runs.append(_run(command, folder / str(k), changed, again=True))
         sizes = {} if as_it_is.is_first_step_alone else _sizes(runs)
-        turned = [
-            _run(command, folder / f"turned {sign}", replace(as_it_is, sizes=_times(sizes, sign)), again=True)
-            for sign in (1, -1)
-            if sizes
-        ]
+        turned = []
+        for sign in (1, -1) if sizes else ():
+            signed = {name: {p: sign * size for p, size in of_step.items()} for name, of_step in sizes.items()}
+            turned.append(_run(command, folder / f"turned {sign}", replace(as_it_is, sizes=signed), again=True))
         return merged(runs, scaled, turned)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -98,10 +97,6 @@ def _sizes(runs: Sequence[SavedGradients]) -> dict[str, dict[str, float]]:
     _check_alike(runs)
     of_runs = {name: [run.stages[name].sketches["gradient"][0] for run in runs] for name in names}
     return {name: turned_sizes(runs[0].stages[name].parameters, of_runs[name]) for name in names}
-
-
-def _times(sizes: Mapping[str, Mapping[str, float]], sign: int) -> dict[str, dict[str, float]]:
-    return {name: {p: sign * size for p, size in of_step.items()} for name, of_step in sizes.items()}
 
 
 def merged(

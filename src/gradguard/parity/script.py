@@ -209,7 +209,7 @@ class ScriptGradients(Listener):
     def on_clipped(self, event: ClipEvent) -> None:
         """Look at the gradients after a clip, unless it acts within the step: nothing else may change them before."""
         if event.optimizer is None and event.elements is None and self._step.before_clip is not None:
-            self._step.after_clip = self._sketches(self._local)
+            self._step.after_clip = local_gradients(self._local)
 
     def on_scale(self, loss: Any, scaled: Any) -> None:
         """Keep the loss scale: a factor may be that."""
@@ -227,7 +227,7 @@ class ScriptGradients(Listener):
     def _looked_at(self, local: Sequence[LocalParameter]) -> dict[str, Tensor]:
         """Return the sketches of gradients, whose scale is taken off for good."""
         times = 1 / self._run.scale if self._raised else 1.0
-        found = {name: times * sketch for name, sketch in self._sketches(local).items()}
+        found = {name: times * sketch for name, sketch in local_gradients(local).items()}
         self._lower()
         return found
 
@@ -241,8 +241,7 @@ class ScriptGradients(Listener):
 
     def _lower(self) -> None:
         if self._raised and not self._run.is_first_step_alone:
-            with torch.no_grad():
-                scale_gradients(self._with_masters(self._local), 1 / self._run.scale)
+            scale_gradients(self._with_masters(self._local), 1 / self._run.scale)
             self._raised = False
 
     def _with_masters(self, own: Sequence[LocalParameter]) -> list[LocalParameter]:
@@ -255,16 +254,12 @@ class ScriptGradients(Listener):
         ]
         return [*own, *masters]
 
-    @torch.no_grad()
-    def _sketches(self, local: Sequence[LocalParameter]) -> dict[str, Tensor]:
-        return local_gradients(local)
-
     def _compare(self, local: Sequence[LocalParameter]) -> None:
         """Note whether something has changed gradients since the last clip: in what was saved it would be hidden."""
         then = self._step.after_clip
         if self._run.steps or self._number < 1:
             return  # what the optimizer takes is compared itself
-        if any(name not in then or not torch.equal(then[name], now) for name, now in self._sketches(local).items()):
+        if any(name not in then or not torch.equal(then[name], now) for name, now in local_gradients(local).items()):
             self._step.is_doubtful = True
 
     # The optimizers.
