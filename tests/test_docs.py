@@ -175,6 +175,7 @@ def test_every_option_that_is_shown_exists(page):
         "--audit-norm",
         "--save-gradients",
         "--perturbed",
+        "--at",
         "--state",
         "--resilient",
     }

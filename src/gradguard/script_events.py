@@ -133,9 +133,14 @@ def by_norm(max_norm: Any, norm_type: float = 2.0, *_: Any, whole: bool = False,
     return ClipCall("norm", max_norm, float(norm_type), whole=whole)
 
 
+def by_given_norm(max_norm: Any, total_norm: Any, *_: Any, **__: Any) -> ClipCall:
+    """Read a call that is told the norm, as PyTorch's ``clip_grads_with_norm_`` is."""
+    return ClipCall("norm", max_norm, norm=total_norm)
+
+
 _READERS: dict[str, Reader] = {
     "clip_grad_norm_": by_norm,
-    "clip_grads_with_norm_": lambda max_norm, total_norm, *_, **__: ClipCall("norm", max_norm, norm=total_norm),
+    "clip_grads_with_norm_": by_given_norm,
     "clip_grad_value_": lambda clip_value, *_, **__: ClipCall("value", clip_value),
 }
 
@@ -147,8 +152,15 @@ _CLIPS = [
         for home in ("torch.nn.utils.clip_grad", "torch.nn.utils")
         for name, read in _READERS.items()
     ),
+    *(
+        Replacement(home, name, functools.partial(clips_by, by_given_norm), everywhere=True, one_call="clip_grad_norm_")
+        for home, name in (
+            ("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32"),
+            ("torch.nn.utils.clip_grad", nn.utils.clip_grads_with_norm_.__name__),  # another at home: so verl calls it
+        )
+    ),
     Replacement(
         "torch.distributed.fsdp", "FullyShardedDataParallel.clip_grad_norm_", _FSDP, one_call="clip_grad_norm_"
     ),
 ]
-"""PyTorch's clipping functions, where they are defined; scripts import them by name."""
+"""The clipping functions of PyTorch and of engines, where they are defined; scripts import them by name."""

@@ -54,6 +54,8 @@ TWO = """
     clip_grads_with_norm_(model[0].parameters(), 0.1, norms[0])
     clip_grads_with_norm_(model[2].parameters(), 0.1, norms[1])
 """
+VERL_IMPORTS = "from torch.nn.utils.clip_grad import _clip_grads_with_norm_, _get_total_norm"
+VERL = "_clip_grads_with_norm_(list(model.parameters()), 0.1, {} * _get_total_norm(grads()), None)"
 SCRIPTS = {
     "torch": (train("clip_grad_norm_(model.parameters(), 0.1)"), 0, "3 audits of 1 clip"),
     "a generator by its name": (train("clip_grad_norm_(parameters=(p for p in model.parameters()), max_norm=0.1)"),
@@ -67,6 +69,8 @@ SCRIPTS = {
                             "PASS"),
     "with twice the norm": (train("clip_grads_with_norm_(model.parameters(), 0.1, 2 * get_total_norm(grads()))"), 1,
                             "gradients doubled"),
+    "as verl does, with the right norm": (train(VERL.format(1), VERL_IMPORTS), 0, "3 audits of 1 clip"),
+    "as verl does, with twice the norm": (train(VERL.format(2), VERL_IMPORTS), 1, "gradients doubled"),
     "without the biases": (train("clip_grads_with_norm_(model.parameters(), 0.1, get_total_norm(grads()[::2]))"), 1,
                            "the reported norm is"),
     "one norm of two lists": (train(TWO.format("get_total_norm(grads())", "get_total_norm(grads())")), 0,

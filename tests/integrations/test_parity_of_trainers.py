@@ -15,6 +15,7 @@ from gradguard.monitoring.observe.meta import all_optimizers, living_modules
 from gradguard.parity.compare import compare
 from gradguard.parity.repeated import merged
 from gradguard.parity.saved import read
+from gradguard.parity.scales import ScriptRun
 from gradguard.parity.script import ScriptGradients
 from gradguard.script_events import listening
 
@@ -26,7 +27,7 @@ def network():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def saved_from(script, folder):
+def saved_from(script, folder, steps=0):
     """As `gradguard run` does it, but in this process: what earlier tests have left is not the script's."""
     runs = []
     for k in range(3):
@@ -37,12 +38,12 @@ def saved_from(script, folder):
             folder / "file",
             lambda old=old: [m for m in living_modules() if id(m) not in old],
             lambda old=old: [o for o in all_optimizers() if id(o) not in old],
-            runs[0].epsilon if runs else 0.0,
-            max(0, k - 1),
+            ScriptRun(steps=steps, epsilon=runs[0].epsilon if runs else 0.0, change=max(0, k - 1)),
         )
         try:
             with listening(watch):
                 script(folder)
+                watch.finish()
         except SystemExit:
             pass
         assert watch.done, watch.refusal
@@ -57,6 +58,7 @@ def loop(model, loss_of, batches):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for x in batches:
             (loss_of(net, x) / len(batches)).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
         optimizer.step()
 
     return script
@@ -131,6 +133,18 @@ def test_a_trainer_has_the_gradients_of_a_loop(trainer, tmp_path):
     assert report.verdict == "PASS", str(report)
     assert found.facts["micro-batches"] == 2
     assert not found.clipped
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(*WARNINGS)
+@pytest.mark.parametrize(("trainer", "is_sgd"), [(of_transformers, False), (of_lightning, True), (of_accelerate, True)])
+def test_a_trainer_has_the_whole_step_of_a_loop(trainer, is_sgd, tmp_path):
+    script, by_hand = trainer()
+    report = compare(saved_from(by_hand, tmp_path, 1), saved_from(script, tmp_path, 1))
+    assert (report.verdict == "PASS") == is_sgd, str(report)
+    takes = "gradient that the optimizer takes at step 1"
+    assert {stage.name for stage in report.stages} == {takes, "update of step 1"}
+    assert {finding.stage for finding in report.findings}.isdisjoint({"", takes})  # another optimizer begins there
 
 
 def accelerate_in_processes(folder):

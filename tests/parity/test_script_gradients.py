@@ -21,6 +21,7 @@ from gradguard.parity.compare import compare
 from gradguard.parity.judge import bar_of
 from gradguard.parity.repeated import merged, saved_runs
 from gradguard.parity.saved import read
+from gradguard.parity.scales import ScriptRun
 from gradguard.parity.script import ScriptGradients
 from gradguard.script_events import listening
 
@@ -31,8 +32,8 @@ class Alone:
     def __init__(self, script):
         self.modules, self.optimizers, self.script = [], [], script
 
-    def saved(self, file, run=0, epsilon=0.0, scale=1.0):
-        watch = ScriptGradients(file, lambda: self.modules, lambda: self.optimizers, epsilon, run, scale)
+    def saved(self, file, run):
+        watch = ScriptGradients(file, lambda: self.modules, lambda: self.optimizers, run)
         try:
             with listening(watch):
                 self.script(self)
@@ -42,25 +43,25 @@ class Alone:
         return watch
 
 
-def refusal(script, tmp_path, **options):
-    watch = Alone(script).saved(tmp_path / "file", **options)
+def refusal(script, tmp_path, **how):
+    watch = Alone(script).saved(tmp_path / "file", ScriptRun(**how))
     assert not watch.done
     return watch.refusal
 
 
-def saved_from(script, tmp_path, perturbed=2, used=None):
+def saved_from(script, tmp_path, perturbed=2, used=None, **steps):
     """What `saved_runs` makes of a script, each run of which is a call here."""
 
-    def run(command, file, change=0, epsilon=0.0, scale=1.0, again=False):
-        watch = Alone(script).saved(tmp_path / "file", change, epsilon, scale)
+    def run(command, file, how, again=False):
+        watch = Alone(script).saved(tmp_path / "file", how)
         assert watch.done, watch.refusal
         if used is not None:
-            used.append(scale)
+            used.append(how.scale)
         return read(tmp_path / "file")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gradguard.parity.repeated._run", run)
-        return saved_runs([], perturbed)
+        return saved_runs([], perturbed, ScriptRun(**steps))
 
 
 def training(
@@ -460,7 +461,9 @@ def test_what_follows_the_options_is_the_script():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--save-gradients", "x", "--launch", "env", "--steps", "3"], "--steps with --save-gradients of several"),
+        (["--save-gradients", "x", "--steps", "3", "--out", "y"], "a command of its own with --out"),
+        (["--save-gradients", "x", "--at", "0"], "--at 0: expected a number of steps"),
+        (["--at", "3"], "belongs to --save-gradients"),
         (["--save-gradients", "x", "--launch", "env", "--clip", "median"], "a command of its own with --clip"),
         (["--save-gradients", "x", "--perturbed", "-1"], "expected a number of runs"),
         (["--save-gradients", "nowhere/x"], "there is no folder"),

@@ -14,7 +14,7 @@ import gradguard as gg
 from forked_python import run_ranks
 from gradguard.distributed.wrappers import all_objects
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.parity import steps as steps_module
+from gradguard.parity import scales
 from gradguard.parity.compare import compare
 from gradguard.parity.saved import read
 from gradguard.testing import assert_parity
@@ -162,7 +162,7 @@ def signs(turned):
 def test_an_update_that_jumps_where_a_gradient_is_nearly_zero_is_no_fault(monkeypatch):
     report = compare(signs(turned=False), signs(turned=True))
     assert report.verdict == "PASS", str(report)
-    monkeypatch.setattr(steps_module, "_LOUD", 0.0)
+    monkeypatch.setattr(scales, "_LOUD", 0.0)
     report = compare(signs(turned=False), signs(turned=True))
     assert (report.verdict, report.findings[0].stage) == ("FAIL", "update of step 1")
 

@@ -1,7 +1,7 @@
 """The audit of the clips that a script makes, in its first steps: who listens to a run of it, and sums up.
 
-What is seen: PyTorch's clipping functions, FSDP1's method, gradguard's own clips, torchtitan's function and the steps
-of DeepSpeed's engines. Whatever else clips is not, which is said.
+What is seen: PyTorch's clipping functions, FSDP1's method, gradguard's own clips, Megatron-core's and torchtitan's
+functions and the steps of DeepSpeed's engines. Whatever else clips is not, which is said.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from gradguard.torch_private import parameter_slots
 
 _SEEN = (
     "what is seen is clip_grad_norm_ and clip_grads_with_norm_ of PyTorch, FSDP1's method, gradguard's clips, "
-    "torchtitan's and DeepSpeed's. Audit another norm in the script itself: gg.audit_norm(model, norm)"
+    "Megatron-core's, torchtitan's and DeepSpeed's. Audit another norm in the script itself: gg.audit_norm(model, norm)"
 )
 
 

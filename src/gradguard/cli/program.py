@@ -21,6 +21,7 @@ _TAKES_VALUE = {
     "--metric",
     "--save-gradients",
     "--perturbed",
+    "--at",
     "--launch",
 }
 

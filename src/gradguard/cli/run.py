@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _USAGE = (
     "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] [--resilient] [--steps N] [--seed N] "
-    "[--no-report] [--on-finding COMMAND] [--argv] [--audit-norm] [--save-gradients FILE] [--perturbed N] "
-    "[--launch COMMAND] (script.py | -m module) [args ...]"
+    "[--no-report] [--on-finding COMMAND] [--argv] [--audit-norm] [--save-gradients FILE] [--at N] "
+    "[--perturbed N] [--launch COMMAND] (script.py | -m module) [args ...]"
 )
 _AUDIT_HELP = (
     "compare the norm that the script clips by with the true one, for 3 steps or --steps, record nothing, and then end "
@@ -48,9 +48,12 @@ _CLIP_HELP = (
 
 _SAVE_HELP = (
     "save the gradients of the first optimizer step for `gradguard parity`: the script is run up to "
-    "that step, again, and with weights that differ by rounding, six times in all. With another option, such as --out, "
-    "it is then run as without this one"
+    "that step, again, and with weights that differ by rounding, six times in all. With --at N those of step N, with "
+    "--steps K whole steps: what a clip leaves, the optimizer's state and the weights; then eight times. With another "
+    "option, such as --out, it is then run as without this one"
 )
+
+_STEPS_HELP = "end the script after N optimizer steps; with --save-gradients, save N whole steps"
 
 _LAUNCH_HELP = (
     "with --save-gradients: start each run with this command, such as 'torchrun --nproc-per-node 8', or "
@@ -73,12 +76,13 @@ def add_to(commands) -> None:
     parser.add_argument("--every", type=int, metavar="N", help="record each parameter's norm every N steps")
     parser.add_argument("--clip", metavar="RULE", help=_CLIP_HELP)
     parser.add_argument("--resilient", action="store_true", help=_RESILIENT_HELP)
-    parser.add_argument("--steps", type=int, metavar="N", help="end the script after N optimizer steps")
+    parser.add_argument("--steps", type=int, metavar="N", help=_STEPS_HELP)
     parser.add_argument("--seed", type=int, metavar="N", help="seed random, numpy and torch before the script starts")
     parser.add_argument("--no-report", action="store_true", help="write the record and nothing else")
     parser.add_argument("--on-finding", metavar="COMMAND", help=_ON_FINDING_HELP)
     parser.add_argument("--audit-norm", action="store_true", help=_AUDIT_HELP)
     parser.add_argument("--save-gradients", type=Path, metavar="FILE", help=_SAVE_HELP)
+    parser.add_argument("--at", type=int, metavar="N", help="save the gradients of optimizer step N (default: 1)")
     parser.add_argument("--perturbed", type=int, metavar="N", help="runs that differ by rounding (default: 4)")
     parser.add_argument("--launch", metavar="COMMAND", help=_LAUNCH_HELP)
     parser.set_defaults(call=_run)
@@ -87,16 +91,21 @@ def add_to(commands) -> None:
 def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     if not program.words:
         raise CommandError(f"nothing to run. Usage: {_USAGE}")
-    for name in ("every", "steps"):
+    for name in ("every", "steps", "at"):
         if (number := getattr(options, name)) is not None and number < 1:
             raise CommandError(f"--{name} {number}: expected a number of steps, at least 1.")
     if options.seed is not None and not 0 <= options.seed < 2**32:
         raise CommandError(f"--seed {options.seed}: expected a number from 0 to 4294967295.")
-    of_another = first_given(options, "perturbed", "launch")
+    of_another = first_given(options, "at", "perturbed", "launch")
     if of_another and options.save_gradients is None:
         raise CommandError(f"{of_another} belongs to --save-gradients FILE, which is not there.")
     if options.save_gradients is not None:
-        others = first_given(options, *RECORDING, "steps", "audit_norm")
+        others = first_given(options, *RECORDING, "audit_norm")
+        if others and options.steps is not None:
+            raise CommandError(
+                f"--steps with --save-gradients and {others}: steps that are saved, or the end of the script? Type a "
+                f"command of its own with {others}."
+            )
         code = save_gradients_of(options, program, others)
         if code or not others:
             return code

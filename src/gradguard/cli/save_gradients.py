@@ -1,4 +1,4 @@
-"""`gradguard run --save-gradients`: the gradients of a script's first step, for `gradguard parity`."""
+"""`gradguard run --save-gradients`: the gradients of a script's step, or whole steps, for `gradguard parity`."""
 
 import argparse
 import json
@@ -13,7 +13,6 @@ from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import on_stderr
 
 _DEFAULT_RUNS = 4
-_NO_STEP = "the script ended before its first optimizer step, so there is nothing to save."
 
 
 def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others: str) -> int:
@@ -31,9 +30,10 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
         CommandError: If that cannot be done, or the program makes no step.
     """
     from gradguard.parity.repeated import VARIABLE, RunFailedError, save_from_script
+    from gradguard.parity.scales import ScriptRun
 
     if (asked := os.environ.get(VARIABLE)) is not None:
-        return _one_run(json.loads(asked), options, program)
+        return _one_run(json.loads(Path(asked).read_text(encoding="utf-8")), options, program)
     perturbed = _DEFAULT_RUNS if options.perturbed is None else options.perturbed
     if perturbed < 0:
         raise CommandError(f"--perturbed {perturbed}: expected a number of runs, 0 or more.")
@@ -46,6 +46,8 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
     file = options.save_gradients.absolute()
     if not file.parent.is_dir():
         raise CommandError(f"--save-gradients {file}: there is no folder {file.parent}.")
+    wanted = ScriptRun(options.at or 1, options.steps or 0)
+    last = wanted.last
     seed = [] if options.seed is None else ["--seed", str(options.seed)]
     command = ["--save-gradients", str(file), *seed, *program.typed]
     first = int(os.environ.get("RANK", "0")) == 0
@@ -53,14 +55,18 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
 
     try:
         with Signals():
-            save_from_script(file, command, perturbed, first, launcher)
+            save_from_script(file, command, perturbed, first, launcher, wanted)
     except RunFailedError as failed:
         sys.stderr.write(failed.said)
         if failed.code == 0:
-            raise CommandError(_NO_STEP) from None
+            which = "its first optimizer step" if last == 1 else f"the end of its optimizer step {last}"
+            raise CommandError(f"the script ended before {which}, so there is nothing to save.") from None
         return failed.code if failed.code > 0 else 128 - failed.code
     if first:
-        on_stderr(f"the gradients of the first step are in {os.path.relpath(file, Path.cwd())}")
+        what = "the gradients of the first step are" if last == 1 else f"the gradients of step {last} are"
+        if wanted.steps:
+            what = f"step {last} is" if wanted.steps == 1 else f"steps {wanted.at} to {last} are"
+        on_stderr(f"{what} in {os.path.relpath(file, Path.cwd())}")
     return 0
 
 
@@ -90,14 +96,13 @@ def _launcher(options: argparse.Namespace, perturbed: int) -> list[str]:
 def _one_run(asked: dict, options: argparse.Namespace, program: ProgramLine) -> int:
     from gradguard.monitoring.observe.meta import all_optimizers, living_modules
     from gradguard.monitoring.observe.script import load, run, seed_generators
+    from gradguard.parity.scales import ScriptRun
     from gradguard.parity.script import ScriptGradients
     from gradguard.script_events import listening
 
     os.environ.pop("GRADGUARD_SAVE_GRADIENTS")  # what the script starts is no run of its own
     loaded = load(program.words, program.is_module)
-    gradients = ScriptGradients(
-        asked["file"], living_modules, all_optimizers, asked["epsilon"], asked["run"], asked["scale"]
-    )
+    gradients = ScriptGradients(asked.pop("file"), living_modules, all_optimizers, ScriptRun(**asked))
     seed_generators(options.seed)
     with listening(gradients):
         code = run(loaded)

@@ -292,26 +292,29 @@ def _about_others(group: Outcomes) -> str:
 
 
 def _other_weights(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
-    """Weights that differ by more than the rounding of the coarser dtype: then gradients need not agree."""
+    """Weights that differ by more than rounding, of storing them or of earlier steps: then gradients need not agree."""
     of_b = _weights_of(b)
     wrong = []
-    for name, (p, x) in _weights_of(a).items():
-        q, y = of_b.get(name, (p, x))
+    for name, (p, xs) in _weights_of(a).items():
+        q, ys = of_b.get(name, (p, xs))
         coarse = max(p.weight_rounding, q.weight_rounding, SKETCH_ROUNDING)
-        if p.shape == q.shape and not norm(minus(x, y)) <= 2 * coarse * norm(x):
+        moved = max(norm(minus(one, runs[0])) for runs in (xs, ys) for one in runs)
+        if p.shape == q.shape and not norm(minus(xs[0], ys[0])) <= max(2 * coarse * norm(xs[0]), BARS * moved):
             wrong.append(name)
     if not wrong:
         return []
     said = "the two runs have other weights, so their gradients need not agree; load one checkpoint into both"
+    if any(len(run.sketches["weights"]) > 1 for run in (a, b)):
+        said += ", or find with --steps which of the steps before has made them"
     return [ParityFinding("weights", said, tuple(wrong))]
 
 
-def _weights_of(run: SavedGradients) -> dict[str, tuple[SavedParameter, Vector]]:
-    """Return each weight's description and sketch, by name, of frozen ones too."""
+def _weights_of(run: SavedGradients) -> dict[str, tuple[SavedParameter, Sequence[Vector]]]:
+    """Return each weight's description and its sketch in each run, by name, of frozen ones too."""
     frozen = run.stages.get(FROZEN)
-    pairs = [*zip(run.parameters, run.sketches["weights"][0], strict=True)]
-    pairs += zip(frozen.parameters, frozen.sketches["gradient"][0], strict=True) if frozen else ()
-    return {p.name: (p, sketch) for p, sketch in pairs}
+    pairs = [*zip(run.parameters, zip(*run.sketches["weights"], strict=True), strict=True)]
+    pairs += zip(frozen.parameters, zip(*frozen.sketches["gradient"], strict=True), strict=True) if frozen else ()
+    return {p.name: (p, sketches) for p, sketches in pairs}
 
 
 def _other_masks(a: SavedGradients, b: SavedGradients, outcomes: Outcomes) -> list[ParityFinding]:

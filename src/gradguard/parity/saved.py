@@ -33,6 +33,7 @@ FORMAT = 1
 STATE, UPDATE = "state", "update of step"
 START = f"{STATE} before step 1"
 """The stage of the state that a run begins with: of optimizers, and buffers."""
+GRADIENT = "gradient of step"
 BUFFER = "buffer "
 """The beginning of the name of a buffer, among the tensors of a state."""
 FROZEN = "frozen weights"

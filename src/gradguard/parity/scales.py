@@ -6,15 +6,55 @@ another order of the samples do not show this: a long running sum whose terms ar
 time, by :math:`10^{-5}` of itself after some 10,000 terms of float32.
 """
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from gradguard.parity.saved import SavedParameter
 from gradguard.parity.vectors import Vector, minus, norm
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptRun:
+    """One of several runs of a script.
+
+    Attributes:
+        at: The optimizer step whose gradients are saved, from 1.
+        steps: How many whole steps are saved from there on; 0 for gradients alone.
+        change: Which change of the weights at the first forward pass; 0 for none.
+        epsilon: By what part of themselves weights are changed.
+        scale: What the gradient at each loss is multiplied by from then on; it is taken off before an optimizer's step.
+        sizes: By step, and by parameter, what is added to each element of a gradient or subtracted, by its place.
+    """
+
+    at: int = 1
+    steps: int = 0
+    change: int = 0
+    epsilon: float = 0.0
+    scale: float = 1.0
+    sizes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def last(self) -> int:
+        """The last optimizer step that is looked at, from 1."""
+        return self.at - 1 + max(self.steps, 1)
+
+    @property
+    def is_first_step_alone(self) -> bool:
+        """Whether no optimizer has changed a weight by the time the run ends."""
+        return self.last == 1 and not self.steps
+
 
 DOUBLED = 2.0
 """A power of two changes no bit of a mantissa: where a step is linear, twice its gradient comes back exactly."""
 
 _EXACT = 1e-12  # what the order of additions does to a sketch, relative
 _BY_CHANCE = 20.0  # of a step that is not the same twice, a second difference is no so many times the first
+_MOST_CHANCE, _FARTHEST = 1000, 0.1  # kernels that add in any order change a gradient or an update by some epsilon
+
+_LOUD, _LOUDEST = 16.0, 1e-2
+"""A turned gradient element is off by so many times what rounding does, but by no more of the gradient than that."""
 
 
 def scale_of(run: int) -> float:
@@ -44,3 +84,38 @@ def is_linear(first: Sequence[Vector], doubled: Sequence[Vector], again: Sequenc
         norm(minus(two, one)) <= _EXACT * norm(one) + _BY_CHANCE * norm(minus(other, one))
         for one, two, other in zip(first, doubled, alike, strict=True)
     )
+
+
+def same_twice(first: Sequence[Vector], again: Sequence[Vector], epsilon: float) -> bool:
+    """Tell whether two runs that nothing tells apart agree: half of their tensors by some ``epsilon`` of themselves."""
+    return apart(first, again) <= min(_MOST_CHANCE * epsilon, _FARTHEST)
+
+
+def apart(first: Sequence[Vector], again: Sequence[Vector]) -> float:
+    """Return by what part of themselves tensors differ: the median of those that are not zero."""
+    shares = [norm(minus(a, b)) / norm(a) for a, b in zip(first, again, strict=True) if norm(a)]
+    return statistics.median(shares) if shares else 0.0
+
+
+def turned_sizes(parameters: Sequence[SavedParameter], runs: Sequence[Sequence[Vector]]) -> dict[str, float]:
+    """Return by how much to move each element of each gradient, up or down, so that it differs by more than rounding.
+
+    Args:
+        parameters: What is known of each.
+        runs: The sketches of their gradients in runs that differ by rounding.
+
+    Returns:
+        The sizes, by name.
+    """
+    first, *others = runs
+    sizes = {}
+    for i, p in enumerate(parameters):
+        noise = max(p.rounding * norm(first[i]), *(norm(minus(run[i], first[i])) for run in others))
+        size = min(_LOUD * noise, max(_LOUDEST * norm(first[i]), noise))
+        sizes[p.name] = size / math.sqrt(max(1, math.prod(p.shape)))
+    return sizes
+
+
+def mean_of(runs: Sequence[Sequence[Vector]]) -> list[list[float]]:
+    """Return the mean of the sketches of several runs."""
+    return [[sum(numbers) / len(runs) for numbers in zip(*of, strict=True)] for of in zip(*runs, strict=True)]

@@ -1,4 +1,4 @@
-"""The gradients of a script's first optimizer step, seen from outside: what one process of it writes down."""
+"""One step of a script, or several, seen from outside: the part that one of its processes writes down."""
 
 import math
 import os
@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,12 @@ from torch.optim import Optimizer
 from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import GradguardError, UnsupportedGradientError
 from gradguard.listeners import ClipCall, ClipEvent, Listener
-from gradguard.parity.replay import flip_weights, precision_of
-from gradguard.parity.saved import SavedParameter, write
-from gradguard.parity.shards import LocalParameter, gathered, local_parameters
+from gradguard.optimizer_hooks import EveryStep, runs_hooks
+from gradguard.parity.replay import add_signs, flip_weights, precision_of, scale_gradients
+from gradguard.parity.saved import GRADIENT, START, SavedParameter, write
+from gradguard.parity.scales import ScriptRun
+from gradguard.parity.shards import LocalParameter, gathered, gathered_words, local_parameters
+from gradguard.parity.steps import Noted, Stages, StepNotes
 from gradguard.parity.summation import backwards
 from gradguard.parity.whole import WholeParameters, about, local_gradients, local_weights
 from gradguard.state.generators import generator_states, have_drawn
@@ -30,16 +33,46 @@ class Saved(SystemExit):
     """Ends the script once its gradients are saved: what cleans up on the way out does so."""
 
 
+@dataclass
+class _Step:
+    """One step of the script, as far as it has come.
+
+    Attributes:
+        before_clip: The sketches of all gradients before the first clip since the last backward pass.
+        after_clip: Those after the last clip.
+        is_taken: Whether an optimizer has taken those before the clip.
+        is_doubtful: Whether a clip was followed by another backward pass instead, or by a change of what it left.
+        backwards: How many backward passes there were before the first optimizer's step.
+        stepped: The optimizers that have begun a step.
+        gradients: The sketches that are saved, by name.
+        about: The descriptions of the parameters whose optimizer has begun a step, by name.
+        turned: The names of those whose gradients were moved up and down.
+        is_over: Whether each optimizer has made its step.
+    """
+
+    before_clip: dict[str, Tensor] | None = None
+    after_clip: dict[str, Tensor] = field(default_factory=dict)
+    is_taken: bool = True
+    is_doubtful: bool = False
+    backwards: int = 0
+    stepped: list[Optimizer] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    about: dict[str, SavedParameter] = field(default_factory=dict)
+    turned: set[str] = field(default_factory=set)
+    is_over: bool = False
+
+
 class ScriptGradients(Listener):
-    """Saves the gradients that a script's optimizers take in their first step, before a clip, and ends the script.
+    """Saves the gradients that a script's optimizers take in one step, before a clip, or whole steps; ends the script.
+
+    A step ends when each trained parameter's optimizer has made one. What follows it in the script belongs to it until
+    the next forward pass in which gradients are recorded, or the script's end.
 
     Args:
         file: Where this process writes; all write the same.
         modules: Returns the root modules that exist.
         optimizers: Returns the optimizers that exist.
-        epsilon: By what part of themselves the weights are changed at the script's first forward pass.
-        run: Which of several such changes; 0 for none.
-        scale: What the gradient at each loss is multiplied by from then on; it is taken off what is saved.
+        run: Which steps, and how this run differs from the others.
 
     Attributes:
         refusal: Why nothing was saved, once it is known.
@@ -51,51 +84,55 @@ class ScriptGradients(Listener):
         file: str | os.PathLike[str],
         modules: Callable[[], Sequence[nn.Module]],
         optimizers: Callable[[], Sequence[Optimizer]],
-        epsilon: float = 0.0,
-        run: int = 0,
-        scale: float = 1.0,
+        run: ScriptRun = ScriptRun(),  # noqa: B008 - frozen
     ) -> None:
-        self._file, self._modules, self._optimizers = file, modules, optimizers
-        self._epsilon, self._run, self._scale = epsilon, run, scale
+        self._file, self._modules, self._optimizers, self._run = file, modules, optimizers, run
         self._local: list[LocalParameter] = []
+        self._notes = StepNotes([], [], [])
+        self._known: list[Optimizer] = []
+        self._stepping: list[Optimizer] = []  # whose hooks are there
         self._states: dict[str, Any] = {}
-        self._seen: list[set[torch.dtype]] = []
-        self._stack, self._depth = ExitStack(), 0
-        self._before_clip: dict[str, Tensor] | None = None
-        self._after_clip: dict[str, Tensor] = {}
-        self._stepped: list[Optimizer] = []
-        self._gradients: dict[str, Tensor] = {}
+        self._dtypes: list[set[torch.dtype]] = []
+        self._stack, self._forward, self._depth = ExitStack(), ExitStack(), 0
+        self._raised = True  # gradients are multiplied by the scale
+        self._number, self._step = 2 - run.at, _Step()  # 1 is the one that is saved
+        self._first: _Step | None = None
         self._weights: dict[str, Tensor] = {}
-        self._about: dict[str, SavedParameter] = {}
+        self._weights_then: dict[str, Tensor] = {}
+        self._noted: dict[str, Noted] = {}
         self._facts: dict[str, float] = {}
-        self._backwards, self._taken, self._clipped_before = 0, True, False
         self.refusal, self.done = "", False
 
     def on_begin(self) -> None:
         """Wait for the first forward pass."""
-        self._stack.enter_context(warnings.catch_warnings())  # of hooks that fire twice: the second finds all done
-        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
-        self._stack.callback(register_module_forward_pre_hook(self._before_forward).remove)
-        self._stack.callback(register_module_forward_hook(self._after_forward, always_call=True).remove)
+        self._await_forward()
 
     def on_end(self) -> None:
-        """Leave modules and warnings as they were."""
+        """Leave modules, optimizers and warnings as they were."""
+        self._forward.close()
         self._stack.close()
 
     def finish(self) -> None:
-        """Save what is known, where the script has ended well before each of its optimizers made a step."""
-        if self._stepped and not self.done and not self.refusal:
+        """Save what is known where the script has ended well: its last step may not be one of each optimizer."""
+        if self._step.stepped and not self.done and not self.refusal and self._number >= 1:
             with suppress(SystemExit):
-                self._refused(self._save)
+                self._refused(self._end_step if self._run.steps else self._save)
 
-    # The first forward pass: who is trained, and by what weights.
+    # Forward passes: the first, and the first one after each step.
+
+    def _await_forward(self) -> None:
+        self._forward.enter_context(warnings.catch_warnings())  # of hooks that fire twice: the second finds all done
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+        self._forward.callback(register_module_forward_pre_hook(self._before_forward).remove)
+        self._forward.callback(register_module_forward_hook(self._after_forward, always_call=True).remove)
+        self._depth = 0
 
     @never_compiled
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         del module, arguments
         self._depth += 1
-        if self._depth == 1 and torch.is_grad_enabled() and not self._local:
-            self._refused(self._begin)
+        if self._depth == 1 and torch.is_grad_enabled():
+            self._refused(self._end_step if self._local else self._begin)
 
     @never_compiled
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
@@ -106,33 +143,73 @@ class ScriptGradients(Listener):
         trained = self._trained()
         if not trained:
             return  # a forward pass before there is an optimizer
-        roots = [m for m in self._modules() if any(id(p) in trained for p in m.parameters())]
-        self._local = _named(roots)
+        named = _named([m for m in self._modules() if not trained.isdisjoint(_ids_of(m))])
+        self._local = [p for _, _, own in named for p in own]
         self._states = generator_states()
-        self._stack.close()
-        self._seen = [self._stack.enter_context(precision_of(root)) for root in roots]
-        self._stack.enter_context(backwards(self._scale))
+        self._forward.close()
+        self._dtypes = [self._stack.enter_context(precision_of(root)) for _, root, _ in named]
+        self._stack.enter_context(backwards(self._run.scale))
+        self._notes = StepNotes(self._local, self._stepping, [(front, root) for front, root, _ in named])
+        for one in self._known:
+            self._watch(one)
+        self._start_step()
         self._flip(self._local)
 
-    # What the script does.
+    def _start_step(self) -> None:
+        if self._number == 1 and not self._run.is_first_step_alone:
+            self._weights_then = local_weights(self._local) if self._run.at > 1 else {}
+            if self._run.steps:
+                self._noted[START] = self._notes.start()
+
+    @torch.no_grad()
+    def _end_step(self) -> None:
+        """A step and what follows it are done."""
+        self._forward.close()
+        step, calls = self._step, max(self._step.backwards, 1)
+        own = [p for p in self._local if p.name in step.about]
+        gradients = Noted(own, [*step.about.values()], step.gradients, step.gradients, calls)
+        self._noted[f"{GRADIENT} {self._number}"] = gradients
+        if self._number >= 1 and self._run.steps:
+            self._noted |= self._notes.end(self._number, calls)
+        if self._number == 1:
+            self._first = step
+        if self._number == self._run.steps and self._number >= 1:
+            self._save()
+            raise Saved
+        self._number, self._step = self._number + 1, _Step()
+        self._start_step()
+
+    # The gradients of a step.
 
     def on_backward(self, losses: Sequence[Tensor]) -> None:
         """Count micro-batches; what was looked at before a clip is no longer all."""
         del losses
-        if self._before_clip is not None:
-            self._clipped_before = self._clipped_before or not self._taken
-            self._before_clip = None
-        self._backwards += 0 if self._stepped else 1
+        if self._step.is_over:  # a forward pass of no module
+            self._refused(self._end_step)
+        step = self._step
+        if step.before_clip is not None:
+            step.is_doubtful = step.is_doubtful or not step.is_taken
+            step.before_clip = None
+        step.backwards += 0 if step.stepped else 1
+        if not self._raised:
+            scale_gradients(self._local, self._run.scale)  # what a forgotten zero_grad has left
+            self._raised = True
 
     def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
         """Look at the gradients before the first clip of a step."""
-        del call, parameters
-        self._look()
+        del call
+        if not self._local:
+            return
+        if self._step.before_clip is not None:
+            self._compare(self._local)
+        else:
+            self._step.before_clip, self._step.is_taken = self._looked_at(self._local), False
+            self._turn(self._in({id(p) for p in parameters}))
 
     def on_clipped(self, event: ClipEvent) -> None:
         """Look at the gradients after a clip, unless it acts within the step: nothing else may change them before."""
-        if event.optimizer is None and event.elements is None:
-            self._look_again()
+        if event.optimizer is None and event.elements is None and self._step.before_clip is not None:
+            self._step.after_clip = local_gradients(self._local)
 
     def on_scale(self, loss: Any, scaled: Any) -> None:
         """Keep the loss scale: a factor may be that."""
@@ -144,71 +221,141 @@ class ScriptGradients(Listener):
     def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
         """A step was left out, or made: what follows is another one."""
         del before, after
-        if not self._stepped:
-            self._before_clip, self._backwards = None, 0
+        if not self._step.stepped:
+            self._step = _Step()
 
-    @torch.no_grad()
-    def _look(self) -> None:
-        if self._before_clip is not None:
-            self._compare(self._local)
-        elif self._local:
-            self._before_clip, self._taken = local_gradients(self._local), False
+    def _looked_at(self, local: Sequence[LocalParameter]) -> dict[str, Tensor]:
+        """Return the sketches of gradients, whose scale is taken off for good."""
+        times = 1 / self._run.scale if self._raised else 1.0
+        found = {name: times * sketch for name, sketch in local_gradients(local).items()}
+        self._lower()
+        return found
 
-    @torch.no_grad()
-    def _look_again(self) -> None:
-        if self._before_clip is not None:
-            self._after_clip = local_gradients(self._local)
+    def _turn(self, own: Sequence[LocalParameter], factor: float = 1.0) -> None:
+        """Move gradients up and down, if this run is to, once in a step."""
+        if sizes := self._run.sizes.get(f"{GRADIENT} {self._number}"):
+            own = [p for p in own if p.name not in self._step.turned]
+            sizes = {name: size / factor for name, size in sizes.items()}
+            add_signs(self._with_masters(own), sizes, self._number + self._run.at)
+            self._step.turned |= {p.name for p in own}
+
+    def _lower(self) -> None:
+        if self._raised and not self._run.is_first_step_alone:
+            scale_gradients(self._with_masters(self._local), 1 / self._run.scale)
+            self._raised = False
+
+    def _with_masters(self, own: Sequence[LocalParameter]) -> list[LocalParameter]:
+        """Return these parameters, and their master weights whose gradients are copies by now."""
+        names = {p.name for p in own}
+        masters = [
+            master
+            for p, master in zip(self._local, self._notes.stepped, strict=True)
+            if master is not p and p.name in names and not _shares(p.gradient(), master.gradient())
+        ]
+        return [*own, *masters]
 
     def _compare(self, local: Sequence[LocalParameter]) -> None:
         """Note whether something has changed gradients since the last clip: in what was saved it would be hidden."""
-        then = self._after_clip
+        then = self._step.after_clip
+        if self._run.steps or self._number < 1:
+            return  # what the optimizer takes is compared itself
         if any(name not in then or not torch.equal(then[name], now) for name, now in local_gradients(local).items()):
-            self._clipped_before = True
+            self._step.is_doubtful = True
 
-    # The step.
+    # The optimizers.
 
     def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
-        """Take the gradients of an optimizer's first step."""
+        """Take the gradients of an optimizer's step."""
         if evaluation == 0:
             self._refused(lambda: self._take(optimizer))
+        else:
+            self._lower()
+
+    def on_stepped(self, optimizer: Optimizer) -> None:
+        """Wait for the next forward pass, if each optimizer has made its step."""
+        if any(one is optimizer for one in self._step.stepped) and self._is_whole():
+            self._step.is_over = True
+            self._await_forward()
 
     @torch.no_grad()
     def _take(self, optimizer: Optimizer) -> None:
-        if any(one is optimizer for one in self._stepped):
-            self._save()
-            raise Saved
+        if self._step.is_over:  # the second step with one gradient
+            self._end_step()
+        step = self._step
+        if any(one is optimizer for one in step.stepped):
+            self._second_step(optimizer)
         own = self._of(optimizer)
         overflow = getattr(optimizer, "found_inf", None)
         if overflow is not None and float(overflow):
             return  # a fused optimizer leaves the step out by itself
-        found, factor = self._before_clip, 1.0
+        if not any(one is optimizer for one in self._known):
+            self._known.append(optimizer)
+        self._watch(optimizer)
+        found, factor = step.before_clip, 1.0
         if found is not None:
             self._compare(own)
         else:
             scale = getattr(optimizer, "grad_scale", None)  # which a fused optimizer takes off by itself
-            found, factor = local_gradients(own), 1.0 if scale is None else 1 / float(scale)
-        self._gradients |= {p.name: found[p.name] * factor for p in own if p.name in found}
-        self._flip(own, back=True)
-        self._about |= {p.name: about(p) for p in own}
-        self._weights |= local_weights(own)
-        self._flip(own)
-        self._stepped.append(optimizer)
-        self._taken = True
-        trained = self._trained()
-        if all(p.name in self._about for p in self._local if id(p.parameter) in trained):
+            found, factor = self._looked_at(own), 1.0 if scale is None else 1 / float(scale)
+        step.gradients |= {p.name: found[p.name] * factor for p in own if p.name in found}
+        self._turn(own, factor)
+        step.about |= {p.name: about(p) for p in own}
+        self._look_at_weights(own)
+        if not step.stepped and self._run.steps and self._number >= 1:
+            self._notes.before_update()
+        step.stepped.append(optimizer)
+        step.is_taken = True
+        if self._number == 1 and not self._run.steps and self._is_whole():
             self._save()
             raise Saved
 
+    def _look_at_weights(self, own: Sequence[LocalParameter]) -> None:
+        """Take the weights that the first step begins with, without this run's change."""
+        if new := [p for p in own if p.name not in self._weights]:
+            self._flip(new, back=True)
+            self._weights |= local_weights(new)
+            self._flip(new)
+
+    def _second_step(self, optimizer: Optimizer) -> None:
+        if self._run.is_first_step_alone:
+            self._save()
+            raise Saved
+        raise UnsupportedGradientError(
+            f"{type(optimizer).__name__} is about to make a second step before each trained parameter has had one, so "
+            "that steps cannot be counted from outside. Leave --at and --steps away, which gives the gradients of the "
+            "first step, or call gradguard.save_gradients(file, model, step, optimizer=...) in the script."
+        )
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        """Hear what a step of ``optimizer`` begins with, after the clippers that act within it."""
+        if self._run.steps and runs_hooks(optimizer) and not any(one is optimizer for one in self._stepping):
+            self._stepping.append(optimizer)
+            self._stack.callback(EveryStep(self._optimizer_takes, lambda _: None, optimizer=optimizer).remove)
+
+    def _optimizer_takes(self, optimizer: Optimizer, evaluation: int) -> None:
+        if any(one is optimizer for one in self._step.stepped):
+            self._notes.take(optimizer, evaluation)
+
+    def _is_whole(self) -> bool:
+        return all(p.name in self._step.about for p in self._in(self._trained()))
+
+    def _in(self, ids: set[int]) -> list[LocalParameter]:
+        """Return the parameters of which an optimizer steps these tensors, or master weights of them."""
+        masters = zip(self._local, self._notes.stepped, strict=True)
+        return [p for p, master in masters if id(p.parameter) in ids or id(master.parameter) in ids]
+
     def _flip(self, own: Sequence[LocalParameter], *, back: bool = False) -> None:
-        if self._run:
+        if self._run.change:
             with torch.no_grad():
-                flip_weights(own, self._epsilon, self._run, back=back)
+                flip_weights(own, self._run.epsilon, self._run.change, back=back)
 
     def _trained(self) -> set[int]:
-        return {id(p) for one in self._optimizers() for group in one.param_groups for p in group["params"]}
+        if self._number == 2 - self._run.at:  # later ones are known when they step: to find all takes a while
+            self._known = [*self._optimizers()]
+        return {id(p) for one in self._known for group in one.param_groups for p in group["params"]}
 
     def _of(self, optimizer: Optimizer) -> list[LocalParameter]:
-        known = {id(p.parameter) for p in self._local}
+        known = {id(p.parameter) for p in (*self._local, *self._notes.stepped)}
         given = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if foreign := sum(id(p) not in known for p in given):
             raise UnsupportedGradientError(
@@ -216,27 +363,37 @@ class ScriptGradients(Listener):
                 "called before the step (weights of an engine of its own, such as DeepSpeed's?): call "
                 "gradguard.save_gradients(file, model, step) in the script."
             )
-        wanted = {id(p) for p in given}
-        return [p for p in self._local if id(p.parameter) in wanted and p.name not in self._about]
+        return [p for p in self._in({id(p) for p in given}) if p.name not in self._step.about]
+
+    # The file.
 
     def _save(self) -> None:
         """One all-reduce for each kind of number: every process comes here after the same step."""
-        local = [p for p in self._local if p.name in self._about]
+        first = self._first or self._step
+        local = [p for p in self._local if p.name in first.about]
         whole = WholeParameters(local)
-        parameters = whole.about([*self._about.values()], self._backwards)
+        parameters = whole.about([*first.about.values()], first.backwards)
         if not any(p.has_gradient for p in parameters):
-            raise UnsupportedGradientError("no parameter has a gradient at the first optimizer step.")
+            which = "the first optimizer step" if self._run.at == 1 else f"optimizer step {self._run.at}"
+            raise UnsupportedGradientError(f"no parameter has a gradient at {which}.")
+        weights = [self._weights, *([self._weights_then] if self._weights_then else ())]
+        epsilon = whole.epsilon(set().union(*self._dtypes))
+        stages = Stages()
+        stages.keep({name: stages.add(name, one) for name, one in self._noted.items()})
         saved = whole.saved(
             parameters,
             {
-                "gradient": [whole.reduced(self._gradients, 1 / self._scale)],
-                "weights": [whole.weights(self._weights)],
-                "contrasts": whole.contrasts(self._gradients),
+                "gradient": [whole.reduced(first.gradients)],
+                "weights": [whole.weights(one) for one in weights],
+                "contrasts": whole.contrasts(first.gradients),
             },
-            {"micro-batches": float(max(self._backwards, 1)), **self._facts},
+            {"micro-batches": float(max(first.backwards, 1)), **self._facts},
             random=any(gathered(have_drawn(self._states))),
-            epsilon=whole.epsilon(set().union(*self._seen)),
-            clipped=any(gathered(self._clipped_before)),
+            epsilon=epsilon,
+            clipped=any(gathered(first.is_doubtful)),
+            settings=self._notes.settings,
+            stages=stages.saved(whole, epsilon),
+            left_out=gathered_words(self._notes.left_out),
         )
         write(self._file, saved)
         self.done = True
@@ -251,21 +408,31 @@ class ScriptGradients(Listener):
             raise SystemExit(2) from error
 
 
-def _named(roots: Sequence[nn.Module]) -> list[LocalParameter]:
-    """This process' parts of the roots' parameters; where there are several roots, their class is in the name."""
-    found: list[tuple[str, list[LocalParameter]]] = []
+def _shares(a: tuple[Any, Tensor] | None, b: tuple[Any, Tensor] | None) -> bool:
+    """Tell whether two gradients are one in memory."""
+    return a is not None and b is not None and a[1].data_ptr() == b[1].data_ptr()
+
+
+def _ids_of(root: nn.Module) -> set[int]:
+    """Return the identities of a model's parameters, and of the master weights that they name."""
+    return {id(one) for p in root.parameters() for one in (p, getattr(p, "main_param", None)) if one is not None}
+
+
+def _named(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module, list[LocalParameter]]]:
+    """Return what stands in front of names (a class, if there are several roots), each root, and its parameters."""
+    found: list[tuple[str, nn.Module, list[LocalParameter]]] = []
     held: set[int] = set()
     for root in sorted(roots, key=lambda root: -sum(1 for _ in root.parameters())):
         own = [p for p in local_parameters(root, None) if p.flat is not None or id(p.parameter) not in held]
         if own:
-            found.append((type(root).__name__, own))
+            found.append((f"{type(root).__name__}.", root, own))
             held |= {id(p.parameter) for p in own}
-    [(kind, count), *_] = Counter(kind for kind, _ in found).most_common(1) or [("", 0)]
+    [(kind, count), *_] = Counter(type(root).__name__ for _, root, _ in found).most_common(1) or [("", 0)]
     if count > 1:
         raise UnsupportedGradientError(
             f"the script trains {count} models of the class {kind}, which cannot be told apart from "
             "outside: call gradguard.save_gradients(file, model, step) for each."
         )
     if len(found) == 1:
-        return found[0][1]
-    return [replace(p, name=f"{kind}.{p.name}") for kind, own in found for p in own]
+        return [("", *found[0][1:])]
+    return [(front, root, [replace(p, name=f"{front}{p.name}") for p in own]) for front, root, own in found]

@@ -1,7 +1,7 @@
 """Which parts of which whole parameters this process holds, and whether those of all processes make the wholes."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -132,16 +132,22 @@ def frozen_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalP
     return [_local_parameter(n, p, place_of(n) if place_of else None) for n, p in named if _is_plain(p)]
 
 
-def local_buffers(model: nn.Module) -> list[LocalParameter]:
-    """Return this process' parts of the buffers that have the same shape on each process that has them."""
+def local_buffers(model: nn.Module, front: str = "") -> list[LocalParameter]:
+    """Return this process' parts of the buffers, with ``front`` before the name that each has in the model."""
     named = dict(model.named_buffers())
     plain = plain_names(model, [*named])
-    kept = {f"{BUFFER}{plain[n]}": b for n, b in named.items() if b.numel() and _is_plain(b)}
+    return [
+        _local_parameter(f"{BUFFER}{front}{plain[n]}", b, None) for n, b in named.items() if b.numel() and _is_plain(b)
+    ]
+
+
+def of_one_shape(tensors: Sequence[LocalParameter]) -> list[LocalParameter]:
+    """Return the tensors without the buffers whose shape differs from process to process."""
     shapes: dict[str, set[tuple[int, ...]]] = {}
-    for of_one in gathered({name: tuple(buffer.shape) for name, buffer in kept.items()}):
+    for of_one in gathered({p.name: tuple(p.parameter.shape) for p in tensors if p.name.startswith(BUFFER)}):
         for name, shape in of_one.items():
             shapes.setdefault(name, set()).add(shape)
-    return [_local_parameter(name, buffer, None) for name, buffer in kept.items() if len(shapes[name]) == 1]
+    return [p for p in tensors if len(shapes.get(p.name, ())) <= 1]
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -189,6 +195,11 @@ class Whole:
 def gathered(value: Any) -> list[Any]:
     """Return the ``value`` of every process, by rank."""
     return gather(value, task=TASK)
+
+
+def gathered_words(words: Iterable[str]) -> tuple[str, ...]:
+    """Return the words of all processes, each once."""
+    return tuple(dict.fromkeys(one for of_rank in gathered([*words]) for one in of_rank))
 
 
 def agree_on(local: Sequence[LocalParameter]) -> dict[str, Whole]:

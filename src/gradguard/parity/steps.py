@@ -2,11 +2,9 @@
 
 import copy
 import math
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,18 +18,14 @@ from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import listen_to_scale
 from gradguard.optimizer_hooks import EveryStep
 from gradguard.parity.replay import add_signs, scale_gradients
-from gradguard.parity.saved import BUFFER, START, STATE, UPDATE, SavedGradients, SavedParameter
-from gradguard.parity.shards import LocalParameter, gathered, local_buffers
-from gradguard.parity.vectors import minus, norm
+from gradguard.parity.saved import BUFFER, GRADIENT, START, STATE, UPDATE, SavedGradients, SavedParameter
+from gradguard.parity.scales import mean_of, same_twice, turned_sizes
+from gradguard.parity.shards import LocalParameter, gathered_words, local_buffers, of_one_shape
+from gradguard.parity.vectors import norm
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 from gradguard.state.copies import Copier, Restorer
 from gradguard.state.optimizer_copy import OptimizerCopy
 from gradguard.torch_private import gradients_are_scaled, scaler_states_of
-
-_LOUD, _LOUDEST = 16.0, 1e-2
-"""A turned gradient element is off by so many times what rounding does, but by no more of the gradient than that."""
-
-_MOST_CHANCE, _FARTHEST = 1000, 0.1  # kernels that add in any order change an update by some epsilon
 
 
 class TrainingState:
@@ -76,6 +70,118 @@ class TrainingState:
             now.update(copy.deepcopy(states))
 
 
+@dataclass(frozen=True)
+class Noted:
+    """The part of one stage of one run that this process sees.
+
+    Attributes:
+        tensors: This process' parts of the stage's tensors.
+        about: The description of each.
+        sketches: The sketch of each that has one, by name.
+        copies: The sketches that must be equal on ranks that hold the same part.
+        calls: How many backward passes add to a gradient.
+    """
+
+    tensors: Sequence[LocalParameter]
+    about: Sequence[SavedParameter]
+    sketches: Mapping[str, Tensor]
+    copies: Mapping[str, Tensor]
+    calls: int
+
+
+def noted(
+    tensors: Sequence[LocalParameter],
+    sketches: Mapping[str, Tensor],
+    calls: int,
+    copies: Mapping[str, Tensor] | None = None,
+) -> Noted:
+    """Return the part of a stage that this process sees; the ``copies`` are the sketches where none are given."""
+    told = [replace(about(p), has_gradient=p.name in sketches) for p in tensors]
+    copies = {name: one for name, one in (copies or sketches).items() if not name.startswith(BUFFER)}
+    return Noted(tensors, told, sketches, copies, calls)  # of buffers each rank may have its own
+
+
+class StepNotes:
+    """Notes the stages of training steps, without a word to another process.
+
+    Args:
+        local: This process' parts of the model's parameters.
+        optimizers: Those that step.
+        models: For their buffers: each with what stands in front of their names.
+
+    Attributes:
+        stepped: The tensors that optimizers step: master weights, where a parameter names some.
+        settings: The numbers among the optimizers' settings, by parameter.
+        left_out: The states that cannot be compared, in words.
+    """
+
+    def __init__(
+        self, local: Sequence[LocalParameter], optimizers: Sequence[Optimizer], models: Sequence[tuple[str, nn.Module]]
+    ) -> None:
+        self._local, self._optimizers, self._models = local, optimizers, models
+        self.stepped = [_master(p) for p in local]
+        self.settings: dict[str, dict[str, float]] = {}
+        self.left_out: dict[str, None] = {}
+        self._before: dict[str, Tensor] = {}
+        self._taken: dict[str, Tensor] = {}
+
+    def start(self) -> Noted:
+        """Note the state before the first forward, which changes buffers."""
+        states = [*self._states()]
+        return noted(states, local_weights(states), 1)
+
+    def before_update(self) -> None:
+        """Note the weights that the next step changes."""
+        self._before, self._taken = local_weights(self.stepped), {}
+
+    @torch.no_grad()
+    def take(self, optimizer: Optimizer, evaluation: int) -> None:
+        """Note the gradients that a step of ``optimizer`` begins with."""
+        if evaluation:
+            return
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        own = [p for p in self.stepped if id(p.parameter) in groups]
+        scale = getattr(optimizer, "grad_scale", None)  # which a fused optimizer takes off by itself
+        factor = 1.0 if scale is None else 1 / float(scale)
+        self._taken |= {name: factor * sketch for name, sketch in local_gradients(own).items()}
+        for p in own:
+            numbers = {key: value for key, value in groups[id(p.parameter)].items() if key != "params"}
+            self.settings.setdefault(p.name, dict(_numbers(numbers)))
+
+    @property
+    def took(self) -> bool:
+        """Tell whether an optimizer has taken a gradient since `before_update`."""
+        return bool(self._taken)
+
+    def end(self, t: int, calls: int) -> dict[str, Noted]:
+        """Return the stages of step ``t`` that follow its gradients, whose update is done."""
+        held, states = [p for p in self.stepped if p.name in self._taken], [*self._states()]
+        now = local_weights(self.stepped)
+        change = {name: weights - self._before[name] for name, weights in now.items()}
+        return {
+            f"gradient that the optimizer takes at step {t}": noted(held, self._taken, calls),
+            f"{STATE} after step {t}": noted(states, local_weights(states), calls),
+            f"{UPDATE} {t}": noted(self.stepped, change, calls, now),
+        }
+
+    def _states(self) -> Iterator[LocalParameter]:
+        """The tensors and numbers of the optimizers' state, and master weights, each as a tensor of its own."""
+        for model, p in zip(self._local, self.stepped, strict=True):
+            state: Any = next((o.state[p.parameter] for o in self._optimizers if p.parameter in o.state), {})
+            for key, value in _leaves(state):
+                tensor = torch.tensor(float(value), device="cpu") if isinstance(value, int | float) else value.detach()
+                one = _part(p, f"{key} of {p.name}", tensor)
+                if one is None:
+                    self.left_out[f"{key} of {p.name}"] = None
+                else:
+                    yield one
+            if p is not model:
+                yield replace(p, name=f"master weights of {p.name}")
+                yield replace(model, name=f"weights of {p.name}")
+        for front, one in self._models:
+            yield from local_buffers(one, front)
+
+
 @dataclass
 class _Stage:
     """One stage of all runs: its tensors in the first run, and their sketches in each."""
@@ -83,7 +189,81 @@ class _Stage:
     whole: WholeParameters
     tensors: Sequence[SavedParameter]
     contrasts: list[Sketches]
+    copies: Sketches
     runs: list[Sketches] = field(default_factory=list)
+
+
+class Stages:
+    """The stages of several runs, as all processes agree on them; all of them must call each method."""
+
+    def __init__(self) -> None:
+        self._stages: dict[str, _Stage] = {}
+
+    def add(self, name: str, of_process: Noted) -> Sketches:
+        """Return the sketches of one stage of one run; the first run says what its tensors are."""
+        if name not in self._stages:
+            tensors = of_one_shape(of_process.tensors)
+            whole, kept = WholeParameters(tensors, may_be_none=True), {p.name for p in tensors}
+            told = whole.about([one for one in of_process.about if one.name in kept], of_process.calls)
+            copies = of_process.copies
+            self._stages[name] = _Stage(whole, told, whole.contrasts(copies), whole.reduced(copies))
+        found = self._stages[name].whole.reduced(of_process.sketches)
+        if name == START:
+            self._stages[name].runs = [found] * 2
+        return found
+
+    def keep(self, *runs: Mapping[str, Sketches]) -> None:
+        """Keep a run, or the mean of two whose gradients were turned up and down.
+
+        What is linear in the gradient is in the mean as it is in the first run. Where an update jumps, as the sign of
+        an element that is nearly zero does, one of the two has jumped: so the mean shows what no other run may.
+        """
+        for name, stage in self._stages.items():
+            if name != START:
+                stage.runs.append(mean_of([run[name] for run in runs]))
+
+    def turned(self, name: str) -> dict[str, float]:
+        """Return by how much to move each element of each gradient of a stage, up or down."""
+        return turned_sizes(self._stages[name].tensors, self._stages[name].runs)
+
+    def check_same(self, epsilon: float) -> None:
+        """Refuse updates that differ between the first two runs, which rounding alone tells apart.
+
+        Raises:
+            UnsupportedGradientError: If half of them do.
+        """
+        for name, stage in self._stages.items():
+            if name.startswith(UPDATE) and not same_twice(stage.runs[0], stage.runs[1], epsilon):
+                raise UnsupportedGradientError(
+                    f"{name} is not the same twice: what else does update() change, besides the weights and the "
+                    "optimizer? Pass it as others=[scheduler, scaler, ...], which have state_dict and "
+                    "load_state_dict; or let step() load the same batch each time."
+                )
+
+    def saved(self, whole: WholeParameters, epsilon: float) -> dict[str, SavedGradients]:
+        """Return the stages in order."""
+        found = {}
+        for name, stage in self._stages.items():
+            if stage.tensors or name == START:
+                runs = stage.runs
+                names = [*stage.whole.wholes]
+                keep = [i for i, s in enumerate(runs[0]) if name != START or any(s) or names[i].startswith(BUFFER)]
+                sketches = {
+                    "gradient": [[run[i] for i in keep] for run in runs],
+                    "contrasts": [[one[i] for i in keep] for one in stage.contrasts],
+                }
+                tensors = tuple(_with_floor(name, stage, i) for i in keep)
+                found[name] = replace(whole.saved(tensors, sketches, {}, epsilon=epsilon), versions={}, facts={})
+        return found
+
+
+def _with_floor(name: str, stage: _Stage, i: int) -> SavedParameter:
+    """A change of weights is known no better than their own dtype stores them."""
+    tensor, change = stage.tensors[i], norm(stage.runs[0][i])
+    if not name.startswith(UPDATE) or not change:
+        return tensor
+    stored = tensor.weight_rounding * norm(stage.copies[i]) / change
+    return replace(tensor, rounding=min(1.0, max(tensor.rounding, stored)))
 
 
 class TrainingSteps:
@@ -111,10 +291,9 @@ class TrainingSteps:
         others: Sequence[Any],
         model: nn.Module | None,
     ) -> None:
-        self._model = model
         self._local, self._optimizers, self._update, self._steps = local, optimizers, update, steps
-        self._stepped = [_master(p) for p in local]
-        known = {id(p.parameter) for p in self._stepped}
+        self._notes, self._stages = StepNotes(local, optimizers, [] if model is None else [("", model)]), Stages()
+        known = {id(p.parameter) for p in self._notes.stepped}
         for one in optimizers:
             given = [p for group in one.param_groups for p in group["params"] if p.requires_grad]
             if foreign := sum(id(p) not in known for p in given):
@@ -127,12 +306,11 @@ class TrainingSteps:
         self._scalers = enabled_scalers((*others, *found))
         self._state = TrainingState(local, optimizers, (*others, *found))
         self._scale, self._unscaled = 1.0, set[int]()
-        self._left_out = dict.fromkeys(f"the state of {type(one).__name__}" for one in others)
+        self._notes.left_out |= dict.fromkeys(f"the state of {type(one).__name__}" for one in others)
         if model is None:
-            self._left_out["buffers, because of shard_of="] = None
-        self._stages: dict[str, _Stage] = {}
-        self._run: dict[str, Sketches] = {}
-        self.settings: dict[str, dict[str, float]] = {}
+            self._notes.left_out["buffers, because of shard_of="] = None
+        self.settings = self._notes.settings
+        self.keep, self.check_same = self._stages.keep, self._stages.check_same
 
     def restore(self) -> None:
         """Put weights and optimizers back."""
@@ -176,7 +354,7 @@ class TrainingSteps:
 
     def begin(self) -> None:
         """Note the state before the first forward, which changes buffers."""
-        self._note(START, [*self._states()], local_weights, 1)
+        self._stages.add(START, self._notes.start())
 
     def follow(self, again: Callable[[], Any], scale: float, calls: int, turned: int = 0) -> dict[str, Sketches]:
         """Go on from the gradients that are there, and return the sketches of each stage.
@@ -190,166 +368,48 @@ class TrainingSteps:
         Returns:
             The sketches, by stage.
         """
-        self._run = {}
+        run: dict[str, Sketches] = {}
         for t in range(1, self._steps + 1):
             if t > 1:
                 scale_gradients(self._local, scale)  # what a forgotten zero_grad has left
                 with self.hearing():
                     again()
             scale_gradients(self._local, 1 / scale)
-            self._note(f"gradient of step {t}", self._local, self.unscaled_gradients, calls)
+            name = f"{GRADIENT} {t}"
+            run[name] = self._stages.add(name, noted(self._local, self.unscaled_gradients(self._local), calls))
             if turned:
-                self._turn(t, turned)
-            before = local_weights(self._stepped)
-            taken = self._updated()
-            held = [p for p in self._stepped if p.name in taken]
-            self._note(f"gradient that the optimizer takes at step {t}", held, lambda _, taken=taken: taken, calls)
-            self._note(f"{STATE} after step {t}", [*self._states()], local_weights, calls)
-            change = {name: now - before[name] for name, now in local_weights(self._stepped).items()}
-            self._note(f"{UPDATE} {t}", self._stepped, lambda _, change=change: change, calls)
-        return self._run
-
-    def keep(self, *runs: Mapping[str, Sketches]) -> None:
-        """Keep a run, or the mean of two whose gradients were turned up and down.
-
-        What is linear in the gradient is in the mean as it is in the first run. Where an update jumps, as the sign of
-        an element that is nearly zero does, one of the two has jumped: so the mean shows what no other run may.
-        """
-        for name, stage in self._stages.items():
-            if name == START:
-                continue
-            tables = [run[name] for run in runs]
-            stage.runs.append(
-                [[sum(numbers) / len(runs) for numbers in zip(*of, strict=True)] for of in zip(*tables, strict=True)]
-            )
-
-    def check_same(self, epsilon: float) -> None:
-        """Refuse updates that differ between the first two runs, which rounding alone tells apart.
-
-        Raises:
-            UnsupportedGradientError: If half of them do.
-        """
-        for name, stage in self._stages.items():
-            if name.startswith(UPDATE):
-                pairs = zip(*stage.runs[:2], strict=True)
-                shares = [norm(minus(a, b)) / norm(a) for a, b in pairs if norm(a)]
-                if shares and statistics.median(shares) > min(_MOST_CHANCE * epsilon, _FARTHEST):
-                    raise UnsupportedGradientError(
-                        f"{name} is not the same twice: what else does update() change, besides the weights and the "
-                        "optimizer? Pass it as others=[scheduler, scaler, ...], which have state_dict and "
-                        "load_state_dict; or let step() load the same batch each time."
-                    )
+                sizes = self._stages.turned(name)
+                scales = {p.name: self.loss_scale(p) for p in self._local}
+                add_signs(self._local, {n: turned * scales.get(n, 1.0) * size for n, size in sizes.items()}, t)
+            self._notes.before_update()
+            self._updated()
+            run |= {name: self._stages.add(name, one) for name, one in self._notes.end(t, calls).items()}
+        return run
 
     def saved(self, whole: WholeParameters, epsilon: float) -> dict[str, SavedGradients]:
         """Return the stages in order, without the gradient of the first step, which is saved by itself."""
-        found = {}
-        for name, stage in self._stages.items():
-            if name != "gradient of step 1" and (stage.tensors or name == START):
-                runs = stage.runs
-                names = [*stage.whole.wholes]
-                keep = [i for i, s in enumerate(runs[0]) if name != START or any(s) or names[i].startswith(BUFFER)]
-                sketches = {
-                    "gradient": [[run[i] for i in keep] for run in runs],
-                    "contrasts": [[one[i] for i in keep] for one in stage.contrasts],
-                }
-                tensors = tuple(self._with_floor(name, stage, i) for i in keep)
-                found[name] = replace(whole.saved(tensors, sketches, {}, epsilon=epsilon), versions={}, facts={})
-        return found
-
-    def _with_floor(self, name: str, stage: _Stage, i: int) -> SavedParameter:
-        """A change of weights is known no better than their own dtype stores them."""
-        tensor, change = stage.tensors[i], norm(stage.runs[0][i])
-        if not name.startswith(UPDATE) or not change:
-            return tensor
-        stored = tensor.weight_rounding * self._sizes[tensor.name] / change
-        return replace(tensor, rounding=min(1.0, max(tensor.rounding, stored)))
+        stages = self._stages.saved(whole, epsilon)
+        stages.pop(f"{GRADIENT} 1")
+        return stages
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """Return the parts that no process compares, in words."""
-        return tuple(dict.fromkeys(one for of_rank in gathered([*self._left_out]) for one in of_rank))
+        return gathered_words(self._notes.left_out)
 
-    # One stage of one run.
-
-    def _note(
-        self,
-        name: str,
-        tensors: Sequence[LocalParameter],
-        sketches_of: Callable[[Sequence[LocalParameter]], dict[str, Tensor]],
-        calls: int,
-    ) -> None:
-        own = sketches_of(tensors)
-        if name not in self._stages:
-            whole = WholeParameters(tensors, may_be_none=True)
-            told = whole.about([replace(about(p), has_gradient=p.name in own) for p in tensors], calls)
-            copies = local_weights(tensors) if name.startswith(UPDATE) else own  # the weights, not their change
-            copies = {n: one for n, one in copies.items() if not n.startswith(BUFFER)}  # ranks have their own
-            self._stages[name] = _Stage(whole, told, whole.contrasts(copies))
-            if name == START:
-                self._stages[name].runs = [whole.reduced(own)] * 2
-                weights = WholeParameters(self._stepped)
-                sizes = map(norm, weights.reduced(local_weights(self._stepped)))
-                self._sizes = dict(zip(weights.wholes, sizes, strict=True))
-        self._run[name] = self._stages[name].whole.reduced(own)
-
-    def _updated(self) -> dict[str, Tensor]:
-        """Run the update, and return the sketches of the gradients that optimizers have taken."""
-        taken: dict[str, Tensor] = {}
-        hooks = [EveryStep(partial(self._take, taken), lambda _: None, optimizer=one) for one in self._optimizers]
+    def _updated(self) -> None:
+        """Run the update, and note the gradients that optimizers take."""
+        hooks = [EveryStep(self._notes.take, lambda _: None, optimizer=one) for one in self._optimizers]
         try:
             self._update()
         finally:
             for hook in hooks:
                 hook.remove()
-        if not taken:
+        if not self._notes.took:
             raise InvalidValueError(
                 "update() made no step of the optimizer with gradients: expected what follows backward in the training "
                 "loop, as in update=optimizer.step. A GradScaler leaves a step out where a gradient overflows."
             )
-        return taken
-
-    @torch.no_grad()
-    def _take(self, taken: dict[str, Tensor], optimizer: Optimizer, evaluation: int) -> None:
-        if evaluation:
-            return
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        own = [p for p in self._stepped if id(p.parameter) in groups]
-        scale = getattr(optimizer, "grad_scale", None)  # which a fused optimizer takes off by itself
-        factor = 1.0 if scale is None else 1 / float(scale)
-        taken |= {name: factor * sketch for name, sketch in local_gradients(own).items()}
-        for p in own:
-            numbers = {key: value for key, value in groups[id(p.parameter)].items() if key != "params"}
-            self.settings.setdefault(p.name, dict(_numbers(numbers)))
-
-    def _states(self) -> Iterator[LocalParameter]:
-        """The tensors and numbers of the optimizers' state, and master weights, each as a tensor of its own."""
-        for model, p in zip(self._local, self._stepped, strict=True):
-            state: Any = next((o.state[p.parameter] for o in self._optimizers if p.parameter in o.state), {})
-            for key, value in _leaves(state):
-                tensor = torch.tensor(float(value), device="cpu") if isinstance(value, int | float) else value.detach()
-                one = _part(p, f"{key} of {p.name}", tensor)
-                if one is None:
-                    self._left_out[f"{key} of {p.name}"] = None
-                else:
-                    yield one
-            if p is not model:
-                yield replace(p, name=f"master weights of {p.name}")
-                yield replace(model, name=f"weights of {p.name}")
-        if self._model is not None:
-            yield from local_buffers(self._model)
-
-    @torch.no_grad()
-    def _turn(self, t: int, sign: int) -> None:
-        """Move each element by some times what rounding does to one, up or down by its place."""
-        stage = self._stages[f"gradient of step {t}"]
-        first, *others = stage.runs
-        sizes, scales = {}, {p.name: self.loss_scale(p) for p in self._local}
-        for i, (name, whole) in enumerate(stage.whole.wholes.items()):
-            least = stage.tensors[i].rounding * norm(first[i])
-            noise = max(least, *(norm(minus(run[i], first[i])) for run in others))
-            size = min(_LOUD * noise, max(_LOUDEST * norm(first[i]), noise))
-            sizes[name] = sign * scales.get(name, 1.0) * size / math.sqrt(max(1, math.prod(whole.shape)))
-        add_signs(self._local, sizes, t)
 
 
 def schedulers_of(optimizers: Sequence[Optimizer]) -> list[Any]:
