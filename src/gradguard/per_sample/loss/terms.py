@@ -167,7 +167,9 @@ def loss_parts(
     return replace(
         found,
         terms=len(together),
-        weighted=any(path.weighted for path in found_paths) or any(term.class_weights for term in terms),
+        weighted=any(path.weighing for path in found_paths)
+        or any(term.class_weights for term in terms)
+        or outputs.coincide,
         owners=[end.owner for end in ends],
         label_owners={
             end.path.node: end.owner.samples
