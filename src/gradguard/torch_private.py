@@ -459,6 +459,13 @@ def saved_tensors(node: Node) -> list[Tensor]:
     return [one for one in found if isinstance(one, Tensor)]
 
 
+def saved_names(node: Node) -> list[str]:
+    """Return the names of what ``node`` saved and has, but for sizes; ``self`` first."""
+    names = [name.removeprefix("_saved_") for name in dir(type(node)) if name.startswith("_saved_")]
+    there = [name for name in names if "_sym_" not in name and getattr(node, f"_saved_{name}") is not None]
+    return sorted(there, key=lambda name: name != "self")
+
+
 @functools.cache
 def _names_of_tensors(kind: type) -> tuple[str, ...]:
     return tuple(name.removeprefix("_raw_saved_") for name in dir(kind) if name.startswith("_raw_saved_"))

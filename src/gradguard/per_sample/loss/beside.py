@@ -24,7 +24,7 @@ from gradguard.per_sample.loss.graph import (
     saved,
     shape_of,
 )
-from gradguard.torch_private import saved_tensors
+from gradguard.torch_private import saved_names, saved_tensors
 
 Value = tuple[Node, int]
 
@@ -38,6 +38,10 @@ _ALIGNED = operations(
 _PRODUCTS = operations("Cdist Mm Bmm Mv Addmm Baddbmm Addmv")
 _ADDING_UNSEEN = operations("Add Sub Rsub Where Lerp Addcmul Addcdiv Addmm Baddbmm Addmv")
 """Affine operations that do not save what they add."""
+
+
+_WHOLE = (["self"], ["self", "other"], ["self", "exponent"], ["self", "mat2"])
+"""The inputs of functions, in their order."""
 
 
 def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, Tensor]]:
@@ -90,15 +94,27 @@ def is_affine(node: Node, depends: Dependence) -> bool:
     return is_linear(name, inputs) or (name in _ADDING_UNSEEN and len(inputs) == 1)
 
 
-def saved_values(nodes: Sequence[Node]) -> dict[Value, Tensor]:
-    """Return the values of the samples that operations saved, by where they were computed."""
+def known_values(nodes: Sequence[Node]) -> dict[Value, Tensor]:
+    """Return the values of the samples that operations saved or that follow from these, by where they were computed."""
     found: dict[Value, Tensor] = {}
     for node in nodes:
         for tensor in saved_tensors(node):
             if tensor.requires_grad:
                 edge = get_gradient_edge(tensor)
                 found[edge.node, edge.output_nr] = tensor.detach()
+        if (again := _again(node)) is not None:
+            found.setdefault((node, 0), again)
     return found
+
+
+def _again(node: Node) -> Tensor | None:
+    """Return the result of a function of torch of its inputs, where an operation saved these, and nothing else."""
+    function, names = getattr(torch, operation(node).lower(), None), saved_names(node)
+    if function is None or names not in _WHOLE:
+        return None
+    with torch.no_grad():
+        found = function(*[saved(node, name) for name in names])
+    return found if found.shape == shape_of(node) else None
 
 
 def added(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> tuple[Tensor, Tensor] | None:

@@ -16,9 +16,9 @@ from gradguard.per_sample.loss.beside import (
     adds_unseen_below,
     constants_beside,
     is_affine,
+    known_values,
     own_sizes,
     places_of,
-    saved_values,
     varying_sizes,
 )
 from gradguard.per_sample.loss.graph import (
@@ -330,7 +330,7 @@ class Rows:
         outputs.repeated.update(size for node in unseen for size in shape_of(node))
         if not by_value or not any(self._is_doubtful(shape_of(node), shape_of(node)) for node in unseen):
             return
-        known = outputs.held | saved_values(nodes)
+        known = outputs.held | known_values(nodes)
         for value in {edge: None for node in nodes for edge in parents(node) if not is_affine(node, depends)}:
             shape = shape_of(*value)
             if not adds_unseen_below(value, known, depends) or not self._is_doubtful(shape, shape):
