@@ -8,6 +8,7 @@ may lack are read with a default: marks that torch leaves on some objects, and t
 `tests/test_torch_private.py` looks for all of them in the torch that is installed.
 """
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -447,6 +448,22 @@ def saved_tensors_of(node: Node) -> dict[str, Tensor]:
     raw = {name: getattr(node, f"_raw_saved_{name}") for name in _names_of_tensors(type(node))}
     plain = {name: getattr(one, "data", None) for name, one in raw.items() if getattr(one, "unpack_hook", one) is None}
     return {name: data for name, data in plain.items() if isinstance(data, Tensor)}
+
+
+def saved_tensors(node: Node) -> list[Tensor]:
+    """Return the tensors that ``node`` saved, with how they were computed; without those that are freed or changed."""
+    found = []
+    for name in _names_of_tensors(type(node)):
+        with contextlib.suppress(RuntimeError):
+            found.append(getattr(node, f"_saved_{name}"))
+    return [one for one in found if isinstance(one, Tensor)]
+
+
+def saved_names(node: Node) -> list[str]:
+    """Return the names of what ``node`` saved and has, but for sizes; ``self`` first."""
+    names = [name.removeprefix("_saved_") for name in dir(type(node)) if name.startswith("_saved_")]
+    there = [name for name in names if "_sym_" not in name and getattr(node, f"_saved_{name}") is not None]
+    return sorted(there, key=lambda name: name != "self")
 
 
 @functools.cache

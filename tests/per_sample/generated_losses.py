@@ -13,7 +13,8 @@ the first ones, and one that is accepted and gives it a third gradient is wrong.
 
 ``python tests/per_sample/generated_losses.py FIRST LAST [REDUCTIONS]`` prints what came of the cases; with ``wide`` in
 front, of cases drawn from all reductions and everything that is here, a third of them private; with ``glance``, of what
-the check alone says, where that is enough; with both, of the former by the latter.
+the check alone says, where that is enough; with both, of the former by the latter. ``square`` draws batches of as many
+samples as there are rows and values, with constants along any dimension.
 """
 
 import contextlib
@@ -495,7 +496,11 @@ class Term:
     @property
     def has_a_kink(self):
         """Whether rounding of an output may turn a gradient over."""
-        return self.fn in KINKED or self.combine == "largest row, mean" or self.combine in COUPLED
+        return (
+            self.fn in KINKED | {"relu", "where", "largest", "masked"}
+            or self.combine == "largest row, mean"
+            or self.combine in COUPLED
+        )
 
     def __call__(self, p, b, step, case):
         value = self.value(p, b, case)
@@ -644,6 +649,97 @@ class Term:
         return torch.stack(losses).mean() if self.combine == "loop, stacked" else sum(losses) / b.size
 
 
+SHAPED = {
+    "row": lambda p: p[..., 0],
+    "mean": lambda p: p.mean(-1),
+    "first": lambda p: p[:, 0],
+    "whole": lambda p: p,
+    "time first": lambda p: p[..., 0].T,
+    "whole, time first": lambda p: p.transpose(0, 1),
+    "flattened": lambda p: p.flatten(0, 1),
+    "pairs": lambda p: p @ p.mT,
+}
+BEFORE = {
+    "": lambda v: v,
+    "doubled": lambda v: 2 * v,
+    "sigmoid": torch.sigmoid,
+    "shifted": lambda v: 1 - v,
+    "softmax": lambda v: v.softmax(-1),
+}
+BESIDE = {
+    "mse": lambda v, y: F.mse_loss(v, y, reduction="none"),
+    "l1": lambda v, y: F.l1_loss(v, y, reduction="none"),
+    "smooth_l1": lambda v, y: F.smooth_l1_loss(v, y, reduction="none"),
+    "mse, mean": lambda v, y: F.mse_loss(v, y),
+    "huber, mean": lambda v, y: F.huber_loss(v, y),
+    "soft margin, mean": lambda v, y: F.soft_margin_loss(v, y.sign()),
+    "bce, mean": lambda v, y: F.binary_cross_entropy_with_logits(v, y.sigmoid().expand_as(v)),
+    "bce weight": lambda v, y: F.binary_cross_entropy_with_logits(v, v.detach().sigmoid(), weight=y.exp()),
+    "squares": lambda v, y: (v - y).square(),
+    "squares of less": lambda v, y: (y - v) ** 2,
+    "squares from far": lambda v, y: (v - y - 1).square(),
+    "softplus": lambda v, y: F.softplus(v - y),
+    "relu": lambda v, y: F.relu(v + y),
+    "product": lambda v, y: v * y,
+    "square of product": lambda v, y: (v * y).square(),
+    "quotient": lambda v, y: v.square() / (y.abs() + 1),
+    "where": lambda v, y: torch.where(y > 0, v.square(), v),
+    "masked": lambda v, y: v.masked_fill(y > 0, 0.0).square(),
+    "largest": lambda v, y: torch.maximum(v, y),
+    "kl": lambda v, y: F.kl_div(v.log_softmax(-1), y.softmax(-1), reduction="none"),
+    "poisson": lambda v, y: F.poisson_nll_loss(v, y.abs(), reduction="none"),
+    "distance": lambda v, y: (v - y).norm(dim=-1),
+    "adjusted": lambda v, y: -(v + y).log_softmax(-1)[..., 0],
+    "columns": lambda v, y: v.square()[:, y.flatten()[: v.shape[1]] > 0],
+    "matrix": lambda v, y: (v @ y.expand(v.shape[-1], TIME)).square(),
+}  # fmt: skip
+
+
+@dataclass
+class Beside(Term):
+    """A loss of outputs beside a constant, made of each sample or of all, which lies along any of the dimensions."""
+
+    shaped: str = "row"
+    before: str = ""
+    lies: tuple = ()
+    weighs: tuple | None = None
+
+    def __str__(self):
+        words = [self.shaped, self.before, self.fn, f"along {self.lies}"]
+        return " | ".join([*filter(None, words), f"weights along {self.weighs}" if self.weighs else "", self.combine])
+
+    def value(self, p, b, case):
+        v = BEFORE[self.before](SHAPED[self.shaped](p))
+        losses = BESIDE[self.fn](v, self.placed(b.y, v, self.lies))
+        if self.weighs is not None:
+            losses = losses * self.placed(b.y, losses, self.weighs).abs()
+        return losses.mean() if self.combine == "mean" else losses.sum() / b.size
+
+    @property
+    def by_place(self):
+        """Whether a sample's constant is decided by its place in the batch."""
+        return any(self._is_by_place(lies) for lies in (self.lies, self.weighs) if lies)
+
+    def _is_by_place(self, lies):
+        dims = 3 if self.shaped.startswith(("whole", "pairs")) else 2
+        at = ("time first" in self.shaped) - (dims - len(lies))
+        return at >= 0 and lies[at] not in (-1, 0)
+
+    @staticmethod
+    def placed(y, v, lies):
+        """Targets ``[B, T, C]``, averaged over all dimensions but some, which come to lie along the last of values.
+
+        Each of ``lies`` is a dimension of the targets, or -1 for one entry that is repeated. Without 0, which is that
+        of the samples, they are the same ones in all batches.
+        """
+        y = y if 0 in lies else torch.linspace(-1, 1, TIME**3, dtype=y.dtype).view(TIME, TIME, TIME) ** 2
+        lies = lies[len(lies) - v.ndim :] if len(lies) > v.ndim else lies
+        kept = [dim for dim in lies if dim >= 0]
+        mean = y.mean([dim for dim in range(3) if dim not in kept]) if len(kept) < 3 else y
+        mean = mean.permute([sorted(kept).index(dim) for dim in kept]) if kept else mean
+        return mean[tuple(None if dim < 0 else slice(None) for dim in lies)]
+
+
 PLAIN = Term("hand squares", "as_they_are", "mean", "none", "B")
 NORMALISED = Term("hand squares", "as_they_are", "sum", "normalised", "nothing")
 OVER_ALL_ROWS = Term("hand squares", "bool_index", "mean", "none", "B")
@@ -702,6 +798,7 @@ class Case:
     collated: bool = False  # each batch is as long as its longest sample
     time_first: bool = False  # the module is called with, and returns, [time, batch, ...]
     two: bool = False  # the second term is of a second output
+    square: bool = False  # there are as many samples as rows, and as values
     constant: object = float  # `PerSampleGradientClipper.constant`
     given: list = field(default_factory=list)  # norms of samples that the clipper told, until they are looked at
 
@@ -712,7 +809,9 @@ class Case:
             words.append(f"micro {self.micro}{' divided' if self.divided else ''}")
         if self.inside:
             words.append("loss inside")
-        words += [name for name in ("private", "scaled", "collated", "time_first", "two") if getattr(self, name)]
+        words += [
+            name for name in ("private", "scaled", "collated", "time_first", "two", "square") if getattr(self, name)
+        ]
         text = ", ".join(words) + " || " + "  ++  ".join(map(str, self.terms))
         return text + (" // " + "  ++  ".join(map(str, self.others)) if self.others else "")
 
@@ -757,7 +856,10 @@ class Case:
     def out_of_sight(self):
         """What nobody can see: weights or masks made from the whole batch, rows chosen by their place in it."""
         return any(
-            term.weight == "normalised" or term.rows in BY_PLACE or term.combine == "above the mean"
+            term.weight == "normalised"
+            or term.rows in BY_PLACE
+            or term.combine == "above the mean"
+            or (isinstance(term, Beside) and term.by_place)
             for term in (*self.terms, *self.others)
         )
 
@@ -844,6 +946,37 @@ def draw_widely(seed):
     case.two = r.random() < 0.25 and len(case.terms) > 1 and not case.inside
     case.time_first = r.random() < 0.08 and case.sequence and not case.inside
     return case
+
+
+def draw_squarely(seed):
+    """Draw a case in which all sizes are equal, so that a constant of one entry for each sample fits anywhere."""
+    case, r = draw_widely(seed), random.Random(seed + 2 * 10**7)
+    case.width, case.sequence, case.square, case.collated = TIME, True, True, False
+    if r.random() < 0.3:  # the usual losses at equal sizes
+        return case
+    case.terms, case.others, case.reduction, case.two = (
+        [_beside(r)],
+        [],
+        r.choice(["mean", "mean", "mean", "sum"]),
+        False,
+    )
+    if r.random() < 0.2:
+        case.others = [replace(case.terms[0], lies=_beside(r).lies)]
+    case.divided = False
+    return case
+
+
+def _beside(r):
+    def lies(most):
+        return tuple(r.sample([0, 1, 2, -1, -1], r.randint(1, most)))
+
+    shaped = r.choice(list(SHAPED))
+    dims = 3 if shaped.startswith(("whole", "pairs")) else 2
+    return Beside(
+        r.choice(list(BESIDE)), "as_they_are", r.choice(["mean", "sum"]), "none", "B",
+        shaped=shaped, before=r.choice(["", "", *BEFORE]), lies=lies(dims),
+        weighs=lies(dims) if r.random() < 0.2 else None,
+    )  # fmt: skip
 
 
 def draw(seed, reductions=("mean", "sum"), wide=False):
@@ -952,7 +1085,10 @@ def batches(case):
     for number in range(r.randint(3, 5)):
         early = number < 2 and "later" in (case.ragged, case.missing)
         members = range(POOL // 2) if early else range(POOL)
-        step = [r.sample(members, min(len(members), r.choice([2, 3, 4, 5, 6, 7, 9, 1]))) for _ in range(case.micro)]
+        step = [
+            r.sample(members, min(len(members), TIME if case.square else r.choice([2, 3, 4, 5, 6, 7, 9, 1])))
+            for _ in range(case.micro)
+        ]
         if number == 0 and len(step[0]) == 1 and r.random() < 0.7:
             step[0] = r.sample(members, 4)
         steps.append((number, step))
@@ -1380,11 +1516,11 @@ def plain_words(text):
     return re.sub(r"[-+]?\d[\d.e+-]*", "#", text.split(": ", 1)[-1])[:110]
 
 
-def main(first, last, reductions=("mean", "sum"), quick=False, widely=False):
+def main(first, last, reductions=("mean", "sum"), quick=False, widely=False, squarely=False):
     counts, messages, examples = Counter(), Counter(), {}
     families, reduced = Counter(), Counter()
     for seed in range(first, last):
-        case = draw_widely(seed) if widely else draw(seed, reductions, quick)
+        case = draw_squarely(seed) if squarely else draw_widely(seed) if widely else draw(seed, reductions, quick)
         outcome = glance(case) if quick and not case.through_the_network else trial(case)
         counts[outcome.kind] += 1
         counts["private " + outcome.kind] += case.private
@@ -1417,7 +1553,7 @@ def main(first, last, reductions=("mean", "sum"), quick=False, widely=False):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed = torch.default_generator.manual_seed  # which looks for no accelerator
-    modes = [word for word in sys.argv[1:] if word in ("glance", "wide")]
+    modes = [word for word in sys.argv[1:] if word in ("glance", "wide", "square")]
     first, last, *rest = sys.argv[1 + len(modes) :]
     main(
         int(first),
@@ -1425,4 +1561,5 @@ if __name__ == "__main__":
         tuple(rest[0].split(",")) if rest else ("mean", "sum"),
         "glance" in modes,
         "wide" in modes,
+        "square" in modes,
     )

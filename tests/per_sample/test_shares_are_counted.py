@@ -302,7 +302,7 @@ def test_targets_of_all_samples_beside_each_output_are_refused(name, reduction):
     def loss(out, batch):
         return BROADCAST[name](out, batch) * (len(out) if reduction == "sum" else 1)
 
-    with pytest.raises(UnsupportedGradientError, match=r"along a constant of 4 entries.* the same shape"):
+    with pytest.raises(UnsupportedGradientError, match="constant of 4 entries"):
         step(exact(reduction), loss, Batch([5, 5, 5, 5]))
 
 

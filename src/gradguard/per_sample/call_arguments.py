@@ -27,7 +27,7 @@ def count_samples(arguments: Arguments, batch_first: bool, name: str) -> int:
     """
     for tensor in tensor_leaves(arguments):
         if tensor.dim():
-            return tensor.shape[_batch_dim(tensor, batch_first)]
+            return tensor.shape[0 if batch_first or tensor.dim() == 1 else 1]
     raise InvalidValueError(
         f"{name} was called without a tensor that has a batch dimension, so the samples cannot be told apart. Call it "
         "with the batch as a tensor, such as model(x)."
@@ -37,12 +37,13 @@ def count_samples(arguments: Arguments, batch_first: bool, name: str) -> int:
 def other_candidates(arguments: Arguments, batch_first: bool, size: int) -> list[int]:
     """Return the positions of tensors, but the first, whose batch dimension has ``size`` by chance, maybe.
 
-    Such a tensor is a list of positions or a square mask. Anything else may hold other samples' data, as the second
-    input of a contrastive model does, and belongs to no sample only if that is certain.
+    Such a tensor is a list of positions, a square mask, or has the batch where others do not. Anything else may hold
+    other samples' data, as the second input of a contrastive model does, and belongs to no sample only if that is
+    certain.
     """
     tensors = tensor_leaves(arguments)
-    fitting = [i for i, t in enumerate(tensors) if t.dim() and t.shape[_batch_dim(t, batch_first)] == size]
-    return [i for i in fitting[1:] if _may_be_constant(tensors[i])]
+    dims = {i: dim for i, t in enumerate(tensors) if (dim := _batch_dim(t, batch_first, size)) is not None}
+    return [i for i, dim in [*dims.items()][1:] if _may_be_constant(tensors[i]) or (dim == 0 and not batch_first)]
 
 
 def _may_be_constant(tensor: Tensor) -> bool:
@@ -91,13 +92,27 @@ def take_samples(
         if not isinstance(leaf, Tensor):
             return leaf
         leaf, position = leaf.detach(), next(count)
-        if position not in whole and leaf.dim() and leaf.shape[_batch_dim(leaf, batch_first)] == size:
-            chosen = torch.tensor(indices, device=leaf.device)
-            return leaf.index_select(_batch_dim(leaf, batch_first), chosen)
-        return leaf.clone()
+        dim = None if position in whole else _batch_dim(leaf, batch_first, size)
+        return leaf.clone() if dim is None else leaf.index_select(dim, torch.tensor(indices, device=leaf.device))
 
     args, kwargs = tree_map(take, (tuple(arguments[0]), dict(arguments[1])))
     return args, kwargs
+
+
+def finite_samples(
+    arguments: Arguments, batch_first: bool, size: int, whole: Set[int] = frozenset(), masked: bool = False
+) -> list[int]:
+    """Return the samples without NaN or inf in what is theirs; ``masked`` ones may have -inf, as masks do."""
+    good = torch.ones(size, dtype=torch.bool, device="cpu")
+    for position, tensor in enumerate(tensor_leaves(arguments)):
+        dim = _batch_dim(tensor, batch_first, size)
+        if position not in whole and dim is not None:
+            values = tensor.detach().movedim(dim, 0).unsqueeze(-1).flatten(1)
+            finite = (
+                values.isfinite() | values.isneginf() if masked and values.is_floating_point() else values.isfinite()
+            )
+            good &= finite.all(1).cpu()
+    return good.nonzero().flatten().tolist()
 
 
 def to_float64(arguments: Arguments) -> Arguments:
@@ -112,8 +127,10 @@ def to_float64(arguments: Arguments) -> Arguments:
     return args, kwargs
 
 
-def _batch_dim(tensor: Tensor, batch_first: bool) -> int:
-    return 0 if batch_first or tensor.dim() == 1 else 1
+def _batch_dim(tensor: Tensor, batch_first: bool, size: int) -> int | None:
+    """The dimension of ``size`` samples, if any: a mask of padding is ``[B, T]`` also beside ``[T, B, ...]``."""
+    dims = [0] if batch_first or tensor.dim() == 1 else [1, 0]
+    return next((dim for dim in dims if dim < tensor.dim() and tensor.shape[dim] == size), None)
 
 
 def changes_of(tensor: Tensor) -> int:

@@ -14,7 +14,14 @@ from torch.utils.hooks import RemovableHandle
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
-from gradguard.per_sample.call_arguments import Arguments, Skeleton, changes_of, count_samples, take_samples
+from gradguard.per_sample.call_arguments import (
+    Arguments,
+    Skeleton,
+    changes_of,
+    count_samples,
+    finite_samples,
+    take_samples,
+)
 from gradguard.per_sample.capture import LayerCapture, RunningCall, autocast_of
 from gradguard.per_sample.dry_run import Observer, Slot
 from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner, Treatment
@@ -67,14 +74,12 @@ class LastCall:
         return take_samples(self.arguments, batch_first, self.batch_size, indices, self.pattern.whole)
 
     def finite_samples(self, batch_first: bool, number: int) -> list[int]:
-        """Return the first ``number`` samples without NaN or inf; fewer if there are not as many."""
+        """Return the first ``number`` samples without NaN or inf, or with -inf if need be; fewer if there are few."""
         found: list[int] = []
-        for i in range(self.batch_size):
-            if len(found) == number:
-                break
-            if all(bool(t.isfinite().all()) for t in Skeleton(self.samples(batch_first, [i])).tensors):
-                found.append(i)
-        return found
+        for masked in (False, True):
+            if len(found) < number:
+                found = finite_samples(self.arguments, batch_first, self.batch_size, self.pattern.whole, masked)
+        return found[:number]
 
 
 class CallTracker:

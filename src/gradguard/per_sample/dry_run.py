@@ -316,12 +316,18 @@ class DryRun:
         return observer.calls
 
     def _failed(self, samples: int, error: Exception) -> str:
-        shapes = ", ".join(str(tuple(t.shape)) for t in tensor_leaves(self._arguments))
+        tensors = tensor_leaves(self._arguments)
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+        square = not self._batch_first and any(t.shape[:2] == (self._size, self._size) for t in tensors)
+        hint = (
+            " A mask [batch, time] beside [time, batch, ...] is known by its shape: pad this batch to another length "
+            f"than {self._size}."
+        )
         return (
             f"{type(self._module).__name__} raised {type(error).__name__} when gradguard ran it on {samples} of its "
             f"{self._size} samples, to see which of its inputs (shapes {shapes}) belong to samples: {error}. Every "
             f"input whose batch dimension has size {self._size} is taken to hold one entry for each sample; a constant "
-            "of that size belongs into the module, as a buffer."
+            f"of that size belongs into the module, as a buffer.{hint if square else ''}"
         )
 
 

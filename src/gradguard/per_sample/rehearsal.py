@@ -123,12 +123,12 @@ class Rehearsal:
             raise UnsupportedGradientError(_not_linear(call.pattern.module))
 
     def _try_size(self, tracker: CallTracker, call: LastCall) -> None:
-        """Run the whole batch, and copies of one sample beside another, and compare with fewer of them.
+        """Run the whole batch, and as many copies of one sample, and compare with fewer of them.
 
         The batch runs with the clipper's hooks, because a layer may get other rows than in the trial of two samples;
         each of its samples must return the same in one of two parts of the batch, of which one has an odd number, and
-        the first and the last by themselves. Of the copies each must return what it returns by itself: if there is
-        not room for all, one of them is left out; with nothing but copies, if there is room for all but one.
+        the first and the last by themselves. Of the copies each must return what it returns by itself: they go the same
+        way, so one of them is left out unless there is room for all.
 
         Raises:
             UnsupportedGradientError: If a sample returns something else there.
@@ -144,10 +144,9 @@ class Rehearsal:
                     whole.compare(part, whole.alone(part))
             for place in (0, last):
                 whole.compare([place], alone[whole.indices[place]])
-            for indices in ([0] * last + [last], [0] * size):
-                copies = _together(tracker, call, indices, reset, hooks=False)
-                for i in range(size) if not copies.draws.drawn else (0, last):
-                    copies.compare([i], copies.alone([i]) if copies.draws.drawn else alone[copies.indices[i]])
+            copies = _together(tracker, call, [0] * size, reset, hooks=False)
+            for i in range(size) if not copies.draws.drawn else (0, last):
+                copies.compare([i], copies.alone([i]) if copies.draws.drawn else alone[0])
 
 
 def _together(

@@ -438,7 +438,7 @@ class Path:
         steps: The operations that move elements or add them up, from the value up to the root.
         constants: The scalar factors, from the root down.
         output: The path as far as the value that the module returned, if it has come by one with samples.
-        weighted: Whether a tensor of several values multiplied, divided or masked what it has come by.
+        weighing: The operations that multiplied, divided or masked what it has come by, by a tensor of several values.
         factor: The product of all numbers that have multiplied it: constants, means, and what backward starts with.
         single: The product of tensors of one value that have a dimension: a number, or the weight of the only sample.
     """
@@ -449,7 +449,7 @@ class Path:
     steps: tuple[Step, ...]
     constants: tuple[Constant, ...]
     output: "Path | None" = None
-    weighted: bool = False
+    weighing: tuple[Node, ...] = ()
     factor: float = 1.0
     single: float = 1.0
 
@@ -504,6 +504,18 @@ def _declared(constant: Constant, numbers: Set[float]) -> Constant:
     return replace(constant, origin="declared")
 
 
+def is_linear(name: str, inputs: Sequence[int]) -> bool:
+    """Tell whether an operation is linear in those of its inputs that depend on the samples."""
+    if name not in _LINEAR or (name == "Div" and inputs != [0]):
+        return False
+    return len(inputs) == 1 or name not in {"Mul"} | _PRODUCTS
+
+
+def inputs_of(node: Node, depends: Dependence) -> list[int]:
+    """Return the places of the inputs of a node that depend on the samples."""
+    return [k for k, (child, _) in enumerate(node.next_functions) if child is not None and depends(child)]
+
+
 def _onward(path: Path, depends: Dependence) -> list[Path] | None:
     """The paths behind the node where ``path`` ends; None if that is no linear operation."""
     node, number = path.node, path.number
@@ -516,10 +528,8 @@ def _onward(path: Path, depends: Dependence) -> list[Path] | None:
             return []
         return [replace(path, node=child, number=child_number)]
     name = operation(node)
-    inputs = [k for k, (child, _) in enumerate(node.next_functions) if child is not None and depends(child)]
-    if name not in _LINEAR or (name in {"Mul", "Div"} | _PRODUCTS and len(inputs) != 1):
-        return None
-    if (name == "Div" and inputs != [0]) or (name in _PRODUCTS and shape_of(node, number).numel() != 1):
+    inputs = inputs_of(node, depends)
+    if not is_linear(name, inputs) or (name in _PRODUCTS and shape_of(node, number).numel() != 1):
         return None
     found = []
     for which in inputs:
@@ -535,7 +545,7 @@ def _onward(path: Path, depends: Dependence) -> list[Path] | None:
                 coefficient=pull(node, number, which, path.coefficient),
                 steps=path.steps if keeps else (Step(node, number, which), *path.steps),
                 constants=path.constants if constant is None else (*path.constants, constant),
-                weighted=path.weighted or (constant is None and name in _WEIGHTING),
+                weighing=(*path.weighing, node) if constant is None and name in _WEIGHTING else path.weighing,
                 factor=path.factor * (_factor(path, which) if constant is None else abs(constant.value)),
                 single=path.single * single,
             )

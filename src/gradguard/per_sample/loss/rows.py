@@ -1,5 +1,6 @@
 """The terms of a loss: which rows each reduces, which sample a row belongs to, and what mixes samples."""
 
+import functools
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gradguard.per_sample.loss.beside import (
+    added,
+    adds_unseen,
+    adds_unseen_below,
+    constants_beside,
+    is_affine,
+    known_values,
+    own_sizes,
+    places_of,
+    varying_sizes,
+)
 from gradguard.per_sample.loss.graph import (
     ELEMENTWISE,
     LABELLED,
@@ -138,6 +150,7 @@ class Rows:
         self.shape = _shape_of_rows(path, self.name)
         self._behind = list(_behind(path.node, depends, outputs.values))
         self.owner = self._owner() if owner is None else owner
+        self._refuse_constants(by_value=owner is None)
 
     def _owner(self) -> Owner:
         """Find whose the rows are."""
@@ -294,6 +307,93 @@ class Rows:
         """The operations between the loss and the module."""
         return [*[step.node for step in self.path.steps], *self._behind]
 
+    def _refuse_constants(self, by_value: bool) -> None:
+        """Check that no constant lies along as many entries as there are samples, and is the same for each of them.
+
+        That is how outputs ``[B, T]`` and targets ``[B]`` make losses of two samples each, where T is B.
+
+        Args:
+            by_value: Look also whether constants are copies along a dimension. Later ones may be so by chance.
+
+        Raises:
+            Coupled: If one does.
+            Unreadable: If it cannot be told.
+        """
+        depends, nodes, outputs = self._depends, [*self._nodes, *self.path.weighing], self._outputs
+        for node in nodes:
+            for value, constant in constants_beside(node, depends):
+                sizes = own_sizes(constant, by_value and self._is_doubtful(shape_of(*value), constant.shape))
+                outputs.coincide |= self._refuse_constant(node, value, sizes)
+                if all(sizes[dim] == 1 for dim in places_of(shape_of(*value), outputs.batch_size)):
+                    outputs.repeated.update(size for size in sizes if size > 1)
+        unseen = [node for node in self._behind if adds_unseen(node, depends)]
+        outputs.repeated.update(size for node in unseen for size in shape_of(node))
+        if not by_value or not any(self._is_doubtful(shape_of(node), shape_of(node)) for node in unseen):
+            return
+        known = outputs.held | known_values(nodes)
+        for value in {edge: None for node in nodes for edge in parents(node) if not is_affine(node, depends)}:
+            shape = shape_of(*value)
+            if not adds_unseen_below(value, known, depends) or not self._is_doubtful(shape, shape):
+                continue
+            found = added(value, known, depends) if value in known else None
+            if found is None:
+                raise Unreadable(
+                    f"a constant is added to values of shape {list(shape)}, and the graph does not keep its shape: if "
+                    f"it has {outputs.batch_size} entries, one of each sample, then each value belongs to two samples. "
+                    "Begin with a batch of another size"
+                )
+            self._refuse_constant(value[0], value, varying_sizes(*found))
+
+    @functools.cached_property
+    def _is_inside(self) -> bool:
+        """Whether the rows are computed within the module, which was looked at by itself."""
+        ends = {edge for node in [self.path.node, *self._behind] for edge in parents(node)}
+        return not self._outputs.values & {(self.path.node, self.path.number), *ends}
+
+    def _is_doubtful(self, shape: torch.Size, constant: Sequence[int]) -> bool:
+        """Tell whether a constant of some sizes beside a value may lie along others of B entries than the samples."""
+        batch_size, places = self._outputs.batch_size, places_of(shape, self._outputs.batch_size)
+        sized = {dim for dim, size in enumerate(constant) if size == batch_size}
+        known = batch_size == 1 or batch_size in self._outputs.constant_sizes or self._is_inside
+        return not known and bool(sized) and (len(places) != 1 or not sized <= {*places})
+
+    def _refuse_constant(self, node: Node, value: tuple[Node, int], sizes: Sequence[int]) -> bool:
+        """Check that a constant beside a value is one of each sample, or lies along nothing of as many entries.
+
+        Returns:
+            Whether it might be something else if it had other dimensions.
+
+        Raises:
+            Coupled: If it is neither.
+        """
+        shape, batch_size = shape_of(*value), self._outputs.batch_size
+        if not self._is_doubtful(shape, sizes):
+            return False
+        places = places_of(shape, batch_size)
+        if places and all(sizes[dim] > 1 for dim in places):
+            return True
+        samples = self._dim_of_samples(value, places)
+        if self._outputs.only_sample(*value) is None and (samples is None or sizes[samples] == 1):
+            raise Coupled(
+                f"{node.name()} puts a constant of {batch_size} entries, the same ones for every sample, beside values "
+                f"of shape {list(shape)}. Is it made of the {batch_size} samples? Then each value belongs to two of "
+                "them: give it a dimension for the samples, as by target.unsqueeze(1). If it is not, begin with a "
+                "batch of another size"
+            )
+        return True
+
+    def _dim_of_samples(self, value: tuple[Node, int], places: Sequence[int]) -> int | None:
+        """Find the dimension of the samples by derivatives; None if there is none."""
+        shape, outputs = shape_of(*value), self._outputs
+        device = torch.device(_metadata(value[0]).device)
+        for dim in places:
+            for first in (True, False):
+                samples = _numbered(shape, dim, outputs.batch_size, first, device)
+                found = outputs.are_separate(*value, samples)
+                if found is not False:  # within the module, which was looked at by itself: the likeliest
+                    return dim
+        return None
+
     def _refuse_broadcast(self) -> None:
         """Check that no value of the samples is repeated along a constant of as many entries as there are samples.
 
@@ -428,7 +528,7 @@ class Rows:
             kind=(*sorted({operation(node) for node in behind} - _MOVING), "to", *self._adding),
             each=by_sample(samples, weights / scaled, batch_size),
             counts=counts,
-            distinct=() if len(few) > _FEW or (path.weighted and len(nonzero) == 1) else tuple(few.tolist()),
+            distinct=() if len(few) > _FEW or (path.weighing and len(nonzero) == 1) else tuple(few.tolist()),
             number=math.nan if has_class_weights(path.node, self.name) else number / scaled,
             precision=sum(constant.precision for constant in path.constants),
             size=self.shape.numel(),
@@ -440,7 +540,7 @@ def _by_shape(path: Path, name: str, nodes: Sequence[Node], weighed: Tensor, bat
     """Tell whether nothing but shapes decides how many rows count; None if only where all that there are do."""
     if data_choose_rows(nodes):
         return False
-    if not (path.weighted or name in LABELLED):
+    if not (path.weighing or name in LABELLED):
         return True
     if bool(weighed.all()) or (name not in LABELLED and _is_one_class_of_each(weighed, batch_size)):
         return True
@@ -731,8 +831,6 @@ _BROADCASTING = operations(
 )
 """Operations that repeat a value along the dimensions of another, which may be a constant."""
 
-_MULTIPLYING = operations("Mm Bmm Addmm Baddbmm")
-
 
 def _repeats(node: Node, depends: Dependence) -> list[int]:
     """The sizes of the dimensions that a constant alone adds to values of the samples."""
@@ -746,8 +844,6 @@ def _repeats(node: Node, depends: Dependence) -> list[int]:
         before = [shape_of(child, number) for _, child, number in behind]
         padded = [torch.Size((1,) * (len(shape) - len(each)) + each) for each in before]
         return [size for dim, size in enumerate(shape) if size > 1 and all(each[dim] == 1 for each in padded)]
-    if name in _MULTIPLYING and len(behind) == 1 and (factor := behind[0][0] - (len(node.next_functions) - 2)) >= 0:
-        return [shape[-1 if factor == 0 else -2]]
     return []
 
 

@@ -20,7 +20,7 @@ from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.layers.call import BatchAxis, samples_first
 from gradguard.per_sample.loss.graph import Root, Unreadable, parents
 from gradguard.state.generators import seeded_normal
-from gradguard.torch_private import input_metadata_of
+from gradguard.torch_private import input_metadata_of, version_of
 
 _BITS = 3
 _BASE = 1 << _BITS
@@ -43,6 +43,7 @@ class Outputs:
         constant_sizes: Sizes of constants that are known not to be made of the samples.
         repeated: Sizes of constants along which values were repeated.
         values_of_each: How many values there are of each sample.
+        coincide: Whether a constant in the loss is each sample's own only because of its shape, which may change.
     """
 
     def __init__(self, batch_size: int, batch_first: bool = True, pulls: bool = True) -> None:
@@ -51,6 +52,8 @@ class Outputs:
         self.constant_sizes: Set[int] = frozenset()
         self.repeated: set[int] = set()
         self.values_of_each = 0.0
+        self.coincide = False
+        self._held: dict[tuple[Node, int], tuple[Tensor, int]] = {}
         self._edges: list[GradientEdge] = []
         self._axes: list[BatchAxis] = []
         self._numbers: list[GradientEdge] = []
@@ -69,6 +72,13 @@ class Outputs:
                 self.values_of_each += tensor.numel() / self.batch_size
                 self._edges.append(get_gradient_edge(tensor))
                 self._axes.append(axis)
+                if self.batch_size in tensor.movedim(axis.dim, 0).shape[1:]:
+                    self._held[self._edges[-1].node, self._edges[-1].output_nr] = tensor.detach(), version_of(tensor)
+
+    @property
+    def held(self) -> dict[tuple[Node, int], Tensor]:
+        """The values themselves, where another dimension than the samples' has as many entries, too."""
+        return {edge: tensor for edge, (tensor, version) in self._held.items() if version_of(tensor) == version}
 
     @property
     def values(self) -> set[tuple[Node, int]]:
@@ -83,7 +93,7 @@ class Outputs:
         """Return these and the ones of another call."""
         both = Outputs(self.batch_size, self.batch_first and other.batch_first, self._pulls and other._pulls)
         both._edges, both._axes = self._edges + other._edges, self._axes + other._axes
-        both._numbers = self._numbers + other._numbers
+        both._numbers, both._held = self._numbers + other._numbers, self._held | other._held
         both.values_of_each = self.values_of_each + other.values_of_each
         return both
 
@@ -130,7 +140,7 @@ class Outputs:
         if not self._pulls:
             raise Unreadable("a sharded model's backward cannot be run twice")
         value = input_metadata_of(node)[number]
-        if math.prod(value.shape) == 1 and (only := self._only_sample(node, number)) is not None:
+        if math.prod(value.shape) == 1 and (only := self.only_sample(node, number)) is not None:
             return torch.full(value.shape, only, device=value.device)
         cotangent = torch.zeros(value.shape, dtype=value.dtype, device=value.device, requires_grad=True)
         pulled = self._pull(node, number, cotangent, create_graph=True)
@@ -173,8 +183,8 @@ class Outputs:
         """The power of two of each sample, to be broadcast to a tensor with the samples first."""
         return _along(_power(torch.arange(self.batch_size, device=like.device), digit).to(like.dtype), like)
 
-    def _only_sample(self, node: Node, number: int) -> int | None:
-        """Return the one sample that a single number depends on; None if it depends on none or several."""
+    def only_sample(self, node: Node, number: int) -> int | None:
+        """Return the one sample that a value depends on; None if it depends on none or several."""
         value = input_metadata_of(node)[number]
         once = self._pull(node, number, _normal(value.shape, value.dtype, value.device))
         reached = [

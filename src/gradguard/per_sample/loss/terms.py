@@ -167,7 +167,9 @@ def loss_parts(
     return replace(
         found,
         terms=len(together),
-        weighted=any(path.weighted for path in found_paths) or any(term.class_weights for term in terms),
+        weighted=any(path.weighing for path in found_paths)
+        or any(term.class_weights for term in terms)
+        or outputs.coincide,
         owners=[end.owner for end in ends],
         label_owners={
             end.path.node: end.owner.samples
@@ -527,6 +529,7 @@ def _doubt_in_private(
     times = [one.constant for one in found if one.what in {"times", "divided once more"} and one.constant]
     if times and term.share is not None and reduction != "sum":
         return _multiplied(abs(times[0].value), batch_size)
+    averaged = term.share is not None or (reading.constant is not None and reading.constant.origin == "tensor")
     chance = [c.value for c in users if _may_be_count(c.value, term)]
     if chance:
         return _multiplied(abs(chance[0]), batch_size)
@@ -536,7 +539,7 @@ def _doubt_in_private(
             continue
         if constant.divides and (number > 1 or (constant.may_be_data and term.share is None)):
             return _WHOLE.format(number)
-        if term.share is None and number >= max(2, batch_size / 2):
+        if not averaged and number >= max(2, batch_size / 2):
             return _multiplied(abs(constant.value), batch_size)
     return ""
 

@@ -1,0 +1,140 @@
+"""As many samples as rows and values: a constant of one entry for each sample fits along any dimension.
+
+Along another than the samples' it couples them; that is refused. Each right loss has a wrong twin.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from generated_losses import TIME as B
+from generated_losses import Checked, draw_squarely, glance
+from torch import Tensor
+
+from gradguard.errors import UnsupportedGradientError
+
+OWN = {
+    "[B, T]": lambda y: y[..., 0],
+    "[B, 1]": lambda y: y.mean((1, 2))[:, None],
+}
+OF_OTHERS = {
+    "[B]": lambda y: y.mean((1, 2)),
+    "[1, B]": lambda y: y.mean((1, 2))[None],
+    "repeated": lambda y: y.mean((1, 2)).repeat(B, 1),
+    "expanded": lambda y: y.mean((1, 2)).expand(B, B),
+}
+BESIDE = {
+    "mse_loss": lambda o, y: F.mse_loss(o, y.expand(B, B)),
+    "l1_loss": lambda o, y: F.l1_loss(o, y.expand(B, B)),
+    "smooth_l1_loss": lambda o, y: F.smooth_l1_loss(o, y.expand(B, B), reduction="none").mean(),
+    "soft_margin_loss": F.soft_margin_loss,
+    "binary_cross_entropy": lambda o, y: F.binary_cross_entropy(o.sigmoid(), y.sigmoid().expand(B, B)),
+    "weight=": lambda o, y: F.binary_cross_entropy_with_logits(o, o.detach().sigmoid(), weight=y.exp()),
+    "poisson_nll_loss": lambda o, y: F.poisson_nll_loss(o, y.abs()),
+    "squares": lambda o, y: (o - y).square().mean(),
+    "of the target": lambda o, y: (y - 2 * o).square().sum() / B,
+    "of probabilities": lambda o, y: (o.softmax(-1) - y).square().mean(),
+    "softplus": lambda o, y: F.softplus(o - y).mean(),
+    "norm": lambda o, y: (o - y).norm(dim=1).mean(),
+    "variance": lambda o, y: F.gaussian_nll_loss(o, torch.zeros_like(o), y.exp().expand(B, B)),
+    "weights": lambda o, y: (o.square() * y.exp()).mean(),
+    "weights of outputs": lambda o, y: (o * y).mean(),
+    "divisors": lambda o, y: (o.square() / y.exp()).mean(),
+    "power": lambda o, y: o.sigmoid().pow(y.exp()).mean(),
+    "where": lambda o, y: torch.where(y > 0, o, o.square()).mean(),
+    "mask": lambda o, y: o.masked_fill(y > 0, 0.0).square().mean(),
+    "maximum": lambda o, y: torch.maximum(o, y).mean(),
+    "cosine": lambda o, y: F.cosine_similarity(o, y.expand(B, B), dim=1).mean(),
+    "similarities": lambda o, y: (o.unsqueeze(1) @ y.expand(B, B).unsqueeze(-1)).square().mean(),
+}
+TIME_FIRST = {
+    "targets": lambda o, y: F.mse_loss(o.T, y.mT),
+    "weights": lambda o, y: (o.T.square() * y.exp().mT).mean(),
+}
+OTHERS = {
+    "targets [B, C] beside [B, T, C]": lambda out, y: F.mse_loss(out, y.mean(1).expand_as(out)),
+    "distances to [B, C]": lambda out, y: torch.cdist(out, y.mean(1)[None]).mean(),
+    "products with [B, C]": lambda out, y: (out @ y.mean(1)).square().mean(),
+    "products with [B]": lambda out, y: (out[..., 0] @ y.mean((1, 2))).square().mean(),
+    "an einsum": lambda out, y: torch.einsum("btc,tc->bt", out, y.mean(1)).square().mean(),
+    "columns": lambda out, y: out.square()[:, y.mean((1, 2)) > 0].mean(),
+    "a constant that the graph does not keep": lambda out, y: F.relu(out[..., 0] + y.mean((1, 2))).mean(),
+}
+
+
+def checked(loss, *batches: list[int]) -> list[Tensor]:
+    """Each sample's gradient in the first mini-batches of a run."""
+    case = draw_squarely(0)
+    case.reduction, case.private, case.dtype, case.autocast = "mean", False, torch.float64, False
+    case.terms, case.others, case.inside = [lambda out, batch, step, case: loss(out, batch.y)], [], False
+    case.divided, case.ragged, case.missing, case.hidden = False, "full", "no", False
+    found = Checked(case)
+    return [found.step(list(ids), 0) for ids in batches]
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("shape", OWN)
+def test_a_constant_of_each_sample_is_exact(beside, shape):
+    [one], [other] = (
+        checked(lambda out, y: BESIDE[beside](out[..., 0], OWN[shape](y)), ids) for ids in ((0, 1, 2, 3), (0, 1, 2, 4))
+    )
+    torch.testing.assert_close(one[:3], other[:3], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("shape", OF_OTHERS)
+def test_a_constant_of_other_samples_is_refused(beside, shape):
+    with pytest.raises(UnsupportedGradientError, match="a constant of 4 entries, the same ones for every sample"):
+        checked(lambda out, y: BESIDE[beside](out[..., 0], OF_OTHERS[shape](y)), range(B))
+
+
+@pytest.mark.parametrize("name", TIME_FIRST)
+def test_samples_may_lie_along_the_second_dimension(name):
+    checked(lambda out, y: TIME_FIRST[name](out[..., 0], y.mean((1, 2)).expand(B, B).T), range(B))
+    with pytest.raises(UnsupportedGradientError, match="the same ones for every sample"):
+        checked(lambda out, y: TIME_FIRST[name](out[..., 0], y.mean((1, 2)).expand(B, B)), range(B))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_ways_to_reach_other_samples_are_refused(name):
+    with pytest.raises(UnsupportedGradientError, match=r"constant of 4 entries|constant is added to values of shape"):
+        checked(OTHERS[name], range(B))
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "squares", "weights"])
+def test_a_constant_of_a_size_that_was_seen_before_is_no_sample(name):
+    constant = torch.linspace(-1, 1, B, dtype=torch.float64)
+
+    def loss(out, y):
+        o = out[..., 0]
+        return F.mse_loss(o, constant.expand_as(o)) if name == "mse_loss" else BESIDE[name](o, constant)
+
+    checked(loss, range(B + 1), range(B))
+    with pytest.raises(UnsupportedGradientError, match="begin with a batch of another size"):
+        checked(loss, range(B))
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "weights"])
+def test_a_constant_that_loses_its_dimension_later_is_refused(name):
+    lies = [OWN["[B, T]"], OWN["[B, T]"], OF_OTHERS["[B]"]]
+    with pytest.raises(UnsupportedGradientError, match="the same ones for every sample"):
+        checked(lambda out, y: BESIDE[name](out[..., 0], lies.pop(0)(y)), range(B), range(B), range(B))
+    assert not lies
+
+
+def test_targets_that_coincide_later_are_taken():
+    same = [False, True]
+
+    def loss(out, y):
+        target = y[..., 0].gt(0).double()
+        return (out[..., 0] - (target[:1].repeat(B, 1) if same.pop(0) else target)).square().mean()
+
+    checked(loss, range(B), range(B))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("first", range(0, 8000, 20))
+def test_drawn_constants_are_exact_or_refused(first):
+    cases = [draw_squarely(seed) for seed in range(first, first + 20)]
+    outcomes = [(case, glance(case)) for case in cases if not case.through_the_network]
+    assert not [f"{case}\n{o.kind}: {o.words}" for case, o in outcomes if o.kind in ("wrong", "crash")]
+    assert any(outcome.kind == "exact" for _, outcome in outcomes)
