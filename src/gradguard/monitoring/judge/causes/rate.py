@@ -121,10 +121,9 @@ def _to_and_fro(signals: Signals, curve: Curve) -> Evidence | None:
 def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether each step changes weights by a large share of themselves, while the loss does not fall."""
     usual = signals.ratio or 0.0
-    first = median([layer.ratios[0] for layer in signals.layers if layer.ratios]) or 0.0
-    if max(usual, first / 3) < LARGE_UPDATE or curve.is_falling or curve.fallen > 0.9 or signals.follows_noise:
+    if usual < LARGE_UPDATE or curve.is_falling or curve.fallen > 0.9 or signals.follows_noise:
         return None
-    words = f"A step changes the usual weight by {100 * max(usual, first):.2g} % of itself; 0.1 % is the rule of thumb."
+    words = f"A step changes the usual weight by {100 * usual:.2g} % of itself; 0.1 % is the rule of thumb."
     return signals.seen(words)
 
 
