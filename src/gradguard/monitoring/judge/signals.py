@@ -270,6 +270,12 @@ class Signals:
         return calm and self.times(place) >= FAR
 
     @cached_property
+    def lengths(self) -> list[float | None]:
+        """The norm of what the optimizer got on each step, after all clips."""
+        pairs = zip(self.norms, self.coefficients, strict=True)
+        return [norm if norm is None or by is None else norm * by for norm, by in pairs]
+
+    @cached_property
     def outbursts(self) -> list[int]:
         """The places of steps whose norm or loss stands far above those before, out of calm; each outburst once."""
         found = sorted({*_outbursts(self.norms), *_outbursts(self.losses)})

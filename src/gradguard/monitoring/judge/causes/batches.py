@@ -35,6 +35,12 @@ FASTER = 1.5
 SETTLES, FAR_GROWN = 0.3, 10.0
 """Of its growth in the second half: a weight that grew less settles, unless it is so many times its start."""
 
+RECENT, THROWN = 24, 1.5
+"""Norms, and times the largest of them: a gradient above that is none of the batches that were drawn so far."""
+
+AT_ONCE = 0.8
+"""Of the way from its best level to the highest one after it, within a twentieth of the run: that was no drift."""
+
 _SHOWN = 4
 
 
@@ -152,7 +158,7 @@ def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
     if not places or not _comes_at_once(signals, places[0]) or signals.times(places[0]) < FAR:
         return False
     place, curve, before = places[0], signals.curve, signals.usual(places[0], signals.losses)
-    here, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place, signals.norms)
+    here, norm, usual = signals.losses[place], signals.lengths[place], signals.usual(place, signals.lengths)
     if curve is None or before is None or here is None or before <= 0:
         return False
     if curve.final <= 1.1 * before and not signals.ends_lost:
@@ -178,7 +184,7 @@ def data_shift(signals: Signals) -> Cause | None:
     if place is None:
         return None
     rates = [rate for rate in signals.rates[max(0, place - 3) : place + 1] if rate]
-    if rates and max(rates) > 2 * min(rates):
+    if (rates and max(rates) > 2 * min(rates)) or _was_thrown(signals, place):
         return None
     before, after = signals.losses[max(0, place - 20) : place], signals.losses[place : place + 20]
     low, high = (statistics.median(without_none(values)) for values in (before, after))
@@ -199,6 +205,16 @@ def data_shift(signals: Signals) -> Cause | None:
         (signals.seen(words, since=step),),
         ("The learning rate did not change, and the steps before were calm.",),
     )
+
+
+def _was_thrown(signals: Signals, place: int) -> bool:
+    """Whether one of the steps just before took a gradient larger than any of late: what it did is no matter of data."""
+    norms = signals.norms
+    for before in range(max(0, place - 2), place):
+        recent = without_none(norms[max(0, before - RECENT) : before])
+        if recent and (norms[before] or 0.0) > THROWN * max(recent):
+            return True
+    return False
 
 
 def _fall(signals: Signals) -> int | None:
@@ -258,8 +274,11 @@ def drift(signals: Signals) -> Cause | None:
         return None
     grown, runs_away = _growing_weight(signals), _runs_away(signals)
     rising = _rising_norms(signals)
-    late = statistics.median(curve.levels[curve.levels.index(curve.best) :])
+    since = curve.levels[curve.levels.index(curve.best) :]
+    late = statistics.median(since)
     lost = max(late, curve.final) > curve.best + max(3 * curve.error, 0.25 * abs(curve.best))
+    leap = max((after - before for before, after in pairwise(since)), default=0.0)
+    lost = lost and leap <= AT_ONCE * (max(since) - curve.best)
     grows = grown and (lost or (rising and curve.fallen < 0.6))
     if not (grows or runs_away or (rising and lost and curve.fallen < 0.5)):
         return None

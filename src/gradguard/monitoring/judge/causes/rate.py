@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.detectors.tensors import LARGE_UPDATE
-from gradguard.monitoring.judge.numbers import median, number
+from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Curve, Signals, usual_step
 from gradguard.monitoring.record.lines import without_none
