@@ -439,6 +439,12 @@ class Signals:
         return median(without_none(layer.ratio for layer in self.sized_layers))
 
     @cached_property
+    def travel(self) -> float | None:
+        """By which share of itself the usual weight can have moved in all steps together; None where not measured."""
+        ratios = [statistics.fmean(layer.ratios) for layer in self.sized_layers]
+        return statistics.median(ratios) * self.count if ratios else None
+
+    @cached_property
     def growth(self) -> float:
         """How many times its first norm the usual weight has at the end; 1 where that was not measured."""
         layers = [layer for layer in self.layers if len(layer.weights) > 1 and not self.begins_at_zero(layer)]

@@ -36,7 +36,7 @@ SETTLES, FAR_GROWN = 0.3, 10.0
 """Of its growth in the second half: a weight that grew less settles, unless it is so many times its start."""
 
 RECENT, THROWN = 24, 1.5
-"""Norms, and times the largest of them: a gradient above that is none of the batches that were drawn so far."""
+"""Norms, and times the largest of them: what a gradient above that does to the loss is no change of the data."""
 
 AT_ONCE = 0.8
 """Of the way from its best level to the highest one after it, within a twentieth of the run: that was no drift."""
@@ -208,7 +208,7 @@ def data_shift(signals: Signals) -> Cause | None:
 
 
 def _was_thrown(signals: Signals, place: int) -> bool:
-    """Whether one of the steps just before took a gradient larger than any of late: what it did is no matter of data."""
+    """Whether one of the two steps before took a gradient larger than any recent one: it moved the loss itself."""
     norms = signals.norms
     for before in range(max(0, place - 2), place):
         recent = without_none(norms[max(0, before - RECENT) : before])

@@ -103,8 +103,9 @@ def exploding_depth(signals: Signals) -> Cause | None:
             continue
         quarter = len(first) // 4
         times = statistics.median(first[:quarter]) / statistics.median(first[-quarter:])
-        least = EXPLODED_AT_ONCE if gain > LARGE_GAIN or signals.begins_exploded(layers) else EXPLODED
-        if times > least and _rising_share(first[::-1]) >= 0.65:
+        large = gain > LARGE_GAIN or signals.begins_exploded(layers)
+        least, share = (EXPLODED_AT_ONCE, 0.65) if large else (EXPLODED, 0.7)
+        if times > least and _rising_share(first[::-1]) >= share:
             each = math.exp(math.log(times) / (len(layers) - 1))
             words = (
                 f"In the first step an element's gradient is {number(first[0])} in {layers[0].name} and "
@@ -145,15 +146,13 @@ def exploding_time(signals: Signals) -> Cause | None:
     if not recurrent or not known or (len(known) < 20 and not broke):
         return None
     largest = max(known)
-    until = known[
-        : max(20, known.index(largest) + 1)
-    ]  # norms that a run has later, because it has learned, say nothing
-    low = sorted(until)[len(until) // 10]
+    until = known[: max(20, known.index(largest) + 1)]  # later norms are small where the loss is
+    low = max(sorted(norms)[len(norms) // 10] for norms in (known, until))
     leaps = largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
     explodes = leaps and largest > EXPLODES_IN_TIME * low  # so far that it hurts a run that learns as well
     amplifies = radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
-    learns = signals.fallen > 0.5 and not signals.ends_lost
-    if not amplifies and not broke and not explodes and (learns or not leaps):
+    fails = signals.ends_lost or signals.fallen <= 0.5  # neither where the loss means no progress
+    if not amplifies and not broke and not explodes and not (leaps and fails):
         return None
     names = tuple(layer.name for layer in recurrent)
     words = f"Gradient norms run from {number(low)} to {number(largest)}."

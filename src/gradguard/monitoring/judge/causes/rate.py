@@ -153,7 +153,7 @@ def rate_too_low(signals: Signals) -> Cause | None:
 
     The factor takes the usual step to `RULE_OF_THUMB` of its weight.
     """
-    curve, rate, ratio, travel = signals.curve, signals.rate, signals.ratio, _travel(signals)
+    curve, rate, ratio, travel = signals.curve, signals.rate, signals.ratio, signals.travel
     if not rate or signals.ends_lost or signals.is_warming_up or travel is None:
         return None
     if curve is None:
@@ -196,12 +196,6 @@ def _stays(signals: Signals, curve: Curve) -> bool:
         after < before for before, after in pairwise(curve.levels)
     )
     return is_smooth and curve.fallen < 0.2 and 0.9 * first < last < 1.1 * first
-
-
-def _travel(signals: Signals) -> float | None:
-    """By which share of itself the usual weight can have moved in all steps together."""
-    ratios = [statistics.fmean(layer.ratios) for layer in signals.sized_layers]
-    return statistics.median(ratios) * signals.count if ratios else None
 
 
 def rate_decayed(signals: Signals) -> Cause | None:
