@@ -57,7 +57,7 @@ def bad_batches(signals: Signals) -> Cause | None:
     if not broken:
         at_once = sum(_comes_at_once(signals, place) for place in places)
         if (
-            len(places) > CALM_SHARE * signals.count
+            _is_usual(signals, places)
             or at_once < max(FEWEST_OUTBURSTS, 0.5 * len(places))
             or not _losses_leap(signals, places)
         ):
@@ -96,6 +96,16 @@ def bad_batches(signals: Signals) -> Cause | None:
         ("The learning rate is not the cause: the steps before each of these were calm.",),
         threshold=threshold,
     )
+
+
+def _is_usual(signals: Signals, places: Sequence[int]) -> bool:
+    """Whether from the first leap on so many steps are as high that none of them is an exception."""
+    for values in (signals.norms, signals.losses):
+        since = without_none(values[places[0] :])
+        leap = median(without_none(values[place] for place in places))
+        if leap is not None and sum(value > 0.5 * leap for value in since) <= CALM_SHARE * len(since):
+            return False
+    return True
 
 
 def _was_lost_before(signals: Signals, place: int) -> bool:
