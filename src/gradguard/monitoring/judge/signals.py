@@ -34,6 +34,9 @@ BLOCKS = 20
 FAR = 20.0
 """Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
 
+OF_EPS = 3.0
+"""Below so many eps an optimizer that divides by the size of the gradient hardly moves."""
+
 REACH = 2.0
 """Times the way from the first weights to the last: what clipped steps must be able to go."""
 
@@ -411,13 +414,13 @@ class Signals:
         return only(self.record.meta.get("eps", ()))
 
     def floor(self, layer: Layer) -> float:
-        """Return the root mean square of an element's gradient below which ``eps`` decides the step of a layer.
+        """Return the root mean square of an element's gradient below which ``eps`` decides a layer's step.
 
         Args:
             layer: The layer.
         """
         by_norm = "muon" in str(self.record.meta.get("optimizers")).lower()  # which divides by that of the matrix
-        return (self.eps or 0.0) / (self.root(layer.place) if by_norm else 1.0)
+        return OF_EPS * (self.eps or 0.0) / (self.root(layer.place) if by_norm else 1.0)
 
     def begins_at_zero(self, layer: Layer) -> bool:
         """Return whether a layer begins so near to 0 that it has to grow.

@@ -22,9 +22,6 @@ STARVING = 0.1
 SEVERAL = 0.3
 """Of the steps: with more than one clip on more, no clip alone sets what the optimizer gets."""
 
-OF_EPS = 3.0
-"""Below so many eps an optimizer that divides by the size of the gradient hardly moves."""
-
 
 @dataclass(frozen=True)
 class _Starving:
@@ -116,7 +113,7 @@ def _below_eps(signals: Signals, found: _Starving, bound: Evidence) -> Cause | N
     eps, layers = signals.eps or 0.0, signals.layers
     largest = max((layer.gradient for layer in layers), default=0.0)
     before = {layer.name: layer.gradient if found.of_all else largest for layer in layers}
-    floors = {layer.name: OF_EPS * signals.floor(layer) for layer in layers}
+    floors = {layer.name: signals.floor(layer) for layer in layers}
     starved = [name for name, gradient in before.items() if gradient * found.coefficient < floors[name] < gradient]
     if not starved or 2 * len(starved) < len(before):
         return None

@@ -19,9 +19,6 @@ VANISHED = 1e-4
 SLOPE = 3e-3
 """Vanishing gradients in the first steps of a run whose loss stands still, whatever the optimizer is."""
 
-OF_EPS = 3.0
-"""Below so many eps an optimizer that divides by the size of the gradient hardly moves."""
-
 EXPLODED, EXPLODED_AT_ONCE = 1e3, 50.0
 """Of the gradients of the first layers over those of the last; and where the weights are too large for them as well."""
 
@@ -48,7 +45,7 @@ def vanishing(signals: Signals) -> Cause | None:
         return _vanishes_in_time(signals)
     usual = [layer.gradient for layer in layers]
     top = max(usual[-max(2, len(layers) // 4) :])
-    least = [VANISHED * top if signals.eps is None else OF_EPS * signals.floor(layer) for layer in layers]
+    least = [VANISHED * top if signals.eps is None else signals.floor(layer) for layer in layers]
     last = next((k for k, size in enumerate(usual) if size >= least[k]), len(layers))
     gradients = usual
     if last < 2:
