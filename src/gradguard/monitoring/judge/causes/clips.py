@@ -8,7 +8,7 @@ from itertools import compress
 from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, clipped_twice, shares_in_words
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.followed import follows_clip
-from gradguard.monitoring.judge.numbers import capital, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import capital, from_to, percent, plain_threshold
 from gradguard.monitoring.judge.signals import Signals
 from gradguard.monitoring.record.lines import without_none
 from gradguard.monitoring.record.steps import bound_on, taken_steps
@@ -50,10 +50,10 @@ class _Starving:
     def words(self, one: str, several: str) -> str:
         """Return a sentence whose subject they are: the first part in the singular, or in the plural."""
         known = without_none(clip.threshold for clip in self.clips)
-        at = " to ".join(dict.fromkeys(map(plain_threshold, (min(known), max(known))))) if known else ""
+        at = f" at {from_to(known)}" if known else ""
         subject = "The clip" if self.of_all else "The clip of some parameters"
         subject = subject if len(self.clips) == 1 else f"{len(self.clips)} clips of different parameters"
-        return f"{subject}{f' at {at}' if at else ''} {one if len(self.clips) == 1 else several}"
+        return f"{subject}{at} {one if len(self.clips) == 1 else several}"
 
     @property
     def threshold(self) -> float | None:
