@@ -130,6 +130,9 @@ def _exploding(signals: Signals, layers: list[Layer], words: str, times: float) 
     )
 
 
+LEARNED = 0.1
+"""Of the first loss: norms of steps whose loss is below it say nothing of what a norm usually is."""
+
 EXPLODES_IN_TIME = 1e4
 """Times the smallest norms: a rate that is too high takes a run that learns not so far."""
 
@@ -142,9 +145,10 @@ def exploding_time(signals: Signals) -> Cause | None:
     broke = signals.ends_lost and (radius > AMPLIFIES or signals.begins_exploded(recurrent))
     if not recurrent or not known or (len(known) < 20 and not broke):
         return None
-    largest = max(known)
-    until = known[: max(20, known.index(largest) + 1)]  # later norms are small where the loss is
-    low = max(sorted(norms)[len(norms) // 10] for norms in (known, until))
+    largest, least = max(known), LEARNED * signals.curve.start if signals.curve is not None else -math.inf
+    pairs = zip(signals.norms, signals.losses, strict=True)  # norms are small where all has been learned
+    unlearned = sorted(norm for norm, loss in pairs if norm and (loss is None or loss >= least)) or known
+    low = unlearned[len(unlearned) // 10]
     leaps = largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
     explodes = leaps and largest > EXPLODES_IN_TIME * low  # so far that it hurts a run that learns as well
     amplifies = radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
