@@ -104,6 +104,9 @@ def clipped(threshold, losses=None, optimizer="SGD", norms=None, **more):
 
 
 TENTH = [0.1] * 10
+HARD = set(random.Random(0).sample(range(198), 80))
+GROWING = [x * {197: 2.6, 198: 6.0, 199: 10.0}.get(i, 1.0) for i, x in enumerate(calm())]
+THROWN = falling(200, noise=0.0) + falling(200, start=1.9, end=0.5, noise=0.0)
 NAN_AT = 250
 LOST = {"loss": None, "norm": None, "nonfinite": 4}
 DEPTH = [10.0 ** (k - 9) for k in range(10)]
@@ -341,6 +344,40 @@ CASES = {
             [x * (300 if i % 61 in (7, 30) else 1) for i, x in enumerate(calm())], meta=FLAT_META,
             tensors=lines(TENTH, 0.2, grow=8.0)),
         "bad_batches", "far unlike the others"),
+    "one long step, and all after it short": (
+        run([2.0, 2.0, *flat(398, 1.2, 0.02)], meta=FLAT_META,
+            tensors=[line | {"update": [4.0] * 10} if line["i"] == 0 else line for line in lines(TENTH)]),
+        "healthy", "well"),
+    "a loss that a large gradient threw up the step before, and that is learned again": (
+        run(THROWN, GROWING), "healthy", "well"),
+    "weights that grow while a loss that was thrown up is learned again": (
+        run([1.2 * x for x in THROWN], GROWING, meta=FLAT_META,
+            tensors=lines(TENTH, grow=6.0)),
+        "healthy", "well"),
+    "a recurrence whose norms fall to nothing as the loss does": (
+        run(falling(end=1e-6, noise=0), [40 * math.exp(-i / 25) for i in range(COUNT)], top=[0, 0.9],
+            meta={"params": params(["rnn.weight_hh_l0"])}, tensors=lines([0.1])),
+        "healthy", "well"),
+    "rewards by a network that is asked ten times for each": (
+        run(flat(), [min(1.8, 0.03 * 1.05**i) for i in range(COUNT)],
+            top=[0, 0.9], meta={"params": params(["f.weight"], shape=(32, 2), uses=10)}, tensors=lines([0.1])),
+        "healthy", "well"),
+    "harder cases, which a clip makes as short as any step": (
+        clipped(1.0, [*falling(200, end=0.05), 3.0, 0.06, *[3.0 if i in HARD else 0.2 for i in range(198)]],
+                norms=[*calm(200), 60.0, 1.0, *[60.0 if i in HARD else 1.0 for i in range(198)]]),
+        "healthy", "well"),
+    "a trained model that goes on in small steps": (
+        run(flat(), meta=FLAT_META, tensors=lines(TENTH)), "healthy", "as far as its gradients show"),
+    "labels of others, and weights that shrink": (
+        run([2.05] * 5 + flat(395, 2.0, 0.002), meta=FLAT_META, tensors=lines(TENTH, 0.02, grow=0.6)), "not_started",
+        "Check that labels belong"),
+    "a start that is too large, in all but the head, and dies": (
+        run([140.0, 36.0, 16.0, *flat(397, 1.8, 0.003)], meta=FLAT_META, tensors=[
+            line | {"weight": [12.0] * 9 + [1.0], "norm": [60.0 if line["i"] == 0 else 0.0] * 10}
+            for line in lines(TENTH)]),
+        "exploding_depth", "5.00 times as large as the weight"),
+    "micro-batches summed, and numbers that were lost at once": (
+        lost(run([2.0, 5.0, 20.0, *flat(397, 3.0)], backwards=8), 4), "accumulation", "8 micro-batches"),
 }  # fmt: skip
 
 

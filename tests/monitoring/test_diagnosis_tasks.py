@@ -39,7 +39,8 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def bench():
-    names = ("diagnosis", "diagnosis_tasks", "diagnosis_more_tasks", "diagnosis_held_out")
+    sets = ("tasks", "more_tasks", "held_out", "fresh_tasks", "unseen_tasks")
+    names = ("diagnosis", *(f"diagnosis_{name}" for name in sets))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         import diagnosis

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from gradguard.monitoring.judge.numbers import median, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import from_to, median, percent
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.lines import Lines, without_none
 from gradguard.monitoring.record.steps import BINDS_BELOW, taken_steps
@@ -118,8 +118,7 @@ class _Clip:
         known, measured = without_none(self.thresholds), without_none(self.coefficients)
         rule = self.rule
         if rule in _FIXED and known:
-            at = " to ".join(dict.fromkeys(map(plain_threshold, (min(known), max(known)))))
-            rule += f"={at}" if beside_command else f" at {at}"
+            rule += ("=" if beside_command else " at ") + from_to(known)
         name = f"the {_ORDINALS[place] if place < len(_ORDINALS) else f'{place + 1}th'} ({rule})"
         if beside_command:
             name = f"--clip {rule}" if self.applied else f"the script's own {rule}"

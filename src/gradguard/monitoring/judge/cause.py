@@ -9,32 +9,6 @@ from gradguard.monitoring.judge.numbers import capital
 CERTAINTIES = ("certain", "likely", "possible")
 """How sure a cause is: the record leaves no other reading; it is the likely reading; it may be."""
 
-KEYS = (
-    "nonfinite_data",
-    "nonfinite_range",
-    "nonfinite_growth",
-    "clip_before_unscale",
-    "accumulation",
-    "no_gradient",
-    "rate_zero",
-    "clip_starves",
-    "clip_twice",
-    "bad_batches",
-    "exploding_time",
-    "exploding_depth",
-    "vanishing",
-    "not_started",
-    "rate_decayed",
-    "drift",
-    "rate_too_high",
-    "rate_too_low",
-    "data_shift",
-    "healthy",
-    "unknown",
-)
-"""Every key of a cause. Of two causes that are as sure, the one that stands first here leads."""
-
-
 _FALLS_BEHIND = ("rate_too_low", "not_started")
 
 EXPLAINS: Mapping[str, tuple[str, ...]] = {
@@ -61,6 +35,9 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "data_shift": ("rate_too_high", "drift", "bad_batches", "exploding_time"),
 }  # fmt: skip
 """The causes that a cause produces by itself."""
+
+KEYS = (*EXPLAINS, "healthy", "unknown")
+"""Every key of a cause. Of two causes that are as sure, the one that stands first here leads."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from gradguard.monitoring.judge.cause import CERTAINTIES, KEYS, Cause, Evidence
 from gradguard.monitoring.judge.causes import CAUSES
-from gradguard.monitoring.judge.findings import SEVERITIES, Finding, steps
+from gradguard.monitoring.judge.findings import Finding, steps, worst_first
 from gradguard.monitoring.judge.followed import helped
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import capital, number
@@ -110,8 +110,7 @@ def weighed_findings(record: Record) -> list[Finding]:
     found = findings(record)
     if not diagnose(record).is_well:
         return found
-    found = [replace(one, severity="info") if one.kind in SYMPTOMS else one for one in found]
-    return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), one.first_step, one.kind))
+    return worst_first(replace(one, severity="info") if one.kind in SYMPTOMS else one for one in found)
 
 
 def _ranked(signals: Signals) -> tuple[Cause, ...]:

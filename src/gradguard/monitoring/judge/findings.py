@@ -1,6 +1,6 @@
 """Findings: how a fault that lasts or comes back becomes one, and the words that all of them share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -341,6 +341,15 @@ def said(severity: str, message: str, advice: str, harmless: Words | None = None
         return severity, text, advice
 
     return words
+
+
+def worst_first(found: Iterable[Finding]) -> list[Finding]:
+    """Return findings, errors first, then in the order of steps.
+
+    Args:
+        found: The findings.
+    """
+    return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), one.first_step, one.kind))
 
 
 def named(params: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from gradguard.monitoring.judge.detectors.loss import DIVERGING, came_back, loss
 from gradguard.monitoring.judge.detectors.outliers import RECURRING_SPIKES, SPIKE
 from gradguard.monitoring.judge.detectors.rhythm import OSCILLATION, REPEATED, rhythm_of_whole
 from gradguard.monitoring.judge.detectors.tensors import CORRUPT
-from gradguard.monitoring.judge.findings import RECOVERED_STEPS, SEVERITIES, Episode, Finding
+from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, worst_first
 from gradguard.monitoring.judge.live import HealthMonitor
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.lines import without_none
@@ -103,7 +103,7 @@ def findings(record: Record) -> list[Finding]:
     every = [*told, *judged]
     found = [episode.finding() for episode in judged if _stands(episode, every, ends)]
     found += _merged([episode for episode in told if _stands(episode, every, ends)])
-    return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), one.first_step, one.kind))
+    return worst_first(found)
 
 
 def lock_in_share(record: Record) -> float | None:

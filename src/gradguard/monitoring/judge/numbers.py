@@ -73,6 +73,19 @@ def plain_threshold(threshold: float) -> str:
     return repr(float(f"{threshold:.6g}")) if threshold < 10 else f"{threshold:g}"
 
 
+def from_to(thresholds: Collection[float]) -> str:
+    """Return the smallest and the largest of some thresholds as a person would type them, once where they are equal.
+
+    Args:
+        thresholds: At least one number.
+
+    Example:
+        >>> from_to([2.0, 0.5, 1.0]), from_to([2.0])
+        ('0.5 to 2.0', '2.0')
+    """
+    return " to ".join(dict.fromkeys(map(plain_threshold, (min(thresholds), max(thresholds)))))
+
+
 def median(values: Sequence[float]) -> float | None:
     """Return the median; None where there are no values.
 

@@ -5,7 +5,7 @@ import statistics
 from dataclasses import dataclass
 
 from gradguard.monitoring.judge.numbers import plain_threshold
-from gradguard.monitoring.judge.signals import Signals
+from gradguard.monitoring.judge.signals import OF_EPS, Signals
 
 LESS_RATE, LESS_NORM = 0.3, 0.1
 """Of the learning rate, and of the first norms as a threshold. Their product bounds a step; small gradients move more
@@ -16,9 +16,6 @@ LESS_RATE_SCALE_FREE, LESS_NORM_SCALE_FREE = 0.1, 0.3
 
 CALM_STEPS, FAR_FROM_CALM = 20, 3.0
 """A run whose norms were below so many times the first ones for so many steps has shown what an ordinary norm is."""
-
-OF_EPS = 3.0
-"""A gradient of fewer eps is one that the optimizer hardly follows: a threshold there starves it."""
 
 _FIRST = 5
 

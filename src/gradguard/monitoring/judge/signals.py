@@ -34,6 +34,9 @@ BLOCKS = 20
 FAR = 20.0
 """Times the recent losses or norms, within one step: a rate that is too high takes several steps to get there."""
 
+OF_EPS = 3.0
+"""Below so many eps an optimizer that divides by the size of the gradient hardly moves."""
+
 REACH = 2.0
 """Times the way from the first weights to the last: what clipped steps must be able to go."""
 
@@ -270,6 +273,12 @@ class Signals:
         return calm and self.times(place) >= FAR
 
     @cached_property
+    def lengths(self) -> list[float | None]:
+        """The norm of what the optimizer got on each step, after all clips."""
+        pairs = zip(self.norms, self.coefficients, strict=True)
+        return [norm if norm is None or by is None else norm * by for norm, by in pairs]
+
+    @cached_property
     def outbursts(self) -> list[int]:
         """The places of steps whose norm or loss stands far above those before, out of calm; each outburst once."""
         found = sorted({*_outbursts(self.norms), *_outbursts(self.losses)})
@@ -405,13 +414,13 @@ class Signals:
         return only(self.record.meta.get("eps", ()))
 
     def floor(self, layer: Layer) -> float:
-        """Return the root mean square of an element's gradient below which ``eps`` decides the step of a layer.
+        """Return the root mean square of an element's gradient below which ``eps`` decides a layer's step.
 
         Args:
             layer: The layer.
         """
         by_norm = "muon" in str(self.record.meta.get("optimizers")).lower()  # which divides by that of the matrix
-        return (self.eps or 0.0) / (self.root(layer.place) if by_norm else 1.0)
+        return OF_EPS * (self.eps or 0.0) / (self.root(layer.place) if by_norm else 1.0)
 
     def begins_at_zero(self, layer: Layer) -> bool:
         """Return whether a layer begins so near to 0 that it has to grow.
@@ -431,6 +440,12 @@ class Signals:
     def ratio(self) -> float | None:
         """By which share of itself a step usually changes the usual weight; None where that was not measured."""
         return median(without_none(layer.ratio for layer in self.sized_layers))
+
+    @cached_property
+    def travel(self) -> float | None:
+        """By which share of itself the usual weight can have moved in all steps together; None where not measured."""
+        ratios = [statistics.fmean(layer.ratios) for layer in self.sized_layers]
+        return statistics.median(ratios) * self.count if ratios else None
 
     @cached_property
     def growth(self) -> float:

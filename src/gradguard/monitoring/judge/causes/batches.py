@@ -7,15 +7,15 @@ from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.numbers import median, medians, number, plain_threshold
-from gradguard.monitoring.judge.signals import BLOCKS, FAR, OUTBURST_TIMES, Signals, period_of
+from gradguard.monitoring.judge.signals import FAR, OUTBURST_TIMES, Curve, Signals, period_of
 from gradguard.monitoring.record.lines import without_none
 
 FEWEST_OUTBURSTS = 3
 CALM_SHARE = 0.2
 """Of the steps: where more of them are out of the ordinary, no batch is the exception."""
 
-MOST_SHIFTS, ONE_TIMES, FEW_TIMES, MOST_TIMES = 2, 1.7, 4, 12
-"""A loss that leaps more often, and not so far, does so by its making: a target that is set anew now and then."""
+ONE_TIMES, SEVERAL_TIMES = 1.7, 12
+"""A loss that leaps more than once, and not so far, does so by its making: a target that is set anew now and then."""
 
 TINY = 0.1
 """Of the first loss: leaps that stay below come of a loss that is nearly 0, and not of batches."""
@@ -35,12 +35,18 @@ FASTER = 1.5
 SETTLES, FAR_GROWN = 0.3, 10.0
 """Of its growth in the second half: a weight that grew less settles, unless it is so many times its start."""
 
+RECENT, THROWN = 24, 1.5
+"""Norms, and times the largest of them: what a gradient above that does to the loss is no change of the data."""
+
+AT_ONCE = 0.8
+"""Of the way from its best level to the highest one after it, within a twentieth of the run: that was no drift."""
+
 _SHOWN = 4
 
 
 def bad_batches(signals: Signals) -> Cause | None:
     """Return whether single batches are unlike the others: losses and norms leap out of calm, at once."""
-    places = [place for place in signals.outbursts if place >= 3]
+    places = signals.outbursts
     period = period_of(places)
     if period is not None:  # what lies beside the grid is what such a batch left behind
         phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
@@ -51,7 +57,7 @@ def bad_batches(signals: Signals) -> Cause | None:
     if not broken:
         at_once = sum(_comes_at_once(signals, place) for place in places)
         if (
-            len(places) > CALM_SHARE * signals.count
+            _is_usual(signals, places)
             or at_once < max(FEWEST_OUTBURSTS, 0.5 * len(places))
             or not _losses_leap(signals, places)
         ):
@@ -68,7 +74,7 @@ def bad_batches(signals: Signals) -> Cause | None:
     if period:
         sentence = f"A batch every {period} steps is far unlike the others: those of steps {steps}."
         where = f"something comes back every {period} steps, such as one bad file or shard of an epoch"
-    if (period and len(places) >= 5) or (broken and signals.ends_lost and signals.leaps_out_of_calm(places[0])):
+    if period or (broken and signals.ends_lost and signals.leaps_out_of_calm(places[0])):
         certainty = "certain"
     near = {place + k for place in places for k in range(4)}
     calm = median([norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5])
@@ -90,6 +96,16 @@ def bad_batches(signals: Signals) -> Cause | None:
         ("The learning rate is not the cause: the steps before each of these were calm.",),
         threshold=threshold,
     )
+
+
+def _is_usual(signals: Signals, places: Sequence[int]) -> bool:
+    """Whether from the first leap on so many steps are as high that none of them is an exception."""
+    for values in (signals.norms, signals.losses):
+        since = without_none(values[places[0] :])
+        leap = median(without_none(values[place] for place in places))
+        if leap is not None and sum(value > 0.5 * leap for value in since) <= CALM_SHARE * len(since):
+            return False
+    return True
 
 
 def _was_lost_before(signals: Signals, place: int) -> bool:
@@ -115,15 +131,11 @@ def _stay_up(signals: Signals, places: Sequence[int]) -> bool:
 def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
     """Whether the loss is back at once, and a clip bound on nearly all of them or the leaps were tiny: hard cases."""
     curve = signals.curve
-    if curve is not None and curve.is_positive:
+    if curve is not None:
         near = [loss or 0.0 for place in places for loss in signals.losses[place : place + 4]]
         if max(curve.final, *near) < TINY * curve.start:
             return True
     if sum((signals.coefficients[place] or 1.0) < 1 for place in places) < 0.6 * len(places):
-        return False
-    if curve is None:
-        return True
-    if curve.final > curve.best + max(3 * curve.error, 0.25 * abs(curve.best)):
         return False
     harmed = 0
     for place in places:
@@ -149,10 +161,10 @@ def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:
 
 def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
     """Whether the first leap, out of calm and too far for any rate, threw the run to where it never came back from."""
-    if not places or not _comes_at_once(signals, places[0]) or signals.times(places[0]) < FAR:
+    if not _comes_at_once(signals, places[0]) or signals.times(places[0]) < FAR:
         return False
     place, curve, before = places[0], signals.curve, signals.usual(places[0], signals.losses)
-    here, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place, signals.norms)
+    here, norm, usual = signals.losses[place], signals.lengths[place], signals.usual(place, signals.lengths)
     if curve is None or before is None or here is None or before <= 0:
         return False
     if curve.final <= 1.1 * before and not signals.ends_lost:
@@ -178,7 +190,7 @@ def data_shift(signals: Signals) -> Cause | None:
     if place is None:
         return None
     rates = [rate for rate in signals.rates[max(0, place - 3) : place + 1] if rate]
-    if rates and max(rates) > 2 * min(rates):
+    if (rates and max(rates) > 2 * min(rates)) or _was_thrown(signals, place):
         return None
     before, after = signals.losses[max(0, place - 20) : place], signals.losses[place : place + 20]
     low, high = (statistics.median(without_none(values)) for values in (before, after))
@@ -199,6 +211,16 @@ def data_shift(signals: Signals) -> Cause | None:
         (signals.seen(words, since=step),),
         ("The learning rate did not change, and the steps before were calm.",),
     )
+
+
+def _was_thrown(signals: Signals, place: int) -> bool:
+    """Whether one of the two steps before took a gradient larger than any recent one: it moved the loss itself."""
+    norms = signals.norms
+    for before in range(max(0, place - 2), place):
+        recent = without_none(norms[max(0, before - RECENT) : before])
+        if recent and (norms[before] or 0.0) > THROWN * max(recent):
+            return True
+    return False
 
 
 def _fall(signals: Signals) -> int | None:
@@ -240,8 +262,7 @@ def _level_shift(signals: Signals) -> int | None:
     times, place = max(found, default=(0.0, None))
     if _recur(leaps):
         return None
-    needed = FEW_TIMES if len(leaps) <= MOST_SHIFTS else MOST_TIMES
-    return place if times > (ONE_TIMES if len(leaps) == 1 else needed) else None
+    return place if times > (ONE_TIMES if len(leaps) == 1 else SEVERAL_TIMES) else None
 
 
 def _recur(leaps: Sequence[int]) -> bool:
@@ -253,13 +274,16 @@ def _recur(leaps: Sequence[int]) -> bool:
 
 def drift(signals: Signals) -> Cause | None:
     """Return whether weights and norms grow step by step, without a jump, where they should settle."""
-    curve = signals.curve if signals.first_lost is None else signals.curve_until(signals.first_lost)
-    if signals.count < 100 or curve is None or signals.takes_turns:
+    curve = signals.curve
+    if signals.count < 100 or curve is None:
         return None
-    grown, runs_away = _growing_weight(signals), _runs_away(signals)
+    grown, runs_away = _growing_weight(signals), _runs_away(signals, curve)
     rising = _rising_norms(signals)
-    late = statistics.median(curve.levels[curve.levels.index(curve.best) :])
+    since = curve.levels[curve.levels.index(curve.best) :]
+    late = statistics.median(since)
     lost = max(late, curve.final) > curve.best + max(3 * curve.error, 0.25 * abs(curve.best))
+    leap = max((after - before for before, after in pairwise(since)), default=0.0)
+    lost = lost and leap <= AT_ONCE * (max(since) - curve.best)
     grows = grown and (lost or (rising and curve.fallen < 0.6))
     if not (grows or runs_away or (rising and lost and curve.fallen < 0.5)):
         return None
@@ -311,14 +335,11 @@ def _rising_norms(signals: Signals) -> float | None:
     return levels[-1] / levels[0]
 
 
-def _runs_away(signals: Signals) -> str:
+def _runs_away(signals: Signals, curve: Curve) -> str:
     """Whether the loss falls below 0, in the end as fast as before or faster, while norms rise: nothing bounds it."""
-    curve = signals.curve_until(signals.first_lost or signals.count)
-    if curve is None or curve.best >= 0 or len(curve.levels) < BLOCKS:
-        return ""
     levels = curve.levels[: curve.levels.index(curve.best) + 1]
     quarter = len(levels) // 4
-    if quarter < 3:
+    if curve.best >= 0 or quarter < 3:
         return ""
     second, third, last = (levels[-k * quarter - 1] - levels[(1 - k) * quarter - 1] for k in (3, 2, 1))
     norms = [norm for norm in signals.norms[: signals.first_lost] if norm]

@@ -8,7 +8,7 @@ from itertools import compress
 from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, clipped_twice, shares_in_words
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.followed import follows_clip
-from gradguard.monitoring.judge.numbers import capital, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import capital, from_to, percent, plain_threshold
 from gradguard.monitoring.judge.signals import Signals
 from gradguard.monitoring.record.lines import without_none
 from gradguard.monitoring.record.steps import bound_on, taken_steps
@@ -21,9 +21,6 @@ STARVING = 0.1
 
 SEVERAL = 0.3
 """Of the steps: with more than one clip on more, no clip alone sets what the optimizer gets."""
-
-OF_EPS = 3.0
-"""Below so many eps an optimizer that divides by the size of the gradient hardly moves."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +50,10 @@ class _Starving:
     def words(self, one: str, several: str) -> str:
         """Return a sentence whose subject they are: the first part in the singular, or in the plural."""
         known = without_none(clip.threshold for clip in self.clips)
-        at = " to ".join(dict.fromkeys(map(plain_threshold, (min(known), max(known))))) if known else ""
+        at = f" at {from_to(known)}" if known else ""
         subject = "The clip" if self.of_all else "The clip of some parameters"
         subject = subject if len(self.clips) == 1 else f"{len(self.clips)} clips of different parameters"
-        return f"{subject}{f' at {at}' if at else ''} {one if len(self.clips) == 1 else several}"
+        return f"{subject}{at} {one if len(self.clips) == 1 else several}"
 
     @property
     def threshold(self) -> float | None:
@@ -116,7 +113,7 @@ def _below_eps(signals: Signals, found: _Starving, bound: Evidence) -> Cause | N
     eps, layers = signals.eps or 0.0, signals.layers
     largest = max((layer.gradient for layer in layers), default=0.0)
     before = {layer.name: layer.gradient if found.of_all else largest for layer in layers}
-    floors = {layer.name: OF_EPS * signals.floor(layer) for layer in layers}
+    floors = {layer.name: signals.floor(layer) for layer in layers}
     starved = [name for name, gradient in before.items() if gradient * found.coefficient < floors[name] < gradient]
     if not starved or 2 * len(starved) < len(before):
         return None

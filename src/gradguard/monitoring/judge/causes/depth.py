@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause
 from gradguard.monitoring.judge.findings import named
-from gradguard.monitoring.judge.numbers import number, plain_threshold
+from gradguard.monitoring.judge.numbers import median, number, plain_threshold
 from gradguard.monitoring.judge.signals import Layer, Signals
 
 FEWEST_LAYERS = 4
@@ -19,23 +19,20 @@ VANISHED = 1e-4
 SLOPE = 3e-3
 """Vanishing gradients in the first steps of a run whose loss stands still, whatever the optimizer is."""
 
-OF_EPS = 3.0
-"""Below so many eps an optimizer that divides by the size of the gradient hardly moves."""
-
-EXPLODED = 1e3
-"""Of the gradients of the first layers over those of the last."""
+EXPLODED, EXPLODED_AT_ONCE = 1e3, 50.0
+"""Of the gradients of the first layers over those of the last; and where the weights are too large for them as well."""
 
 AMPLIFIES, DAMPS = 1.2, 0.3
 """Factors of a recurrent weight for each step: over 50 steps the first makes 10^4, the second nothing."""
 
-FAR_ABOVE = 100.0
-"""Times its weight: a first gradient as no layer has whose values keep their size."""
+ABOVE, FAR_ABOVE = 4.0, 100.0
+"""Times its weight: a first gradient as the usual weight hardly has, and none whose layers keep the size of values."""
 
 KILLED = 10.0
 """Times its first norm: a weight whose gradient has died since was driven there by its steps."""
 
 LARGE_GAIN = 2.0
-"""By which every weight begins to multiply sizes: the largest in use for plain layers is 1.7."""
+"""By which the usual weight begins to multiply sizes: the largest in use for plain layers is 1.7."""
 
 RECURRENT_USES = 5
 """Operations that take one weight in one forward: fewer may be a shared layer."""
@@ -48,7 +45,7 @@ def vanishing(signals: Signals) -> Cause | None:
         return _vanishes_in_time(signals)
     usual = [layer.gradient for layer in layers]
     top = max(usual[-max(2, len(layers) // 4) :])
-    least = [VANISHED * top if signals.eps is None else OF_EPS * signals.floor(layer) for layer in layers]
+    least = [VANISHED * top if signals.eps is None else signals.floor(layer) for layer in layers]
     last = next((k for k, size in enumerate(usual) if size >= least[k]), len(layers))
     gradients = usual
     if last < 2:
@@ -95,38 +92,30 @@ def exploding_depth(signals: Signals) -> Cause | None:
     """Return whether gradients grow from layer to layer on the way down, from the first steps on."""
     if any(layer.uses >= RECURRENT_USES for layer in signals.layers):
         return None
+    measured = [layer for layer in signals.layers if layer.weights and not signals.begins_at_zero(layer)]
+    gain = median([signals.gain(layer) or 0.0 for layer in measured]) or 0.0
     for layers in (signals.biases, signals.layers):
-        if len(layers) < FEWEST_LAYERS:
-            continue
         first = [layer.gradients[0] for layer in layers]
-        if not all(first):
+        if len(layers) < FEWEST_LAYERS or not all(first):
             continue
-        grows, quarter = _rising_share(first[::-1]), len(first) // 4
+        quarter = len(first) // 4
         times = statistics.median(first[:quarter]) / statistics.median(first[-quarter:])
-        gains = [signals.gain(layer) or 0.0 for layer in signals.layers if layer.weights]
-        large = signals.begins_exploded(layers) or min(gains, default=0.0) > LARGE_GAIN
-        if (times > EXPLODED and grows >= 0.7) or (times > EXPLODED / 20 and grows >= 0.65 and large):
+        large = gain > LARGE_GAIN or signals.begins_exploded(layers)
+        least, share = (EXPLODED_AT_ONCE, 0.65) if large else (EXPLODED, 0.7)
+        if times > least and _rising_share(first[::-1]) >= share:
             each = math.exp(math.log(times) / (len(layers) - 1))
             words = (
                 f"In the first step an element's gradient is {number(first[0])} in {layers[0].name} and "
                 f"{number(first[-1])} in {layers[-1].name}: {each:.2g} times more with each layer down."
             )
             return _exploding(signals, layers, words, times)
-    return _explodes_both_ways(signals)
-
-
-def _explodes_both_ways(signals: Signals) -> Cause | None:
-    """Whether every layer's first gradient is far larger than its weight: values grow upwards as gradients do down."""
-    layers = [layer for layer in signals.layers if layer.weights]
-    if len(layers) < FEWEST_LAYERS:
+    if len(measured) < FEWEST_LAYERS:
+        return None  # values may grow upwards as gradients do downwards: no layer has more than another
+    times = statistics.median(one.gradients[0] * signals.root(one.place) / one.weights[0] for one in measured)
+    if times < (ABOVE if gain > LARGE_GAIN else FAR_ABOVE):
         return None
-    times = [layer.gradients[0] * signals.root(layer.place) / layer.weights[0] for layer in layers]
-    if min(times) < FAR_ABOVE:
-        return None
-    words = (
-        f"In the first step the gradient of every weight is at least {number(min(times))} times as large as the weight."
-    )
-    return _exploding(signals, layers, words, min(times))
+    words = f"In the first step the gradient of the usual weight is {number(times)} times as large as the weight."
+    return _exploding(signals, measured, words, times)
 
 
 def _exploding(signals: Signals, layers: list[Layer], words: str, times: float) -> Cause:
@@ -141,6 +130,9 @@ def _exploding(signals: Signals, layers: list[Layer], words: str, times: float) 
     )
 
 
+LEARNED = 0.1
+"""Of the first loss: norms of steps whose loss is below it say nothing of what a norm usually is."""
+
 EXPLODES_IN_TIME = 1e4
 """Times the smallest norms: a rate that is too high takes a run that learns not so far."""
 
@@ -153,12 +145,15 @@ def exploding_time(signals: Signals) -> Cause | None:
     broke = signals.ends_lost and (radius > AMPLIFIES or signals.begins_exploded(recurrent))
     if not recurrent or not known or (len(known) < 20 and not broke):
         return None
-    low, largest = sorted(known)[len(known) // 10], max(known)
+    largest, least = max(known), LEARNED * signals.curve.start if signals.curve is not None else -math.inf
+    pairs = zip(signals.norms, signals.losses, strict=True)  # norms are small where all has been learned
+    unlearned = sorted(norm for norm, loss in pairs if norm and (loss is None or loss >= least)) or known
+    low = unlearned[len(unlearned) // 10]
     leaps = largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
     explodes = leaps and largest > EXPLODES_IN_TIME * low  # so far that it hurts a run that learns as well
     amplifies = radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
-    learns = signals.fallen > 0.5 and not signals.ends_lost
-    if not amplifies and not broke and not explodes and (learns or not leaps):
+    fails = signals.ends_lost or signals.fallen <= 0.5  # neither where the loss means no progress
+    if not amplifies and not broke and not explodes and not (leaps and fails):
         return None
     names = tuple(layer.name for layer in recurrent)
     words = f"Gradient norms run from {number(low)} to {number(largest)}."

@@ -11,6 +11,9 @@ from gradguard.monitoring.record.lines import without_none
 MISSING_SHARE = 0.2
 """Of all elements: frozen parts below it are no reason why a run does not learn."""
 
+MOVED = 1.0
+"""Of itself: a weight that all steps together cannot have moved by that may be as good as it was meant to be."""
+
 UNUSED_SHARE = 0.05
 """Of all elements: less than that without a gradient may be a head that is not used."""
 
@@ -28,12 +31,12 @@ def accumulation(signals: Signals) -> Cause | None:
             ("The learning rate may be right: no threshold and no rate can be read from such norms.",),
         )
     several, curve = list(filter(None, signals.record.steps.column("backwards"))), signals.curve
-    if len(several) < 0.5 * signals.count or curve is None or signals.cancels_scale:
+    if len(several) < 0.5 * signals.count or signals.cancels_scale or (curve is None and not signals.ends_lost):
         return None
     usual = round(statistics.median(several))
     if signals.record.meta.get("loss_factor", 1.0) <= 1.5 / usual:
         return None
-    sick = signals.ends_lost or curve.peak > 2 * curve.start or curve.fallen < 0.1
+    sick = curve is None or signals.ends_lost or curve.peak > 2 * curve.start or curve.fallen < 0.1
     words = f"For each step backward() was called {usual} times, and the loss was not divided by {usual}."
     return Cause(
         "accumulation",
@@ -247,7 +250,7 @@ def not_started(signals: Signals) -> Cause | None:
         return None
     zeros = _zero_from_start(signals)
     matrices = sum(len(signals.shape(place)) > 1 for place in signals.own)
-    learns = curve.has_fallen and not (curve.is_flat and signals.follows_noise)
+    learns = curve.has_fallen and not (curve.is_flat and signals.growth < 1)
     if learns and (2 * len(zeros) < matrices or curve.fallen > 0.3):
         return None
     if zeros:
@@ -276,9 +279,10 @@ def not_started(signals: Signals) -> Cause | None:
         )
     if curve.is_flat and signals.count >= 100:
         words = f"The loss was {number(curve.levels[0])} in the first steps and is {number(curve.final)} at the end"
+        stays = signals.travel is not None and signals.travel < MOVED  # as a run does that had little left to learn
         return Cause(
             "not_started",
-            "likely",
+            "possible" if stays else "likely",
             f"Nothing has been learned in {signals.count:,} steps, though gradients and learning rate are ordinary.",
             "Check that labels belong to their inputs (a shuffle of one and not of the other), and that inputs are "
             "normalised and reach the model. If they are right, train longer, with a learning rate three times higher.",

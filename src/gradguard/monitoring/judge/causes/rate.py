@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.detectors.tensors import LARGE_UPDATE
-from gradguard.monitoring.judge.numbers import median, number
+from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Curve, Signals, usual_step
 from gradguard.monitoring.record.lines import without_none
@@ -121,10 +121,9 @@ def _to_and_fro(signals: Signals, curve: Curve) -> Evidence | None:
 def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
     """Whether each step changes weights by a large share of themselves, while the loss does not fall."""
     usual = signals.ratio or 0.0
-    first = median([layer.ratios[0] for layer in signals.layers if layer.ratios]) or 0.0
-    if max(usual, first / 3) < LARGE_UPDATE or curve.is_falling or curve.fallen > 0.9 or signals.follows_noise:
+    if usual < LARGE_UPDATE or curve.is_falling or curve.fallen > 0.9 or signals.follows_noise:
         return None
-    words = f"A step changes the usual weight by {100 * max(usual, first):.2g} % of itself; 0.1 % is the rule of thumb."
+    words = f"A step changes the usual weight by {100 * usual:.2g} % of itself; 0.1 % is the rule of thumb."
     return signals.seen(words)
 
 
@@ -154,7 +153,7 @@ def rate_too_low(signals: Signals) -> Cause | None:
 
     The factor takes the usual step to `RULE_OF_THUMB` of its weight.
     """
-    curve, rate, ratio, travel = signals.curve, signals.rate, signals.ratio, _travel(signals)
+    curve, rate, ratio, travel = signals.curve, signals.rate, signals.ratio, signals.travel
     if not rate or signals.ends_lost or signals.is_warming_up or travel is None:
         return None
     if curve is None:
@@ -197,12 +196,6 @@ def _stays(signals: Signals, curve: Curve) -> bool:
         after < before for before, after in pairwise(curve.levels)
     )
     return is_smooth and curve.fallen < 0.2 and 0.9 * first < last < 1.1 * first
-
-
-def _travel(signals: Signals) -> float | None:
-    """By which share of itself the usual weight can have moved in all steps together."""
-    ratios = [statistics.fmean(layer.ratios) for layer in signals.sized_layers]
-    return statistics.median(ratios) * signals.count if ratios else None
 
 
 def rate_decayed(signals: Signals) -> Cause | None:

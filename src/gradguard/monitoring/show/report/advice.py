@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradguard.monitoring.judge.diagnosis import weighed_findings
-from gradguard.monitoring.judge.numbers import number, percent
+from gradguard.monitoring.judge.findings import SEVERITIES, Finding
+from gradguard.monitoring.judge.numbers import capital, number, percent
 from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.judge.replay import COUNTERFACTUAL, DEFAULT_RULES, WhatIf, what_if
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.show.report.figure import Table, steps_between
 from gradguard.words import listed
 
-SEVERITIES = ("error", "warning", "info")
 _MOST_EVENTS = 30
 _MOST_REPLAYED = 20_000
 _NAMED_AT_MOST = 10
@@ -82,8 +82,8 @@ def findings_of(record: Record, optimizer: int | None = None) -> list[Shown]:
     Returns:
         The findings.
     """
-    found = [item for item in weighed_findings(record) if optimizer is None or item.optimizer in (optimizer, None)]
-    return [_in_words(item) for item in sorted(found, key=lambda item: (_rank(item.severity), item.first_step or 0))]
+    found = weighed_findings(record)
+    return [_in_words(item) for item in found if optimizer is None or item.optimizer in (optimizer, None)]
 
 
 def severities(shown: Iterable[Shown]) -> str:
@@ -102,8 +102,7 @@ def severities(shown: Iterable[Shown]) -> str:
     found = Counter(item.severity for item in shown)
     words = {"error": "error", "warning": "warning", "info": "remark"}
     return ", ".join(
-        f"{found[severity]} {words.get(severity, severity)}{'s' * (found[severity] != 1)}"
-        for severity in sorted(found, key=_rank)
+        f"{found[severity]} {word}{'s' * (found[severity] != 1)}" for severity, word in words.items() if found[severity]
     )
 
 
@@ -127,7 +126,7 @@ def shown_events(events: Sequence[dict[str, Any]]) -> Events:
     Returns:
         The gravest of them, in the order of the steps.
     """
-    kept = sorted(events, key=lambda event: _rank(str(event.get("severity", "info"))))[:_MOST_EVENTS]
+    kept = sorted(events, key=lambda event: SEVERITIES.index(event.get("severity", "info")))[:_MOST_EVENTS]
     kinds = Counter(str(event.get("kind", "event")) for event in events)
     counts = ", ".join(f"{kind}: {count:,}" for kind, count in kinds.most_common())
     return Events(
@@ -179,24 +178,18 @@ def _cells(row: WhatIf, recommended: bool) -> tuple[str, ...]:
     )
 
 
-def _in_words(item: Any) -> Shown:
-    names = [str(name) for name in item.params or ()]
+def _in_words(item: Finding) -> Shown:
     return Shown(
         severity=item.severity,
         kind=item.kind,
-        where="" if item.first_step is None else steps_between(item.first_step, item.last_step),
-        message=item.message if item.message.startswith(tuple(names)) else _sentence(item.message),
-        advice=_sentence(item.advice or ""),
-        params=listed(names, _NAMED_AT_MOST),
+        where=steps_between(item.first_step, item.last_step),
+        message=item.message if item.message.startswith(item.params) else _sentence(item.message),
+        advice=_sentence(item.advice),
+        params=listed(item.params, _NAMED_AT_MOST),
         confidence=item.confidence,
     )
 
 
 def _sentence(text: str) -> str:
-    text = f"{text[:1].upper()}{text[1:]}"
     is_whole = not text or text[-1] in ".!?" or text.endswith("()")  # a point is no part of a call
-    return text if is_whole else f"{text}."
-
-
-def _rank(severity: str) -> int:
-    return SEVERITIES.index(severity) if severity in SEVERITIES else len(SEVERITIES)
+    return capital(text) if is_whole else f"{capital(text)}."
