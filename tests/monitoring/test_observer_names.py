@@ -11,6 +11,7 @@ from torch import nn
 from gradguard.monitoring.observe import meta
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import label_of
+from gradguard.optimizer_hooks import parameters_of
 
 pytestmark = pytest.mark.usefixtures("others_unseen")
 
@@ -29,7 +30,7 @@ def test_names_do_not_depend_on_the_order_in_which_the_collector_holds_things(mo
     gc.collect()
     order = meta.living_optimizers(optimizers[1])
     assert [optimizers.index(one) for one in order] == [1, 2, 0]
-    held = [p for one in order for p in meta.parameters_of(one)]
+    held = [p for one in order for p in parameters_of(one)]
     names = meta.name_parameters(held, meta.living_modules())
     own = ["Sequential#0.0.weight", "Sequential#0.0.bias", "1.weight", "1.bias"]
     assert names == [*own, "parameter 4", "Sequential#1.0.weight", "Sequential#1.0.bias"]

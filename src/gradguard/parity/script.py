@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import GradguardError, UnsupportedGradientError
 from gradguard.listeners import ClipCall, ClipEvent, Listener
-from gradguard.optimizer_hooks import EveryStep, runs_hooks
+from gradguard.optimizer_hooks import EveryStep, parameters_of, runs_hooks
 from gradguard.parity.replay import add_signs, flip_weights, precision_of, scale_gradients
 from gradguard.parity.saved import GRADIENT, START, SavedParameter, write
 from gradguard.parity.scales import ScriptRun
@@ -352,11 +352,11 @@ class ScriptGradients(Listener):
     def _trained(self) -> set[int]:
         if self._number == 2 - self._run.at:  # later ones are known when they step: to find all takes a while
             self._known = [*self._optimizers()]
-        return {id(p) for one in self._known for group in one.param_groups for p in group["params"]}
+        return {id(p) for one in self._known for p in parameters_of(one)}
 
     def _of(self, optimizer: Optimizer) -> list[LocalParameter]:
         known = {id(p.parameter) for p in (*self._local, *self._notes.stepped)}
-        given = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        given = [p for p in parameters_of(optimizer) if p.requires_grad]
         if foreign := sum(id(p) not in known for p in given):
             raise UnsupportedGradientError(
                 f"{foreign} of the {len(given)} parameters of {type(optimizer).__name__} belong to no model that was "

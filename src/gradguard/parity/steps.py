@@ -16,7 +16,7 @@ from gradguard.distributed.placements import local_part
 from gradguard.distributed.wrappers import all_objects
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import listen_to_scale
-from gradguard.optimizer_hooks import EveryStep
+from gradguard.optimizer_hooks import EveryStep, parameters_of
 from gradguard.parity.replay import add_signs, scale_gradients
 from gradguard.parity.saved import BUFFER, GRADIENT, START, STATE, UPDATE, SavedGradients, SavedParameter
 from gradguard.parity.scales import mean_of, same_twice, turned_sizes
@@ -295,7 +295,7 @@ class TrainingSteps:
         self._notes, self._stages = StepNotes(local, optimizers, [] if model is None else [("", model)]), Stages()
         known = {id(p.parameter) for p in self._notes.stepped}
         for one in optimizers:
-            given = [p for group in one.param_groups for p in group["params"] if p.requires_grad]
+            given = [p for p in parameters_of(one) if p.requires_grad]
             if foreign := sum(id(p) not in known for p in given):
                 raise UnsupportedGradientError(
                     f"{foreign} of the {len(given)} parameters of {type(one).__name__} are not the model's: weights of "
@@ -331,7 +331,7 @@ class TrainingSteps:
             end()
         for one in self._optimizers:
             if not all(gradients_are_scaled(scaler, one) for scaler in self._scalers):
-                self._unscaled |= {id(p) for group in one.param_groups for p in group["params"]}
+                self._unscaled |= {id(p) for p in parameters_of(one)}
 
     def loss_scale(self, parameter: LocalParameter) -> float:
         """Return what the gradient of a parameter is multiplied by since `hearing`; 1 where it is unscaled."""

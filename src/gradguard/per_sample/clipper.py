@@ -21,6 +21,7 @@ from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import refuse_other_scaler
 from gradguard.listeners import ClipEvent, announce, is_heard, tell
+from gradguard.optimizer_hooks import parameters_of
 from gradguard.per_sample.call_tracker import CallTracker, places_of_parameters, run_uncompiled
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, slack_for
 from gradguard.per_sample.comparison import Comparison
@@ -456,7 +457,7 @@ class PerSampleGradientClipper:
         """
         if self._accumulation.batch_size is None:
             return
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = {id(parameter) for parameter in parameters_of(optimizer)}
         places = (self._tracker.aliases[name][0] for name in self._names)
         if any(id(parameter_slots(module).get(slot)) in held for module, slot in places):
             raise InvalidValueError(

@@ -20,6 +20,7 @@ from gradguard.distributed.groups import (
 from gradguard.distributed.placements import is_sharded
 from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.optimizer_hooks import parameters_of
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.clipping_rule import NormClipper
 from gradguard.per_sample.norm_clippers import FlatNormClipper, QuantileNormClipper
@@ -29,7 +30,7 @@ from gradguard.private.buffers import refuse_running_statistics
 from gradguard.private.loader import PrivateLoader, check_loader
 from gradguard.private.noise import GaussianNoise, key_from
 from gradguard.private.sampling import PoissonBatches
-from gradguard.private.training import PrivateTraining, Terms, parameters_of
+from gradguard.private.training import PrivateTraining, Terms
 
 
 def make_private(

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from gradguard.distributed.groups import all_reduce_sum, rank_and_size
 from gradguard.distributed.placements import shard_like
 from gradguard.errors import InvalidValueError
-from gradguard.optimizer_hooks import EveryStep
+from gradguard.optimizer_hooks import EveryStep, parameters_of
 from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.private.accounting import Accountant
 from gradguard.private.buffers import BufferWatch
@@ -463,8 +463,3 @@ def _check_samples(seen: int, drawn: int) -> None:
             f"several as one, and the noise would be too small. Pass on the batches of private.loader as they are, "
             f"with one row for each sample, in the first dimension (in the second with batch_first=False)."
         )
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return all parameters of ``optimizer``."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

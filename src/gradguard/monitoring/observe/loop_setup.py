@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.monitoring.judge.detectors.loop_setup import NO_GRADIENT, NO_OPTIMIZER
-from gradguard.monitoring.observe.meta import all_optimizers, parameters_of
+from gradguard.monitoring.observe.meta import all_optimizers
 from gradguard.monitoring.observe.shared_norms import are_spread, is_captured
 from gradguard.monitoring.observe.step import SetupEvent
+from gradguard.optimizer_hooks import parameters_of
 from gradguard.torch_private import version_of
 
 LOOKS = 20

@@ -23,6 +23,7 @@ from gradguard.monitoring.observe.graph_facts import GraphFacts
 from gradguard.monitoring.record.file import SCHEMA, Line
 from gradguard.monitoring.record.lines import known_fields
 from gradguard.monitoring.record.redaction import redacted_arguments
+from gradguard.optimizer_hooks import parameters_of
 
 OWNER = "GRADGUARD_PROCESS"
 """The environment variable that tells the children of a watched process its number, and when it began."""
@@ -145,11 +146,6 @@ def _living(base: type) -> list[Any]:
         kinds.update(new)
     things = gc.get_objects()
     return list(compress(things, map(kinds.__contains__, map(type, things))))  # millions of them: no Python for each
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups of ``optimizer``."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class Places:

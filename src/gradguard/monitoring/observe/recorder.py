@@ -27,12 +27,12 @@ from gradguard.monitoring.observe.kept_gradients import STEPS as KEPT_STEPS
 from gradguard.monitoring.observe.kept_gradients import KeptGradients
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, IdleOptimizers, Unowned
 from gradguard.monitoring.observe.measure import measure_diagnostics, measure_update
-from gradguard.monitoring.observe.meta import parameters_of
 from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.schedule import Alarm, Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
 from gradguard.monitoring.observe.step import RecoveryNote, SetupEvent, StepMeasurement, copied, total_of
 from gradguard.monitoring.record.redaction import redacted
+from gradguard.optimizer_hooks import parameters_of
 from gradguard.torch_private import grads_of, never_compiled
 
 
