@@ -58,6 +58,14 @@ OTHERS = {
     "an einsum": lambda out, y: torch.einsum("btc,tc->bt", out, y.mean(1)).square().mean(),
     "columns": lambda out, y: out.square()[:, y.mean((1, 2)) > 0].mean(),
     "a constant that the graph does not keep": lambda out, y: F.relu(out[..., 0] + y.mean((1, 2))).mean(),
+    "hypot": lambda out, y: torch.hypot(out[..., 0], y.mean((1, 2))).mean(),
+    "logaddexp": lambda out, y: torch.logaddexp(out[..., 0], y.mean((1, 2))).mean(),
+    "remainder": lambda out, y: torch.remainder(out[..., 0], 1 + y.mean((1, 2)).abs()).square().mean(),
+    "prelu": lambda out, y: F.prelu(out[..., 0], y.mean((1, 2))).mean(),
+    "layer norm": lambda out, y: F.layer_norm(out[..., 0], (B,), y.mean((1, 2))).square().mean(),
+    "a kernel": lambda out, y: F.conv1d(out[..., 0][:, None], y.mean((1, 2))[None, None]).square().mean(),
+    "stack": lambda out, y: torch.stack([out[..., 0], y.mean((1, 2)).expand(B, B)]).norm(dim=0).mean(),
+    "cat": lambda out, y: torch.cat([out[..., 0], y.mean((1, 2)).expand(B, B)], 1).logsumexp(1).mean(),
 }
 
 
@@ -96,7 +104,7 @@ def test_samples_may_lie_along_the_second_dimension(name):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_ways_to_reach_other_samples_are_refused(name):
-    with pytest.raises(UnsupportedGradientError, match=r"constant of 4 entries|constant is added to values of shape"):
+    with pytest.raises(UnsupportedGradientError, match=r"constant of 4 entries|takes a constant beside"):
         checked(OTHERS[name], range(B))
 
 
@@ -111,6 +119,28 @@ def test_a_constant_of_a_size_that_was_seen_before_is_no_sample(name):
     checked(loss, range(B + 1), range(B))
     with pytest.raises(UnsupportedGradientError, match="begin with a batch of another size"):
         checked(loss, range(B))
+
+
+@pytest.mark.parametrize("name", ["of the target", "squares", "weights"])
+def test_beside_one_sample_nothing_is_learnt_of_constants(name):
+    """Outputs ``[1, T]`` beside targets ``[1]``, and then ``[T, T]`` beside ``[T]``."""
+    loss = lambda out, y: BESIDE[name](out[..., 0], y.mean((1, 2)))  # noqa: E731
+    checked(loss, [0])
+    with pytest.raises(UnsupportedGradientError, match="a constant of 4 entries, the same ones for every sample"):
+        checked(loss, [0], range(B))
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_more_rows_than_samples_along_the_first_dimension(rows):
+    """Outputs ``[T, B]`` whose T is a multiple of B, beside targets that the graph does not keep."""
+    for loss in (lambda o, y: (o - y).square().mean(), lambda o, y: (o - y).abs().mean()):
+        made = [
+            checked(
+                lambda out, y, loss=loss: loss(*(one[..., 0].repeat(1, rows)[:, : 2 * rows].T for one in (out, y))), ids
+            )[0]
+            for ids in ((0, 1), (0, 2))
+        ]
+        torch.testing.assert_close(made[0][:1], made[1][:1], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("name", ["mse_loss", "weights"])

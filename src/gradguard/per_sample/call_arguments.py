@@ -46,6 +46,12 @@ def other_candidates(arguments: Arguments, batch_first: bool, size: int) -> list
     return [i for i, dim in [*dims.items()][1:] if _may_be_constant(tensors[i]) or (dim == 0 and not batch_first)]
 
 
+def of_no_sample(arguments: Arguments, batch_first: bool, size: int) -> frozenset[int]:
+    """Return the positions of tensors without a dimension of ``size``: one that has it later, has it by chance."""
+    leaves = enumerate(tensor_leaves(arguments))
+    return frozenset(i for i, tensor in leaves if _batch_dim(tensor, batch_first, size) is None)
+
+
 def _may_be_constant(tensor: Tensor) -> bool:
     if tensor.dim() == 1:
         return not (tensor.is_floating_point() or tensor.is_complex())

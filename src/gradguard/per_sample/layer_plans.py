@@ -12,7 +12,7 @@ from torch import nn
 
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Arguments, other_candidates, signature
+from gradguard.per_sample.call_arguments import Arguments, of_no_sample, other_candidates, signature
 from gradguard.per_sample.dry_run import DryRun, ObservedBy, Slot
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.layers.embedding import refuse_coupling
@@ -290,7 +290,8 @@ class LayerPlanner:
             if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
                 refuse_coupling(layer)
         others = [] if self.sharded else other_candidates(arguments, self._batch_first, size)
-        attempts = [frozenset(), *[frozenset([i]) for i in others], frozenset(others)] if others else [frozenset()]
+        fixed = of_no_sample(arguments, self._batch_first, size)
+        attempts = [fixed, *[fixed | {i} for i in others], *([fixed.union(others)] if others else [])]
         failure: UnsupportedGradientError | None = None
         for whole in attempts:
             try:

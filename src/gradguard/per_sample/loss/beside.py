@@ -29,9 +29,9 @@ from gradguard.torch_private import saved_names, saved_tensors
 Value = tuple[Node, int]
 
 _ALIGNED = operations(
-    "Mul Div Where MaskedFill MaskedSelect Pow Maximum Minimum Fmax Fmin Xlogy Hypot Atan2 Lerp Addcmul Addcdiv Clamp "
+    "Mul Div Where MaskedFill MaskedSelect Pow Maximum Minimum Fmax Fmin Xlogy Atan2 Lerp Addcmul Addcdiv Clamp "
     "ClampMin ClampMax Dot MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits "
-    "SoftMarginLoss"
+    "SoftMarginLoss Logaddexp Logaddexp2 SpecialXlog1Py"
 )
 """Operations whose constants are broadcast beside values."""
 
@@ -39,6 +39,8 @@ _PRODUCTS = operations("Cdist Mm Bmm Mv Addmm Baddbmm Addmv")
 _ADDING_UNSEEN = operations("Add Sub Rsub Where Lerp Addcmul Addcdiv Addmm Baddbmm Addmv")
 """Affine operations that do not save what they add."""
 
+_BESIDE_NOTHING = operations("Index CopySlices torch::autograd::CopySlices")
+"""Operations that choose or put values, whose constants lie beside none."""
 
 _WHOLE = (["self"], ["self", "other"], ["self", "exponent"], ["self", "mat2"])
 """The inputs of functions, in their order."""
@@ -86,6 +88,17 @@ def _masks(node: Node, dims: int) -> Iterator[Tensor]:
 def adds_unseen(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation adds a constant that it does not save."""
     return operation(node) in _ADDING_UNSEEN and len(inputs_of(node, depends)) < len(node.next_functions)
+
+
+def hides_constant(node: Node, depends: Dependence, batch_size: int) -> bool:
+    """Tell whether an operation takes a constant of any size that it need not save, in a way that is not known."""
+    inputs, name = inputs_of(node, depends), operation(node)
+    if not inputs or len(inputs) == len(node.next_functions):
+        return False
+    if name in {"Convolution", "ConvolutionOverrideable"}:  # a bias has as many entries as the kernel has maps
+        weight = saved(node, "weight")
+        return not isinstance(weight, Tensor) or batch_size in weight.shape
+    return name not in _ALIGNED | _PRODUCTS | _ADDING_UNSEEN | _BESIDE_NOTHING
 
 
 def is_affine(node: Node, depends: Dependence) -> bool:

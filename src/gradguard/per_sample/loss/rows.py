@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from gradguard.per_sample.loss.beside import (
     adds_unseen,
     adds_unseen_below,
     constants_beside,
+    hides_constant,
     is_affine,
     known_values,
     own_sizes,
@@ -34,6 +35,7 @@ from gradguard.per_sample.loss.graph import (
     Unreadable,
     data_choose_rows,
     data_put_rows,
+    inputs_of,
     mean_of,
     operation,
     operations,
@@ -325,9 +327,15 @@ class Rows:
                 sizes = own_sizes(constant, by_value and self._is_doubtful(shape_of(*value), constant.shape))
                 outputs.coincide |= self._refuse_constant(node, value, sizes)
                 if all(sizes[dim] == 1 for dim in places_of(shape_of(*value), outputs.batch_size)):
-                    outputs.repeated.update(size for size in sizes if size > 1)
+                    self._learn(sizes)
         unseen = [node for node in self._behind if adds_unseen(node, depends)]
-        outputs.repeated.update(size for node in unseen for size in shape_of(node))
+        hiding = [node for node in nodes if hides_constant(node, depends, outputs.batch_size)]
+        for node in hiding if by_value else ():
+            below = [node.next_functions[place] for place in inputs_of(node, depends)]
+            for value in ((node, 0), *below):
+                self._refuse_unseen(node, cast("tuple[Node, int]", value))
+        for node in (*unseen, *hiding):
+            self._learn(shape_of(node))
         if not by_value or not any(self._is_doubtful(shape_of(node), shape_of(node)) for node in unseen):
             return
         known = outputs.held | known_values(nodes)
@@ -337,12 +345,32 @@ class Rows:
                 continue
             found = added(value, known, depends) if value in known else None
             if found is None:
-                raise Unreadable(
-                    f"a constant is added to values of shape {list(shape)}, and the graph does not keep its shape: if "
-                    f"it has {outputs.batch_size} entries, one of each sample, then each value belongs to two samples. "
-                    "Begin with a batch of another size"
-                )
-            self._refuse_constant(value[0], value, varying_sizes(*found))
+                self._refuse_unseen(value[0], value)
+            else:
+                self._refuse_constant(value[0], value, varying_sizes(*found))
+
+    def _learn(self, sizes: Sequence[int]) -> None:
+        """Remember sizes of constants that are made of no samples; beside a single sample any may be."""
+        if self._outputs.batch_size > 1:
+            self._outputs.repeated.update(size for size in sizes if size > 1)
+
+    def _refuse_unseen(self, node: Node, value: tuple[Node, int]) -> None:
+        """Check that a constant whose shape is not kept, beside a value, lies along no B entries but the samples.
+
+        Raises:
+            Unreadable: If it may.
+        """
+        shape, batch_size = shape_of(*value), self._outputs.batch_size
+        if not self._is_doubtful(shape, shape):
+            return
+        samples = self._dim_of_samples(value, places_of(shape, batch_size))
+        if [dim for dim, size in enumerate(shape) if size == batch_size] == [samples]:
+            return
+        raise Unreadable(
+            f"{node.name()} takes a constant beside values of shape {list(shape)}, and the graph does not keep its "
+            f"shape: if it has {batch_size} entries, one of each sample, then each value belongs to two samples. Begin "
+            "with a batch of another size"
+        )
 
     @functools.cached_property
     def _is_inside(self) -> bool:
@@ -405,7 +433,7 @@ class Rows:
         outputs = self._outputs
         for node in self._nodes:
             for size in _repeats(node, self._depends):
-                outputs.repeated.add(size)
+                self._learn([size])
                 if size == outputs.batch_size > 1 and size not in outputs.constant_sizes:
                     raise Coupled(
                         f"{node.name()} repeats outputs along a constant of {size} entries, which makes values of "
