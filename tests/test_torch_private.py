@@ -1017,6 +1017,12 @@ def test_have_hooks():
     other.remove()
 
 
+def test_saved_names():
+    x = torch.ones(2, requires_grad=True)
+    assert torch_private.saved_names(torch.hypot(x, x).grad_fn) == ["self", "other", "result"]
+    assert torch_private.saved_names((-x).grad_fn) == []
+
+
 def test_saved_tensors_of():
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     found = torch_private.saved_tensors_of((x * torch.tensor([3.0, 4.0])).grad_fn)

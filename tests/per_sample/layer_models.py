@@ -171,7 +171,7 @@ LAYER_CASES: dict[str, Callable[[], Case]] = {
         Model(offsets, bag=nn.EmbeddingBag(7, 4), out=nn.Linear(4, 2)), tokens(B, T), either="EmbeddingBag"
     ),
     "layer norm": lambda: normalised(nn.LayerNorm(5), T, 5),
-    "layer norm 2-D": lambda: normalised(nn.LayerNorm(5), 5),
+    "layer norm 2-D": lambda: normalised(nn.LayerNorm(7), 7),  # no batch is as wide
     "layer norm, no bias": lambda: normalised(nn.LayerNorm(5, bias=False), T, 5),
     "layer norm of two dimensions": lambda: normalised(nn.LayerNorm((T, 5)), 2, T, 5),
     "rms norm": lambda: normalised(nn.RMSNorm(5), T, 5),
