@@ -125,12 +125,12 @@ class Listener:
     def on_end(self) -> None:
         """`listening` ends."""
 
-    def on_backward(self, losses: Sequence[Tensor]) -> Callable[[], object] | None:
+    def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Callable[[], object] | None:
         """A backward begins; what this returns is called when it is done.
 
         Args:
-            losses: The tensors that it starts from, whose sum it differentiates; none where it starts from edges of a
-                graph.
+            losses: The tensors that it starts from; none where it starts from edges of a graph.
+            weights: What each is multiplied by in the sum that it differentiates: 1, or what the script gave.
         """
 
     def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> AbstractContextManager | None:

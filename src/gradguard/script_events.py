@@ -52,7 +52,9 @@ def _tell_backward(listener: Listener, backward: Backward) -> Callable[[], objec
     place_waiting()
     if not backward.accumulates or current_graph_task() != -1 or is_muted():  # within one, a checkpoint runs its own
         return None
-    return listener.on_backward(backward.roots if all(isinstance(root, Tensor) for root in backward.roots) else ())
+    if not all(isinstance(root, Tensor) for root in backward.roots):
+        return listener.on_backward((), ())
+    return listener.on_backward(backward.roots, backward.gradients)
 
 
 Reader = Callable[..., ClipCall]

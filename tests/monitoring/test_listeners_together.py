@@ -121,6 +121,11 @@ SEVERAL_LOSSES = {
         "[torch.autograd.backward([loss(), loss()]) for _ in range(2)]",
         "[(loss() + loss()).backward() for _ in 'ab']",
     ),
+    "weighted": (
+        "torch.autograd.backward([loss(), loss()], [torch.tensor(2.0), torch.tensor(0.5)])",
+        "(2 * loss() + 0.5 * loss()).backward()",
+    ),
+    "one, weighted": ("loss().backward(torch.tensor(3.0))", "(3 * loss()).backward()"),
     "scaled": ("torch.autograd.backward(scaler.scale([loss(), loss()]))", "scaler.scale(loss() + loss()).backward()"),
     "one not scaled": ("torch.autograd.backward([scaler.scale(loss()), 64 * loss()])", None),
     "one no scalar": ("torch.autograd.backward([loss(), model(torch.ones(3, 6))], [None, torch.ones(3, 1)])", None),

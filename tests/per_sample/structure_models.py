@@ -335,7 +335,7 @@ SHAPES: Table = {
         numbers(B, 2, 4, 4),
     ),
     "not contiguous": lambda: case(
-        pair(lambda m, x: m.out(m.inner(x.mT).mT[..., :3].mT), inner=(T, 4), out=(4, 2)), numbers(B, T, 3)
+        pair(lambda m, x: m.out(m.inner(x.mT).mT[..., :3].mT), inner=(T, 4), out=(4, 3)), numbers(B, T, 3)
     ),
     "in place after linear": lambda: case(
         nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)), numbers(B, 3)

@@ -93,7 +93,7 @@ class ScriptAudit(Listener):
 
     # --- what the script does -----------------------------------------------------------------------------------------
 
-    def on_backward(self, losses: Sequence[Tensor]) -> None:
+    def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> None:
         """Count the micro-batches."""
         self._may_end_round()
         self._backwards += 1

@@ -181,9 +181,9 @@ class ScriptGradients(Listener):
 
     # The gradients of a step.
 
-    def on_backward(self, losses: Sequence[Tensor]) -> None:
+    def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> None:
         """Count micro-batches; what was looked at before a clip is no longer all."""
-        del losses
+        del losses, weights
         if self._step.is_over:  # a forward pass of no module
             self._refused(self._end_step)
         step = self._step

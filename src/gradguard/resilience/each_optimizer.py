@@ -76,11 +76,11 @@ class GuardEachOptimizer(Listener):
 
     # What the script does.
 
-    def on_backward(self, losses: Sequence[Tensor]) -> None:
+    def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> None:
         """Keep the loss for the step that comes."""
         if not any(is_captured(loss.device) for loss in losses):
             with suppress(Exception):  # one that cannot be read is no reason to stop
-                self._losses.add(losses)
+                self._losses.add(losses, weights)
 
     def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
         """The script clips: after it, the norm of the gradients tells nothing."""

@@ -100,13 +100,13 @@ class Observer(Recorder):
     # --- what the script does -----------------------------------------------------------------------------------------
 
     @safely
-    def on_backward(self, losses: Sequence[Tensor]) -> Callable[[], None] | None:
+    def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Callable[[], None] | None:
         """Keep the loss; on the first steps, look whether the gradients of the last one are still there."""
         self._clips.looked = False
         if any(is_captured(loss) for loss in losses):  # what is copied later would be memory that only a replay writes
             return None
         with suppress(Exception):  # one that cannot be read is no reason to stop
-            self._losses.add(losses)
+            self._losses.add(losses, weights)
         for loss in losses:
             with suppress(Exception):  # the same of a graph
                 self._look_at_graph(loss)
@@ -272,22 +272,26 @@ class Losses:
         self.scales = False  # whether a GradScaler is at work, and the last losses that it scaled
         self._scaled: deque[tuple[weakref.ref, Tensor]] = deque(maxlen=MOST_SCALED)
 
-    def add(self, losses: Sequence[Tensor]) -> None:
-        """Keep the loss of a backward: the sum of those that it starts from; left out if one of them is not known."""
-        numbers = [number for loss in losses if (number := self._number(loss)) is not None]
+    def add(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> None:
+        """Keep the loss of a backward: the weighted sum of those that it starts from; left out if one is not known."""
+        pairs = zip(losses, weights, strict=True)
+        numbers = [number for loss, weight in pairs if (number := self._number(loss, weight)) is not None]
         if numbers and len(numbers) == len(losses):
             self._losses.append(sum(numbers[1:], start=numbers[0]))
 
-    def _number(self, loss: Tensor) -> Any:
-        """Return ``loss`` as it was before a GradScaler scaled it; None if that is not known or no scalar."""
+    def _number(self, loss: Tensor, weight: Tensor | None) -> Any:
+        """Return ``loss`` as it was before a GradScaler scaled it, weighted; None if that is not known or no scalar."""
         plain = loss
         if self.scales:
             plain = next((its for scaled, its in self._scaled if scaled() is loss), None)
         if plain is not None and is_sharded(plain):  # to read parts would need every process
             plain = local_part(plain) if placement_of(plain).is_whole and not _is_partial(plain) else None
-        if plain is None or plain.numel() != 1:
+        if plain is None or plain.numel() != 1 or weight is None:
             return None
-        return plain.item() if are_readable(plain) else plain.detach().reshape(()).clone()
+        weight = local_part(weight) if is_sharded(weight) else weight
+        if are_readable(plain, weight):
+            return plain.item() * weight.item()
+        return plain.detach().reshape(()) * weight.detach().reshape(())
 
     def scaled(self, loss: Any, scaled: Any) -> None:
         """Remember which loss a scaled one came from."""
