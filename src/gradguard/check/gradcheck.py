@@ -414,15 +414,15 @@ class _Check:
         if found is not None:
             inside = Conditioning(exact, low, self.generator, self.rtol, looks_inside=True)
             found = self._compared(inside, low.gradient(None, inside.cotangent))
-        if found is not None and (coarse := by_inputs.coarseness(self.generator)) > 1:
-            found = self._compared(by_inputs, gradient, coarse)
+        if found is not None and by_inputs.allow_for_values():
+            found = self._compared(by_inputs, gradient)
             message = f"values in {by_inputs.dtype} are coarser than {by_inputs.dtype}: gradients were judged by them"
             self.notes.append(Finding("precision", message))
         self.findings += filter(None, [found])
 
-    def _compared(self, units: Conditioning, gradient: Tensor, times: float = 1.0) -> Finding | None:
-        self.low_power = units.power.times(times)
-        return units.compare(gradient, units.gradient, "against float64", "precision", times)
+    def _compared(self, units: Conditioning, gradient: Tensor) -> Finding | None:
+        self.low_power = units.power
+        return units.compare(gradient, units.gradient, "against float64", "precision")
 
     def _backends(self, exact: Function, backends: dict[str, Any]) -> None:
         functions = {}

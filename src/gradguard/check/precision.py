@@ -11,8 +11,6 @@ finer gradient than these values, and is judged by them: up to a coarseness that
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -23,8 +21,8 @@ from gradguard.check.rounding import Scatter
 _PERTURBATIONS = 8
 _UNITS = 20.0
 _DEVIATIONS = 6.0
-_OF_VALUES = 3.0
-"""A gradient may be further off than values are, each in its units of input rounding, by this factor."""
+_OF_VALUES = 4.0
+"""A gradient may be off by so many times the share of the largest that values are off by."""
 _COARSE = 2.0**-14
 """Values that are further off than this, relative to the largest, are an error of the kernel: TF32 ones are."""
 _HALF = 1e-4
@@ -98,15 +96,24 @@ class Conditioning:
         values = float(found[position]), float(other[position]), float(self.unit[position])
         return Finding(kind, f"{who}, {units}, {int(wrong.sum())} of {wrong.numel()} elements", name, index, *values)
 
-    def coarseness(self, generator: torch.Generator) -> float:
-        """Return how many times as much a gradient may be off since the values are; 1 where rounding explains these."""
+    def allow_for_values(self) -> bool:
+        """Widen the bars by what the values in the low dtype are off, where these are coarser than it.
+
+        A gradient element may then be off by some times the same share of the largest, in each input.
+
+        Returns:
+            Whether they are.
+        """
         found, expected = self.low.values(self.low.point), self.exact.values(self.low.point)
-        off = (found - expected).abs().nan_to_num(0.0, 0.0, 0.0)
-        largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).max() if off.numel() else 0.0
-        if self.eps > _HALF or not bool((off <= _COARSE * largest).all()):
-            return 1.0
-        unit = self._spread(expected, lambda: self.exact.values(self._nudged(self.low.point, generator)))
-        return max(1.0, _OF_VALUES / _UNITS * float((off / unit).nan_to_num(0.0, 0.0, 0.0).max()))
+        off, size = (one.nan_to_num(0.0, 0.0, 0.0) for one in (found - expected, expected))
+        coarse = float(off.norm(torch.inf) / size.norm(torch.inf)) if size.any() else 0.0
+        if self.eps > _HALF or not 4 * self.eps < coarse <= _COARSE:
+            return False
+        self.allowed = self.allowed + torch.cat(
+            [_OF_VALUES * coarse * _largest(part).expand(part.shape) for part in self._parts(self._finite)]
+        )
+        self.in_all = [one + _OF_VALUES * coarse for one in self.in_all]
+        return True
 
     def _sway(self, off: Tensor, own: Tensor) -> float:
         """How far rounding moves the size of a gradient, of which ``off`` are the errors, one in each row."""
@@ -114,17 +121,13 @@ class Conditioning:
         return self.eps / 2 + _DEVIATIONS * float(moved)
 
     def _spread_of_inputs(self, generator: torch.Generator) -> Tensor:
-        def moved() -> Tensor:
-            return self.exact.gradient(self._nudged(self.low.point, generator), self._nudged(self.cotangent, generator))
-
-        return self._spread(self.gradient, moved)
-
-    def _spread(self, usual: Tensor, moved: Callable[[], Tensor]) -> Tensor:
-        """Return by how much each number moves with the inputs, and what rounding it once does."""
-        spread = torch.zeros_like(usual)
+        spread = torch.zeros_like(self.gradient)
         for _ in range(_PERTURBATIONS):
-            spread = torch.maximum(spread, (moved() - usual).abs().nan_to_num(0.0, 0.0, 0.0))
-        size = usual.nan_to_num(0.0, 0.0, 0.0).abs()
+            moved = self.exact.gradient(
+                self._nudged(self.low.point, generator), self._nudged(self.cotangent, generator)
+            )
+            spread = torch.maximum(spread, (moved - self.gradient).abs().nan_to_num(0.0, 0.0, 0.0))
+        size = self._finite.abs()
         return spread + _mean(spread) + self.eps * (size + _mean(size))
 
     def _nudged(self, vector: Tensor, generator: torch.Generator) -> Tensor:
@@ -153,6 +156,10 @@ def compare_backends(
             found = coarse.compare(gradients[first], gradients[second], f"{first} against {second}", "backends", 2.0)
             findings += filter(None, [found])
     return findings
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.abs().max() if values.numel() else torch.zeros((), dtype=values.dtype, device="cpu")
 
 
 def _mean(values: Tensor) -> Tensor:

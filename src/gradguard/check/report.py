@@ -69,10 +69,6 @@ class Power:
     one: float
     all: float
 
-    def times(self, factor: float) -> Power:
-        """Return the power of bars that are ``factor`` times as wide."""
-        return Power(self.dtype, factor * self.one, factor * self.all)
-
     def __str__(self) -> str:
         return f"{self.dtype}; one wrong element would show from {self.one:.1g} relative, all alike from {self.all:.1g}"
 
