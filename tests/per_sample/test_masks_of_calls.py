@@ -67,6 +67,29 @@ def test_masks_are_taken(which, length, batch_first, added):
         torch.testing.assert_close(found[name], gradients, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "time first"])
+@pytest.mark.parametrize("added", [True, False], ids=["-inf", "bool"])
+@pytest.mark.parametrize("sizes", [(B, 3, B), (3, B), (1, B), (5, 6, B, 2)], ids=str)
+def test_a_causal_mask_belongs_to_no_sample_of_later_batches_of_its_size(sizes, added, batch_first):
+    """As Poisson batches have it at last: private training must not end there."""
+    causal, _ = masks(B, added)
+    model = Encoder(batch_first).double()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0), batch_first=batch_first, mode="exact")
+    for size in sizes:
+        x = torch.randn(size, B, D, dtype=torch.float64) if batch_first else torch.randn(B, size, D).double()
+        losses(model(x, causal), batch_first).mean().backward()
+        found = clipper.per_sample_gradients()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+    clipper.detach()
+
+    def alone(i: int):
+        return losses(model(x[i : i + 1] if batch_first else x[:, i : i + 1], causal), batch_first).sum()
+
+    for name, gradients in per_sample_gradients(model, alone, range(size)).items():
+        torch.testing.assert_close(found[name], gradients, rtol=1e-10, atol=1e-12)
+
+
 def test_samples_without_inf_are_tried_before_others():
     model = nn.Sequential(nn.Linear(3, 2)).double()
     clipper, x = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0)), torch.randn(4, 3, dtype=torch.float64)
