@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from models import batch, language_model, step_of
+from language_models import batch, language_model, step_of
 
 import gradguard as gg
 from gradguard.cli import main

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import VOCABULARY, accumulated, batch, language_model, loss_of, step_of
+from language_models import VOCABULARY, accumulated, batch, language_model, loss_of, step_of
 from torch import nn
 from torch.nn import functional as F
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import accumulated, batch, language_model, loss_of
+from language_models import accumulated, batch, language_model, loss_of
 from runs import drawn, rounded, saved
 from torch import nn
 

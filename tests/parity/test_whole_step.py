@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from models import accumulated, batch, language_model, step_of
+from language_models import accumulated, batch, language_model, step_of
 from torch import nn
 from torch.nn import functional as F
 

@@ -861,7 +861,7 @@ def test_beside_another_replacement_in_any_order(monkeypatch):
 def test_beside_a_watch():
     seen, losses = [], []
     listener = Listener()
-    listener.on_backward = losses.append
+    listener.on_backward = lambda tensors, weights: losses.append(tensors)
     with BackwardRoots(seen.append), listening(listener):
         scalar().backward()
     with listening(listener), BackwardRoots(seen.append):
