@@ -325,6 +325,52 @@ def test_bugs_are_named_at_the_stage_where_they_are(name, folder):
     assert kind in {f.kind for f in report.findings}
 
 
+def frozen_after(which):
+    def update(model, optimizer, step):
+        clipped(model, optimizer, step)
+        if step == which:
+            model[0].requires_grad_(False)
+
+    return update
+
+
+def test_a_layer_that_is_frozen_between_saved_steps_is_saved_and_compared(folder):
+    frozen = whole(training(update=frozen_after(0)), folder)
+    report = compare(frozen, whole(training(update=frozen_after(0), backward=in_three), folder))
+    assert report.verdict == "PASS", str(report)
+    report = compare(reference(folder), frozen)
+    assert report.verdict == "FAIL"
+    assert {(f.kind, f.stage, f.parameters) for f in report.findings} == {
+        ("missing", "gradient of step 2", ("0.weight", "0.bias"))
+    }
+
+
+@pytest.mark.parametrize(
+    ("update", "words"),
+    [
+        (frozen_after(1), "requires_grad after step 2 is 1 in the reference and 0 in the new run, of 0.bias, 0.weight"),
+        (twice_the_schedule, "the optimizer's lr after step 1 is 0.01 in the reference and 0.0025 in the new run"),
+    ],
+    ids=["a frozen layer", "a schedule"],
+)
+def test_what_acts_after_the_last_saved_step_is_no_pass(update, words, folder):
+    steps = 2 if update is not twice_the_schedule else 1
+    report = compare(reference(folder, 1, steps), whole(training(update=update), folder, steps=steps))
+    assert (report.verdict, [f.kind for f in report.findings]) == ("INCONCLUSIVE", ["settings"]), str(report)
+    assert any(words in note for note in report.notes), str(report)
+
+
+def estimated(model, optimizer, step):
+    """A step size as Prodigy estimates it: of the gradients, and of use to the next step."""
+    optimizer.param_groups[0]["d"] = float(torch.stack([p.grad.norm() for p in model.parameters()]).norm())
+    clipped(model, optimizer, step)
+
+
+def test_an_estimate_among_the_settings_is_no_difference(folder):
+    report = compare(*(whole(training(update=estimated, backward=how), folder) for how in (plain, in_three)))
+    assert report.verdict == "PASS", str(report)
+
+
 def checkpoint(steps=2):
     model = network()
     optimizer = adamw(model)

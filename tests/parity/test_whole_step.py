@@ -625,4 +625,7 @@ def test_settings_that_no_step_has_shown_are_no_pass():
     report = compare(normed(beta=0.9), normed(beta=0.8))
     assert (report.verdict, only(report).kind) == ("INCONCLUSIVE", "settings")
     assert "momentum differ, which the saved steps may not show" in only(report).message
+    report = compare(normed(scheduled=True), normed())
+    assert (report.verdict, only(report).kind) == ("INCONCLUSIVE", "settings")
+    assert any("lr after step 1 is 0.009 in the reference and 0.01 in the new run" in note for note in report.notes)
     assert compare(normed(beta=0.9, steps=2), normed(beta=0.8, steps=2)).verdict == "FAIL"

@@ -8,7 +8,19 @@ from dataclasses import replace
 from gradguard.errors import RecordError
 from gradguard.parity.judge import BARS, SKETCH_ROUNDING, Facts, Outcome, Outcomes, judge, name_of_factor
 from gradguard.parity.report import ParityFinding, ParityReport, Stage, Verdict, names
-from gradguard.parity.saved import BUFFER, FROZEN, START, STATE, UPDATE, SavedGradients, SavedParameter, read
+from gradguard.parity.saved import (
+    BUFFER,
+    FROZEN,
+    START,
+    STATE,
+    TRAINED,
+    UPDATE,
+    SavedGradients,
+    SavedParameter,
+    at_first,
+    read,
+)
+from gradguard.parity.scales import is_same_setting
 from gradguard.parity.vectors import Vector, minus, norm
 from gradguard.words import counted, listed
 
@@ -33,7 +45,6 @@ _MASKS_COUNT = ("different", "rows", "mixture", "ranks")  # what other dropout m
 _DECISIVE = ("missing", "extra", "shape", "ranks", "rows", "mixture", "factor", "dead", "nonfinite", "different")
 """Kinds, what explains others first."""
 _KERNELS = {"foreach", "fused", "capturable", "differentiable"}
-_SAME_SETTING = 2.0**-23  # as a number that a tensor holds
 _UNDECIDED = {"unknown", "noisy"}
 _FOLLOWING = ("different", "ranks")  # how gradients look that come from wrong ones
 
@@ -151,7 +162,7 @@ def _least_power(stages: Sequence[Stage]) -> str:
 def _other_settings(a: SavedGradients, b: SavedGradients) -> list[str]:
     """Return a note for each setting of the optimizers that differs, such as the weight decay of some parameters."""
     notes = [
-        f"the optimizer's {key} is {x:g} in the reference and {y:g} in the new run, of {names(sorted(of))}"
+        f"{_of_whom(key)}{key} is {x:g} in the reference and {y:g} in the new run, of {names(sorted(of))}"
         for (key, x, y), of in sorted(_settings_apart(a, b).items())
     ]
     for who, here, there in (("the reference", a, b), ("the new run", b, a)):
@@ -167,10 +178,16 @@ def _settings_apart(a: SavedGradients, b: SavedGradients) -> dict[tuple[str, flo
     others: dict[tuple[str, float, float], list[str]] = {}
     for name in a.settings.keys() & b.settings.keys():
         x, y = a.settings[name], b.settings[name]
-        for key in (x.keys() & y.keys()) - _KERNELS:
-            if not math.isclose(x[key], y[key], rel_tol=_SAME_SETTING):
+        known = {*_KERNELS}
+        for key in x:  # that of the first step before those after each
+            if key in y and at_first(key) not in known and not is_same_setting(x[key], y[key]):
+                known.add(at_first(key))
                 others.setdefault((key, x[key], y[key]), []).append(name)
     return others
+
+
+def _of_whom(key: str) -> str:
+    return "" if at_first(key) == TRAINED else "the optimizer's "
 
 
 def _unshown_settings(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
@@ -178,9 +195,8 @@ def _unshown_settings(a: SavedGradients, b: SavedGradients) -> list[ParityFindin
     apart = _settings_apart(a, b)
     if not apart:
         return []
-    said = (
-        f"the optimizer's {listed(sorted({key for key, _, _ in apart}), 4)} differ, which the saved steps may not show"
-    )
+    keys = sorted({key for key, _, _ in apart})
+    said = f"{_of_whom(keys[0])}{listed(keys, 4)} differ, which the saved steps may not show"
     of = sorted({name for some in apart.values() for name in some})
     return [ParityFinding("settings", f"{said}: save more steps, or set both alike", tuple(of))]
 

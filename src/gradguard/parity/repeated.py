@@ -13,7 +13,17 @@ from pathlib import Path
 
 from gradguard.errors import RecordError
 from gradguard.parity.saved import GRADIENT, START, UPDATE, SavedGradients, read, write
-from gradguard.parity.scales import DOUBLED, ScriptRun, apart, is_linear, mean_of, same_twice, scale_of, turned_sizes
+from gradguard.parity.scales import (
+    DOUBLED,
+    ScriptRun,
+    alike_settings,
+    apart,
+    is_linear,
+    mean_of,
+    same_twice,
+    scale_of,
+    turned_sizes,
+)
 from gradguard.parity.vectors import Vector, minus, norm
 
 VARIABLE = "GRADGUARD_SAVE_GRADIENTS"
@@ -132,6 +142,7 @@ def merged(
                 "Seed it, as in gradguard run --seed 0 --save-gradients ..., and its data loader."
             )
     doubts = {"random": any(run.random for run in runs), "clipped": any(run.clipped for run in runs)}
+    settings = alike_settings([run.settings for run in every])
     is_later = len(first.sketches["weights"]) > 1  # of those, the weights of its own first step
     weights = _all_runs("weights", runs, turned, -1) if is_later else first.sketches["weights"]
     stages = {
@@ -140,7 +151,7 @@ def merged(
         if not (name.startswith(GRADIENT) and int(name.removeprefix(GRADIENT)) <= 1)
     }
     whole = _joined(first, runs, turned if is_later else (), scaled)
-    return replace(whole, sketches={**whole.sketches, "weights": weights}, stages=stages, **doubts)
+    return replace(whole, sketches={**whole.sketches, "weights": weights}, stages=stages, settings=settings, **doubts)
 
 
 def _joined(

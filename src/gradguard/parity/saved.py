@@ -36,6 +36,9 @@ START = f"{STATE} before step 1"
 GRADIENT = "gradient of step"
 BUFFER = "buffer "
 """The beginning of the name of a buffer, among the tensors of a state."""
+TRAINED = "requires_grad"
+"""Noted as a setting of each parameter."""
+_AFTER = " after step "
 FROZEN = "frozen weights"
 """Not a stage of the step: the weights that are not trained."""
 
@@ -96,7 +99,7 @@ class SavedGradients:
     versions: Mapping[str, str] = field(default_factory=dict)
     clipped: bool = False
     settings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """By parameter: the numbers among its optimizer's settings."""
+    """By parameter: the numbers among its optimizer's settings at the first step, and after each one."""
     stages: Mapping[str, "SavedGradients"] = field(default_factory=dict, repr=False)
     """The rest of the step, in order: by stage, its tensors (those of the optimizer's state, say) as a saved run."""
     left_out: tuple[str, ...] = ()
@@ -126,6 +129,16 @@ class SavedGradients:
             self.epsilon,
             p.one_sided,
         )
+
+
+def after_step(key: str, t: int) -> str:
+    """Return the name of a setting after step ``t``."""
+    return f"{key}{_AFTER}{t}"
+
+
+def at_first(name: str) -> str:
+    """Return the name of the setting of which ``name`` may be the one after a step."""
+    return name.partition(_AFTER)[0]
 
 
 def write(path: str | os.PathLike[str], saved: SavedGradients) -> None:

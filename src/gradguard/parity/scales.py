@@ -53,6 +53,8 @@ _EXACT = 1e-12  # what the order of additions does to a sketch, relative
 _BY_CHANCE = 20.0  # of a step that is not the same twice, a second difference is no so many times the first
 _MOST_CHANCE, _FARTHEST = 1000, 0.1  # kernels that add in any order change a gradient or an update by some epsilon
 
+_SAME_SETTING = 2.0**-23
+
 _LOUD, _LOUDEST = 16.0, 1e-2
 """A turned gradient element is off by so many times what rounding does, but by no more of the gradient than that."""
 
@@ -114,6 +116,25 @@ def turned_sizes(parameters: Sequence[SavedParameter], runs: Sequence[Sequence[V
         size = min(_LOUD * noise, max(_LOUDEST * norm(first[i]), noise))
         sizes[p.name] = size / math.sqrt(max(1, math.prod(p.shape)))
     return sizes
+
+
+def is_same_setting(a: float, b: float) -> bool:
+    """Tell whether two numbers are one setting, which a tensor of float32 may hold."""
+    return math.isclose(a, b, rel_tol=_SAME_SETTING)
+
+
+def alike_settings(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """Return the settings of the first run that all runs have: others are estimates that an optimizer makes.
+
+    Example:
+        >>> alike_settings([{"weight": {"lr": 0.1, "d": 1.0}}, {"weight": {"lr": 0.1, "d": 1.001}}])
+        {'weight': {'lr': 0.1}}
+    """
+
+    def is_alike(name: str, key: str, value: float) -> bool:
+        return all(is_same_setting(value, run.get(name, {}).get(key, math.nan)) for run in runs)
+
+    return {name: {k: x for k, x in of.items() if is_alike(name, k, x)} for name, of in runs[0].items()}
 
 
 def mean_of(runs: Sequence[Sequence[Vector]]) -> list[list[float]]:

@@ -21,7 +21,7 @@ from gradguard.optimizer_hooks import EveryStep, parameters_of, runs_hooks
 from gradguard.parity.replay import add_signs, flip_weights, precision_of, scale_gradients
 from gradguard.parity.saved import GRADIENT, START, SavedParameter, write
 from gradguard.parity.scales import ScriptRun
-from gradguard.parity.shards import LocalParameter, gathered, gathered_words, local_parameters
+from gradguard.parity.shards import LocalParameter, gathered, gathered_settings, gathered_words, local_parameters
 from gradguard.parity.steps import Noted, Stages, StepNotes
 from gradguard.parity.summation import backwards
 from gradguard.parity.whole import WholeParameters, about, local_gradients, local_weights
@@ -337,7 +337,7 @@ class ScriptGradients(Listener):
             self._notes.take(optimizer, evaluation)
 
     def _is_whole(self) -> bool:
-        return all(p.name in self._step.about for p in self._in(self._trained()))
+        return all(p.name in self._step.about for p in self._in(self._trained()) if p.parameter.requires_grad)
 
     def _in(self, ids: set[int]) -> list[LocalParameter]:
         """Return the parameters of which an optimizer steps these tensors, or master weights of them."""
@@ -391,7 +391,7 @@ class ScriptGradients(Listener):
             random=any(gathered(have_drawn(self._states))),
             epsilon=epsilon,
             clipped=any(gathered(first.is_doubtful)),
-            settings=self._notes.settings,
+            settings=gathered_settings(self._notes.settings),
             stages=stages.saved(whole, epsilon),
             left_out=gathered_words(self._notes.left_out),
         )

@@ -1,7 +1,7 @@
 """Which parts of which whole parameters this process holds, and whether those of all processes make the wholes."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -200,6 +200,11 @@ def gathered(value: Any) -> list[Any]:
 def gathered_words(words: Iterable[str]) -> tuple[str, ...]:
     """Return the words of all processes, each once."""
     return tuple(dict.fromkeys(one for of_rank in gathered([*words]) for one in of_rank))
+
+
+def gathered_settings(settings: Mapping[str, Mapping[str, float]]) -> dict[str, Mapping[str, float]]:
+    """Return the settings of all processes, by parameter."""
+    return {name: of for of_rank in gathered(settings) for name, of in of_rank.items()}
 
 
 def agree_on(local: Sequence[LocalParameter]) -> dict[str, Whole]:

@@ -18,9 +18,19 @@ from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import listen_to_scale
 from gradguard.optimizer_hooks import EveryStep, parameters_of
 from gradguard.parity.replay import add_signs, scale_gradients
-from gradguard.parity.saved import BUFFER, GRADIENT, START, STATE, UPDATE, SavedGradients, SavedParameter
-from gradguard.parity.scales import mean_of, same_twice, turned_sizes
-from gradguard.parity.shards import LocalParameter, gathered_words, local_buffers, of_one_shape
+from gradguard.parity.saved import (
+    BUFFER,
+    GRADIENT,
+    START,
+    STATE,
+    TRAINED,
+    UPDATE,
+    SavedGradients,
+    SavedParameter,
+    after_step,
+)
+from gradguard.parity.scales import alike_settings, mean_of, same_twice, turned_sizes
+from gradguard.parity.shards import LocalParameter, gathered_settings, gathered_words, local_buffers, of_one_shape
 from gradguard.parity.vectors import norm
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 from gradguard.state.copies import Copier, Restorer
@@ -111,7 +121,7 @@ class StepNotes:
 
     Attributes:
         stepped: The tensors that optimizers step: master weights, where a parameter names some.
-        settings: The numbers among the optimizers' settings, by parameter.
+        settings: The numbers among the optimizers' settings, by parameter: at the first step, and after each.
         left_out: The states that cannot be compared, in words.
     """
 
@@ -145,8 +155,7 @@ class StepNotes:
         factor = 1.0 if scale is None else 1 / float(scale)
         self._taken |= {name: factor * sketch for name, sketch in local_gradients(own).items()}
         for p in own:
-            numbers = {key: value for key, value in groups[id(p.parameter)].items() if key != "params"}
-            self.settings.setdefault(p.name, dict(_numbers(numbers)))
+            self.settings.setdefault(p.name, _numbers(groups[id(p.parameter)]))
 
     @property
     def took(self) -> bool:
@@ -158,11 +167,21 @@ class StepNotes:
         held, states = [p for p in self.stepped if p.name in self._taken], [*self._states()]
         now = local_weights(self.stepped)
         change = {name: weights - self._before[name] for name, weights in now.items()}
+        self._note_settings(t)
         return {
             f"gradient that the optimizer takes at step {t}": noted(held, self._taken, calls),
             f"{STATE} after step {t}": noted(states, local_weights(states), calls),
             f"{UPDATE} {t}": noted(self.stepped, change, calls, now),
         }
+
+    def _note_settings(self, t: int) -> None:
+        """Note what a scheduler and a layer that is frozen have left: the next step, which may not be saved, has it."""
+        groups = {id(p): group for one in self._optimizers for group in one.param_groups for p in group["params"]}
+        for model, p in zip(self._local, self.stepped, strict=True):
+            if p.name in self.settings:
+                left = _numbers(groups.get(id(p.parameter), {}))
+                left[TRAINED] = float(model.parameter.requires_grad)
+                self.settings[p.name] |= {after_step(key, t): value for key, value in left.items()}
 
     def _states(self) -> Iterator[LocalParameter]:
         """The tensors and numbers of the optimizers' state, and master weights, each as a tensor of its own."""
@@ -309,7 +328,7 @@ class TrainingSteps:
         self._notes.left_out |= dict.fromkeys(f"the state of {type(one).__name__}" for one in others)
         if model is None:
             self._notes.left_out["buffers, because of shard_of="] = None
-        self.settings = self._notes.settings
+        self._settings: list[Mapping[str, Mapping[str, float]]] = []
         self.keep, self.check_same = self._stages.keep, self._stages.check_same
 
     def restore(self) -> None:
@@ -369,6 +388,7 @@ class TrainingSteps:
             The sketches, by stage.
         """
         run: dict[str, Sketches] = {}
+        self._notes.settings = {}
         for t in range(1, self._steps + 1):
             if t > 1:
                 scale_gradients(self._local, scale)  # what a forgotten zero_grad has left
@@ -384,6 +404,7 @@ class TrainingSteps:
             self._notes.before_update()
             self._updated()
             run |= {name: self._stages.add(name, one) for name, one in self._notes.end(t, calls).items()}
+        self._settings.append(self._notes.settings)
         return run
 
     def saved(self, whole: WholeParameters, epsilon: float) -> dict[str, SavedGradients]:
@@ -391,6 +412,11 @@ class TrainingSteps:
         stages = self._stages.saved(whole, epsilon)
         stages.pop(f"{GRADIENT} 1")
         return stages
+
+    @property
+    def settings(self) -> Mapping[str, Mapping[str, float]]:
+        """Return the settings of all processes that rounding does not change, by parameter."""
+        return gathered_settings(alike_settings(self._settings))
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -458,7 +484,8 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _numbers(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for key, value in _leaves(settings):
-        if (not isinstance(value, Tensor) or value.numel() == 1) and math.isfinite(float(value)):
-            yield key, float(value)
+def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among the settings of a group of parameters."""
+    leaves = _leaves({key: value for key, value in group.items() if key != "params"})
+    numbers = {key: float(value) for key, value in leaves if not isinstance(value, Tensor) or value.numel() == 1}
+    return {key: value for key, value in numbers.items() if math.isfinite(value)}
