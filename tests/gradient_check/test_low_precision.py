@@ -296,3 +296,13 @@ def test_one_coarse_value_lets_no_wrong_gradient_through(seed):
 
     report = gg.gradcheck(OneCoarse.apply, x)
     assert report.verdict == "FAIL", str(report)
+
+
+@pytest.mark.parametrize(("of_gradients", "verdict"), [(2e-5, "PASS"), (1e-3, "FAIL")])
+def test_a_backend_is_judged_by_values_that_are_coarser_than_its_dtype(of_gradients, verdict):
+    """As cuDNN's recurrent layers are beside the CPU's."""
+    x = torch.randn(6, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    backends = {"exact": torch.tanh, "fast": lambda x: Fast.apply(x.float(), 2e-5, of_gradients)}
+    report = gg.gradcheck(torch.tanh, x, backends=backends)
+    assert report.verdict == verdict, str(report)
+    assert "fast: values in float32 are coarser than float32" in str(report)

@@ -21,7 +21,7 @@ from gradguard.check.elementwise import check_every_element
 from gradguard.check.forward_mode import ForwardMode, check_forward_mode
 from gradguard.check.function import Function, is_autograd_function, name_of
 from gradguard.check.guess import with_guesses
-from gradguard.check.precision import Conditioning, compare_backends
+from gradguard.check.precision import Conditioning, coarseness_of, compare_backends
 from gradguard.check.report import Finding, GradientReport, Power, Verdict
 from gradguard.check.search import Search
 from gradguard.check.second_order import GradientOf
@@ -410,19 +410,16 @@ class _Check:
     def _low_precision(self, exact: Function, low: Function) -> None:
         by_inputs = Conditioning(exact, low, self.generator, self.rtol)
         gradient = low.gradient(None, by_inputs.cotangent)
-        found = self._compared(by_inputs, gradient)
+        units, found = by_inputs, by_inputs.compare(gradient, by_inputs.gradient, "against float64", "precision")
         if found is not None:
-            inside = Conditioning(exact, low, self.generator, self.rtol, looks_inside=True)
-            found = self._compared(inside, low.gradient(None, inside.cotangent))
-        if found is not None and by_inputs.allow_for_values():
-            found = self._compared(by_inputs, gradient)
-            message = f"values in {by_inputs.dtype} are coarser than {by_inputs.dtype}: gradients were judged by them"
-            self.notes.append(Finding("precision", message))
+            units = Conditioning(exact, low, self.generator, self.rtol, looks_inside=True)
+            again = low.gradient(None, units.cotangent)
+            found = units.compare(again, units.gradient, "against float64", "precision")
+        if found is not None:
+            units, found = by_inputs, by_inputs.judge(gradient, "against float64", "precision")
+        self.notes += [coarseness_of("", units.dtype)] if units.is_coarse else []
         self.findings += filter(None, [found])
-
-    def _compared(self, units: Conditioning, gradient: Tensor) -> Finding | None:
         self.low_power = units.power
-        return units.compare(gradient, units.gradient, "against float64", "precision")
 
     def _backends(self, exact: Function, backends: dict[str, Any]) -> None:
         functions = {}
@@ -436,7 +433,9 @@ class _Check:
             functions[name].recorded = None
             self._is_the_same(exact, functions[name], f"backends[{name!r}]")
             self._contract(functions[name], f"{name}: ")
-        self.findings += compare_backends(exact, functions, self.generator, self.rtol)
+        findings, notes = compare_backends(exact, functions, self.generator, self.rtol)
+        self.findings += findings
+        self.notes += notes
 
     def _second_order(self, function: Function, exhaustive: bool) -> None:
         assert function.base is not None

@@ -57,7 +57,7 @@ class NamedCall:
         return list(dict.fromkeys([*self.inputs, *self.parameters]))
 
     def converted(self, convert: Callable[[Tensor], Tensor]) -> NamedCall:
-        """Return the same call with ``convert`` applied to every tensor."""
+        """Return this call with ``convert`` applied to every tensor."""
         own = {n: v for n, v in self.values.items() if n not in self.scope}
         one = NamedCall(self.op, _each_tensor(own, convert), self.output_name, _each_tensor(self.scope, convert))
         one.inputs = {n: one.inputs[n] for n in self.inputs}  # what the module itself has is not given

@@ -66,6 +66,7 @@ class Conditioning:
         self.unit += rtol / self.units * (self._finite.abs() + _mean(self._finite.abs()))
         self.in_all = [rtol + one for one in self.in_all]
         self.allowed = self.units * self.unit
+        self.is_coarse = False  # whether the bars have been widened by what values are off
 
     @property
     def power(self) -> Power:
@@ -96,14 +97,24 @@ class Conditioning:
         values = float(found[position]), float(other[position]), float(self.unit[position])
         return Finding(kind, f"{who}, {units}, {int(wrong.sum())} of {wrong.numel()} elements", name, index, *values)
 
-    def allow_for_values(self) -> bool:
-        """Widen the bars by what the values in the low dtype are off, where these are coarser than it.
+    def judge(self, found: Tensor, who: str, kind: str) -> Finding | None:
+        """Compare a gradient with the float64 one; where they differ, allow for values that are coarser than the dtype.
 
-        A gradient element may then be off by some times the same share of the largest, in each input.
+        Args:
+            found: The gradient.
+            who: Whose it is.
+            kind: Of the finding.
 
         Returns:
-            Whether they are.
+            What is wrong.
         """
+        wrong = self.compare(found, self.gradient, who, kind)
+        if wrong is not None and self._allow_for_values():
+            self.is_coarse, wrong = True, self.compare(found, self.gradient, who, kind)
+        return wrong
+
+    def _allow_for_values(self) -> bool:
+        # By a share: a gradient element may be off by some times the same share of the largest of its input.
         found, expected = self.low.values(self.low.point), self.exact.values(self.low.point)
         off, size = (one.nan_to_num(0.0, 0.0, 0.0) for one in (found - expected, expected))
         coarse = float(off.norm(torch.inf) / size.norm(torch.inf)) if size.any() else 0.0
@@ -141,21 +152,26 @@ class Conditioning:
 
 def compare_backends(
     exact: Function, backends: dict[str, Function], generator: torch.Generator, rtol: float = 0.0
-) -> list[Finding]:
-    """Compare the gradient of each backend with the float64 one, and with each other's."""
+) -> tuple[list[Finding], list[Finding]]:
+    """Compare the gradient of each backend with the float64 one, and with each other's; return findings and notes."""
     findings, gradients = [], {}
     units = {name: Conditioning(exact, low, generator.clone_state(), rtol) for name, low in backends.items()}
     for name, low in backends.items():
         gradients[name] = low.gradient(None, units[name].cotangent).to(units[name].gradient.device)
-        found = units[name].compare(gradients[name], units[name].gradient, f"{name} against float64", "backends")
-        findings += filter(None, [found])
+        findings += filter(None, [units[name].judge(gradients[name], f"{name} against float64", "backends")])
     names = list(backends)
     for i, first in enumerate(names):
         for second in names[i + 1 :]:
-            coarse = max(units[first], units[second], key=lambda one: one.eps)
+            coarse = max(units[first], units[second], key=lambda one: (one.eps, one.is_coarse))
             found = coarse.compare(gradients[first], gradients[second], f"{first} against {second}", "backends", 2.0)
             findings += filter(None, [found])
-    return findings
+    return findings, [coarseness_of(name, one.dtype) for name, one in units.items() if one.is_coarse]
+
+
+def coarseness_of(name: str, dtype: str) -> Finding:
+    """Return the note that gradients were judged by values that are coarser than their dtype."""
+    who = f"{name}: " if name else ""
+    return Finding("precision", f"{who}values in {dtype} are coarser than {dtype}: gradients were judged by them")
 
 
 def _largest(values: Tensor) -> Tensor:

@@ -373,7 +373,7 @@ class MeasuredGradients(Gradients):
 
 
 def with_norms(grads: Gradients, norms: Tensor, **known: Any) -> MeasuredGradients:
-    """Return the same gradients with their ``norms``, and what else a `MeasuredGradients` may know of these."""
+    """Return a `MeasuredGradients` of ``grads``; ``known`` are the other fields that it has beside the norms."""
     lists = grads.parameters, grads.gradients, grads.positions, grads.names
     kept = {"reduction": grads.reduction, "wants_each": grads.wants_each, "reach": grads.reach}
     return MeasuredGradients(*lists, norms, **kept, **known)

@@ -195,7 +195,7 @@ class Contribution(ABC):
         """
 
     def materialize(self) -> "Materialized":
-        """Return the same as held per-sample gradients."""
+        """Return this contribution as held per-sample gradients."""
         return Materialized(self.rows(0, self.batch_size))
 
     def with_recomputed(self, squares: Tensor) -> Tensor:

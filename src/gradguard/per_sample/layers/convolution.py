@@ -206,7 +206,7 @@ class ConvolutionWeight(Recomputed):
         return functional.pad(inputs, self._margins, self._mode) if any(self._margins) else inputs
 
     def _outer(self, start: int, stop: int) -> Outer:
-        """Return the same as outer products over positions, one pseudo-sample for each sample and group.
+        """Return this contribution as outer products over positions, one pseudo-sample for each sample and group.
 
         A transposed convolution is a convolution of the output's gradient, whose output's gradient is the input.
         """
