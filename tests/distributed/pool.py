@@ -123,7 +123,8 @@ class Pool:
         except (EOFError, OSError):
             self._processes[rank].join(HANGS)
             self.alive = False
-            return RuntimeError(f"rank {rank} has died with exit code {self._processes[rank].exitcode}")
+            last = (self._folder / f"stack{rank}").read_text(encoding="utf-8")
+            return RuntimeError(f"rank {rank} has died with exit code {self._processes[rank].exitcode}\n{last}")
         if kind == "error":
             value.__cause__ = RemoteTraceback(f"on rank {rank}:\n{text}")
         return value
@@ -216,13 +217,17 @@ def _serve(pipe: Any, rank: int, world: int, folder: str) -> None:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")  # as in pyproject.toml
-        join(rank, world, folder)
-        while True:
-            try:
-                message = pipe.recv_bytes()
-            except EOFError:  # the tests have ended
-                os._exit(0)
-            pipe.send_bytes(_answer(message))
+        try:
+            join(rank, world, folder)
+            while True:
+                try:
+                    message = pipe.recv_bytes()
+                except EOFError:  # the tests have ended
+                    os._exit(0)
+                pipe.send_bytes(_answer(message))
+        except BaseException:
+            traceback.print_exc(file=stack)  # nobody sees the standard error of this process
+            raise
 
 
 def _answer(message: bytes) -> bytes:
