@@ -70,6 +70,15 @@ def test_pages_are_printed_whole_and_say_where_links_lead(capsys):
         assert "](" not in re.sub(r"```.*?```|`[^`\n]*`", "", shown, flags=re.DOTALL)
         assert {*re.findall(r"\(`gradguard explain ([^`]*)`\)", shown)} <= {*listed}
     assert "(`gradguard explain nan`)" in printed(capsys, "explain", "nonfinite_data")
+    assert "was tested (`gradguard explain trainers/index`)" in printed(capsys, "explain", "trainers/lightning")
+    assert "forward_kernel[(triton.cdiv(x.numel(), TILE),)](x, y" in printed(
+        capsys, "explain", "tutorials/triton_kernel"
+    )
+
+
+def test_a_page_of_a_folder_has_its_short_name_too(capsys):
+    assert printed(capsys, "explain", "lightning") == printed(capsys, "explain", "trainers/lightning")
+    assert printed(capsys, "explain", "index").startswith("# gradguard")
 
 
 def test_every_command_names_its_page_in_its_help_and_in_its_errors(tmp_path, monkeypatch, capsys):
@@ -121,6 +130,8 @@ def test_an_unknown_name_gets_the_nearest_ones(capsys):
     assert first.startswith("gradguard: error: 'spik' is no cause, finding, error or page. Did you mean spike")
     assert main(["explain", "zzz"]) == 2
     assert "`gradguard explain` lists all. (" in capsys.readouterr().err
+    assert main(["explain", "TRL"]) == 2
+    assert re.search(r"Pages that have the word: .*trainers/transformers", capsys.readouterr().err)
 
 
 def test_the_page_for_assistants_names_what_there_is(tmp_path, monkeypatch, capsys):
