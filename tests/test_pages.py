@@ -12,6 +12,7 @@ import gradguard as gg
 from gradguard import errors
 from gradguard.cli import main
 from gradguard.cli.pages import _page
+from gradguard.integrations import timm
 from gradguard.monitoring.judge import diagnosis
 from gradguard.monitoring.judge.detectors import KINDS
 from gradguard.monitoring.judge.recommend import recommend
@@ -114,6 +115,7 @@ def test_every_error_of_a_call_names_its_page_below_the_message(capsys):
         "watching": (lambda: gg.Monitor("run.jsonl"), r"expected a torch\.optim\.Optimizer"),
         "parity": (lambda: gg.save_gradients("a.safetensors", model, 3), r"step is int"),
         "norm_audit": (lambda: gg.audit_norm(model, "x"), r"norm is str: expected"),
+        "trainers/timm": (lambda: timm.dispatch_clip_grad(model, 1.0, mode="x"), r"mode='x': expected"),
     }
     for page, (call, words) in calls.items():
         with pytest.raises(errors.GradguardError, match=words) as raised:
