@@ -114,3 +114,34 @@ def test_it_looks_like_any_module():
     assert set(gg.__all__) <= set(everything)
     for name in ("watch", "error_clip", "Guard", "Monitor"):
         assert pickle.loads(pickle.dumps(getattr(gg, name))) is getattr(gg, name)
+
+
+WITHOUT_NUMPY = """
+import sys, warnings
+warnings.simplefilter("ignore")
+sys.modules["numpy"] = None
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import gradguard as gg
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+model(torch.randn(6, 4)).square().mean().backward()
+clipper.clip_and_accumulate()
+print(len(clipper.statistics.norms))
+clipper.detach()
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+try:
+    gg.audit_norm(model, lambda: 1.0)
+except gg.errors.MissingPackageError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_samples_are_clipped_without_numpy_and_processes_that_need_it_are_told():
+    command = [sys.executable, "-c", WITHOUT_NUMPY]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    norms, refusal = done.stdout.splitlines()
+    assert norms == "6"
+    assert refusal == "PyTorch needs NumPy to exchange objects between processes: pip install numpy"

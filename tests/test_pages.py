@@ -12,6 +12,7 @@ import gradguard as gg
 from gradguard import errors
 from gradguard.cli import main
 from gradguard.cli.pages import _page
+from gradguard.integrations import timm
 from gradguard.monitoring.judge import diagnosis
 from gradguard.monitoring.judge.detectors import KINDS
 from gradguard.monitoring.judge.recommend import recommend
@@ -70,6 +71,15 @@ def test_pages_are_printed_whole_and_say_where_links_lead(capsys):
         assert "](" not in re.sub(r"```.*?```|`[^`\n]*`", "", shown, flags=re.DOTALL)
         assert {*re.findall(r"\(`gradguard explain ([^`]*)`\)", shown)} <= {*listed}
     assert "(`gradguard explain nan`)" in printed(capsys, "explain", "nonfinite_data")
+    assert "was tested (`gradguard explain trainers/index`)" in printed(capsys, "explain", "trainers/lightning")
+    assert "forward_kernel[(triton.cdiv(x.numel(), TILE),)](x, y" in printed(
+        capsys, "explain", "tutorials/triton_kernel"
+    )
+
+
+def test_a_page_of_a_folder_has_its_short_name_too(capsys):
+    assert printed(capsys, "explain", "lightning") == printed(capsys, "explain", "trainers/lightning")
+    assert printed(capsys, "explain", "index").startswith("# gradguard")
 
 
 def test_every_command_names_its_page_in_its_help_and_in_its_errors(tmp_path, monkeypatch, capsys):
@@ -105,6 +115,7 @@ def test_every_error_of_a_call_names_its_page_below_the_message(capsys):
         "watching": (lambda: gg.Monitor("run.jsonl"), r"expected a torch\.optim\.Optimizer"),
         "parity": (lambda: gg.save_gradients("a.safetensors", model, 3), r"step is int"),
         "norm_audit": (lambda: gg.audit_norm(model, "x"), r"norm is str: expected"),
+        "trainers/timm": (lambda: timm.dispatch_clip_grad(model, 1.0, mode="x"), r"mode='x': expected"),
     }
     for page, (call, words) in calls.items():
         with pytest.raises(errors.GradguardError, match=words) as raised:
@@ -121,6 +132,8 @@ def test_an_unknown_name_gets_the_nearest_ones(capsys):
     assert first.startswith("gradguard: error: 'spik' is no cause, finding, error or page. Did you mean spike")
     assert main(["explain", "zzz"]) == 2
     assert "`gradguard explain` lists all. (" in capsys.readouterr().err
+    assert main(["explain", "TRL"]) == 2
+    assert re.search(r"Pages that have the word: .*trainers/transformers", capsys.readouterr().err)
 
 
 def test_the_page_for_assistants_names_what_there_is(tmp_path, monkeypatch, capsys):
@@ -162,7 +175,7 @@ def test_the_demo_tells_the_story_of_its_records(tmp_path, monkeypatch, capsys):
     assert " it helped: " in diagnosis.diagnose(healed).sentence
     assert diagnosis.diagnose(healed).sentence in words
     assert f"gradguard run --clip {recommend(sick).rule} char_lm.py" in told
-    before, after = re.search(r"ends at (\S+) instead of (\S+)\.", told).group(2, 1)
+    after, before = re.search(r"the loss is (\S+) at step \d+ in place of (\S+),", words).groups()
     assert float(after) < 0.9 * float(before)
     assert Path("gradguard-demo/demo.html").stat().st_size > 10_000
     assert len(told.splitlines()) < 20

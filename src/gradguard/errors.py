@@ -40,6 +40,9 @@ _PAGES = {
 }
 """The page on what each folder does, as `gradguard explain` prints it."""
 
+_TRAINERS = ("accelerate", "composer", "deepspeed", "keras", "lightning", "timm", "torchtitan", "transformers")
+"""Files of integrations/ that have a page of their own; lightning_clip.py is Lightning's too."""
+
 
 class GradguardError(Exception):
     """Base class of every error that gradguard raises on purpose.
@@ -63,15 +66,21 @@ class GradguardError(Exception):
 
 
 def _page_of_caller() -> str:
-    """Return the page of the innermost folder that has one, or the page of all errors."""
+    """Return the page of the innermost folder that has one, or of the trainer that called it, or of all errors."""
+    page = None
     frame = sys._getframe(2)
     while frame is not None:
         package, _, rest = frame.f_globals.get("__name__", "").partition(".")
-        folder = rest.partition(".")[0]
+        folder, _, module = rest.partition(".")
+        trainer = module.partition("_")[0]
+        if package == "gradguard" and folder == "integrations" and trainer in _TRAINERS:
+            return f"trainers/{trainer}"
         if package == "gradguard" and folder in _PAGES:
-            return _PAGES[folder]
+            page = page or _PAGES[folder]
+            if folder != "integrations":
+                return page
         frame = frame.f_back
-    return "errors"
+    return page or "errors"
 
 
 class InvalidValueError(GradguardError, ValueError):

@@ -175,7 +175,7 @@ CASES = {
              104),
         "nonfinite_growth", "grew until"),
     "NaN out of nothing": (
-        lost(run(falling())), "nonfinite_data", "At step 250 .* nothing had grown before.*docs/nan.md"),
+        lost(run(falling())), "nonfinite_data", "At step 250 .* nothing had grown before.*gradguard explain nan"),
     "NaN in the data": (
         lost(run(falling()), origin=["data", "float32"]), "nonfinite_data", "The data themselves held"),
     "NaN before the first update": (lost(run(falling()), 0), "nonfinite_data", "step 0"),

@@ -54,7 +54,7 @@ DECISIONS = {
     "heavy tails": (run(log_normal(600, spread=0.6)), "constant", r"norm=\d", "As insurance"),
     "NaN at step 19": (run(NAN), "fix", "norm=0.1", r"Multiply the learning rate by 0.3. Clip at 0.1 as well"),
     "NaN at step 19, Adam": (run(NAN, "Adam"), "fix", "norm=0.3", r"rate by 0.1. Clip at 0.3 as well"),
-    "NaN at once": (run([None] * 50), "fix", None, "Look at the batch of step 0.*docs/nan.md"),
+    "NaN at once": (run([None] * 50), "fix", None, "Look at the batch of step 0.*gradguard explain nan"),
     "NaN out of calm": (run(CALM + [None] * 50), "fix", None, r"Look at the batch of step 600"),
     "NaN after losses had grown": (
         run(CALM + [None] * 50, losses=[1.0] * 590 + [1.5**k for k in range(10)] + [None] * 50), "fix", r"norm=1\.0",

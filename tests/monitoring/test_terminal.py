@@ -79,6 +79,14 @@ def test_the_summary_of_a_run_fits_the_terminal(width, tmp_path):
     assert too_long(console.file.getvalue(), width) == []
 
 
+def test_the_summary_of_a_short_run_says_once_that_it_is_too_short(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    print_summary(write_char_rnn(tmp_path / "run.jsonl", steps=24), console)
+    said = console.file.getvalue()
+    assert said.count("too few to say whether the run is well") == 1
+    assert said.count("Record at least 60 steps") == 1
+
+
 @pytest.mark.parametrize("width", [1, 20, 30, 50, 200])
 def test_a_table_of_any_width_holds_every_number_and_every_letter(width):
     console = Console(file=io.StringIO(), width=width)

@@ -437,7 +437,8 @@ def test_several_optimizers_are_refused_and_told_of_the_way():
     model = nn.Linear(1, 1)
     both = [torch.optim.SGD([p]) for p in model.parameters()]
     with pytest.raises(
-        InvalidTypeError, match=r"optimizer is a list, .*: make one that steps all \(docs/resilience.md"
+        InvalidTypeError,
+        match=r"optimizer is a list, .*: make one that steps all \(Muon .*`gradguard explain resilience`\)",
     ):
         SpikeRecovery(model, both)
 

@@ -24,7 +24,6 @@ def add_to(commands) -> None:
 def _demo(parsed: argparse.Namespace) -> int:
     from gradguard.monitoring.judge.diagnosis import diagnose
     from gradguard.monitoring.judge.recommend import recommend
-    from gradguard.monitoring.judge.verdict import verdict
     from gradguard.monitoring.record.file import read_record
     from gradguard.monitoring.show.report import write_report
 
@@ -41,7 +40,6 @@ def _demo(parsed: argparse.Namespace) -> int:
     page = write_report(records, parsed.out / "demo.html")
     sick, healed = records
     decision = recommend(sick)
-    before, after = (f"{verdict(record).final_loss:.3g}" for record in records)
     story = [
         f"A language model of characters (examples/char_lm.py) was trained for {len(sick.steps):,} steps, unclipped.",
         "What gradguard says of the record:",
@@ -51,7 +49,6 @@ def _demo(parsed: argparse.Namespace) -> int:
         "",
         f"The same script again, as `gradguard run --clip {decision.rule} char_lm.py`:",
         "",
-        f"  The loss ends at {after} instead of {before}.",
         f"  {diagnose(healed).sentence}",
         "",
         f"The page, with every norm: {page}",

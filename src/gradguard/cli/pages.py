@@ -1,6 +1,7 @@
 """`gradguard explain` and `gradguard skill`: pages of the documentation, in the terminal."""
 
 import argparse
+import posixpath
 import re
 import sys
 from difflib import get_close_matches
@@ -40,11 +41,14 @@ def _explain(parsed: argparse.Namespace) -> int:
         as_both = {"causes": "As the cause of a run:\n\n", "findings": "As a finding:\n\n"} if len(found) > 1 else {}
         _show("\n".join([f"# {parsed.name}", *(as_both.get(page, "") + text for page, text in found)]))
         return 0
-    if parsed.name in pages:
-        _show(_page(f"{parsed.name}.md"))
+    page = next((page for page in pages if parsed.name in (page, page.rpartition("/")[2])), None)
+    if page is not None:
+        _show(_page(f"{page}.md"), page)
         return 0
     near = get_close_matches(parsed.name, [*(name for names in parts.values() for name in names), *pages], n=3)
     hint = f"Did you mean {' or '.join(near)}?" if near else "`gradguard explain` lists all."
+    about = [page for page in pages if re.search(rf"\b{re.escape(parsed.name)}\b", _page(f"{page}.md"), re.IGNORECASE)]
+    hint += f" Pages that have the word: {', '.join(about[:5])}." if about else ""
     raise CommandError(f"{parsed.name!a:.80} is no cause, finding, error or page. {hint}")
 
 
@@ -76,15 +80,16 @@ def _page(name: str) -> str:
     return (_folder() / name).read_text(encoding="utf-8")
 
 
-def _show(text: str) -> None:
-    """Print Markdown: drawn on a terminal, as it is elsewhere. Pictures are left out; links say what to type."""
+def _show(text: str, page: str = "index") -> None:
+    """Print a page's Markdown: drawn on a terminal. Pictures are left out; links say what to type."""
     text = re.sub(r"^!\[.*?\]\(.*?\)\n+", "", text, flags=re.MULTILINE | re.DOTALL)
     pages = _names()
-    text = re.sub(
-        r"\[([^]]*)\]\((?:\.\./)*([^)#]*?)(?:\.md)?(?:#[^)]*)?\)",
-        lambda link: f"{link[1]} (`gradguard explain {link[2]}`)" if link[2] in pages else link[1],
-        text,
-    )
+
+    def typed(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(page), link[2])) if link[2] else page
+        return f"{link[1]} (`gradguard explain {target}`)" if target in pages and target != page else link[1]
+
+    text = re.sub(r"(?<![\w\]])\[([^]]*)\]\(([^)#]*?)(?:\.md)?(?:#[^)]*)?\)", typed, text)
     if not sys.stdout.isatty():
         print(text)
         return

@@ -9,13 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradguard.distributed.reduction_group import ReductionGroup, listed
-from gradguard.errors import DistributedError
+from gradguard.errors import DistributedError, MissingPackageError
 from gradguard.torch_private import default_store, device_types_of
 
 _PATIENCE = 5.0
@@ -163,6 +164,8 @@ def gather_objects(union: ReductionGroup, value: Any, signature: Sequence[str] =
     found: list[Any] = [None] * dist.get_world_size(union.group)
     if len(found) == 1:
         return [value]
+    if find_spec("numpy") is None:
+        raise MissingPackageError("PyTorch needs NumPy to exchange objects between processes: pip install numpy")
     together(lambda async_op: dist.all_gather_object(found, value, group=union.group), union, signature, task=task)
     return found
 

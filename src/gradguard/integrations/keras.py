@@ -191,7 +191,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
             culprits = ", ".join(self.last.culprits()) if self.last is not None else ""
             raise NonFiniteGradientError(
                 f"{self._skips_in_a_row} updates in a row were skipped, because gradients were not finite; the last in "
-                f"{culprits}. Nothing has changed. Find the operation (docs/nan.md says how), lower the learning "
+                f"{culprits}. Nothing has changed. Find the operation, lower the learning "
                 "rate, or pass max_consecutive_skips=None."
             )
 

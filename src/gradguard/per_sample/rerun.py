@@ -382,10 +382,10 @@ def _state_of_generator(args: Any, kwargs: Any) -> bytes:
     """The state of the generator that an operation draws from."""
     generator = kwargs.get("generator")
     if generator is not None:
-        return generator.get_state().numpy().tobytes()
+        return bytes(generator.get_state().tolist())
     device = kwargs.get("device") or next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
     device = torch.device(device)
-    return device_state(device).numpy().tobytes()
+    return bytes(device_state(device).tolist())
 
 
 def is_draw(func: Any, args: Any, kwargs: Any) -> bool:

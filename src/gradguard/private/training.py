@@ -270,7 +270,7 @@ class PrivateTraining:
         norm_clipper: Any = self.clipper.norm_clipper
         norm_clipper.load_state_dict(state_dict["norm_clipper"])
         if getattr(norm_clipper, "generator", None) is not None:
-            old = norm_clipper.generator.get_state().numpy().tobytes()
+            old = bytes(norm_clipper.generator.get_state().tolist())
             key = hashlib.sha256(old + os.urandom(32)).digest()
             norm_clipper.generator.set_state(keyed_generator(key, norm_clipper.generator.device).get_state())
         self.noise.renew()

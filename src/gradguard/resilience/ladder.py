@@ -526,7 +526,7 @@ def _forgotten(steps: int) -> str:
     return (
         f"the optimizer has taken {steps} steps since resilience.step() was last called, which cannot follow what it "
         "has not seen: it would neither go back nor count right. Call resilience.step() once after each "
-        "optimizer.step(), as in docs/resilience.md."
+        "optimizer.step(): `gradguard explain resilience`."
     )
 
 
@@ -631,7 +631,8 @@ def _ids(batches: Iterable[MicroBatch]) -> tuple[SampleId, ...]:
 def _several(what: str) -> str:
     return (
         f"{what}, and of several that step one after the other the first would take what the last finds to be a spike: "
-        "make one that steps all (docs/resilience.md, Muon beside AdamW), or put all parameters into one, with groups."
+        "make one that steps all (Muon beside AdamW in `gradguard explain resilience`), or put all parameters into "
+        "one, with groups."
     )
 
 

@@ -46,7 +46,7 @@ def refuse_nonfinite(
     lines = "\n  ".join(bad)
     raise NonFiniteGradientError(
         f"gradients are not finite, and nothing was changed:\n  {lines}\n"
-        'docs/nan.md says how to find the operation and the batch; nonfinite="zero" goes on without such steps.'
+        'Find the operation and the batch; nonfinite="zero" goes on without such steps.'
     )
 
 

@@ -476,7 +476,7 @@ def _nonfinite_line(step: StepMeasurement, norms: Sequence[float], names: Sequen
         "kind": "nonfinite",
         "severity": "error",
         "message": f"gradients of {shown} are not finite",
-        "advice": "find the operation (docs/nan.md says how), or lower the learning rate",
+        "advice": "find the operation: `gradguard explain nan`",
         "params": [names[place] for place in bad if place >= 0],
         "optimizer": step.optimizer,
     }

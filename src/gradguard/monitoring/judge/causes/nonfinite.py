@@ -107,8 +107,8 @@ def _by_data(signals: Signals, step: int, seen: Evidence, certainty: str, why: s
         f"At step {step} the loss or a gradient became NaN or infinite, and nothing had grown before: it comes from "
         "the batch or an operation on it.",
         f"Look at the batch of step {step} for NaN, infinity, an empty or corrupt sample, and for a logarithm, root or "
-        "division of 0: docs/nan.md finds the sample, the operation and its line. To leave such steps out until then, "
-        'use gg.Guard(optimizer, nonfinite="skip").',
+        "division of 0: `gradguard explain nan` finds the sample, the operation and its line. To leave such steps out "
+        'until then, use gg.Guard(optimizer, nonfinite="skip").',
         (seen, calm),
         ("Neither a lower learning rate nor a clip keeps this away: nothing had grown before.",),
     )
@@ -165,7 +165,7 @@ def _scale_collapse(signals: Signals) -> Cause | None:
         "nonfinite_range",
         "likely",
         "Gradients overflow float16 whatever the loss scale is, so that steps are skipped one after the other.",
-        "Use bfloat16 in place of float16 and no GradScaler; if numbers are not finite then either, docs/nan.md finds "
-        "the operation.",
+        "Use bfloat16 in place of float16 and no GradScaler; if numbers are not finite then either, "
+        "`gradguard explain nan` finds the operation.",
         (signals.seen(words),),
     )

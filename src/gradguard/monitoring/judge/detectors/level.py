@@ -232,10 +232,10 @@ def _nonfinite(found: Episode) -> Words:
     message = f"gradients were not finite{where} on {steps(found.count)}, first on step {found.first}{grown}"
     if found.harmless:
         return "warning", f"{message}; all of these steps were skipped", (
-            "the weights are safe; if it comes often, find the operation: docs/nan.md says how"
+            "the weights are safe; if it comes often, `gradguard explain nan` finds the operation"
         )  # fmt: skip
     return "error", message, (
-        "find the operation (docs/nan.md says how), lower the learning rate, or leave such steps out with "
+        "find the operation (`gradguard explain nan`), or leave such steps out with "
         'gg.Guard(optimizer, clipper, nonfinite="skip")'
     )  # fmt: skip
 

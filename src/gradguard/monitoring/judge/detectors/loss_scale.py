@@ -57,8 +57,14 @@ def _collapse(found: Episode) -> Words:
         message = f"{skipped}, at step {found.first}: the loss scale is collapsing"
     else:
         message = f"the loss scale fell to {scale:g} at step {found.first}, below {AMP_LEAST_SCALE:g}"
-    advice = "the gradients are not finite whatever the scale: find where NaN begins (docs/nan.md), or use bfloat16"
-    return "error", message, advice
+    return (
+        "error",
+        message,
+        (
+            "the gradients are not finite whatever the scale: find where NaN begins (`gradguard explain nan`), or use "
+            "bfloat16"
+        ),
+    )
 
 
 COLLAPSE = Kind("amp_scale_collapse", _collapse, value="smallest")

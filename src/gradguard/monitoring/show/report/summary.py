@@ -211,7 +211,7 @@ def _body(judged: Verdict, recommendation: Recommendation, diagnosis: Diagnosis,
 
     body = Text(diagnosis.sentence, style="bold")
     body.append("" if diagnosis.is_well else f"\n{diagnosis.cause.advice}", style="not bold")
-    if recommendation.kind != "fix":
+    if recommendation.kind != "fix" and recommendation.headline != diagnosis.sentence:  # an unknown cause has said it
         body.append("\n\n").append(recommendation.headline, style="bold")
         body.append(f" {recommendation.reason}" if recommendation.reason else "", style="not bold")
     body.append(f"\n\n{judged.sentence}", style="not bold")
