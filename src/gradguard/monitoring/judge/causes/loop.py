@@ -282,7 +282,7 @@ def not_started(signals: Signals) -> Cause | None:
         stays = signals.travel is not None and signals.travel < MOVED  # as a run does that had little left to learn
         return Cause(
             "not_started",
-            "possible" if stays else "likely",
+            "possible" if stays or curve.is_blurred else "likely",
             f"Nothing has been learned in {signals.count:,} steps, though gradients and learning rate are ordinary.",
             "Check that labels belong to their inputs (a shuffle of one and not of the other), and that inputs are "
             "normalised and reach the model. If they are right, train longer, with a learning rate three times higher.",
