@@ -384,6 +384,18 @@ CASES = {
         run([2.0 + 0.3 * random.Random(i).gauss(0, 1) for i in range(COUNT)], meta=FLAT_META,
             tensors=lines(TENTH, 0.02)),
         "not_started", "Check that labels belong"),
+    "labels of others, and an output that was too large at first": (
+        run([1.5] * 5 + [1.42] * 15 + flat(380, 1.36, 0.01), meta=FLAT_META,
+            tensors=lines(TENTH, 4e-3, grow=0.98)),
+        "not_started", "Check that labels belong"),
+    "a weak signal that is found at once, by weights that grow": (
+        run([1.5] * 5 + [1.42] * 15 + flat(380, 1.36, 0.01), meta=FLAT_META,
+            tensors=lines(TENTH, 4e-3, grow=1.5)),
+        "healthy", "well"),
+    "weights and norms that grow while the loss falls out of a plateau": (
+        run([1.5 - 0.8 / (1 + math.exp((220 - i) / 20)) for i in range(COUNT)], [x * math.exp(i / 150) for i, x in
+            enumerate(calm())], meta=FLAT_META, tensors=moving(lambda i: [4.0] * 9 + [1.3 + i / 150])),
+        "healthy", "well"),
     "rewards less their mean, whose loss rises from 0": (
         run([0.03 * (1 - math.exp(-i / 10)) - 0.004 + 0.01 * random.Random(i).gauss(0, 1) for i in range(COUNT)],
             meta=FLAT_META, tensors=lines(TENTH, 3e-3)),
