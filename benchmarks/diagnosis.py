@@ -1,15 +1,16 @@
 """Does the diagnosis name what is wrong with a run, and nothing where all is well? Prints a table.
 
-python benchmarks/diagnosis.py [--seeds 3] [--only PATTERN] [--set developed more held_out fresh unseen]
+python benchmarks/diagnosis.py [--seeds 3] [--only PATTERN] [--set developed more held_out fresh unseen optimizers]
                                [--records DIR] [--follow]
 
-Each scenario of `diagnosis_tasks.py`, `diagnosis_more_tasks.py`, `diagnosis_held_out.py`, `diagnosis_fresh_tasks.py`
-and `diagnosis_unseen_tasks.py` is trained by `gradguard run`, in a fork of this process, and judged by what `gradguard
-report --json` says. Its *label* is the fault that was built into it, or *healthy*. A sick scenario counts where its
-held-out loss is clearly worse than that of the same run without the fault, a healthy one where neither half nor twice
-the learning rate is better by a factor; with `--verify` that is measured, and what fails is named. The columns: the
-cause in first place, by seed; the warnings and errors that stand on a healthy one; *contradictions*, where a decision
-says to keep or to do nothing beside an error, or where a page that says the run is well warns.
+Each scenario of `diagnosis_tasks.py`, `diagnosis_more_tasks.py`, `diagnosis_held_out.py`, `diagnosis_fresh_tasks.py`,
+`diagnosis_unseen_tasks.py` and `diagnosis_optimizer_tasks.py` is trained by `gradguard run`, in a fork of this process,
+and judged by what `gradguard report --json` says. Its *label* is the fault that was built into it, or *healthy*. A sick
+scenario counts where its held-out loss is clearly worse than that of the same run without the fault, a healthy one
+where neither half nor twice the learning rate is better by a factor; with `--verify` that is measured, and what fails
+is named. The columns: the cause in first place, by seed; the warnings and errors that stand on a healthy one;
+*contradictions*, where a decision says to keep or to do nothing beside an error, or where a page that says the run is
+well warns.
 
 With `--follow` the first advice is followed to the letter: the learning rate times the factor that it gives, the clip
 that it proposes, and, where it names the right cause and that is no matter of numbers, the fault removed. It *helps*
@@ -42,6 +43,7 @@ from rich.table import Table
 import diagnosis_fresh_tasks
 import diagnosis_held_out
 import diagnosis_more_tasks
+import diagnosis_optimizer_tasks
 import diagnosis_tasks
 import diagnosis_unseen_tasks
 from gradguard.cli import main as gradguard
@@ -55,6 +57,7 @@ SETS = {
     "held_out": diagnosis_held_out,
     "fresh": diagnosis_fresh_tasks,
     "unseen": diagnosis_unseen_tasks,
+    "optimizers": diagnosis_optimizer_tasks,
 }
 
 CLEARLY = 1.15

@@ -376,6 +376,30 @@ CASES = {
             line | {"weight": [12.0] * 9 + [1.0], "norm": [60.0 if line["i"] == 0 else 0.0] * 10}
             for line in lines(TENTH)]),
         "exploding_depth", "5.00 times as large as the weight"),
+    "a loss that outliers blur, so that a fall by half would not show": (
+        run([1.0] * 5 + [1.8 + 0.9 * random.Random(i).gauss(0, 1) - i / 800 for i in range(395)], meta=FLAT_META,
+            tensors=lines(TENTH, 0.02)),
+        "healthy", "as far as its gradients show"),
+    "labels of others, under noise through which a fall by half would show": (
+        run([2.0 + 0.3 * random.Random(i).gauss(0, 1) for i in range(COUNT)], meta=FLAT_META,
+            tensors=lines(TENTH, 0.02)),
+        "not_started", "Check that labels belong"),
+    "labels of others, and an output that was too large at first": (
+        run([1.5] * 5 + [1.42] * 15 + flat(380, 1.36, 0.01), meta=FLAT_META,
+            tensors=lines(TENTH, 4e-3, grow=0.98)),
+        "not_started", "Check that labels belong"),
+    "a weak signal that is found at once, by weights that grow": (
+        run([1.5] * 5 + [1.42] * 15 + flat(380, 1.36, 0.01), meta=FLAT_META,
+            tensors=lines(TENTH, 4e-3, grow=1.5)),
+        "healthy", "well"),
+    "weights and norms that grow while the loss falls out of a plateau": (
+        run([1.5 - 0.8 / (1 + math.exp((220 - i) / 20)) for i in range(COUNT)], [x * math.exp(i / 150) for i, x in
+            enumerate(calm())], meta=FLAT_META, tensors=moving(lambda i: [4.0] * 9 + [1.3 + i / 150])),
+        "healthy", "well"),
+    "rewards less their mean, whose loss rises from 0": (
+        run([0.03 * (1 - math.exp(-i / 10)) - 0.004 + 0.01 * random.Random(i).gauss(0, 1) for i in range(COUNT)],
+            meta=FLAT_META, tensors=lines(TENTH, 3e-3)),
+        "healthy", "losses were not judged"),
     "micro-batches summed, and numbers that were lost at once": (
         lost(run([2.0, 5.0, 20.0, *flat(397, 3.0)], backwards=8), 4), "accumulation", "8 micro-batches"),
 }  # fmt: skip
@@ -581,6 +605,22 @@ def test_losses_of_networks_that_work_against_each_other_are_not_judged():
     record = make_record(meta={"t": "meta", "optimizers": ["Adam", "Adam"]}, steps=steps)
     assert diagnose(record).is_well
     assert [one.cause.key for _, one in diagnose(record).parts] == ["healthy", "healthy"]
+
+
+def one_loss_for_two(losses, rate_of):
+    """Two optimizers, each of other parameters, that step one after the other on one backward, as Muon and AdamW."""
+    steps = steps_of(calm(2 * len(losses)), lr=0.1)
+    for i, step in enumerate(steps):
+        step |= {"optimizer": i % 2, "lr": rate_of(i // 2)}
+        if i % 2 == 0:
+            step["loss"] = losses[i // 2]
+    return make_record(meta={"t": "meta", "optimizers": ["Muon", "AdamW"]}, steps=steps)
+
+
+def test_one_loss_that_two_optimizers_share_is_judged():
+    assert diagnose(one_loss_for_two(falling(), lambda i: 0.1)).sentence == "Your run is well."
+    sick = diagnose(one_loss_for_two(DECAYED[0], DECAYED[1].__getitem__))
+    assert (sick.cause.key, sick.cause.optimizer) == ("rate_decayed", "optimizer 0 (Muon)")
 
 
 # --- a decision that was followed -------------------------------------------------------------------------------------

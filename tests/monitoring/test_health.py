@@ -302,6 +302,18 @@ def test_a_gan_is_judged_optimizer_by_optimizer():
     assert (found.kind, found.severity, found.optimizer) == ("clipping_always_on", "info", 1)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_the_one_loss_of_two_optimizers_is_judged_and_losses_of_their_own_are_not(own):
+    steps = [{"t": "step", "i": i, "norm": CALM[i // 2], "optimizer": i % 2} for i in range(1200)]
+    for step in steps if own else steps[::2]:
+        step["loss"] = 9.0 if step["i"] >= 600 else 1.0 + 2.0 * (step["i"] < 100)
+    record = make_record(meta={"t": "meta", "optimizers": ["Muon", "AdamW"], "params": PARAMS}, steps=steps)
+    found = [] if own else [("diverging_loss", 0)]
+    assert [(one.kind, one.optimizer) for one in findings(record) if one.kind == "diverging_loss"] == found
+    told = [one.kind for monitor in [HealthMonitor(record.meta)] for step in steps for one in monitor.see(step)]
+    assert ("diverging_loss" in told) is not own
+
+
 def test_findings_are_sorted_and_repeatable():
     norms = [None if i == 500 else 60 * n if 300 <= i < 330 else n for i, n in enumerate(CALM)]
     record = run(norms, tensors=lines_of(600, zero(4, since=100)))

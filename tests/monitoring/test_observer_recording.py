@@ -51,6 +51,23 @@ class Full(RecordWriter):
         raise OSError(28, "No space left on device")
 
 
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_loss_belongs_to_a_step_only_if_its_gradients_do(clears, tmp_path):
+    """A step of SAM measures first and goes back; micro-batches add up."""
+    train = Training()
+    with watch(tmp_path / "run.jsonl"):
+        for step in range(5):
+            train.optimizer.zero_grad()
+            for scale in (1.0, 3.0):
+                if clears:
+                    train.optimizer.zero_grad()
+                (train.model.bias.sum() * 0 + scale * (step + 1)).backward()
+            train.optimizer.step()
+    steps = read_record(tmp_path / "run.jsonl").steps[1:]  # before the first nothing is known of the optimizer
+    assert steps.column("loss") == [(3.0 if clears else 2.0) * (step + 1) for step in range(1, 5)]
+    assert steps.column("backwards") == [None if clears else 2] * 4
+
+
 def full_disk(path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sys.modules["gradguard.monitoring.show.sinks.lines"], "RecordWriter", Full)
 

@@ -190,6 +190,16 @@ def without_zero_grad(make, backwards=1):
     return loop
 
 
+def zero_grad_of_the_last_layer(watching):
+    model = mlp()
+    optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2:].parameters()}], lr=0.001)
+    watching(model, optimizer)
+    for _ in range(STEPS):
+        model[2:].zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+
+
 def closure_without_zero_grad(watching):
     model = mlp()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=2)
@@ -265,6 +275,7 @@ SICK = [
     ("no zero_grad", without_zero_grad(sgd), ["watch"], KEPT, "error", "10 steps in a row backward() added"),
     ("no zero_grad, Adam", without_zero_grad(adam), ["watch"], KEPT, "error", "not cleared"),
     ("no zero_grad, accumulation", without_zero_grad(sgd, backwards=3), ["watch"], KEPT, "error", "not cleared"),
+    ("no zero_grad of one group", zero_grad_of_the_last_layer, ["watch"], KEPT, "error", "not cleared"),
     ("no zero_grad, closure", closure_without_zero_grad, ["watch"], KEPT, "error", "not cleared"),
     ("no zero_grad, scaler", scaler_without_zero_grad, ["watch"], KEPT, "error", "not cleared"),
     ("below eps", one_gradient_far_above_the_others(adam), BOTH, BELOW_EPS, "warning", "0.weight, 0.bias, 2.weight"),

@@ -59,7 +59,8 @@ def diagnose(record: Record) -> Diagnosis:
     **Guarantees**: a run with an error among its findings is never well; a record always gives the same diagnosis.
 
     **Edge cases**: each of several optimizers is judged by its own steps, and the gravest cause of all leads; losses of
-    optimizers that take turns are not judged, since those of networks that work against each other mean no progress.
+    optimizers that take turns are not judged, since those of networks that work against each other mean no progress;
+    one loss for all, as of Muon and AdamW, is judged with the optimizer that steps first.
 
     Args:
         record: The record of a run.

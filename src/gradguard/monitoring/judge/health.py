@@ -66,8 +66,9 @@ def findings(record: Record) -> list[Finding]:
     The same record always gives the same findings. Each kind is told once for each optimizer, with the steps of each
     time that it came. ``confidence`` is ``"medium"`` where something else could make the same numbers.
 
-    **Edge cases**: what was not measured is not judged; neither are losses of a run with several optimizers, nor those
-    that are ever zero or negative, for divergence; steps that a loss scaler skipped are its ordinary search.
+    **Edge cases**: what was not measured is not judged; neither are losses where several optimizers step on losses of
+    their own, nor those that are ever zero or negative, for divergence; steps that a loss scaler skipped are its
+    ordinary search.
 
     Args:
         record: The record of a run.

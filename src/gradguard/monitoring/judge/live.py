@@ -25,9 +25,9 @@ class HealthMonitor:
     only after 100 steps without it. It knows no more of a run than the lines that it has seen: `findings` judges a
     whole record, and says more.
 
-    **Edge cases**: several optimizers are judged each by its own steps. A ``tensors`` or ``event`` line is taken to
-    belong to the ``step`` line before it, as in a record; NaN and infinity mean what null does there. Quantities that
-    a line lacks are not judged.
+    **Edge cases**: several optimizers are judged each by its own steps, and losses only where all step on one. A
+    ``tensors`` or ``event`` line is taken to belong to the ``step`` line before it, as in a record; NaN and infinity
+    mean what null does there. Quantities that a line lacks are not judged.
 
     Args:
         meta: The first line of the record: its ``params`` name what the arrays of later lines are about.
@@ -48,6 +48,7 @@ class HealthMonitor:
         self._optimizers = [str(name) for name in self._meta.get("optimizers") or []]
         self._tracks: dict[int | None, Track] = {}
         self._last: Track | None = None  # of the step before this line
+        self._with_losses = set[int]()  # optimizers before whose steps backward was called: of a GAN each of them
 
     @property
     def episodes(self) -> list[Episode]:
@@ -63,7 +64,9 @@ class HealthMonitor:
         kind = line.get("t", "step")
         if kind == "step":
             self._last = track = self._track(line.get("optimizer"))
-            track.step(line)
+            if line.get("loss") is not None:
+                self._with_losses.add(line.get("optimizer") or 0)
+            track.step(line, one_loss=len(self._optimizers) <= 1 or len(self._with_losses) <= 1)
         elif kind == "event" and is_setup_event(line):  # an optimizer without gradients has no step to belong to
             track = self._track(line.get("optimizer"))
             track.setup.event(line)
@@ -99,18 +102,17 @@ class Track:
 
     def __init__(self, optimizer: int | None, name: str, meta: dict[str, Any], several: bool) -> None:
         params = meta.get("params") or []
-        self.log, self.several = Log(optimizer), several
-        log = self.log
+        self.log = log = Log(optimizer)
         self.setup = Setup(log, meta, optimizer or 0, name)
         self.layers = Layers(log, params, several)
         names = self.layers.names
-        self.loss = Loss(log, several)
+        self.loss = Loss(log)
         self.level, self.outliers = Level(log, self.loss, names), Outliers(log, names)
-        self.oscillation, self.clipping, self.scale = Oscillation(log, several), Clipping(log, name), LossScale(log)
+        self.oscillation, self.clipping, self.scale = Oscillation(log), Clipping(log, name), LossScale(log)
         self.corruption, self.diagnostics = Corruption(log, names), Diagnostics(log, params)
 
-    def step(self, step: dict[str, Any]) -> None:
-        """Follow a step."""
+    def step(self, step: dict[str, Any], one_loss: bool) -> None:
+        """Follow a step; its loss only where no other optimizer has one of its own, that may work against it."""
         i, norm, skipped, scale = step["i"], step.get("norm"), bool(step.get("skipped")), step.get("amp_scale")
         clipped = binds(step)
         self.setup.step(step, clipped)
@@ -123,7 +125,7 @@ class Track:
             return
         loss, top = step.get("loss"), step.get("top")
         loss = loss if _is_finite(loss) else None
-        if loss is not None:
+        if loss is not None and one_loss:
             self.loss.follow(i, loss)
             self.oscillation.follow(i, loss, clipped)
         self.level.finite(i, norm, loss, clipped, top)

@@ -20,7 +20,7 @@ from gradguard.monitoring.judge.numbers import median, medians, only
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.lines import Numbers, without_none
-from gradguard.monitoring.record.steps import BINDS_BELOW, is_search_of_scale, skipped_on
+from gradguard.monitoring.record.steps import BINDS_BELOW, OTHER_LOSSES, is_search_of_scale, skipped_on
 from gradguard.threshold_rules import SortedWindow, upper_median_distance
 
 _OF_LOSSES = ("diverging_loss", "not_learning", "oscillation")
@@ -45,6 +45,7 @@ _CALM, _LAST, _STANDS_OUT = 10, 3, 2.5  # steps of calm; those just before a lea
 _FEWEST_RECENT, _REFRESH = 8, 4  # values before one may leap, and after which it is known anew what is usual
 _LARGEST_LOGARITHM = 700.0
 _NEARLY_ZERO = 3e-3
+_A_LITTLE = 0.15  # of its first level: what the bias of an output can take from a loss
 _HUGE = 30.0  # times the norm of the weights: a first gradient
 _TURNS = 1.0  # of logarithms, between two losses in a row
 _LONGEST_TURN = 8  # losses of so many kinds in a row
@@ -96,12 +97,19 @@ class Curve:
         return self.start - self.final > max(self.error + 0.6 * self.noise, 0.02 * abs(self.start))
 
     @property
-    def is_flat(self) -> bool:
-        """Whether all its levels are one, but for chance."""
-        first, last = self.levels[: len(self.levels) // 4], self.levels[len(self.levels) // 2 :]
+    def stands_still(self) -> bool:
+        """Whether it is where it began, and all its levels after the first tenth are one, but for chance."""
+        levels = self.levels[len(self.levels) // 10 :]
+        first, last = levels[: len(levels) // 4], levels[len(levels) // 2 :]
         fell = statistics.median(first) - statistics.median(last)
-        wide = max(self.levels) - min(self.levels)
+        fell_at_once = self.levels[0] - self.final > _A_LITTLE * abs(self.levels[0])
+        wide = math.inf if fell_at_once else max(levels) - min(levels)
         return wide <= max(3 * self.error, 0.03 * abs(self.start)) and fell <= max(self.error, 0.02 * abs(self.start))
+
+    @property
+    def is_blurred(self) -> bool:
+        """Whether chance alone moves it so far that a loss which halves looks flat as well."""
+        return 3 * self.error > 0.5 * abs(self.levels[0])
 
     @property
     def is_falling(self) -> bool:
@@ -151,8 +159,8 @@ class Signals:
         record: The record of its steps alone.
 
     Attributes:
-        takes_turns: Whether other optimizers step between its steps, so that losses may be of networks that work
-            against each other, and are not judged.
+        takes_turns: Whether other optimizers step between its steps on losses of their own, which may be of networks
+            that work against each other, and are not judged.
     """
 
     def __init__(self, record: Record) -> None:
@@ -160,7 +168,8 @@ class Signals:
         steps = record.steps
         self.numbers: Sequence[int] = steps.column("i")
         self.count = len(self.numbers)
-        self.takes_turns = sum(after - before > 1 for before, after in pairwise(self.numbers)) > self.count // 10
+        gaps = sum(after - before > 1 for before, after in pairwise(self.numbers))
+        self.takes_turns = bool(record.meta.get(OTHER_LOSSES)) and gaps > self.count // 10
         self.skipped = skipped_on(steps)
         self.searched = [False] * self.count
         if steps.has_any("amp_scale"):
@@ -202,8 +211,9 @@ class Signals:
         found = None if self.takes_turns else self.curve_until(self.count)
         if found is None:
             return None
-        came_back = abs(found.start) <= 2 * found.noise and found.best < 0.5 * found.best < found.final
-        if max(map(abs, found.levels)) < (_ROUND_ZERO if came_back else 2.0) * found.noise:
+        first = without_none(self.losses)[:10]  # before a rate or a batch can have moved it
+        has_no_floor = min(first) < 0 < max(first) + 2 * found.noise and found.final > 0.5 * min(found.best, 0.0)
+        if max(map(abs, found.levels)) < (_ROUND_ZERO if has_no_floor else 2.0) * found.noise:
             return None  # around 0, as where returns are compared with their mean: it says nothing of what is learned
         return found
 

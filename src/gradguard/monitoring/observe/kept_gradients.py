@@ -2,12 +2,15 @@
 
 A gradient was not cleared if nobody touched it in any pause of backward, from the step on until the next step: it is
 the same tensor, written no more often, with the same numbers in it (``grad.data.zero_()`` is not counted as a write),
-and a backward added to it. One gradient stands for all of its optimizer. Where a loop clears late (a GAN's
+and a backward added to it. One gradient stands for all of its parameter group. Where a loop clears late (a GAN's
 discriminator gets gradients from the generator's backward before its own ``zero_grad``), one of the pauses tells.
 """
 
 import weakref
 from contextlib import suppress
+from functools import reduce
+from itertools import chain
+from operator import or_
 from typing import Any
 
 import torch
@@ -26,10 +29,10 @@ SAMPLE = 256
 
 
 class KeptGradients:
-    """Follows one gradient of each optimizer through its first steps."""
+    """Follows one gradient of each parameter group through the first steps of its optimizer."""
 
     def __init__(self) -> None:
-        self._followed: dict[int, _Followed] = {}  # by the identity of an optimizer
+        self._followed: dict[int, list[_Followed]] = {}  # by the identity of an optimizer
 
     @property
     def looks(self) -> bool:
@@ -38,27 +41,24 @@ class KeptGradients:
 
     def before_backward(self) -> None:
         """A pause ends: has anybody cleared?"""
-        for key, followed in list(self._followed.items()):
-            if not followed.compare():
-                self._followed.pop(key, None)
+        same = {key: [one for one in followed if one.compare()] for key, followed in self._followed.items()}
+        self._followed = {key: followed for key, followed in same.items() if followed}
 
     def after_backward(self) -> None:
         """A pause begins."""
-        for followed in list(self._followed.values()):
+        for followed in chain(*self._followed.values()):
             followed.remember()
 
     def before_step(self, optimizer: Optimizer) -> Any:
-        """Return whether the gradients of this step contain those of the one before: a bool, or a 0-dim tensor."""
-        followed = self._followed.pop(id(optimizer), None)
-        return followed.kept if followed is not None and followed.was_added_to else None
+        """Return whether gradients of this step contain those of the one before: a bool, or a 0-dim tensor."""
+        followed = self._followed.pop(id(optimizer), ())
+        kept = [one.kept for one in followed if one.was_added_to and one.kept is not None]
+        return reduce(or_, kept) if kept else None
 
-    def after_step(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
-        """Follow a gradient of ``parameters``, all of which have one, until the next step of their optimizer."""
-        for parameter in reversed(parameters):
-            gradient = parameter.grad
-            if type(gradient) is Tensor and gradient.layout is torch.strided and gradient.is_contiguous():
-                self._followed[id(optimizer)] = _Followed(parameter)
-                return
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Follow a gradient of each parameter group until the next step of the optimizer."""
+        lasts = (next(filter(_can_be_followed, reversed(group["params"])), None) for group in optimizer.param_groups)
+        self._followed[id(optimizer)] = [_Followed(last) for last in lasts if last is not None]
 
 
 class _Followed:
@@ -104,6 +104,11 @@ class _Followed:
             gradient = parameter.grad
             return gradient if type(gradient) is Tensor else None
         return None
+
+
+def _can_be_followed(parameter: Tensor) -> bool:
+    gradient = parameter.grad
+    return type(gradient) is Tensor and gradient.layout is torch.strided and gradient.is_contiguous()
 
 
 def _sample(gradient: Tensor) -> Tensor:

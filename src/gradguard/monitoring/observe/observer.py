@@ -106,6 +106,8 @@ class Observer(Recorder):
         if any(is_captured(loss) for loss in losses):  # what is copied later would be memory that only a replay writes
             return None
         with suppress(Exception):  # one that cannot be read is no reason to stop
+            if self._losses.waiting and self._are_cleared():
+                self._losses.clear()  # as where a step of SAM measures first and goes back
             self._losses.add(losses, weights)
         for loss in losses:
             with suppress(Exception):  # the same of a graph
@@ -116,6 +118,11 @@ class Observer(Recorder):
             return None
         self._kept.before_backward()
         return self._after_backward
+
+    def _are_cleared(self) -> bool:
+        """Whether no parameter of an optimizer has a gradient, though a backward came before."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return bool(groups) and all(p.grad is None for group in groups for p in group["params"])
 
     def _look_at_graph(self, loss: Tensor) -> None:
         if self._places is None and self._backwards < IDLE_STEPS:  # meta is still to be written
@@ -301,6 +308,11 @@ class Losses:
         elif isinstance(loss, list | tuple):
             for one, its_scaled in zip(loss, scaled, strict=True):
                 self.scaled(one, its_scaled)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a loss is kept whose step has not come."""
+        return bool(self._losses)
 
     def keep_last(self) -> None:
         """Forget all but the last: the step of the others never came."""

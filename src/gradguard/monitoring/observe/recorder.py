@@ -253,7 +253,7 @@ class Recorder(Listener):
         if not step.late:
             self._watch_norm(step)
         if self._backwards and step.turn < KEPT_STEPS:
-            self._kept.after_step(optimizer, [p for p in self._parameters(optimizer) if p.grad is not None])
+            self._kept.after_step(optimizer)
 
     def _add(self, buffer: RecordBuffer, step: StepMeasurement) -> None:
         with self._lock:  # several threads may train at once

@@ -210,6 +210,10 @@ def regime_of(clip_share: float) -> str:
     return "shaping" if clip_share <= _NORMALISING_ABOVE else "normalising"
 
 
+OTHER_LOSSES = "other_losses"
+"""In the meta of a part: whether backward was called anew before the steps of the other optimizers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """The steps of one optimizer in a run.
@@ -301,11 +305,12 @@ def _meta_of(record: Record, index: int | None) -> dict[str, Any]:
 
 
 def _only(record: Record, index: int) -> Record:
-    steps = record.steps.where([(optimizer or 0) == index for optimizer in record.steps.column("optimizer")])
+    mine = [(optimizer or 0) == index for optimizer in record.steps.column("optimizer")]
+    steps, others = record.steps.where(mine), record.steps.where(list(map(not_, mine)))
     numbers = set(steps.column("i"))
     return replace(
         record,
-        meta=_meta_of(record, index),
+        meta=_meta_of(record, index) | {OTHER_LOSSES: 10 * sum(others.has("loss")) > len(others)},
         steps=steps,
         tensors=record.tensors.where([number in numbers for number in record.tensors.column("i")]),
         events=[event for event in record.events if event["i"] in numbers],

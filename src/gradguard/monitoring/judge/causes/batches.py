@@ -284,7 +284,7 @@ def drift(signals: Signals) -> Cause | None:
     lost = max(late, curve.final) > curve.best + max(3 * curve.error, 0.25 * abs(curve.best))
     leap = max((after - before for before, after in pairwise(since)), default=0.0)
     lost = lost and leap <= AT_ONCE * (max(since) - curve.best)
-    grows = grown and (lost or (rising and curve.fallen < 0.6))
+    grows = grown and (lost or (rising and not curve.has_fallen))
     if not (grows or runs_away or (rising and lost and curve.fallen < 0.5)):
         return None
     evidence = []

@@ -149,7 +149,8 @@ def exploding_time(signals: Signals) -> Cause | None:
     pairs = zip(signals.norms, signals.losses, strict=True)  # norms are small where all has been learned
     unlearned = sorted(norm for norm, loss in pairs if norm and (loss is None or loss >= least)) or known
     low = unlearned[len(unlearned) // 10]
-    leaps = largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
+    differs = len(recurrent) < len(signals.layers)  # else the largest share is always theirs
+    leaps = differs and largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
     explodes = leaps and largest > EXPLODES_IN_TIME * low  # so far that it hurts a run that learns as well
     amplifies = radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
     fails = signals.ends_lost or signals.fallen <= 0.5  # neither where the loss means no progress

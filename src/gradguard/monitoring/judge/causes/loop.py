@@ -250,7 +250,7 @@ def not_started(signals: Signals) -> Cause | None:
         return None
     zeros = _zero_from_start(signals)
     matrices = sum(len(signals.shape(place)) > 1 for place in signals.own)
-    learns = curve.has_fallen and not (curve.is_flat and signals.growth < 1)
+    learns = curve.has_fallen and not (curve.stands_still and signals.growth < 1)
     if learns and (2 * len(zeros) < matrices or curve.fallen > 0.3):
         return None
     if zeros:
@@ -277,12 +277,12 @@ def not_started(signals: Signals) -> Cause | None:
             (signals.seen(words),),
             ("The model is not the cause: its gradients are there.",),
         )
-    if curve.is_flat and signals.count >= 100:
+    if curve.stands_still and signals.count >= 100:
         words = f"The loss was {number(curve.levels[0])} in the first steps and is {number(curve.final)} at the end"
         stays = signals.travel is not None and signals.travel < MOVED  # as a run does that had little left to learn
         return Cause(
             "not_started",
-            "possible" if stays else "likely",
+            "possible" if stays or curve.is_blurred else "likely",
             f"Nothing has been learned in {signals.count:,} steps, though gradients and learning rate are ordinary.",
             "Check that labels belong to their inputs (a shuffle of one and not of the other), and that inputs are "
             "normalised and reach the model. If they are right, train longer, with a learning rate three times higher.",

@@ -45,15 +45,14 @@ class Loss:
 
     Args:
         log: Where faults go.
-        several: Whether the run has several optimizers, whose losses may work against each other.
 
     Attributes:
         start: The median of the first 20 losses; 0 before they are known.
         best: The least median of 100 losses in a row; before those are known, the start.
     """
 
-    def __init__(self, log: Log, several: bool = False) -> None:
-        self._log, self._judged = log, not several
+    def __init__(self, log: Log) -> None:
+        self._log, self._judged = log, True
         self._block: list[float] = []
         self._blocks = 0
         self._recent: deque[float] = deque(maxlen=_BEST_OF)

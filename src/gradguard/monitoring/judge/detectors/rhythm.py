@@ -41,11 +41,10 @@ class Oscillation:
 
     Args:
         log: Where faults go.
-        several: Whether the run has several optimizers, whose losses take turns.
     """
 
-    def __init__(self, log: Log, several: bool = False) -> None:
-        self._log, self._judged = log, not several
+    def __init__(self, log: Log) -> None:
+        self._log = log
         self._losses: deque[tuple[int, float]] = deque(maxlen=OSCILLATING_STEPS)
         self._turns, self._loss, self._rise = 0, 0.0, 0.0
         self._clipped = 0
@@ -63,7 +62,7 @@ class Oscillation:
         self._losses.append((i, loss))
         self._turns = (self._turns << 1 | (rise * before < 0)) & _ALL
         self._clipped = (self._clipped << 1 | clipped) & _ALL
-        if self._judged and self._turns.bit_count() >= OSCILLATING_TURNS and len(self._losses) == OSCILLATING_STEPS:
+        if self._turns.bit_count() >= OSCILLATING_TURNS and len(self._losses) == OSCILLATING_STEPS:
             self._oscillating(i)
 
     def _oscillating(self, i: int) -> None:
