@@ -167,6 +167,11 @@ class CallTracker:
             self.witness.forget()
 
     @property
+    def batch_size(self) -> int:
+        """Number of samples in the call that began last; -1 before any."""
+        return self._capture.batch_size
+
+    @property
     def _loss_check(self) -> LossCheck | None:
         """Return the check of the loss, as long as there is a clipper."""
         return self._loss_check_of_clipper()
