@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.loss.graph import (
+    LABELLED,
     Dependence,
     Unreadable,
     inputs_of,
@@ -54,13 +55,17 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
     """
     name = operation(node)
     inputs = inputs_of(node, depends)
-    if not inputs or name not in _ALIGNED | _PRODUCTS | {"Index"}:
+    if not inputs or name not in _ALIGNED | _PRODUCTS | LABELLED | {"Index"}:
         return
     child, number = node.next_functions[inputs[0]]
     assert child is not None
     value, shape = (child, number), shape_of(child, number)
     if name == "Index":
         yield from ((value, mask) for mask in _masks(node, len(shape)))
+        return
+    if name in LABELLED:
+        if (weights := saved(node, "weight")) is not None and len(shape) > 1:
+            yield value, weights.view(1, -1, *[1] * (len(shape) - 2))
         return
     for constant in (one for one in saved_tensors(node) if not one.requires_grad and one.dim()):
         if name not in _PRODUCTS:

@@ -404,7 +404,7 @@ class Rows:
             raise Unreadable(
                 f"{node.name()} takes a constant beside values of shape {list(shape)}, and the graph does not keep its "
                 f"shape: if it has {batch_size} entries, one of each sample, then each value belongs to two samples. "
-                "Begin with a batch of another size"
+                "Begin with a batch of another size, or let clipper.per_sample_losses compute the losses"
             )
         one = sizes is not None and (samples is None or surely[samples] == 1)
         if one and self._outputs.only_sample(*value) is None:
@@ -412,7 +412,7 @@ class Rows:
                 f"{node.name()} puts a constant of {batch_size} entries, the same ones for every sample, beside values "
                 f"of shape {list(shape)}. Is it made of the {batch_size} samples? Then each value belongs to two of "
                 "them: give it a dimension for the samples, as by target.unsqueeze(1). If it is not, begin with a "
-                "batch of another size"
+                "batch of another size, or let clipper.per_sample_losses compute each sample's loss from its own rows"
             )
 
     def _dim_of_samples(self, value: tuple[Node, int], places: Sequence[int]) -> int | None:
