@@ -45,6 +45,11 @@ def _pass(saved: Sequence[Tensor], gradients: Sequence[Tensor | None], task: int
     """Let gradients pass a tap that is there for who reads the graph."""
 
 
+def _are_separate(outputs: Outputs, losses: Tensor, samples: Tensor) -> bool:
+    edge = get_gradient_edge(losses)
+    return outputs.are_separate(edge.node, edge.output_nr, samples) is not False
+
+
 @dataclass
 class _Known:
     """A loss that was found to be right.
@@ -148,12 +153,12 @@ class LossCheck:
         if self._calls:
             self._calls[-1].add(tensors, axes)
 
-    def own_losses(self, losses: Sequence[Tensor], watched: int) -> Tensor:
+    def own_losses(self, losses: Sequence[Tensor], watched: int | None) -> Tensor:
         """Take the samples' own losses for something that the module has returned: their graph is not read.
 
         Args:
             losses: Of each sample, computed from its own rows.
-            watched: The sample whose loss is looked at on each step; all are where the step is verified.
+            watched: The sample whose loss must depend on its own outputs only, if any; all where the step is verified.
 
         Returns:
             The losses [B].
@@ -165,11 +170,11 @@ class LossCheck:
         outputs = of_several(self._calls) if self._calls else None
         if outputs is None or not joined.requires_grad:
             return joined
-        looked_at, samples = losses[watched], torch.tensor(watched, device=joined.device)
-        if self._verifying:
-            looked_at, samples = joined, torch.arange(len(losses), device=joined.device)
-        edge = get_gradient_edge(looked_at)
-        if outputs.are_separate(edge.node, edge.output_nr, samples) is False:
+        everyone = torch.arange(len(losses), device=joined.device)
+        looked_at = (joined, everyone) if self._verifying else None
+        if looked_at is None and watched is not None:
+            looked_at = losses[watched], everyone[watched]
+        if looked_at is not None and not _are_separate(outputs, *looked_at):
             words = (
                 "per_sample_losses: the loss of one sample depends on the outputs of another. Does the function use "
                 "the outputs of the whole batch, instead of the rows that it is given? Or do samples lie along another "
