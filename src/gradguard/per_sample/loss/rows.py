@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from gradguard.per_sample.loss.beside import (
     adds_unseen,
     adds_unseen_below,
     constants_beside,
+    has_two_values,
     hides_constant,
     is_affine,
     known_values,
@@ -122,11 +123,13 @@ class Owner:
         name: The operation that reduces the rows by itself, or another; "" for values that the module returned.
         samples: The sample of each row; can be broadcast to the rows.
         sure: Whether it is known to be, or only likely.
+        own: Which of the constants beside values were seen to be other ones for each sample.
     """
 
     name: str
     samples: Tensor
     sure: bool
+    own: tuple[bool, ...] = ()
 
 
 class Rows:
@@ -323,14 +326,21 @@ class Rows:
             Unreadable: If it cannot be told.
         """
         depends, nodes, outputs = self._depends, [*self._nodes, *self.path.weighing], self._outputs
+        own: list[bool] = []
+
+        def alike_by_chance(constant: Tensor, rounding: Tensor | None = None) -> bool:
+            return self.owner.own[len(own) : len(own) + 1] == (True,) and has_two_values(constant, rounding)
+
         for node in nodes:
             for value, constant in constants_beside(node, depends):
                 shape, sizes = shape_of(*value), own_sizes(constant)
                 places = places_of(shape, outputs.batch_size)
                 outputs.coincide |= self._is_doubtful(shape, shape)  # the next constant may be of other sizes
-                if self._is_doubtful(shape, sizes) and max(varying := varying_sizes(constant)) > 1:
+                varying = varying_sizes(constant) if self._is_doubtful(shape, sizes) else []
+                if varying and max(varying) > 1 and not alike_by_chance(constant):
                     sizes = varying
                 self._refuse_constant(node, value, sizes, sizes)
+                own.append(bool(varying) and bool(places) and all(varying[dim] > 1 for dim in places))
                 if all(sizes[dim] == 1 for dim in places):
                     self._learn(sizes)
         unseen = [node for node in self._behind if adds_unseen(node, depends)]
@@ -341,20 +351,25 @@ class Rows:
                 self._refuse_constant(node, cast("tuple[Node, int]", value))
         for node in (*unseen, *hiding):
             self._learn(shape_of(node))
-        if not any(self._is_doubtful(shape_of(node), shape_of(node)) for node in unseen):
-            return
-        outputs.coincide = True
-        known = outputs.held | known_values(nodes)
-        for value in {edge: None for node in nodes for edge in parents(node) if not is_affine(node, depends)}:
+        doubtful = any(self._is_doubtful(shape_of(node), shape_of(node)) for node in unseen)
+        outputs.coincide |= doubtful
+        known = outputs.held | known_values(nodes) if doubtful else {}
+        ends = {edge: None for node in nodes for edge in parents(node) if not is_affine(node, depends)}
+        for value in ends if doubtful else ():
             shape = shape_of(*value)
             if not adds_unseen_below(value, known, depends) or not self._is_doubtful(shape, shape):
                 continue
             found = added(value, known, depends) if value in known else None
             if found is None:
                 self._refuse_constant(value[0], value)
-            else:
-                constant, each, most = found
-                self._refuse_constant(value[0], value, varying_sizes(constant, each), varying_sizes(constant, most))
+                continue
+            constant, each, most = found
+            surely = varying_sizes(constant, most)
+            if not alike_by_chance(constant, most):
+                self._refuse_constant(value[0], value, varying_sizes(constant, each), surely)
+            own.append(all(surely[dim] > 1 for dim in places_of(shape, outputs.batch_size)))
+        if is_new:
+            self.owner = replace(self.owner, own=tuple(own))
 
     def _learn(self, sizes: Sequence[int]) -> None:
         """Remember sizes of constants that are made of no samples; beside a single sample any may be."""
