@@ -725,6 +725,7 @@ class Beside(Term):
         return self._is_by_place(self.lies, dims) or bool(self.weighs and self._is_by_place(self.weighs, of_losses))
 
     def _is_by_place(self, lies, dims):
+        lies = lies[-dims:]
         at = ("time first" in self.shaped) - (dims - len(lies))
         return at >= 0 and lies[at] not in (-1, 0)
 

@@ -177,6 +177,7 @@ COPIED_MASKS = [(beside, shape) for beside in ("where", "mask") for shape in ("r
 """A copy of two values looks like masks of each sample's own that are alike by chance."""
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(
     ("beside", "shape"), [one for one in itertools.product(BESIDE, OF_OTHERS) if one not in COPIED_MASKS]
 )
@@ -187,6 +188,7 @@ def test_a_constant_that_loses_its_dimension_later_is_refused(beside, shape):
     assert not lies
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("shape", OF_OTHERS)
 def test_a_constant_of_other_samples_is_refused_as_soon_as_these_differ(beside, shape):
