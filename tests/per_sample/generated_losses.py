@@ -727,7 +727,7 @@ class Beside(Term):
     def _is_by_place(self, lies, dims):
         lies = lies[-dims:]
         at = ("time first" in self.shaped) - (dims - len(lies))
-        return at >= 0 and lies[at] not in (-1, 0)
+        return 0 <= at < len(lies) and lies[at] not in (-1, 0)
 
     @staticmethod
     def placed(y, v, lies):
