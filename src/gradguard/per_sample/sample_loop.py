@@ -351,8 +351,9 @@ def not_the_reduction(found: float, expected: float, reduction: str) -> str:
     return (
         f"the loss that the model returns is not the {reduction} of what each sample gives by itself: {found:.6g} for "
         f"{expected:.6g}{factor}. Is it the {'sum' if reduction == 'mean' else 'mean'} (loss_reduction=), a mean over "
-        "tokens of which samples have different numbers, or divided by a number that was given? Average within each "
-        "sample first, then over samples."
+        "tokens of which samples have different numbers, or divided by a number that was given, as "
+        "num_items_in_batch is? Average within each sample first, then over samples; or let clipper.per_sample_losses "
+        "compute the loss from what the model returns besides."
     )
 
 
