@@ -718,12 +718,16 @@ class Beside(Term):
     @property
     def by_place(self):
         """Whether a sample's constant is decided by its place in the batch."""
-        return any(self._is_by_place(lies) for lies in (self.lies, self.weighs) if lies)
-
-    def _is_by_place(self, lies):
+        if self.fn == "columns" and "time first" in self.shaped and sum(dim >= 0 for dim in self.lies) > 1:
+            return True  # the first entries are those of the first sample
         dims = 3 if self.shaped.startswith(("whole", "pairs")) else 2
+        of_losses = dims - (self.fn in ("distance", "adjusted"))
+        return self._is_by_place(self.lies, dims) or bool(self.weighs and self._is_by_place(self.weighs, of_losses))
+
+    def _is_by_place(self, lies, dims):
+        lies = lies[-dims:]
         at = ("time first" in self.shaped) - (dims - len(lies))
-        return at >= 0 and lies[at] not in (-1, 0)
+        return 0 <= at < len(lies) and lies[at] not in (-1, 0)
 
     @staticmethod
     def placed(y, v, lies):

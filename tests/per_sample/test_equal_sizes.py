@@ -3,6 +3,8 @@
 Along another than the samples' it couples them; that is refused. Each right loss has a wrong twin.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,6 +70,20 @@ OTHERS = {
     "cat": lambda out, y: torch.cat([out[..., 0], y.mean((1, 2)).expand(B, B)], 1).logsumexp(1).mean(),
 }
 
+WINDOW = torch.tensor([[[0.25, 0.5, 0.25]]], dtype=torch.float64)
+RIGHT = {
+    "charbonnier": lambda o, y: ((o - y).square() + 1e-6).sqrt().mean(),
+    "a constant in front": lambda o, y: (y.exp() * (o - y)).square().mean(),
+    "normalized": lambda o, y: (F.normalize(o, dim=1) - y).square().mean(),
+    "variances in windows": lambda o, y: (
+        (_smooth(o * o) - _smooth(o).square() + _smooth(y * y) + 1) / (_smooth(o).square() + _smooth(y).square() + 1)
+    ).mean(),
+}
+
+
+def _smooth(values: Tensor) -> Tensor:
+    return F.conv1d(values[:, None], WINDOW, padding=1)[:, 0]
+
 
 def checked(loss, *batches: list[int]) -> list[Tensor]:
     """Each sample's gradient in the first mini-batches of a run."""
@@ -86,6 +102,20 @@ def test_a_constant_of_each_sample_is_exact(beside, shape):
         checked(lambda out, y: BESIDE[beside](out[..., 0], OWN[shape](y)), ids) for ids in ((0, 1, 2, 3), (0, 1, 2, 4))
     )
     torch.testing.assert_close(one[:3], other[:3], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_losses_are_taken_in_the_first_batch(name):
+    [one], [other] = (
+        checked(lambda out, y: RIGHT[name](out[..., 0], y[..., 0]), ids) for ids in ((0, 1, 2, 3), (0, 1, 2, 4))
+    )
+    torch.testing.assert_close(one[:3], other[:3], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("name", ["soft_margin_loss", "mse_loss", "where", "weights"])
+def test_constants_of_other_samples_are_refused_also_where_these_are_alike(name):
+    with pytest.raises(UnsupportedGradientError, match="the same ones for every sample"):
+        checked(lambda out, y: BESIDE[name](out[..., 0], torch.ones_like(y[:, 0, 0])), range(B))
 
 
 @pytest.mark.parametrize("beside", BESIDE)
@@ -143,20 +173,39 @@ def test_more_rows_than_samples_along_the_first_dimension(rows):
         torch.testing.assert_close(made[0][:1], made[1][:1], rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", ["mse_loss", "weights"])
-def test_a_constant_that_loses_its_dimension_later_is_refused(name):
-    lies = [OWN["[B, T]"], OWN["[B, T]"], OF_OTHERS["[B]"]]
+COPIED_MASKS = [(beside, shape) for beside in ("where", "mask") for shape in ("repeated", "expanded")]
+"""A copy of two values looks like masks of each sample's own that are alike by chance."""
+
+
+@pytest.mark.sampled(24)
+@pytest.mark.parametrize(
+    ("beside", "shape"), [one for one in itertools.product(BESIDE, OF_OTHERS) if one not in COPIED_MASKS]
+)
+def test_a_constant_that_loses_its_dimension_later_is_refused(beside, shape):
+    lies = [OWN["[B, T]"], OWN["[B, T]"], OF_OTHERS[shape]]
     with pytest.raises(UnsupportedGradientError, match="the same ones for every sample"):
-        checked(lambda out, y: BESIDE[name](out[..., 0], lies.pop(0)(y)), range(B), range(B), range(B))
+        checked(lambda out, y: BESIDE[beside](out[..., 0], lies.pop(0)(y)), *[range(B)] * 3)
     assert not lies
 
 
-def test_targets_that_coincide_later_are_taken():
+@pytest.mark.sampled(24)
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("shape", OF_OTHERS)
+def test_a_constant_of_other_samples_is_refused_as_soon_as_these_differ(beside, shape):
+    """The first constants have one value only, or lie along no samples."""
+    for first in (lambda y: torch.full_like(y[:1, :1, 0], 0.5), lambda y: torch.full_like(y[:, :, 0], 0.5)):
+        lies = [first, OF_OTHERS[shape]]
+        with pytest.raises(UnsupportedGradientError, match="the same ones for every sample"):
+            checked(lambda out, y, lies=lies: BESIDE[beside](out[..., 0], lies.pop(0)(y)), range(B), range(B))
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "squares", "weights", "where"])
+def test_targets_of_two_values_that_coincide_later_are_taken(name):
     same = [False, True]
 
     def loss(out, y):
         target = y[..., 0].gt(0).double()
-        return (out[..., 0] - (target[:1].repeat(B, 1) if same.pop(0) else target)).square().mean()
+        return BESIDE[name](out[..., 0], target[:1].repeat(B, 1) if same.pop(0) else target)
 
     checked(loss, range(B), range(B))
 
@@ -167,4 +216,3 @@ def test_drawn_constants_are_exact_or_refused(first):
     cases = [draw_squarely(seed) for seed in range(first, first + 20)]
     outcomes = [(case, glance(case)) for case in cases if not case.through_the_network]
     assert not [f"{case}\n{o.kind}: {o.words}" for case, o in outcomes if o.kind in ("wrong", "crash")]
-    assert any(outcome.kind == "exact" for _, outcome in outcomes)

@@ -1242,8 +1242,8 @@ LOOK_ALIKE = {
         lambda o: (o * o[torch.tensor([1, 2, 3, 0])]).mean(),
     ),
     "rows added": (
-        lambda o: (o * torch.zeros(4, 4).index_add(0, torch.tensor([0, 1, 2, 3]), o)).mean(),
-        lambda o: (o * torch.zeros(4, 4).index_add(0, torch.tensor([3, 2, 1, 0]), o)).mean(),
+        lambda o: (o[:, :3] * torch.zeros(4, 3).index_add(0, torch.tensor([0, 1, 2, 3]), o[:, :3])).mean(),
+        lambda o: (o[:, :3] * torch.zeros(4, 3).index_add(0, torch.tensor([3, 2, 1, 0]), o[:, :3])).mean(),
     ),
 }  # fmt: skip
 

@@ -3,10 +3,12 @@
 import copy
 import gc
 import weakref
+from types import FunctionType
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample import capture
@@ -501,3 +503,37 @@ def test_a_clipper_that_is_dropped_before_it_clips_is_freed(steps_before, goes_b
     gc.collect()  # the first has freed the graph, which held the rest
     assert [one() for one in forgotten] == [None, None]
     assert torch.autograd.backward is plain
+
+
+@pytest.mark.parametrize("where", ["end", "_tap_layer", "_withhold"])
+@pytest.mark.parametrize("error", [KeyError("slot"), AssertionError(), AttributeError("axis"), TypeError("None")])
+def test_a_failure_of_gradguard_is_told_as_its_own(monkeypatch, where, error):
+    def fails(*args, **kwargs):
+        raise error
+
+    code = fails.__code__.replace(co_filename=capture.__file__)
+    monkeypatch.setattr(capture.LayerCapture, where, FunctionType(code, globals(), where, None, fails.__closure__))
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    clipper = PerSampleGradientClipper(model, FlatNormClipper(float("inf")))
+    x = torch.randn(4, 3).double()
+    with pytest.warns(UserWarning, match=rf"gradguard itself failed, and not the module: {type(error).__name__}"):
+        loss = model(x).square().mean()
+    loss.backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    expected = torch.autograd.grad(nn.functional.linear(x, model.weight, model.bias).square().mean(), model.weight)[0]
+    torch.testing.assert_close(model.weight.grad, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_code_with_parameters_and_layers_of_its_own_is_told_what_to_write(reentrant):
+    def forward(m, x):
+        return checkpoint(lambda h: m.b(h).tanh() @ m.w, m.a(x), use_reentrant=reentrant)
+
+    model = Model(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 4))
+    model.w = nn.Parameter(torch.randn(4, 4))
+    clipper = PerSampleGradientClipper(model, FlatNormClipper(1.0))
+    with pytest.raises(UnsupportedGradientError, match=r"a checkpoint runs Linear again in backward.*self\.block"):
+        model(torch.randn(2, 3)).square().mean().backward()
+    clipper.detach()

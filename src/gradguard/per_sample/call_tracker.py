@@ -167,6 +167,11 @@ class CallTracker:
             self.witness.forget()
 
     @property
+    def batch_size(self) -> int:
+        """Number of samples in the call that began last; -1 before any."""
+        return self._capture.batch_size
+
+    @property
     def _loss_check(self) -> LossCheck | None:
         """Return the check of the loss, as long as there is a clipper."""
         return self._loss_check_of_clipper()
@@ -586,6 +591,12 @@ class CallTracker:
         if not self.planner.uses_trained(module):
             return _NOTHING
         self.planner.unexpected()
+        if current_graph_task() != -1:
+            raise UnsupportedGradientError(
+                f"a checkpoint runs {type(module).__name__} again in backward, beside parameters that the checkpointed "
+                "code uses by itself: expected these and the layers in a module of their own. Give checkpoint() that "
+                "module, as checkpoint(self.block, x, use_reentrant=False), in place of a method or function."
+            )
         raise UnsupportedGradientError(
             f"{type(module).__name__} did not run when the model was looked at, so how it treats samples is not known. "
             "Repeat this step: the model is looked at again. (Nothing was clipped yet.)"

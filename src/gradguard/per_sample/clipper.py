@@ -6,7 +6,7 @@ r"""Clip each sample's gradient before they are summed, from one forward and one
 import dataclasses
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,6 +22,7 @@ from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGra
 from gradguard.grad_scaler import refuse_other_scaler
 from gradguard.listeners import ClipEvent, announce, is_heard, tell
 from gradguard.optimizer_hooks import parameters_of
+from gradguard.per_sample.call_arguments import tensor_leaves
 from gradguard.per_sample.call_tracker import CallTracker, places_of_parameters, run_uncompiled
 from gradguard.per_sample.clipping_rule import NormClipper, checked_factors, checked_groups, slack_for
 from gradguard.per_sample.comparison import Comparison
@@ -33,6 +34,7 @@ from gradguard.per_sample.contributions import (
     with_parts_of,
 )
 from gradguard.per_sample.loss.check import LossCheck
+from gradguard.per_sample.loss.own_losses import own_losses
 from gradguard.per_sample.mini_batch import MiniBatch
 from gradguard.per_sample.noise_scale import NoiseScale, NoiseScaleMeter
 from gradguard.per_sample.refusals import (
@@ -167,6 +169,7 @@ class PerSampleGradientClipper:
         self._gradients: dict[str, Tensor] | None = None
         self._clipped_by: tuple[dict[str, Tensor], Tensor | None] | None = None
         self.statistics: PerSampleStatistics | None = None
+        self._looked_at = -1
         self.loss_divisor = 1.0
         self.step_advice = "call clipper.pre_step() before it, or clipper.discard() to drop them"
         self._noise_scale = NoiseScaleMeter(int(noise_scale))
@@ -240,6 +243,76 @@ class PerSampleGradientClipper:
         if self._loss_check is not None:
             self._loss_check.declare(float(number))
         return number
+
+    def per_sample_losses(self, loss_fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        r"""Compute each sample's loss from its own rows alone: right by construction, whatever the function does.
+
+        .. math:: \ell_i = f(o_i, y_i, \dots), \qquad i = 1, \dots, B
+
+        Elsewhere a loss is read from its graph, which does not show everything: targets that were transposed, a mask
+        made of another sample's numbers, columns chosen by a list. Here no other sample's rows are there. Nothing of
+        the function is read, so it may be compiled, fused or your own, normalise, mask, average over tokens, or have
+        class weights: its result for a batch of one is the sample's loss.
+
+        Call it after the forward of the module, with what the module returned and the batch as it came from the loader.
+        Whatever is computed from several samples before is out of sight.
+
+        **Guarantees.** The function is called once for each sample, with one row of each tensor, ``[1, ...]``. On each
+        step, for one sample, it must not take a tensor that was neither given nor bound to it, and is one number or has
+        B entries where samples are. No loss may depend on another sample's outputs: derivatives show that on the first
+        step of each kind and batch size for all samples, and for one on mini-batches 2, 4, 8, ..., one in a thousand.
+
+        ============================  ===========================================================================
+        Edge case                     What happens
+        ============================  ===========================================================================
+        a tensor without B rows       refused; bind it by ``functools.partial(loss_fn, weight=weight)``
+        a constant with B rows        cut into rows as well; bind it
+        arguments that are no tensor  given to the function as they are, in nested tuples, lists and dicts too
+        no samples (B = 0)            a tensor without entries
+        a function that draws         draws for one sample after the other
+        ============================  ===========================================================================
+
+        Args:
+            loss_fn: Takes a batch of one sample, and returns its loss, a tensor of one value: ``F.cross_entropy``, a
+                module such as ``torch.nn.MSELoss()``, or your own.
+            args: What it gets; tensors are ``[B, ...]``, or ``[T, B, ...]`` with ``batch_first=False``.
+            kwargs: The same by name.
+
+        Returns:
+            The losses ``[B]``; take their ``.mean()``, or ``.sum()`` with ``loss_reduction="sum"``. With
+            ``"token_mean"`` it is ``.mean()`` too: each function's mean is over its own rows.
+
+        Raises:
+            InvalidTypeError: If the function returns no tensor.
+            InvalidValueError: If the module was not called before, a tensor has not B rows, or a loss is not one value.
+            UnsupportedGradientError: If the loss of a sample depends on another's outputs, or on a tensor that may be
+                made of the batch.
+
+        Example:
+            >>> import torch, torch.nn.functional as F
+            >>> import gradguard as gg
+            >>> model = torch.nn.Linear(4, 3)
+            >>> clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+            >>> x, y = torch.randn(8, 5, 4), torch.randint(0, 3, (8, 5))
+            >>> y[2, 1:] = -100  # one label, where others have five
+            >>> def loss_fn(logits, labels):
+            ...     return F.cross_entropy(logits.mT, labels)
+            >>> clipper.per_sample_losses(loss_fn, model(x), y).mean().backward()
+            >>> clipper.clip_and_accumulate()
+            >>> clipper.pre_step().batch_size
+            8
+        """
+        size, batch_first = self._tracker.batch_size, self._tracker.batch_first
+        if size < 0:
+            raise InvalidValueError("per_sample_losses: call the module first, with the batch that the losses are of.")
+        if size == 0:
+            return torch.cat([tensor.flatten()[:0] for tensor in tensor_leaves((args, kwargs)) if tensor.requires_grad])
+        if self._loss_check is None:
+            return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first))
+        self._looked_at = (self._looked_at + 1) % size
+        losses = own_losses(loss_fn, args, kwargs, size, batch_first, self._looked_at)
+        due = self._tracker.witness is None or self._tracker.witness.is_due
+        return self._loss_check.own_losses(losses, self._looked_at if due else None)
 
     def refuse_ambiguous_losses(self) -> None:
         """Refuse a loss with a number that may be another in the next batch, instead of waiting for that batch.

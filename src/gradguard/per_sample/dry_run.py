@@ -20,6 +20,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Arguments, changes_of, take_samples, tensor_leaves
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of
+from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import TOO_RARE, is_draw, seed_generators, undisturbed, without_graph
 from gradguard.state.generators import generator_states, have_drawn
 from gradguard.torch_private import each_operation, never_compiled, parameter_slots, tree_leaves
@@ -309,7 +310,7 @@ class DryRun:
             except UnsupportedGradientError:
                 raise
             except Exception as error:
-                raise UnsupportedGradientError(self._failed(samples, error)) from error
+                raise UnsupportedGradientError(own_failure(error) or self._failed(samples, error)) from error
             self.draws |= have_drawn(before)
             _refuse_written([name for name, parameter, version in held if changes_of(parameter) != version])
             self.changes_buffers |= versions != [changes_of(buffer) for buffer in self._module.buffers()]

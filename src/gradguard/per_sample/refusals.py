@@ -1,7 +1,10 @@
 """Refusals: modules, options, early steps, and a GradScaler that the clipper does not know."""
 
+import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +22,37 @@ from gradguard.per_sample.clipping_rule import NormClipper
 from gradguard.per_sample.norm_clippers import QuantileNormClipper
 from gradguard.torch_private import batch_norms, parameter_slots
 
+_OWN = AssertionError | AttributeError | LookupError | NameError | TypeError
+"""Kinds of mistakes in code; torch's own errors are mostly `RuntimeError`."""
+
+
+def own_failure(error: BaseException) -> str:
+    """Warn where an error is a mistake of gradguard's, so that it is not taken for the module's; return the words.
+
+    Args:
+        error: What ended a trial run of a module.
+
+    Returns:
+        What failed where; "" where the error came from what gradguard has called, the module or a function of torch's.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not isinstance(error, _OWN) or not frames:
+        return ""
+    frame, line = frames[-1]
+    place = Path(frame.f_code.co_filename)
+    if _PACKAGE not in place.parents or "func" in frame.f_locals:  # where it calls one of torch's for the module
+        return ""
+    words = (
+        f"gradguard itself failed, and not the module: {type(error).__name__} ({error}) in "
+        f"{place.relative_to(_PACKAGE.parent)}, line {line}. Please report it."
+    )
+    warnings.warn(
+        f"{words} Samples are run one by one where that is possible, which is exact and slower.", stacklevel=2
+    )
+    return words
+
+
+_PACKAGE = Path(__file__).parents[1]
 _followed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Modules that a clipper follows."""
 

@@ -29,6 +29,7 @@ from gradguard.per_sample.comparison import Comparison, distance, judge, norm
 from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.dry_run import Slot, WithoutDropout
 from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import Draws, Snapshot, substituted, undisturbed, without_graph
 from gradguard.per_sample.sample_loop import SampleLoop, rows_of, same_rows
 from gradguard.state.generators import seeded_normal
@@ -242,6 +243,8 @@ def _words_of(error: Exception) -> str:
         raise error
     if isinstance(error, UnsupportedGradientError):
         return str(error)
+    if words := own_failure(error):
+        return words
     return f"gradguard could not follow the module: its trial of some samples ended in {type(error).__name__}: {error}."
 
 

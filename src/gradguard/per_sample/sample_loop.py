@@ -19,6 +19,7 @@ from gradguard.per_sample.call_arguments import Arguments, Skeleton, changes_of,
 from gradguard.per_sample.contributions import Contribution, Materialized, real_parts, row_squares, wide
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
+from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import Draws, Quietly, Snapshot, substituted, undisturbed
 from gradguard.torch_private import parameter_slots
 
@@ -225,7 +226,8 @@ class SampleLoop:
         except Exception as error:
             if isinstance(error, UnsupportedGradientError | torch.OutOfMemoryError):
                 raise
-            raise UnsupportedGradientError(_differs(self.call, f"it fails ({error})")) from error
+            words = own_failure(error) or _differs(self.call, f"it fails ({error})")
+            raise UnsupportedGradientError(words) from error
 
     def _check_numbers(self, numbers: list[float]) -> None:
         """Check that each number which the batch returned, and that has a gradient, is the mean (or sum) of samples."""
@@ -349,8 +351,9 @@ def not_the_reduction(found: float, expected: float, reduction: str) -> str:
     return (
         f"the loss that the model returns is not the {reduction} of what each sample gives by itself: {found:.6g} for "
         f"{expected:.6g}{factor}. Is it the {'sum' if reduction == 'mean' else 'mean'} (loss_reduction=), a mean over "
-        "tokens of which samples have different numbers, or divided by a number that was given? Average within each "
-        "sample first, then over samples."
+        "tokens of which samples have different numbers, or divided by a number that was given, as "
+        "num_items_in_batch is? Average within each sample first, then over samples; or let clipper.per_sample_losses "
+        "compute the loss from what the model returns besides."
     )
 
 

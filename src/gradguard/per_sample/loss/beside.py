@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.loss.graph import (
+    LABELLED,
     Dependence,
     Unreadable,
     inputs_of,
@@ -31,7 +32,7 @@ Value = tuple[Node, int]
 _ALIGNED = operations(
     "Mul Div Where MaskedFill MaskedSelect Pow Maximum Minimum Fmax Fmin Xlogy Atan2 Lerp Addcmul Addcdiv Clamp "
     "ClampMin ClampMax Dot MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits "
-    "SoftMarginLoss Logaddexp Logaddexp2 SpecialXlog1Py"
+    "SoftMarginLoss Logaddexp Logaddexp2 SpecialXlog1Py NativeLayerNorm"
 )
 """Operations whose constants are broadcast beside values."""
 
@@ -39,6 +40,7 @@ _PRODUCTS = operations("Cdist Mm Bmm Mv Addmm Baddbmm Addmv")
 _ADDING_UNSEEN = operations("Add Sub Rsub Where Lerp Addcmul Addcdiv Addmm Baddbmm Addmv")
 """Affine operations that do not save what they add."""
 
+_CONVOLUTIONS = operations("Convolution ConvolutionOverrideable")
 _BESIDE_NOTHING = operations("Index CopySlices torch::autograd::CopySlices")
 """Operations that choose or put values, whose constants lie beside none."""
 
@@ -53,13 +55,17 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
     """
     name = operation(node)
     inputs = inputs_of(node, depends)
-    if not inputs or name not in _ALIGNED | _PRODUCTS | {"Index"}:
+    if not inputs or name not in _ALIGNED | _PRODUCTS | LABELLED | {"Index"}:
         return
     child, number = node.next_functions[inputs[0]]
     assert child is not None
     value, shape = (child, number), shape_of(child, number)
     if name == "Index":
         yield from ((value, mask) for mask in _masks(node, len(shape)))
+        return
+    if name in LABELLED:
+        if (weights := saved(node, "weight")) is not None and len(shape) > 1:
+            yield value, weights.view(1, -1, *[1] * (len(shape) - 2))
         return
     for constant in (one for one in saved_tensors(node) if not one.requires_grad and one.dim()):
         if name not in _PRODUCTS:
@@ -95,7 +101,7 @@ def hides_constant(node: Node, depends: Dependence, batch_size: int) -> bool:
     inputs, name = inputs_of(node, depends), operation(node)
     if not inputs or len(inputs) == len(node.next_functions):
         return False
-    if name in {"Convolution", "ConvolutionOverrideable"}:  # a bias has as many entries as the kernel has maps
+    if name in _CONVOLUTIONS:  # a bias has as many entries as the kernel has maps
         weight = saved(node, "weight")
         return not isinstance(weight, Tensor) or batch_size in weight.shape
     return name not in _ALIGNED | _PRODUCTS | _ADDING_UNSEEN | _BESIDE_NOTHING
@@ -104,7 +110,7 @@ def hides_constant(node: Node, depends: Dependence, batch_size: int) -> bool:
 def is_affine(node: Node, depends: Dependence) -> bool:
     """Tell whether a value is a linear function of one value of the samples, or of several, and a constant."""
     inputs, name = inputs_of(node, depends), operation(node)
-    return is_linear(name, inputs) or (name in _ADDING_UNSEEN and len(inputs) == 1)
+    return is_linear(name, inputs) or (name in _ADDING_UNSEEN | _CONVOLUTIONS and len(inputs) == 1)
 
 
 def known_values(nodes: Sequence[Node]) -> dict[Value, Tensor]:
@@ -117,21 +123,25 @@ def known_values(nodes: Sequence[Node]) -> dict[Value, Tensor]:
                 found[edge.node, edge.output_nr] = tensor.detach()
         if (again := _again(node)) is not None:
             found.setdefault((node, 0), again)
+        if operation(node) == "Sqrt":
+            found.setdefault(parents(node)[0], saved(node, "result").detach().square())
     return found
 
 
 def _again(node: Node) -> Tensor | None:
     """Return the result of a function of torch of its inputs, where an operation saved these, and nothing else."""
     function, names = getattr(torch, operation(node).lower(), None), saved_names(node)
-    if function is None or names not in _WHOLE:
+    if function is None or names not in _WHOLE or len(names) < len(node.next_functions):
         return None
     with torch.no_grad():
         found = function(*[saved(node, name) for name in names])
     return found if found.shape == shape_of(node) else None
 
 
-def added(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> tuple[Tensor, Tensor] | None:
-    """Return the constant in a value, and how far rounding may have moved each element; None if it cannot be told.
+def added(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the constant in a value, and how far rounding may have moved it; None if it cannot be told.
+
+    Rounding is given twice: of each element where its parts do not cancel, and of any, where they do.
 
     Args:
         value: Where it was computed.
@@ -160,7 +170,8 @@ def added(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> t
     except (RuntimeError, TypeError) as error:
         raise Unreadable(f"what is added to values from {value[0].name()} cannot be read") from error
     rounding = 16 * max(torch.finfo(known[one].dtype).eps for one in (value, *below))
-    return whole - linear, rounding * (whole.abs() + linear.abs())
+    each = rounding * (whole.abs() + linear.abs())
+    return whole - linear, each, torch.stack([each.max(), *[rounding * known[one].abs().max() for one in below]]).sum()
 
 
 def adds_unseen_below(value: Value, known: Container[Value], depends: Dependence) -> bool:
@@ -202,15 +213,24 @@ def places_of(shape: Sequence[int], batch_size: int) -> list[int]:
     ]
 
 
-def own_sizes(constant: Tensor, by_value: bool = False) -> list[int]:
-    """Return the sizes of a constant, 1 where it is repeated; also where it was copied, if ``by_value``."""
-    own = [1 if stride == 0 else size for size, stride in zip(constant.shape, constant.stride(), strict=True)]
-    return varying_sizes(constant.double(), torch.zeros_like(constant, dtype=torch.float64)) if by_value else own
+def own_sizes(constant: Tensor) -> list[int]:
+    """Return the sizes of a constant, 1 where it is repeated; copies of values count."""
+    return [1 if stride == 0 else size for size, stride in zip(constant.shape, constant.stride(), strict=True)]
 
 
-def varying_sizes(constant: Tensor, rounding: Tensor) -> list[int]:
+def varying_sizes(constant: Tensor, rounding: Tensor | None = None) -> list[int]:
     """Return the sizes of a constant, 1 where values along a dimension are the same, but for rounding."""
+    if rounding is None:
+        constant, rounding = constant.double(), torch.zeros((), dtype=torch.float64, device=constant.device)
+    rounding = rounding.broadcast_to(constant.shape)
     changes = [
         (constant - constant.roll(1, dim)).abs() > rounding + rounding.roll(1, dim) for dim in range(constant.dim())
     ]  # no NaN is greater
     return [size if bool(change.any()) else 1 for size, change in zip(constant.shape, changes, strict=True)]
+
+
+def has_two_values(constant: Tensor, rounding: Tensor | None = None) -> bool:
+    """Tell whether a constant has two values at most, as a mask or a target of two classes, but for rounding."""
+    bar = 0.0 if rounding is None else rounding
+    values = constant.double()
+    return bool((((values - values.min()).abs() <= bar) | ((values.max() - values).abs() <= bar)).all())

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss.graph import BackwardRoots, Make, Root, make_of
 from gradguard.per_sample.loss.ledger import Ledger
@@ -37,6 +39,15 @@ _MOST_STRUCTURES = 10_000
 def is_read_at_once(tensor: Tensor) -> bool:
     """Whether nothing waits where the host reads ``tensor``."""
     return tensor.is_cpu
+
+
+def _pass(saved: Sequence[Tensor], gradients: Sequence[Tensor | None], task: int) -> None:
+    """Let gradients pass a tap that is there for who reads the graph."""
+
+
+def _are_separate(outputs: Outputs, losses: Tensor, samples: Tensor) -> bool:
+    edge = get_gradient_edge(losses)
+    return outputs.are_separate(edge.node, edge.output_nr, samples) is not False
 
 
 @dataclass
@@ -141,6 +152,38 @@ class LossCheck:
         """
         if self._calls:
             self._calls[-1].add(tensors, axes)
+
+    def own_losses(self, losses: Sequence[Tensor], watched: int | None) -> Tensor:
+        """Take the samples' own losses for something that the module has returned: their graph is not read.
+
+        Args:
+            losses: Of each sample, computed from its own rows.
+            watched: The sample whose loss must depend on its own outputs only, if any; all where the step is verified.
+
+        Returns:
+            The losses [B].
+
+        Raises:
+            UnsupportedGradientError: If a sample's loss depends on the outputs of another.
+        """
+        joined = torch.stack([*losses])
+        outputs = of_several(self._calls) if self._calls else None
+        if outputs is None or not joined.requires_grad:
+            return joined
+        everyone = torch.arange(len(losses), device=joined.device)
+        looked_at = (joined, everyone) if self._verifying else None
+        if looked_at is None and watched is not None:
+            looked_at = losses[watched], everyone[watched]
+        if looked_at is not None and not _are_separate(outputs, *looked_at):
+            words = (
+                "per_sample_losses: the loss of one sample depends on the outputs of another. Does the function use "
+                "the outputs of the whole batch, instead of the rows that it is given? Or do samples lie along another "
+                "dimension of what it is given?"
+            )
+            self._refuse(UnsupportedGradientError(words), 4)
+        [joined] = tap(_pass, (), torch.zeros((), device=joined.device, requires_grad=True), [joined])
+        self._calls[-1].add([joined], [BatchAxis(0)])
+        return joined
 
     def stop(self) -> None:
         """Look no more."""

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from gradguard.per_sample.loss.beside import (
     adds_unseen,
     adds_unseen_below,
     constants_beside,
+    has_two_values,
     hides_constant,
     is_affine,
     known_values,
@@ -122,11 +123,13 @@ class Owner:
         name: The operation that reduces the rows by itself, or another; "" for values that the module returned.
         samples: The sample of each row; can be broadcast to the rows.
         sure: Whether it is known to be, or only likely.
+        own: Which of the constants beside values were seen to be other ones for each sample.
     """
 
     name: str
     samples: Tensor
     sure: bool
+    own: tuple[bool, ...] = ()
 
 
 class Rows:
@@ -152,7 +155,7 @@ class Rows:
         self.shape = _shape_of_rows(path, self.name)
         self._behind = list(_behind(path.node, depends, outputs.values))
         self.owner = self._owner() if owner is None else owner
-        self._refuse_constants(by_value=owner is None)
+        self._refuse_constants(is_new=owner is None)
 
     def _owner(self) -> Owner:
         """Find whose the rows are."""
@@ -309,68 +312,69 @@ class Rows:
         """The operations between the loss and the module."""
         return [*[step.node for step in self.path.steps], *self._behind]
 
-    def _refuse_constants(self, by_value: bool) -> None:
+    def _refuse_constants(self, is_new: bool) -> None:
         """Check that no constant lies along as many entries as there are samples, and is the same for each of them.
 
         That is how outputs ``[B, T]`` and targets ``[B]`` make losses of two samples each, where T is B.
 
         Args:
-            by_value: Look also whether constants are copies along a dimension. Later ones may be so by chance.
+            is_new: Look also at constants of which not even the shape is kept. A loss of the same operations and
+                shapes has as many.
 
         Raises:
             Coupled: If one does.
             Unreadable: If it cannot be told.
         """
         depends, nodes, outputs = self._depends, [*self._nodes, *self.path.weighing], self._outputs
+        own: list[bool] = []
+
+        def alike_by_chance(constant: Tensor, rounding: Tensor | None = None) -> bool:
+            return self.owner.own[len(own) : len(own) + 1] == (True,) and has_two_values(constant, rounding)
+
         for node in nodes:
             for value, constant in constants_beside(node, depends):
-                sizes = own_sizes(constant, by_value and self._is_doubtful(shape_of(*value), constant.shape))
-                outputs.coincide |= self._refuse_constant(node, value, sizes)
-                if all(sizes[dim] == 1 for dim in places_of(shape_of(*value), outputs.batch_size)):
+                shape, sizes = shape_of(*value), own_sizes(constant)
+                places = places_of(shape, outputs.batch_size)
+                outputs.coincide |= self._is_doubtful(shape, shape)  # the next constant may be of other sizes
+                varying = varying_sizes(constant) if self._is_doubtful(shape, sizes) else []
+                if varying and max(varying) > 1 and not alike_by_chance(constant):
+                    sizes = varying
+                self._refuse_constant(node, value, sizes, sizes)
+                own.append(bool(varying) and bool(places) and all(varying[dim] > 1 for dim in places))
+                if all(sizes[dim] == 1 for dim in places):
                     self._learn(sizes)
         unseen = [node for node in self._behind if adds_unseen(node, depends)]
         hiding = [node for node in nodes if hides_constant(node, depends, outputs.batch_size)]
-        for node in hiding if by_value else ():
+        for node in hiding if is_new else ():
             below = [node.next_functions[place] for place in inputs_of(node, depends)]
             for value in ((node, 0), *below):
-                self._refuse_unseen(node, cast("tuple[Node, int]", value))
+                self._refuse_constant(node, cast("tuple[Node, int]", value))
         for node in (*unseen, *hiding):
             self._learn(shape_of(node))
-        if not by_value or not any(self._is_doubtful(shape_of(node), shape_of(node)) for node in unseen):
-            return
-        known = outputs.held | known_values(nodes)
-        for value in {edge: None for node in nodes for edge in parents(node) if not is_affine(node, depends)}:
+        doubtful = any(self._is_doubtful(shape_of(node), shape_of(node)) for node in unseen)
+        outputs.coincide |= doubtful
+        known = outputs.held | known_values(nodes) if doubtful else {}
+        ends = {edge: None for node in nodes for edge in parents(node) if not is_affine(node, depends)}
+        for value in ends if doubtful else ():
             shape = shape_of(*value)
             if not adds_unseen_below(value, known, depends) or not self._is_doubtful(shape, shape):
                 continue
             found = added(value, known, depends) if value in known else None
             if found is None:
-                self._refuse_unseen(value[0], value)
-            else:
-                self._refuse_constant(value[0], value, varying_sizes(*found))
+                self._refuse_constant(value[0], value)
+                continue
+            constant, each, most = found
+            surely = varying_sizes(constant, most)
+            if not alike_by_chance(constant, most):
+                self._refuse_constant(value[0], value, varying_sizes(constant, each), surely)
+            own.append(all(surely[dim] > 1 for dim in places_of(shape, outputs.batch_size)))
+        if is_new:
+            self.owner = replace(self.owner, own=tuple(own))
 
     def _learn(self, sizes: Sequence[int]) -> None:
         """Remember sizes of constants that are made of no samples; beside a single sample any may be."""
         if self._outputs.batch_size > 1:
             self._outputs.repeated.update(size for size in sizes if size > 1)
-
-    def _refuse_unseen(self, node: Node, value: tuple[Node, int]) -> None:
-        """Check that a constant whose shape is not kept, beside a value, lies along no B entries but the samples.
-
-        Raises:
-            Unreadable: If it may.
-        """
-        shape, batch_size = shape_of(*value), self._outputs.batch_size
-        if not self._is_doubtful(shape, shape):
-            return
-        samples = self._dim_of_samples(value, places_of(shape, batch_size))
-        if [dim for dim, size in enumerate(shape) if size == batch_size] == [samples]:
-            return
-        raise Unreadable(
-            f"{node.name()} takes a constant beside values of shape {list(shape)}, and the graph does not keep its "
-            f"shape: if it has {batch_size} entries, one of each sample, then each value belongs to two samples. Begin "
-            "with a batch of another size"
-        )
 
     @functools.cached_property
     def _is_inside(self) -> bool:
@@ -385,30 +389,46 @@ class Rows:
         known = batch_size == 1 or batch_size in self._outputs.constant_sizes or self._is_inside
         return not known and bool(sized) and (len(places) != 1 or not sized <= {*places})
 
-    def _refuse_constant(self, node: Node, value: tuple[Node, int], sizes: Sequence[int]) -> bool:
+    def _refuse_constant(
+        self,
+        node: Node,
+        value: tuple[Node, int],
+        sizes: Sequence[int] | None = None,
+        surely: Sequence[int] = (),
+    ) -> None:
         """Check that a constant beside a value is one of each sample, or lies along nothing of as many entries.
 
-        Returns:
-            Whether it might be something else if it had other dimensions.
+        Args:
+            node: The operation that puts it there.
+            value: The value.
+            sizes: The constant's, 1 where it is repeated; None where the graph does not keep them.
+            surely: The same, but larger than 1 only where rounding cannot be the cause.
 
         Raises:
             Coupled: If it is neither.
+            Unreadable: If it may be neither, and its sizes are not known.
         """
         shape, batch_size = shape_of(*value), self._outputs.batch_size
-        if not self._is_doubtful(shape, sizes):
-            return False
+        if not self._is_doubtful(shape, shape if sizes is None else sizes):
+            return
         places = places_of(shape, batch_size)
-        if places and all(sizes[dim] > 1 for dim in places):
-            return True
+        if surely and places and all(surely[dim] > 1 for dim in places):
+            return
         samples = self._dim_of_samples(value, places)
-        if self._outputs.only_sample(*value) is None and (samples is None or sizes[samples] == 1):
+        if sizes is None and [dim for dim, size in enumerate(shape) if size == batch_size] != [samples]:
+            raise Unreadable(
+                f"{node.name()} takes a constant beside values of shape {list(shape)}, and the graph does not keep its "
+                f"shape: if it has {batch_size} entries, one of each sample, then each value belongs to two samples. "
+                "Begin with a batch of another size, or let clipper.per_sample_losses compute the losses"
+            )
+        one = sizes is not None and (samples is None or surely[samples] == 1)
+        if one and self._outputs.only_sample(*value) is None:
             raise Coupled(
                 f"{node.name()} puts a constant of {batch_size} entries, the same ones for every sample, beside values "
                 f"of shape {list(shape)}. Is it made of the {batch_size} samples? Then each value belongs to two of "
                 "them: give it a dimension for the samples, as by target.unsqueeze(1). If it is not, begin with a "
-                "batch of another size"
+                "batch of another size, or let clipper.per_sample_losses compute each sample's loss from its own rows"
             )
-        return True
 
     def _dim_of_samples(self, value: tuple[Node, int], places: Sequence[int]) -> int | None:
         """Find the dimension of the samples by derivatives; None if there is none."""
@@ -431,7 +451,13 @@ class Rows:
             Coupled: If one is.
         """
         outputs = self._outputs
+        beside = {child for node in self._nodes if operation(node) in _BROADCASTING for child, _ in parents(node)}
+        elsewhere = {
+            child for node in self._nodes if operation(node) not in _BROADCASTING for child, _ in parents(node)
+        }
         for node in self._nodes:
+            if operation(node) == "Expand" and node in beside - elsewhere:  # looked at there
+                continue
             for size in _repeats(node, self._depends):
                 self._learn([size])
                 if size == outputs.batch_size > 1 and size not in outputs.constant_sizes:
@@ -860,16 +886,17 @@ _BROADCASTING = operations(
 """Operations that repeat a value along the dimensions of another, which may be a constant."""
 
 
+def _shape_before_expand(node: Node, number: int) -> torch.Size:
+    while operation(node) == "Expand":
+        node, number = parents(node)[0]
+    return shape_of(node, number)
+
+
 def _repeats(node: Node, depends: Dependence) -> list[int]:
     """The sizes of the dimensions that a constant alone adds to values of the samples."""
     name, shape = operation(node), shape_of(node)
-    behind = [
-        (i, child, number)
-        for i, (child, number) in enumerate(node.next_functions)
-        if child is not None and depends(child)
-    ]
     if name in _BROADCASTING:
-        before = [shape_of(child, number) for _, child, number in behind]
+        before = [_shape_before_expand(*edge) for edge in parents(node) if depends(edge[0])]
         padded = [torch.Size((1,) * (len(shape) - len(each)) + each) for each in before]
         return [size for dim, size in enumerate(shape) if size > 1 and all(each[dim] == 1 for each in padded)]
     return []

@@ -298,9 +298,9 @@ def explain(parts: LossParts, reduction: str) -> str:
     declared = _REDUCTIONS[reduction]
     if parts.verdict in {"unknown", "unverified"}:
         compute = (
-            "Compute one loss for each sample, of shape [B], by PyTorch's own operations, uncompiled, and take its "
-            f"{reduction.removeprefix('token_')}. (check='warn' accepts it as it is: then nothing shows that a "
-            "sample's gradient does not depend on the others.)"
+            "Let clipper.per_sample_losses(loss_fn, outputs, targets) compute each sample's own loss, and take their "
+            f"{reduction.removeprefix('token_')}: then nothing of it is read. (check='warn' accepts it as it is: then "
+            "nothing shows that a sample's gradient does not depend on the others.)"
         )
         return f"whether the loss is the {declared} cannot be told: {parts.reason}. Nothing was clipped. {compute}"
     extent = ""

@@ -1,0 +1,220 @@
+"""Each sample's loss from its own rows alone: exact for any function; what reaches other samples is refused."""
+
+import copy
+import functools
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.private import make_private
+
+C = 4
+"""Classes, and the number of samples in some batches."""
+
+
+def mean_of_labels(out, y):
+    return F.cross_entropy(out[..., None].expand(-1, -1, 5), y)
+
+
+def ragged(n):
+    return torch.randint(0, C, (n, 5)).where(torch.arange(5) < torch.arange(1, n + 1)[:, None], -100)
+
+
+def classes(n):
+    return torch.randint(0, C, (n,))
+
+
+WEIGHT = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
+LOSSES = {
+    "mse": (F.mse_loss, lambda n: torch.randn(n, C)),
+    "a module": (nn.SmoothL1Loss(), lambda n: torch.randn(n, C)),
+    "tokens": (mean_of_labels, ragged),
+    "class weights": (nn.CrossEntropyLoss(weight=WEIGHT), classes),
+    "bound": (functools.partial(lambda o, y, w: F.cross_entropy(o, y, weight=w), w=WEIGHT), classes),
+    "a mask of outputs and targets": (lambda o, y: ((o > y) * o).square().mean(), torch.randn),
+    "columns": (lambda o, y: -o.log_softmax(1)[:, y].mean(), classes),
+    "targets of the whole batch, were it one": (lambda o, y: (o - y).square().mean(), torch.randn),
+    "normalized": (lambda o, y: ((o - o.mean()) / o.std() * y).square().sum(), lambda n: torch.randn(n, C)),
+    "a root": (lambda o, y: F.mse_loss(o, y).sqrt(), lambda n: torch.randn(n, C)),
+    "compiled": (torch.compile(F.mse_loss, backend="eager"), lambda n: torch.randn(n, C)),
+    "nested": (lambda o, more, *, scale: scale * F.mse_loss(o, more["y"][0]), lambda n: {"y": [torch.randn(n, C)]}),
+}
+
+
+def as_float64(tree):
+    if isinstance(tree, torch.Tensor):
+        return tree.double() if tree.is_floating_point() else tree
+    return {"y": [as_float64(one) for one in tree["y"]]}
+
+
+def row(tree, i):
+    return tree[i : i + 1] if isinstance(tree, torch.Tensor) else {"y": [row(one, i) for one in tree["y"]]}
+
+
+def network():
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, C)).double()
+
+
+def gradients_alone(model, loss_fn, x, y, kwargs):
+    found = []
+    for i in range(len(x)):
+        loss = loss_fn(model(x[i : i + 1]), row(y, i), **kwargs)
+        found.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()])]))
+    return torch.stack(found)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "token_mean"])
+def test_each_sample_has_the_gradient_of_its_own_loss(name, reduction):
+    loss_fn, targets = LOSSES[name]
+    kwargs = {"scale": 3.0} if name == "nested" else {}
+    torch.manual_seed(0)
+    model = network()
+    alone = copy.deepcopy(model)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0), loss_reduction=reduction, mode="exact")
+    for size in (C, C, 3, 1, 6):
+        x, y = torch.randn(size, 3).double(), as_float64(targets(size))
+        losses = clipper.per_sample_losses(loss_fn, model(x), y, **kwargs)
+        (losses.sum() if reduction == "sum" else losses.mean()).backward()
+        found = torch.cat([g.flatten(1) for g in clipper.per_sample_gradients().values()], 1)
+        torch.testing.assert_close(found, gradients_alone(alone, loss_fn, x, y, kwargs), rtol=1e-10, atol=1e-12)
+        clipper.clip_and_accumulate()
+    assert clipper.pre_step().batch_size == 2 * C + 10
+
+
+def clipper_of(model, **options):
+    return gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0), **options)
+
+
+def of_mean(mean):
+    return lambda o, y: F.mse_loss(o - mean, y)
+
+
+X, Y = torch.randn(C, 3, dtype=torch.float64), torch.randn(C, C, dtype=torch.float64)
+OF_OTHERS = {
+    "outputs of the batch": (lambda out: (lambda o, y: F.mse_loss(out, y.expand_as(out)), out, Y), "was not given"),
+    "a mean of outputs": (lambda out: (of_mean(out.mean(0, True)), out, Y), "of another"),
+    "targets of the batch": (lambda out: (lambda o, y: F.mse_loss(o.expand_as(Y), Y), out, Y), "was not given"),
+    "a number": (lambda out: (of_mean(Y.mean()), out, Y), "call .item"),
+    "transposed outputs": (lambda out: (F.mse_loss, out.T, Y), "depends on the outputs of another"),
+    "other samples' outputs": (lambda out: (F.mse_loss, out.flip(0), Y), "depends on the outputs of another"),
+    "normalized outputs": (lambda out: (F.mse_loss, out - out.mean(0), Y), "depends on the outputs of another"),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+@pytest.mark.parametrize("first", ["the first step", "a later step"])
+def test_what_reaches_other_samples_is_refused(name, first):
+    torch.manual_seed(0)
+    model = network()
+    clipper = clipper_of(model)
+    for _ in range(3 if first == "a later step" else 0):
+        clipper.per_sample_losses(F.mse_loss, model(X), Y).mean().backward()
+        clipper.clip_and_accumulate()
+    arguments, words = OF_OTHERS[name]
+    with pytest.raises(UnsupportedGradientError, match=words):
+        clipper.per_sample_losses(*arguments(model(X))).mean().backward()
+
+
+MISTAKES = {
+    "no tensor": (lambda o, y: 0.5, Y, InvalidTypeError, "expected a tensor from the function, got float"),
+    "several numbers": (lambda o, y: (o - y).square(), Y, InvalidValueError, r"a tensor of shape \[1, 4\]. Reduce"),
+    "no rows": (F.mse_loss, Y[:3], InvalidValueError, r"expected tensors with 4 samples along dimension 0.*partial"),
+    "a number": (F.mse_loss, Y.mean(), InvalidValueError, r"got one of shape \[\]"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told(name):
+    model, (loss_fn, y, error, words) = network(), MISTAKES[name]
+    clipper = clipper_of(model)
+    with pytest.raises(error, match=words):
+        clipper.per_sample_losses(loss_fn, model(X), y)
+    with pytest.raises(InvalidValueError, match="call the module first"):
+        clipper_of(network()).per_sample_losses(F.mse_loss, Y, Y)
+
+
+@pytest.mark.parametrize(
+    ("combined", "words"),
+    [
+        (lambda losses, out: losses.mean() + 0.5 * out.square().mean(), ""),
+        (lambda losses, out: (losses * torch.linspace(0.5, 2, C, dtype=torch.float64).sqrt()).mean(), ""),
+        (lambda losses, out: losses.sum(), "it is a sum"),
+        (lambda losses, out: losses.logsumexp(0), "mixes samples"),
+        (lambda losses, out: losses.mean() + out.mean(0).square().mean(), "depend on several samples|mixes samples"),
+        (lambda losses, out: losses[:2].mean(), "each sample's part|rows"),
+    ],
+)
+def test_what_follows_the_losses_is_read_as_ever(combined, words):
+    torch.manual_seed(0)
+    model = network()
+    clipper = clipper_of(model)
+    out = model(X)
+    combined(clipper.per_sample_losses(F.mse_loss, out, Y), out).backward()
+    if words:
+        with pytest.raises(UnsupportedGradientError, match=words):
+            clipper.clip_and_accumulate()
+    else:
+        clipper.clip_and_accumulate()
+
+
+def test_empty_batches_and_time_first():
+    model = nn.GRU(3, C).double()
+    clipper = clipper_of(model, batch_first=False, mode="exact")
+    x, y = torch.randn(5, 2, 3).double(), torch.randn(5, 2, C).double()
+    clipper.per_sample_losses(lambda o, y: F.mse_loss(o, y), model(x)[0], y).mean().backward()
+    found = clipper.per_sample_gradients()["weight_hh_l0"]
+    clipper.clip_and_accumulate()
+    clipper.detach()
+    for i in range(2):
+        loss = F.mse_loss(model(x[:, i : i + 1])[0], y[:, i : i + 1])
+        torch.testing.assert_close(found[i], torch.autograd.grad(loss, model.weight_hh_l0)[0])
+    linear = nn.Linear(3, C)
+    clipper = clipper_of(linear)
+    clipper.per_sample_losses(F.mse_loss, linear(torch.randn(0, 3)), torch.randn(0, C)).sum().backward()
+    clipper.clip_and_accumulate()
+    assert clipper.pre_step().batch_size == 0
+
+
+def test_private_training_takes_means_over_tokens():
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(12, 3).double(), ragged(12)), batch_size=6, shuffle=True)
+    private = make_private(model, optimizer, loader, noise_multiplier=1.0, target_delta=1e-3, epochs=2)
+    for x, y in private.loader:
+        private.clipper.per_sample_losses(mean_of_labels, model(x), y).mean().backward()
+        private.step()
+    assert private.steps == 2
+
+
+@pytest.mark.parametrize("check", ["warn", False])
+def test_without_checks(check):
+    model = network()
+    clipper = clipper_of(model, check=check)
+    out = model(X)
+    with pytest.warns(UserWarning, match="of another") if check else nullcontext():
+        clipper.per_sample_losses(F.mse_loss, out - out.mean(0), Y).mean().backward()
+    clipper.clip_and_accumulate()
+
+
+def test_half_precision_with_a_scaler():
+    torch.manual_seed(0)
+    model = nn.Linear(3, C)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    clipper = clipper_of(model, scaler=scaler, mode="exact")
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = clipper.per_sample_losses(F.mse_loss, model(X.float()), Y.float())
+        scaler.scale(losses.mean()).backward()
+        found = clipper.per_sample_gradients()["bias"]
+        clipper.clip_and_accumulate()
+    expected = 2 / C * (F.linear(X.float(), model.weight, model.bias) - Y.float())
+    torch.testing.assert_close(found, expected.detach(), rtol=0.05, atol=0.02)
