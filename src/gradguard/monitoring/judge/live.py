@@ -12,6 +12,7 @@ from gradguard.monitoring.judge.detectors.loss_scale import LossScale
 from gradguard.monitoring.judge.detectors.outliers import Outliers
 from gradguard.monitoring.judge.detectors.rhythm import Oscillation
 from gradguard.monitoring.judge.detectors.tensors import Corruption, Diagnostics
+from gradguard.monitoring.judge.detectors.updates import Rule, UpdateSpikes
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, Log
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.lines import known_fields
@@ -108,11 +109,13 @@ class Track:
         self.level, self.outliers = Level(log, self.loss, names), Outliers(log, names)
         self.oscillation, self.clipping, self.scale = Oscillation(log, several), Clipping(log, name), LossScale(log)
         self.corruption, self.diagnostics = Corruption(log, names), Diagnostics(log, params)
+        self.update_spikes, self.rule = UpdateSpikes(log), Rule(log, params)
+        self.used: tuple[float, float] | None = None  # of a step that was taken: its learning rate, and the norm it got
 
     def step(self, step: dict[str, Any]) -> None:
         """Follow a step."""
         i, norm, skipped, scale = step["i"], step.get("norm"), bool(step.get("skipped")), step.get("amp_scale")
-        clipped = binds(step)
+        clipped, self.used = binds(step), None
         self.setup.step(step, clipped)
         if scale is not None:
             self.scale.step(i, scale, skipped and not step.get("spike"))
@@ -133,6 +136,10 @@ class Track:
             self.clipping.follow(i, threshold, step.get("coefficient"))
         if top is not None:
             self.layers.top(i, *top)
+        self.used = step.get("lr") or 0.0, step.get("post_norm") or norm
+        if update := step.get("update"):
+            self.update_spikes.follow(i, update, self.used[0])
+            self.rule.step(i, update, *self.used)
 
     def tensors(self, line: dict[str, Any]) -> None:
         """Follow a line of per-tensor numbers."""
@@ -146,6 +153,8 @@ class Track:
         self.setup.tensors(i, norms, absent)
         if len(norms) == len(names):
             self.corruption.follow(i, norms)
+        if self.used is not None:
+            self.rule.tensors(i, line, *self.used)
         if line.get("weight") and line.get("update"):
             self.diagnostics.updates(i, line["weight"], line["update"])
         if line.get("zero_rows") or line.get("zeros"):
