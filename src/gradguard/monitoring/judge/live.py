@@ -12,7 +12,7 @@ from gradguard.monitoring.judge.detectors.loss_scale import LossScale
 from gradguard.monitoring.judge.detectors.outliers import Outliers
 from gradguard.monitoring.judge.detectors.rhythm import Oscillation
 from gradguard.monitoring.judge.detectors.tensors import Corruption, Diagnostics
-from gradguard.monitoring.judge.detectors.updates import Rule, UpdateSpikes
+from gradguard.monitoring.judge.detectors.updates import Logits, Rule, UpdateSpikes
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, Log
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.lines import known_fields
@@ -109,7 +109,7 @@ class Track:
         self.level, self.outliers = Level(log, self.loss, names), Outliers(log, names)
         self.oscillation, self.clipping, self.scale = Oscillation(log, several), Clipping(log, name), LossScale(log)
         self.corruption, self.diagnostics = Corruption(log, names), Diagnostics(log, params)
-        self.update_spikes, self.rule = UpdateSpikes(log), Rule(log, params)
+        self.update_spikes, self.rule, self.logits = UpdateSpikes(log), Rule(log, params), Logits(log)
         self.used: tuple[float, float] | None = None  # of a step that was taken: its learning rate, and the norm it got
 
     def step(self, step: dict[str, Any]) -> None:
@@ -137,6 +137,8 @@ class Track:
         if top is not None:
             self.layers.top(i, *top)
         self.used = step.get("lr") or 0.0, step.get("post_norm") or norm
+        if (logit := step.get("logit")) is not None:
+            self.logits.follow(i, logit, step.get("logit_of") or "")
         if update := step.get("update"):
             self.update_spikes.follow(i, update, self.used[0])
             self.rule.step(i, update, *self.used)

@@ -402,7 +402,7 @@ def _if_living(method: weakref.WeakMethod, *args: Any) -> None:
 OWN_NAMES = frozenset((
     "t", "i", "wall", "loss", "backwards", "origin", "lr", "norm", "post_norm", "coefficient", "threshold", "rule",
     "clips", "clips_disjoint", "user_max_norm", "max_norm", "amp_scale", "skipped", "spike", "nonfinite", "top",
-    "optimizer", "scaled_clip", "kept_gradients", "update",
+    "optimizer", "scaled_clip", "kept_gradients", "update", "logit", "logit_of",
 ))  # fmt: skip
 """The fields of a ``step`` line."""
 

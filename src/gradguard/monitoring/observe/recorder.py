@@ -16,6 +16,7 @@ from itertools import repeat
 from operator import is_not
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -83,6 +84,7 @@ class Recorder(Listener):
         self._backwards = 0  # heard of, up to as many as matter
         self._last_steps: dict[int, int] = {}  # the number of the last one of each optimizer
         self._watching_updates = 0.0  # seconds
+        self._logits: dict[str, Tensor] = {}  # the largest of each attention since the last step
         self._turns = Counter[int]()  # steps of each optimizer: one that takes every second turn has its schedule too
 
     @property
@@ -207,6 +209,7 @@ class Recorder(Listener):
             elif (step := self._measured(optimizer, given)) is not None:
                 self._label(step, optimizer)
                 step.lr = copied(optimizer.param_groups[0].get("lr"))
+                step.logits, self._logits = self._logits, {}
                 step.scaled = getattr(self._thread, "scaled", False)
                 step.kept_gradients = self._kept.before_step(optimizer) if self._kept.looks else None
                 self._thread.step, self._thread.optimizer = step, weakref.ref(optimizer)
@@ -367,6 +370,13 @@ class Recorder(Listener):
             if (index := self._last_steps.get(place or 0)) is not None:
                 self._buffer.add_behind(RecoveryNote(index, event, place))
 
+    @safely
+    def on_logits(self, name: str, largest: Tensor) -> None:
+        """Keep the largest attention logit until the next step."""
+        known = self._logits.get(name)
+        largest = largest.detach().amax()
+        self._logits[name] = largest if known is None else torch.maximum(known, largest)
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     @safely
@@ -440,6 +450,11 @@ class Ear(Listener):
         """Something was done about spikes."""
         if (recorder := self._recorder()) is not None:
             recorder.on_recover(event)
+
+    def on_logits(self, name: str, largest: Tensor) -> None:
+        """An attention has been computed."""
+        if (recorder := self._recorder()) is not None:
+            recorder.on_logits(name, largest)
 
 
 def check_callable(on_finding: Any) -> None:

@@ -103,6 +103,7 @@ class StepMeasurement:
         late: Whether it holds tensors on a device, so that its numbers are known only when they have come.
         lost: Where processes measured together: above 0 if one of them could not.
         origin: Where the forward first had a number that is not finite, and its dtype.
+        logits: The largest logit of each attention that a `LogitWatch` has seen since the step before.
         scalars: What else the user logged, by name: numbers, or tensors until they have been read. ``norm`` is what the
             user's own clip returned, and ``max_norm`` its threshold.
     """
@@ -134,6 +135,7 @@ class StepMeasurement:
     late: bool = False
     lost: Any = None
     origin: tuple[str, str] | None = None
+    logits: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -344,6 +346,7 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
     total = total_of(step)
     clips, coefficient, within = _clips_of(step, total)
     binding = min(clips, key=_strength) if clips else _Clip(None, None, None)
+    attention = max(step.logits, key=lambda name: float(step.logits[name]), default=None)
     overflowed = step.found_inf is not None and float(step.found_inf)
     return {
         "t": "step",
@@ -365,6 +368,8 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
         "skipped": True if overflowed or _number(step.skipped) else None,
         "spike": True if _number(step.spike) else None,
         "update": _update_of(step.moved),
+        "logit": None if attention is None else float(step.logits[attention]),
+        "logit_of": attention,
         "nonfinite": 0 if total < math.inf else sum(not math.isfinite(n) for n in norms) or 1,
         "top": _dominant(step, norms, total),
         "optimizer": step.optimizer,

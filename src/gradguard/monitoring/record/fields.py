@@ -248,6 +248,8 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
         "amp_scale": _amount,
         "skipped": truth,
         "update": _amount,
+        "logit": _number,
+        "logit_of": _word,
         "spike": truth,
         "nonfinite": _count,
         "top": row_of(_count, _seconds),

@@ -48,8 +48,7 @@ def rate_too_high(signals: Signals) -> Cause | None:
     signs = tuple(filter(None, [thrown, *looked]))
     if not signs:
         return None
-    if (found := signals.finding("update_spike")) is not None:
-        signs += (Evidence.of(found),)
+    signs += tuple(Evidence.of(found) for found in signals.found if found.kind in ("update_spike", "logits_grow"))
     fix = lower_rate(signals)
     return Cause(
         "rate_too_high",

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from gradguard.monitoring.judge.findings import Episode, Kind, Lasting, Log, Words, named, said
+from gradguard.monitoring.judge.findings import Episode, Kind, Lasting, Log, Words, said
 from gradguard.monitoring.judge.numbers import number
-from gradguard.monitoring.record.lines import Numbers, without_none
+from gradguard.monitoring.record.lines import Numbers
 from gradguard.threshold_rules import SortedWindow, upper_median_distance
 
 SPIKE_TIMES = 1.5
@@ -48,10 +48,14 @@ and of updates over the gradients that they are made of, since gradients may fal
 ONLY_DECAY, SHRUNK = 0.7, 0.5
 """The share of a step that is weight decay, and the share by which the norm of the weight really falls."""
 
+LOGIT_STEPS, LARGE_LOGIT, LOGIT_TIMES = 20, 50.0, 4.0
+"""Steps in a row whose median logit is so large, and so many times the lowest such median before: beyond, the weights
+that a softmax gives to all positions but one are below 1e-20."""
+
 ELEMENTS = 4096
 """Of longer tensors `moved` is an estimate from about so many elements."""
 
-_WINDOW, _KEPT, _POINTS = 64, 32, 200
+_WINDOW, _KEPT, _LINES_BETWEEN, _POINTS = 64, 32, 8, 200
 _LINES_OF_DECAY, _STEPS_OF_DECAY = 4, 150
 
 
@@ -75,7 +79,7 @@ class UpdateSpikes:
             update: The norm of what it changed over that of the weights.
             rate: The learning rate.
         """
-        if not (0 < update and 0 < rate):
+        if not (update > 0 and rate > 0):
             return
         size, ordered = math.log(update / rate), self._window.ordered
         self._seen += 1
@@ -96,6 +100,36 @@ class UpdateSpikes:
         return size - middle > SPIKE_DEVIATIONS * max(1.4826 * upper_median_distance(ordered, middle), LEAST_DEVIATION)
 
 
+class Logits:
+    """Whether the largest attention logit grows until the softmax takes one position alone.
+
+    Args:
+        log: Where faults go.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._block: list[float] = []
+        self._lowest = math.inf
+
+    def follow(self, i: int, logit: float, name: str) -> None:
+        """Follow a step.
+
+        Args:
+            i: The step.
+            logit: The largest logit of all attentions.
+            name: The module that computed it.
+        """
+        self._block.append(logit)
+        if len(self._block) < LOGIT_STEPS:
+            return
+        level, self._block = statistics.median(self._block), []
+        if level > max(LARGE_LOGIT, LOGIT_TIMES * max(self._lowest, 1.0)):
+            about = {"numbers": {"smallest": self._lowest, "largest": level}, "text": name or "the model"}
+            self._log.tell("logits", LOGITS_GROW, i - LOGIT_STEPS + 1, i, level, **about)
+        self._lowest = min(self._lowest, level)
+
+
 class Rule:
     """Whether updates are what no rule makes of gradients: of one length, bounded from below, of a squared rate, decay.
 
@@ -111,7 +145,7 @@ class Rule:
         self._are_small = all((one.get("numel") or 0) <= ELEMENTS for one in params)
         self._lines: deque[tuple[float, dict[int, float]]] = deque(maxlen=_KEPT)  # norm of gradients, sizes of updates
         self._points: list[tuple[float, float, float]] = []  # logarithms
-        self._every, self._count = 1, 0
+        self._every, self._count, self._followed = 1, 0, 0
         self._decays = Lasting(log, self._names, _LINES_OF_DECAY, _STEPS_OF_DECAY)
         self._weights: dict[int, tuple[int, float]] = {}
 
@@ -125,7 +159,7 @@ class Rule:
             gradient: The norm of the gradients that the optimizer got.
         """
         self._count += 1
-        if self._count % self._every or not (0 < update and 0 < rate and 0 < gradient):
+        if self._count % self._every or not (update > 0 and rate > 0 and gradient > 0):
             return
         self._points.append((math.log(rate), math.log(update), math.log(update / gradient)))
         if len(self._points) >= _POINTS:
@@ -161,7 +195,8 @@ class Rule:
         if len(sizes) < 2:
             return
         self._lines.append((gradient, sizes))
-        if len(self._lines) >= LINES and len(self._lines) % 4 == 0 or len(self._lines) == _KEPT:
+        self._followed += 1
+        if len(self._lines) >= LINES and self._followed % _LINES_BETWEEN == 0:
             if self._is_one_length():
                 self._tell("one length", i)
             elif (floor := self._floor()) is not None:
@@ -237,7 +272,7 @@ def _spread(values: Sequence[float]) -> float:
 def _rule(found: Episode) -> Words:
     if found.text == "one length":
         message = "all updates of a step together have one length on every step, whatever the gradients are"
-        advice = "a clip divides the update by its own norm: clip the gradients before the optimizer, or use gg.ClipUpdate"
+        advice = "a clip divides the update by its own norm: clip the gradients that the optimizer gets instead"
     elif found.text == "floor":
         size = number(found.numbers["floor"])
         message = f"updates have a root mean square of {size} times the learning rate or more, and never less"
@@ -260,6 +295,17 @@ SPIKE = Kind(
     value="largest",
     confidence="medium",
 )
+LOGITS_GROW = Kind(
+    "logits_grow",
+    said(
+        "warning",
+        "the largest attention logit grew from {smallest} to {largest}, in {found.text}",
+        "attention becomes one-hot, and the loss may follow: gg.QKClip, a normalisation of queries and keys, weight "
+        "decay on their projections, or a lower learning rate for them",
+    ),
+    value="largest",
+    confidence="medium",
+)
 RULE = Kind("update_rule", _rule, of_layers=True)
 DECAY = Kind(
     "update_rule",
@@ -271,4 +317,4 @@ DECAY = Kind(
     value="share",
     of_layers=True,
 )
-KINDS = (SPIKE, RULE)
+KINDS = (SPIKE, RULE, LOGITS_GROW)
