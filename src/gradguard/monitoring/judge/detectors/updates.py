@@ -23,7 +23,7 @@ SPIKE_STEPS = 3
 """Measured steps in a row: a single one is a batch."""
 
 SETTLED = 60
-"""Measured steps before one can stand out: the first are the longest."""
+"""Measured steps before one is judged: the first are the longest of Adam, and the shortest with a momentum."""
 
 LINES = 16
 """Lines with the update of each tensor that show what its rule is; the last `_KEPT` are looked at."""
@@ -38,10 +38,10 @@ AT_FLOOR, SAME, ABOVE, IS_ABOVE = 0.25, 0.002, 1.05, 0.15
 """The share of updates that have the smallest size to within `SAME`, and the share that is more than `ABOVE` times it,
 where a bound from below acts in place of one from above."""
 
-RATES = 15.0
+RATES = 6.0
 """The largest learning rate over the smallest, from which on it is seen how updates follow it."""
 
-SQUARED, OFF_LINE = 0.35, 0.4
+SQUARED, OFF_LINE = 0.35, 0.2
 """How far from 2 the exponent of the learning rate may be, and the deviation from the line, in logarithms: of updates,
 and of updates over the gradients that they are made of, since gradients may fall with the learning rate."""
 
@@ -49,13 +49,13 @@ ONLY_DECAY, SHRUNK = 0.7, 0.5
 """The share of a step that is weight decay, and the share by which the norm of the weight really falls."""
 
 LOGIT_STEPS, LARGE_LOGIT, LOGIT_TIMES = 20, 50.0, 4.0
-"""Steps in a row whose median logit is so large, and so many times the lowest such median before: beyond, the weights
-that a softmax gives to all positions but one are below 1e-20."""
+"""Steps in a row whose median logit is so large, and so many times the lowest such median before: a softmax of such
+logits takes one position alone, unless another one is as large."""
 
 ELEMENTS = 4096
 """Of longer tensors `moved` is an estimate from about so many elements."""
 
-_WINDOW, _KEPT, _LINES_BETWEEN, _POINTS = 64, 32, 8, 200
+_WINDOW, _KEPT, _LINES_BETWEEN, _POINTS, _FEWEST_POINTS = 64, 32, 8, 200, 64
 _LINES_OF_DECAY, _STEPS_OF_DECAY = 4, 150
 
 
@@ -159,12 +159,12 @@ class Rule:
             gradient: The norm of the gradients that the optimizer got.
         """
         self._count += 1
-        if self._count % self._every or not (update > 0 and rate > 0 and gradient > 0):
+        if self._count <= SETTLED or self._count % self._every or not (update > 0 and rate > 0 and gradient > 0):
             return
         self._points.append((math.log(rate), math.log(update), math.log(update / gradient)))
         if len(self._points) >= _POINTS:
             self._points, self._every = self._points[1::2], 2 * self._every
-        if len(self._points) % LINES == 0 and self._is_squared():
+        if len(self._points) >= _FEWEST_POINTS and len(self._points) % LINES == 0 and self._is_squared():
             self._tell("squared", i)
 
     def _is_squared(self) -> bool:
