@@ -376,6 +376,10 @@ CASES = {
             line | {"weight": [12.0] * 9 + [1.0], "norm": [60.0 if line["i"] == 0 else 0.0] * 10}
             for line in lines(TENTH)]),
         "exploding_depth", "5.00 times as large as the weight"),
+    "a learning rate that is multiplied in twice": (
+        changed(run(falling(), lr=[0.1 * 0.99**i for i in range(COUNT)]),
+                lambda step: step.update(update=0.1 * step["lr"] ** 2)),
+        "update_rule", "square of the learning rate.*multiplied in twice"),
     "micro-batches summed, and numbers that were lost at once": (
         lost(run([2.0, 5.0, 20.0, *flat(397, 3.0)], backwards=8), 4), "accumulation", "8 micro-batches"),
 }  # fmt: skip

@@ -49,6 +49,25 @@ def zero(*places, since=0, until=10**9):
 
 
 CALM = log_normal(600)
+
+
+def updating(size, of_matrix=None):
+    """A run at a rate of 0.1 whose updates have a root mean square of ``size(i, place)`` times that.
+
+    Of one matrix they are 9 parts of weight decay to 1 part of others, and it falls.
+    """
+    meta = [one | {"weight_decay": 0.1} for one in PARAMS]
+    tensors = lines_of(600)
+    for line in tensors:
+        line["moved"] = [0.1 * size(line["i"], place) for place in range(len(PARAMS))]
+        if of_matrix is not None and line["i"] % 50 == 0:
+            falling = 8.0 * (1 - 0.01 / 0.9) ** line["i"]
+            line["weight"] = [falling if place == of_matrix else 80.0 for place in range(len(PARAMS))]
+            line["update"] = [0.01 / 0.9 * falling if place == of_matrix else 0.8 for place in range(len(PARAMS))]
+    steps = steps_of(CALM, lr=0.1)
+    return run(steps=steps, tensors=tensors, meta={"t": "meta", "optimizers": ["SGD"], "params": meta})
+
+
 EXPLODES = CALM[:400] + [50 * norm for norm in CALM[400:460]] + CALM[460:]
 VANISHES = CALM[:400] + [1e-6 * norm for norm in CALM[400:]]
 DECAY = [9 * math.exp(-i / 300) for i in range(1000)]
@@ -151,6 +170,19 @@ FAULTS = [
          {"t": "step", "i": i, "norm": 1.0, "coefficient": 1 - 0.5 * (i % 2), "rule": "norm", "threshold": 1.0,
           "clips": [["norm", 1.0, 1 - 0.5 * (i % 2)], ["norm", 4.0, 1.0]]} for i in range(300)])),
     ("norm_drift", "info", "moved by 15x, from 5.56 to 0.374", clipped(DECAY, 8.5)),
+    ("update_spike", "warning", "weights by up to 3.00 times as much as usual at their learning rate, from step 400 on",
+     run(steps=[step | {"lr": 0.1, "update": 3e-3 if 400 <= step["i"] < 403 else 1e-3} for step in steps_of(CALM)])),
+    ("update_rule", "warning", "all updates of a step together have one length", updating(
+        lambda i, place: math.sqrt(0.5 + 0.2 * math.sin(i) * (-1) ** place))),
+    ("update_rule", "warning", "root mean square of 1.00 times the learning rate or more, and never less", updating(
+        lambda i, place: max(1.0, 1 + 0.3 * math.sin(1.7 * i + place)))),
+    ("update_rule", "warning", "updates follow the square of the learning rate", run(steps=[
+        step | {"lr": 0.1 * 0.99 ** step["i"], "update": 1e-3 * 0.98 ** step["i"]} for step in steps_of(CALM)])),
+    ("update_rule", "warning", "90 % of each step of layers.2.weight is weight decay, and the weights fall with it",
+     updating(lambda i, place: 1.0, of_matrix=2)),
+    ("logits_grow", "warning", "the largest attention logit grew from 2.20 to 96.4, in blocks.1.attn", run(steps=[
+        step | {"logit": 2 * 1.01 ** step["i"], "logit_of": "blocks.1.attn"}
+        for step in steps_of(CALM)][:400])),
 ]  # fmt: skip
 
 
