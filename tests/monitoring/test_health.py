@@ -133,6 +133,9 @@ FAULTS = [
     ("update_ratio", "warning", "changes by only 1e-08 of itself", run(CALM, tensors=[
         line | {"weight": [1.0] * 12, "update": [1e-8 if k == 2 else 1e-3 for k in range(12)]}
         for line in lines_of(600, every=50)])),
+    ("update_ratio", "warning", "layers.2.weight changes by only 0 of itself", run(CALM, tensors=[
+        line | {"weight": [1.0] * 12, "update": [0.0 if k == 2 else 1e-3 for k in range(12)]}
+        for line in lines_of(600, every=50)])),
     ("half_dead_layer", "warning", "of layers.6.weight was exactly 0 for 7 of 8 units on steps 300 to 5", run(
         CALM, tensors=[line | {"zeros": [7 / 8 if k == 6 and line["i"] >= 300 else 0.0 for k in range(12)]}
                        for line in lines_of(600, every=50)])),
@@ -215,6 +218,17 @@ def test_a_fixed_threshold_that_bound_for_a_while_in_the_beginning_is_no_lock_in
     kinds = {found.kind for found in findings(clipped([2.0] * 600 + [0.9] * 1000))}
     assert "lock_in" not in kinds
     assert "clipping_always_on" not in kinds
+
+
+@pytest.mark.parametrize("more", [{"rates": [0.1, 0.0]}, {"norm": [0.0 if k == 2 else 1.0 for k in range(12)]}])
+def test_a_weight_stands_still_where_its_group_has_no_rate_or_its_gradient_is_0(more):
+    params = [one | {"group": int(k == 2)} for k, one in enumerate(PARAMS)]
+    lines = [
+        line | {"weight": [1.0] * 12, "update": [0.0 if k == 2 else 1e-3 for k in range(12)]} | more
+        for line in lines_of(600, every=50)
+    ]
+    record = run(CALM, tensors=lines, meta={"t": "meta", "optimizers": ["SGD"], "params": params})
+    assert "update_ratio" not in {found.kind for found in findings(record)}
 
 
 HEALTHY = {

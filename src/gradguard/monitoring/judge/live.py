@@ -158,7 +158,7 @@ class Track:
         if self.used is not None:
             self.rule.tensors(i, line, *self.used)
         if line.get("weight") and line.get("update"):
-            self.diagnostics.updates(i, line["weight"], line["update"])
+            self.diagnostics.updates(i, line["weight"], line["update"], norms, line.get("rates", ()))
         if line.get("zero_rows") or line.get("zeros"):
             self.diagnostics.zeros(i, line.get("zero_rows", ()), line.get("zeros", ()))
 
