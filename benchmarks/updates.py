@@ -8,7 +8,8 @@ the last 50 (1.3 times under `logits`).
 
     spikes   transformers without normalisation, AdamW at a learning rate at which most diverge: the first ten seeds
              whose loss breaks. How many steps before that an `update_spike` was told
-    healthy  the eight scenarios of `muon_and_clipping.py` without a clip, five seeds each: every warning of an update
+    healthy  the eight scenarios of `muon_and_clipping.py` without a clip, five seeds each: what was told of updates
+             while a run went on, and what stands as a warning on its page, which knows the whole run
     rules    updates that are not what their rule makes of gradients, the two public bugs first, each beside its twin
     logits   Muon moves queries and keys too far: steps from `logits_grow` to where the loss breaks, and healthy twins
 """
@@ -16,7 +17,9 @@ the last 50 (1.3 times under `logits`).
 import argparse
 import math
 import statistics
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +27,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 import gradguard as gg
+from gradguard.monitoring.judge.diagnosis import weighed_findings
+from gradguard.monitoring.record.file import read_record
 from muon_and_clipping import SCENARIOS, Chain, Language, muon_and_adamw
 
 KINDS = ("update_spike", "update_rule", "logits_grow")
@@ -37,11 +42,17 @@ def broke(losses: Sequence[float], times: float) -> int | None:
 
 
 def trained(
-    model: nn.Module, optimizers: Sequence[Optimizer], loss: Callable[[int], Tensor], steps: int, schedule: Callable
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    loss: Callable[[int], Tensor],
+    steps: int,
+    schedule: Callable[[int], float],
+    paths: Sequence[Path] = (),
 ) -> tuple[list[float], list[Event]]:
     """The losses, and the events on updates and logits that were told."""
     lines: list[Event] = []
-    monitors = [gg.Monitor(one, sink=lines.append, model=model) for one in optimizers]
+    sinks: list[list[Any]] = [[lines.append, *([paths[place]] if paths else [])] for place in range(len(optimizers))]
+    monitors = [gg.Monitor(one, sink=sink, model=model) for one, sink in zip(optimizers, sinks, strict=True)]
     rates = [[group["lr"] for group in one.param_groups] for one in optimizers]
     losses = []
     for step in range(steps):
@@ -96,16 +107,22 @@ def spikes() -> None:
 
 
 def healthy() -> None:
-    print("| scenario | runs | warnings |\n|---|---|---|")
+    print("| scenario | runs | told while the run went on | stand as warnings |\n|---|---|---|---|")
     for name, make in SCENARIOS.items():
         told: list[Event] = []
+        stand = 0
         for seed in range(5):
             torch.manual_seed(seed)
             run, draws = make(), torch.Generator().manual_seed(1000 + seed)
             loss = lambda step, run=run, draws=draws: run.loss(run.model, draws, step)  # noqa: E731
-            told += trained(run.model, run.optimizers(), loss, 300, cosine(300))[1]
+            with tempfile.TemporaryDirectory() as folder:
+                optimizers = run.optimizers()
+                paths = [Path(folder) / f"{place}.jsonl" for place in range(len(optimizers))]
+                told += trained(run.model, optimizers, loss, 300, cosine(300), paths)[1]
+                pages = [weighed_findings(read_record(path)) for path in paths]
+            stand += sum(one.kind in KINDS and one.severity != "info" for page in pages for one in page)
         words = "; ".join(f"{one['kind']} on step {one['i']}" for one in told)
-        print(f"| {name} | 5 | {words or 'none'} |", flush=True)
+        print(f"| {name} | 5 | {words or 'none'} | {stand or 'none'} |", flush=True)
     print()
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import gradguard as gg
 from gradguard.monitoring.judge.detectors.updates import ELEMENTS
+from gradguard.monitoring.judge.health import HealthMonitor
 from gradguard.monitoring.observe import recorder
 
 
@@ -271,23 +272,27 @@ def test_logits_that_grow_are_told_while_the_run_goes_on(growth, is_told):
 
 
 def test_a_spike_of_updates_is_told_before_it_is_over_and_one_large_batch_is_not():
-    from gradguard.monitoring.judge.health import HealthMonitor
-
-    def told(update_of):
+    def told(update_of, loss_of=lambda i: 1.0):
         monitor = HealthMonitor({"optimizers": ["AdamW"]})
-        sizes = [1.0 + 0.02 * math.sin(7.0 * i) for i in range(300)]
-        lines = [
-            {
+        found = []
+        for i in range(300):
+            rate, size = 1e-3 * (1 - i / 400), 1.0 + 0.02 * math.sin(7.0 * i)
+            step = {
                 "t": "step",
                 "i": i,
                 "norm": 1.0,
-                "lr": 1e-3 * (1 - i / 400),
-                "update": 1e-3 * (1 - i / 400) * update_of(i, size),
+                "lr": rate,
+                "update": rate * update_of(i, size),
+                "loss": loss_of(i),
             }
-            for i, size in enumerate(sizes)
-        ]
-        return [(line["i"], found.kind) for line in lines for found in monitor.see(line)]
+            found += [(i, one.kind) for one in monitor.see(step) if one.kind == "update_spike"]
+        return found
+
+    def tail(i, size):
+        return size * (1 + 2 * 0.9 ** (i - 200) if i >= 200 else 1)
 
     assert told(lambda i, size: size * (1.2 ** max(0, i - 200))) == [(205, "update_spike")]
     assert told(lambda i, size: size * (2 if i in (150, 200, 201) else 1)) == []
     assert told(lambda i, size: size * (3 if i < 40 else 1)) == []
+    assert told(tail) == [(202, "update_spike")]
+    assert told(tail, lambda i: 3.0 if i == 200 else 1.0) == []

@@ -140,7 +140,7 @@ class Track:
         if (logit := step.get("logit")) is not None:
             self.logits.follow(i, logit, step.get("logit_of") or "")
         if update := step.get("update"):
-            self.update_spikes.follow(i, update, self.used[0])
+            self.update_spikes.follow(i, update, self.used[0], loss)
             self.rule.step(i, update, *self.used)
 
     def tensors(self, line: dict[str, Any]) -> None:

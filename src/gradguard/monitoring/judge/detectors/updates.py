@@ -22,6 +22,9 @@ LEAST_DEVIATION = 0.05
 SPIKE_STEPS = 3
 """Measured steps in a row: a single one is a batch."""
 
+BATCH_TIMES = 1.5
+"""Of the median loss: where the first of them has such a loss, it is a batch of another kind that moves the weights."""
+
 SETTLED = 60
 """Measured steps before one is judged: the first are the longest of Adam, and the shortest with a momentum."""
 
@@ -68,26 +71,31 @@ class UpdateSpikes:
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._window = SortedWindow(_WINDOW)
-        self._seen, self._hot, self._since = 0, 0, 0
+        self._window, self._losses = SortedWindow(_WINDOW), SortedWindow(_WINDOW)
+        self._seen, self._hot, self._since, self._is_batch = 0, 0, 0, False
 
-    def follow(self, i: int, update: float, rate: float) -> None:
+    def follow(self, i: int, update: float, rate: float, loss: float | None) -> None:
         """Follow a step.
 
         Args:
             i: The step.
             update: The norm of what it changed over that of the weights.
             rate: The learning rate.
+            loss: The loss, if it is known.
         """
+        usual = self._losses.median(len(self._losses.ordered))
+        if loss is not None:
+            self._losses.add(loss)
         if not (update > 0 and rate > 0):
             return
         size, ordered = math.log(update / rate), self._window.ordered
         self._seen += 1
         middle = ordered[len(ordered) // 2] if ordered else size
         if self._seen > SETTLED and self._is_high(size, ordered, middle):
-            self._since = i if self._hot == 0 else self._since
+            if self._hot == 0:
+                self._since, self._is_batch = i, loss is not None and loss > BATCH_TIMES * usual > 0
             self._hot += 1
-            if self._hot >= SPIKE_STEPS:
+            if self._hot >= SPIKE_STEPS and not self._is_batch:
                 times = math.exp(min(size - middle, 700.0))
                 self._log.tell("update spike", SPIKE, self._since, i, times, numbers={"largest": times})
         else:
