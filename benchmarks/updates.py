@@ -1,6 +1,6 @@
 """Do updates and attention logits warn before the loss, and stay silent where nothing is wrong? Prints four tables.
 
-python benchmarks/updates.py [--part spikes healthy rules logits ...]
+python benchmarks/updates.py [--part spikes healthy rules logits ...] [--seeds 10]
 
 Each run is watched by a `gg.Monitor` as it is by default. A *warning* is an event of the record that was told while the
 run went on; its step is the one on which it was told. The loss *breaks* where it is above 1.5 times the median of
@@ -91,27 +91,27 @@ def first(events: Iterable[Event], kind: str) -> int | None:
     return min((event["i"] for event in events if event["kind"] == kind), default=None)
 
 
-def spikes() -> None:
+def spikes(seeds: int) -> None:
     print("| seed | warned on step | the loss breaks on step | steps before |\n|---|---|---|---|")
     leads: list[int | None] = []
-    for seed in range(100, 130):
+    for seed in range(100, 100 + 3 * seeds):
         model, loss = language(seed, normalised=False)
         losses, events = trained(model, [AdamW(model.parameters(), 0.025, weight_decay=0.0)], loss, 600, warm_up)
         told, at = first(events, "update_spike"), broke(losses, 1.5)
         if at is not None:
             leads.append(None if told is None else at - told)
             print(f"| {seed} | {told} | {at} | {leads[-1]} |", flush=True)
-        if len(leads) == 10:
+        if len(leads) == seeds:
             break
     print(f"\n{sum(lead is not None and lead >= 5 for lead in leads)} of {len(leads)} at least 5 steps before\n")
 
 
-def healthy() -> None:
+def healthy(seeds: int) -> None:
     print("| scenario | runs | told while the run went on | stand as warnings |\n|---|---|---|---|")
     for name, make in SCENARIOS.items():
         told: list[Event] = []
         stand = 0
-        for seed in range(5):
+        for seed in range(seeds // 2):
             torch.manual_seed(seed)
             run, draws = make(), torch.Generator().manual_seed(1000 + seed)
             loss = lambda step, run=run, draws=draws: run.loss(run.model, draws, step)  # noqa: E731
@@ -122,7 +122,7 @@ def healthy() -> None:
                 pages = [weighed_findings(read_record(path)) for path in paths]
             stand += sum(one.kind in KINDS and one.severity != "info" for page in pages for one in page)
         words = "; ".join(f"{one['kind']} on step {one['i']}" for one in told)
-        print(f"| {name} | 5 | {words or 'none'} | {stand or 'none'} |", flush=True)
+        print(f"| {name} | {seeds // 2} | {words or 'none'} | {stand or 'none'} |", flush=True)
     print()
 
 
@@ -182,7 +182,7 @@ RULES: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
 }
 
 
-def rules() -> None:
+def rules(_: int) -> None:
     print("| optimizer | told on step | words |\n|---|---|---|")
     for name, make in RULES.items():
         model, loss = language(0)
@@ -192,10 +192,10 @@ def rules() -> None:
     print()
 
 
-def logits() -> None:
+def logits(seeds: int) -> None:
     print("| queries and keys | seed | warned on step | the loss breaks on step |\n|---|---|---|---|")
     for name, rate, normalised in (("too far", 0.3, False), ("as usual", 0.02, True)):
-        for seed in range(200, 210):
+        for seed in range(200, 200 + seeds):
             model, loss = language(seed, normalised)
             of_pairs = [p for key, p in model.named_parameters() if "q_proj" in key or "k_proj" in key]
             known = set(map(id, of_pairs))
@@ -206,14 +206,16 @@ def logits() -> None:
             print(f"| {name} | {seed} | {first(events, 'logits_grow')} | {broke(losses, 1.3)} |", flush=True)
 
 
-PARTS = {"spikes": spikes, "healthy": healthy, "rules": rules, "logits": logits}
+PARTS: dict[str, Callable[[int], None]] = {"spikes": spikes, "healthy": healthy, "rules": rules, "logits": logits}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="*", default=list(PARTS), choices=list(PARTS))
-    for part in parser.parse_args().part:
-        PARTS[part]()
+    parser.add_argument("--seeds", type=int, default=10, help="runs that break, or runs of each kind")
+    options = parser.parse_args()
+    for part in options.part:
+        PARTS[part](options.seeds)
 
 
 if __name__ == "__main__":
