@@ -146,7 +146,7 @@ class Adafactor(Optimizer):
                 p -= group["lr"] * update / self.clip(update.square().mean().sqrt())
 
 
-def twice(kind: type[Optimizer]) -> type[Optimizer]:
+def twice(kind: type[Optimizer]) -> Any:
     class Twice(kind):  # type: ignore[misc, valid-type]
         """Multiplies by the learning rate where it makes the update, and again where it subtracts it."""
 
