@@ -29,7 +29,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(slots=True)
 class Moved:
-    """What a step did to the weights, in the elements that are looked at.
+    """The change that a step made to the weights, in the elements that are looked at.
 
     Attributes:
         update: 2-norm of what it changed, for each parameter.

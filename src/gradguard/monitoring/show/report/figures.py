@@ -69,7 +69,7 @@ def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, mo
 
 
 def updates_over_time(record: Record, most: int) -> Chart | None:
-    """What each step changed over the norm of the weights, on a log axis, and the largest attention logit beneath.
+    """The change by each step over the norm of the weights, on a log axis, with the largest attention logit beneath.
 
     Args:
         record: The record of a run.
