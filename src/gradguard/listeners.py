@@ -166,6 +166,9 @@ class Listener:
     def on_recover(self, event: RecoveryEvent) -> None:
         """Something was done about spikes."""
 
+    def on_logits(self, name: str, largest: Tensor) -> None:
+        """A `LogitWatch` has seen a call of the attention ``name``: its largest logit for each head."""
+
 
 _listeners: tuple[Listener, ...] = ()
 
@@ -259,6 +262,12 @@ def tell_recovery(event: RecoveryEvent) -> None:
     """
     for listener in _listeners:
         listener.on_recover(event)
+
+
+def tell_logits(name: str, largest: Tensor) -> None:
+    """Say what the largest attention logit of each head was in a call."""
+    for listener in _listeners:
+        listener.on_logits(name, largest)
 
 
 _on_the_way: list[str] = []

@@ -49,6 +49,25 @@ def zero(*places, since=0, until=10**9):
 
 
 CALM = log_normal(600)
+
+
+def updating(size, of_matrix=None):
+    """A run at a rate of 0.1 whose updates have a root mean square of ``size(i, place)`` times that.
+
+    Of one matrix they are 9 parts of weight decay to 1 part of others, and it falls.
+    """
+    meta = [one | {"weight_decay": 0.1} for one in PARAMS]
+    tensors = lines_of(600)
+    for line in tensors:
+        line["moved"] = [0.1 * size(line["i"], place) for place in range(len(PARAMS))]
+        if of_matrix is not None and line["i"] % 50 == 0:
+            falling = 8.0 * (1 - 0.01 / 0.9) ** line["i"]
+            line["weight"] = [falling if place == of_matrix else 80.0 for place in range(len(PARAMS))]
+            line["update"] = [0.01 / 0.9 * falling if place == of_matrix else 0.8 for place in range(len(PARAMS))]
+    steps = steps_of(CALM, lr=0.1)
+    return run(steps=steps, tensors=tensors, meta={"t": "meta", "optimizers": ["SGD"], "params": meta})
+
+
 EXPLODES = CALM[:400] + [50 * norm for norm in CALM[400:460]] + CALM[460:]
 VANISHES = CALM[:400] + [1e-6 * norm for norm in CALM[400:]]
 DECAY = [9 * math.exp(-i / 300) for i in range(1000)]
@@ -114,6 +133,9 @@ FAULTS = [
     ("update_ratio", "warning", "changes by only 1e-08 of itself", run(CALM, tensors=[
         line | {"weight": [1.0] * 12, "update": [1e-8 if k == 2 else 1e-3 for k in range(12)]}
         for line in lines_of(600, every=50)])),
+    ("update_ratio", "warning", "layers.2.weight changes by only 0 of itself", run(CALM, tensors=[
+        line | {"weight": [1.0] * 12, "update": [0.0 if k == 2 else 1e-3 for k in range(12)]}
+        for line in lines_of(600, every=50)])),
     ("half_dead_layer", "warning", "of layers.6.weight was exactly 0 for 7 of 8 units on steps 300 to 5", run(
         CALM, tensors=[line | {"zeros": [7 / 8 if k == 6 and line["i"] >= 300 else 0.0 for k in range(12)]}
                        for line in lines_of(600, every=50)])),
@@ -151,6 +173,19 @@ FAULTS = [
          {"t": "step", "i": i, "norm": 1.0, "coefficient": 1 - 0.5 * (i % 2), "rule": "norm", "threshold": 1.0,
           "clips": [["norm", 1.0, 1 - 0.5 * (i % 2)], ["norm", 4.0, 1.0]]} for i in range(300)])),
     ("norm_drift", "info", "moved by 15x, from 5.56 to 0.374", clipped(DECAY, 8.5)),
+    ("update_spike", "warning", "weights by up to 3.00 times as much as usual at their learning rate, from step 400 on",
+     run(steps=[step | {"lr": 0.1, "update": 3e-3 if 400 <= step["i"] < 403 else 1e-3} for step in steps_of(CALM)])),
+    ("update_rule", "warning", "all updates of a step together have one length", updating(
+        lambda i, place: math.sqrt(0.5 + 0.2 * math.sin(i) * (-1) ** place))),
+    ("update_rule", "warning", "root mean square of 1.00 times the learning rate or more, and never less", updating(
+        lambda i, place: max(1.0, 1 + 0.3 * math.sin(1.7 * i + place)))),
+    ("update_rule", "warning", "updates follow the square of the learning rate", run(steps=[
+        step | {"lr": 0.1 * 0.99 ** step["i"], "update": 1e-3 * 0.98 ** step["i"]} for step in steps_of(CALM)])),
+    ("update_rule", "warning", "90 % of each step of layers.2.weight is weight decay, and the weights fall with it",
+     updating(lambda i, place: 1.0, of_matrix=2)),
+    ("logits_grow", "warning", "the largest attention logit grew from 2.20 to 96.4, in blocks.1.attn", run(steps=[
+        step | {"logit": 2 * 1.01 ** step["i"], "logit_of": "blocks.1.attn"}
+        for step in steps_of(CALM)][:400])),
 ]  # fmt: skip
 
 
@@ -183,6 +218,17 @@ def test_a_fixed_threshold_that_bound_for_a_while_in_the_beginning_is_no_lock_in
     kinds = {found.kind for found in findings(clipped([2.0] * 600 + [0.9] * 1000))}
     assert "lock_in" not in kinds
     assert "clipping_always_on" not in kinds
+
+
+@pytest.mark.parametrize("more", [{"rates": [0.1, 0.0]}, {"norm": [0.0 if k == 2 else 1.0 for k in range(12)]}])
+def test_a_weight_stands_still_where_its_group_has_no_rate_or_its_gradient_is_0(more):
+    params = [one | {"group": int(k == 2)} for k, one in enumerate(PARAMS)]
+    lines = [
+        line | {"weight": [1.0] * 12, "update": [0.0 if k == 2 else 1e-3 for k in range(12)]} | more
+        for line in lines_of(600, every=50)
+    ]
+    record = run(CALM, tensors=lines, meta={"t": "meta", "optimizers": ["SGD"], "params": params})
+    assert "update_ratio" not in {found.kind for found in findings(record)}
 
 
 HEALTHY = {

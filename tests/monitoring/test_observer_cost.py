@@ -18,7 +18,9 @@ COMPILES = 1000.0
 def clock(monkeypatch):
     """A clock that stands still unless somebody moves it on."""
     now = [0.0]
-    monkeypatch.setattr(recorder, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(
+        recorder, "time", types.SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[0])
+    )
     return now
 
 

@@ -140,7 +140,9 @@ def test_true_norms_one_record_and_the_same_weights(pair, tmp_path):
         assert step == pytest.approx(other, rel=1e-4)
     for line, other in zip(record.tensors, expected.tensors, strict=True):
         assert line["norm"] == pytest.approx(other["norm"], rel=1e-3)
-        assert line.keys() == {"t", "i", "norm"}  # what is dear would be of one part
+        assert line.keys() - {"moved"} == {"t", "i", "norm"}  # what is dear would be of one part
+    moved, of_whole = record.tensors[0]["moved"], expected.tensors[0]["moved"]
+    assert moved == pytest.approx(of_whole, rel=0.5)  # by this process's part
 
 
 @pytest.mark.sampled(1)

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradguard.distributed.placements import any_sharded
 from gradguard.errors import UnsupportedGradientError
+from gradguard.listeners import tell_logits
 from gradguard.module_hooks import ForwardHook
 from gradguard.replacements import Replacement
 from gradguard.tensors.precision import full_float32
@@ -242,7 +243,8 @@ class LogitWatch:
 
     **Guarantees.** The forward computes what it did. A maximum is taken over micro-batches, over calls of one module,
     and over both forwards of a checkpoint. Evaluations (gradients off, or the module in eval mode) do not count. The
-    host does not wait for an accelerator until a number is read.
+    host does not wait for an accelerator until a number is read. Where a `Monitor` or ``gradguard run`` records, each
+    step has the largest of all heads, and a finding says when it grows.
 
     **Edge cases.**
 
@@ -306,6 +308,7 @@ class LogitWatch:
         if call.is_empty:
             return
         largest, known = largest_logits(call, self._exact), self._largest.get(names[-1])
+        tell_logits(names[-1], largest)
         if known is not None and known.shape != largest.shape:
             raise UnsupportedGradientError(
                 f"{names[-1] or 'the model'} attends with {len(largest)} heads, and has attended with {len(known)}: "

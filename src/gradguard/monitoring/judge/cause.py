@@ -28,6 +28,7 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "exploding_depth": ("rate_too_high", "nonfinite_growth", "bad_batches", "drift"),
     "vanishing": (*_FALLS_BEHIND, "rate_too_high"),
     "not_started": ("vanishing", "no_gradient"),
+    "update_rule": (*_FALLS_BEHIND, "rate_too_high", "rate_decayed", "vanishing"),
     "rate_decayed": ("rate_too_high", *_FALLS_BEHIND, "data_shift", "bad_batches"),
     "drift": ("nonfinite_growth", "rate_too_high", "data_shift"),
     "rate_too_high": ("vanishing", "drift", "not_started"),

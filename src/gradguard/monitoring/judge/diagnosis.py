@@ -92,7 +92,14 @@ def diagnose(record: Record) -> Diagnosis:
     return Diagnosis((whole, *sick), parts=tuple(each))
 
 
-SYMPTOMS = ("clipping_always_on", "dominating_layer", "half_dead_layer", "recurring_spikes")
+SYMPTOMS = (
+    "clipping_always_on",
+    "dominating_layer",
+    "half_dead_layer",
+    "logits_grow",
+    "recurring_spikes",
+    "update_spike",
+)
 """Kinds of findings that warn where something is wrong, and are remarks where the run is well."""
 
 

@@ -12,6 +12,7 @@ from gradguard.monitoring.judge.detectors.loss_scale import LossScale
 from gradguard.monitoring.judge.detectors.outliers import Outliers
 from gradguard.monitoring.judge.detectors.rhythm import Oscillation
 from gradguard.monitoring.judge.detectors.tensors import Corruption, Diagnostics
+from gradguard.monitoring.judge.detectors.updates import Logits, Rule, UpdateSpikes
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, Log
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.lines import known_fields
@@ -110,11 +111,13 @@ class Track:
         self.level, self.outliers = Level(log, self.loss, names), Outliers(log, names)
         self.oscillation, self.clipping, self.scale = Oscillation(log), Clipping(log, name), LossScale(log)
         self.corruption, self.diagnostics = Corruption(log, names), Diagnostics(log, params)
+        self.update_spikes, self.rule, self.logits = UpdateSpikes(log), Rule(log, params), Logits(log)
+        self.used: tuple[float, float] | None = None  # of a step that was taken: its learning rate, and the norm it got
 
     def step(self, step: dict[str, Any], one_loss: bool) -> None:
         """Follow a step; its loss only where no other optimizer has one of its own, that may work against it."""
         i, norm, skipped, scale = step["i"], step.get("norm"), bool(step.get("skipped")), step.get("amp_scale")
-        clipped = binds(step)
+        clipped, self.used = binds(step), None
         self.setup.step(step, clipped)
         if scale is not None:
             self.scale.step(i, scale, skipped and not step.get("spike"))
@@ -135,6 +138,12 @@ class Track:
             self.clipping.follow(i, threshold, step.get("coefficient"))
         if top is not None:
             self.layers.top(i, *top)
+        self.used = step.get("lr") or 0.0, step.get("post_norm") or norm
+        if (logit := step.get("logit")) is not None:
+            self.logits.follow(i, logit, step.get("logit_of") or "")
+        if update := step.get("update"):
+            self.update_spikes.follow(i, update, self.used[0], loss)
+            self.rule.step(i, update, *self.used)
 
     def tensors(self, line: dict[str, Any]) -> None:
         """Follow a line of per-tensor numbers."""
@@ -148,8 +157,10 @@ class Track:
         self.setup.tensors(i, norms, absent)
         if len(norms) == len(names):
             self.corruption.follow(i, norms)
+        if self.used is not None:
+            self.rule.tensors(i, line, *self.used)
         if line.get("weight") and line.get("update"):
-            self.diagnostics.updates(i, line["weight"], line["update"])
+            self.diagnostics.updates(i, line["weight"], line["update"], norms, line.get("rates", ()))
         if line.get("zero_rows") or line.get("zeros"):
             self.diagnostics.zeros(i, line.get("zero_rows", ()), line.get("zeros", ()))
 

@@ -74,7 +74,7 @@ class NumberPlaces:
                 setattr(holder, key, value)
 
 
-_SEARCHED = {"losses", "scalars"}
+_SEARCHED = {"losses", "scalars", "rates", "logits"}
 """The fields whose entries are looked at; others may be long (one for each parameter) or not to be read (weights)."""
 
 

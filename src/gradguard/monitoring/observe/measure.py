@@ -153,6 +153,25 @@ def _zero_share(gradient: Tensor, elements: int) -> Tensor:
     return 1 - torch.count_nonzero(gradient).float() / max(elements, 1)
 
 
+def every_so_many(elements: int, wanted: int) -> int:
+    """Return the k for which every k-th of some elements is about as many as ``wanted``; 1 where there are no more.
+
+    It is coprime to the usual row lengths, so that no column is left out.
+
+    Args:
+        elements: How many there are.
+        wanted: How many are wanted at most.
+
+    Example:
+        >>> every_so_many(4096, 4096), every_so_many(768 * 768, 4096)
+        (1, 149)
+    """
+    every = math.ceil(elements / wanted)
+    while every > 1 and math.gcd(every, _SMALL_PRIMES) > 1:
+        every += 1
+    return max(every, 1)
+
+
 def _histogram(gradients: Sequence[Tensor]) -> Norms | None:
     if torch.are_deterministic_algorithms_enabled() and any(g.is_cuda for g in gradients):
         return None  # its CUDA kernel adds up in any order, and raises then
@@ -165,18 +184,13 @@ def _histogram(gradients: Sequence[Tensor]) -> Norms | None:
 
 
 def _samples(gradients: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
-    """Yield every k-th element of each gradient and k, coprime to the usual row lengths, so that no column is left out.
-
-    The short ones of a device and dtype come together.
-    """
+    """Yield every k-th element of each gradient and k; the short ones of a device and dtype come together."""
     short: dict[tuple, list[Tensor]] = {}
     for gradient in gradients:
-        flat, every = gradient.reshape(-1), math.ceil(gradient.numel() / SAMPLE)
-        while every > 1 and math.gcd(every, _SMALL_PRIMES) > 1:
-            every += 1
+        flat, every = gradient.reshape(-1), every_so_many(gradient.numel(), SAMPLE)
         if every > 1:
             yield flat[::every], every
-        elif every:
+        elif gradient.numel():
             short.setdefault((flat.device, flat.dtype), []).append(flat)
     for together in short.values():
         yield torch.cat(together), 1

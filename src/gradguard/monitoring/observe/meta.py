@@ -215,7 +215,8 @@ def described(
     operations took it.
     """
     used = [{}] * len(parameters) if graph is None else graph.of(parameters)
-    groups = {id(p): k for opt in optimizers for k, group in enumerate(opt.param_groups) for p in group["params"]}
+    numbered = [pair for opt in optimizers for pair in enumerate(opt.param_groups)]
+    groups = {id(p): (k, group) for k, group in numbered for p in group["params"]}
     owners = {id(p): place for place, opt in enumerate(optimizers) for p in parameters_of(opt)}
     return [
         {
@@ -223,13 +224,19 @@ def described(
             "shape": [] if is_lazy(p) else list(p.shape),  # of a lazy module that was never called, nobody knows it
             "numel": 0 if is_lazy(p) else p.numel(),
             "dtype": str(p.dtype).removeprefix("torch."),
-            "group": groups[id(p)],
+            "group": groups[id(p)][0],
         }
+        | _decay_of(groups[id(p)][1])
         | ({"optimizer": owners[id(p)]} if len(optimizers) > 1 else {})
         | ({} if p.requires_grad else {"frozen": True})
         | its
         for name, p, its in zip(names, parameters, used, strict=True)
     ]
+
+
+def _decay_of(group: dict[str, Any]) -> dict[str, float]:
+    decay = group.get("weight_decay")
+    return {"weight_decay": float(decay)} if isinstance(decay, int | float) and decay else {}
 
 
 def program_facts(argv: Sequence[str] | None = None, clip: str | None = None, *, keep_arguments: bool = False) -> Line:

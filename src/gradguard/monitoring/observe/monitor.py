@@ -315,6 +315,7 @@ class Monitor(Recorder):
 
     def _is_open(self, optimizer: Optimizer) -> bool:
         del optimizer
+        self._hooks[0].act_last()  # to see what a `ClipUpdate` that came later has left of the step
         return True
 
     def _label(self, step: StepMeasurement, optimizer: Optimizer) -> None:
@@ -401,7 +402,7 @@ def _if_living(method: weakref.WeakMethod, *args: Any) -> None:
 OWN_NAMES = frozenset((
     "t", "i", "wall", "loss", "backwards", "origin", "lr", "norm", "post_norm", "coefficient", "threshold", "rule",
     "clips", "clips_disjoint", "user_max_norm", "max_norm", "amp_scale", "skipped", "spike", "nonfinite", "top",
-    "optimizer", "scaled_clip", "kept_gradients",
+    "optimizer", "scaled_clip", "kept_gradients", "update", "logit", "logit_of",
 ))  # fmt: skip
 """The fields of a ``step`` line."""
 

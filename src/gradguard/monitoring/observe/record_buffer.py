@@ -203,9 +203,7 @@ def _holders(entries: Sequence[Entry]) -> Iterator[Any]:
     for entry in entries:
         yield entry
         if isinstance(entry, StepMeasurement):
-            if entry.diagnostics is not None:
-                yield entry.diagnostics
-            yield from without_none((*entry.clips, entry.applied, entry.guard))
+            yield from without_none((entry.diagnostics, entry.moved, *entry.clips, entry.applied, entry.guard))
 
 
 def _needs_device(entries: Sequence[Entry]) -> bool:

@@ -16,6 +16,7 @@ from itertools import repeat
 from operator import is_not
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -31,6 +32,7 @@ from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.schedule import Alarm, Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
 from gradguard.monitoring.observe.step import RecoveryNote, SetupEvent, StepMeasurement, copied, total_of
+from gradguard.monitoring.observe.updates import FREE, SHARE, Moving
 from gradguard.monitoring.record.redaction import redacted
 from gradguard.optimizer_hooks import parameters_of
 from gradguard.torch_private import grads_of, never_compiled
@@ -74,13 +76,15 @@ class Recorder(Listener):
         self._schedule, self._alarms = schedule, dict[int | None, Alarm]()
         self._unowned: Unowned | None = None
         self._idle, self._kept = IdleOptimizers(), KeptGradients()
-        # .step: the one that is running, and its .optimizer; .diagnosed; of the ``scaler.step`` that is running,
-        # .scaler_steps: whether it has reached the optimizer, .loss_scale: what it has multiplied the loss by, and
-        # .scaled: whether nobody had divided the gradients by it when it began
+        # .step: the one that is running, its .optimizer and .moving; .diagnosed; of the ``scaler.step`` that is
+        # running, .scaler_steps: whether it has reached the optimizer, .loss_scale: what it has multiplied the loss by,
+        # and .scaled: whether nobody had divided the gradients by it when it began
         self._thread = threading.local()
         self._steps, self._active, self._lock = 0, True, threading.RLock()
         self._backwards = 0  # heard of, up to as many as matter
         self._last_steps: dict[int, int] = {}  # the number of the last one of each optimizer
+        self._watching_updates = 0.0  # seconds
+        self._logits: dict[str, Tensor] = {}  # the largest of each attention since the last step
         self._turns = Counter[int]()  # steps of each optimizer: one that takes every second turn has its schedule too
 
     @property
@@ -162,6 +166,8 @@ class Recorder(Listener):
         self._clip(optimizer, first)
         if first and not spread:  # of a part, diagnostics would be wrong
             self._measure_diagnostics(optimizer, with_grad)
+        if first:
+            self._look_at_weights(optimizer, with_grad)
 
     def _parameters(self, optimizer: Optimizer) -> list[Tensor]:
         try:
@@ -203,6 +209,7 @@ class Recorder(Listener):
             elif (step := self._measured(optimizer, given)) is not None:
                 self._label(step, optimizer)
                 step.lr = copied(optimizer.param_groups[0].get("lr"))
+                step.logits, self._logits = self._logits, {}
                 step.scaled = getattr(self._thread, "scaled", False)
                 step.kept_gradients = self._kept.before_step(optimizer) if self._kept.looks else None
                 self._thread.step, self._thread.optimizer = step, weakref.ref(optimizer)
@@ -235,12 +242,26 @@ class Recorder(Listener):
             self._thread.diagnosed, self._thread.spent = parameters, time.perf_counter() - started
 
     @safely
+    def _look_at_weights(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+        self._thread.moving = None
+        if self._open_step() is None or not parameters:
+            return
+        within = self._watching_updates <= max(FREE, SHARE * (time.perf_counter() - self._started))
+        if within or getattr(self._thread, "diagnosed", None) is not None:
+            began = time.thread_time()  # which other programs do not make longer
+            self._thread.moving = Moving(optimizer, parameters)
+            self._watching_updates += time.thread_time() - began
+
+    @safely
     def on_stepped(self, optimizer: Optimizer) -> None:
         """Add the row of the step that is done."""
-        step = self._open_step()
-        self._thread.step = None
+        step, moving = self._open_step(), getattr(self._thread, "moving", None)
+        self._thread.step = self._thread.moving = None
         if step is None or self._buffer is None:
             return
+        if moving is not None:
+            began, step.moved = time.thread_time(), moving.moved()
+            self._watching_updates += time.thread_time() - began
         now = time.perf_counter()
         if step.diagnostics is not None and self._thread.diagnosed is not None:
             measure_update(step.diagnostics, self._thread.diagnosed)
@@ -349,6 +370,13 @@ class Recorder(Listener):
             if (index := self._last_steps.get(place or 0)) is not None:
                 self._buffer.add_behind(RecoveryNote(index, event, place))
 
+    @safely
+    def on_logits(self, name: str, largest: Tensor) -> None:
+        """Keep the largest attention logit until the next step."""
+        known = self._logits.get(name)
+        largest = largest.detach().amax()
+        self._logits[name] = largest if known is None else torch.maximum(known, largest)
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     @safely
@@ -422,6 +450,11 @@ class Ear(Listener):
         """Something was done about spikes."""
         if (recorder := self._recorder()) is not None:
             recorder.on_recover(event)
+
+    def on_logits(self, name: str, largest: Tensor) -> None:
+        """An attention has been computed."""
+        if (recorder := self._recorder()) is not None:
+            recorder.on_logits(name, largest)
 
 
 def check_callable(on_finding: Any) -> None:

@@ -4,6 +4,7 @@ The one place where tensors become numbers.
 """
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from gradguard.monitoring.judge.detectors.loop_setup import setup_episode
 from gradguard.monitoring.judge.findings import Kind
 from gradguard.monitoring.judge.live import event_line
 from gradguard.monitoring.observe.measure import Diagnostics, Norms, histogram_of
+from gradguard.monitoring.observe.updates import Moved
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.lines import known_fields, without_none
 from gradguard.words import listed
@@ -95,11 +97,13 @@ class StepMeasurement:
         found_inf: GradScaler's flag for a fused optimizer: 1 means that the step was skipped.
         total: 2-norm of all gradients before any clip, where it does not follow from ``norms``.
         diagnostics: What is measured now and then.
+        moved: What the step did to the weights, as often as that is measured.
         scaled: Whether the gradients still had a GradScaler's loss scale when ``scaler.step`` began.
         kept_gradients: Whether they contain those of the step before: nobody cleared them; None if not looked at.
         late: Whether it holds tensors on a device, so that its numbers are known only when they have come.
         lost: Where processes measured together: above 0 if one of them could not.
         origin: Where the forward first had a number that is not finite, and its dtype.
+        logits: The largest logit of each attention that a `LogitWatch` has seen since the step before.
         scalars: What else the user logged, by name: numbers, or tensors until they have been read. ``norm`` is what the
             user's own clip returned, and ``max_norm`` its threshold.
     """
@@ -125,11 +129,13 @@ class StepMeasurement:
     found_inf: Any = None
     total: Any = None
     diagnostics: Diagnostics | None = None
+    moved: Moved | None = None
     scaled: bool = False
     kept_gradients: Any = None
     late: bool = False
     lost: Any = None
     origin: tuple[str, str] | None = None
+    logits: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -263,8 +269,11 @@ def _lines_of_step(step: StepMeasurement, table: ParameterTable, every: int | No
     norms = _numbers(step.norms)
     line = _step_line(step, norms, user_max_norm)
     yield line
-    due = step.turn % (every or _every(step.turn, len(table.names))) == 0 or step.diagnostics is not None
+    every = every or _every(step.turn, len(table.names))
+    due = step.turn % every == 0 or step.diagnostics is not None
     if due and max(step.places, default=-1) >= 0:  # else it is not known whose norms they are
+        if step.turn % (2 * every) and step.diagnostics is None:
+            step.moved = None  # the step line has what it is all together
         yield _tensors_line(step, norms, table)
     overflowed = step.found_inf is not None and float(step.found_inf)
     finite = (step.total is None and math.isfinite(line["norm"])) or all(map(math.isfinite, norms))
@@ -299,6 +308,9 @@ def _tensors_line(step: StepMeasurement, norms: list[float], table: ParameterTab
     line: Line = {"t": "tensors", "i": step.index, "optimizer": step.optimizer}
     line["norm"] = table.array(step.places, norms)
     line["absent"] = table.absent(step.optimizer, step.places) or None
+    if step.moved is not None and len(step.moved.counts) == len(step.places):
+        line["moved"] = _root_mean_squares(step.moved, step.places, table)
+        line["rates"] = [_number(rate) for rate in step.moved.rates] if len(step.moved.rates) > 1 else None
     found = step.diagnostics
     if found is not None:
         scale = _number(found.scale) or 1.0
@@ -314,10 +326,27 @@ def _tensors_line(step: StepMeasurement, norms: list[float], table: ParameterTab
     return line
 
 
+def _root_mean_squares(moved: Moved, places: Sequence[int], table: ParameterTable) -> list[float | None]:
+    """Return the root mean square of what a step changed in each parameter; None where that is not known."""
+    known = zip(_numbers(moved.update), moved.counts, strict=True)
+    means = [norm / math.sqrt(count) if count else math.nan for norm, count in known]
+    return [None if math.isnan(mean) else mean for mean in table.array(places, means, math.nan)]
+
+
+def _update_of(moved: Moved | None) -> float | None:
+    """Return the norm of what a step changed over that of the weights, each parameter's sample standing for all."""
+    if moved is None:
+        return None
+    roots = [math.sqrt(size / count) if count else 0.0 for size, count in zip(moved.sizes, moved.counts, strict=True)]
+    update, weight = (math.hypot(*map(operator.mul, _numbers(norms), roots)) for norms in (moved.update, moved.weight))
+    return update / weight if 0 < weight < math.inf and update < math.inf else None
+
+
 def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any) -> Line:
     total = total_of(step)
     clips, coefficient, within = _clips_of(step, total)
     binding = min(clips, key=_strength) if clips else _Clip(None, None, None)
+    attention = max(step.logits, key=lambda name: float(step.logits[name]), default=None)
     overflowed = step.found_inf is not None and float(step.found_inf)
     return {
         "t": "step",
@@ -338,6 +367,9 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
         "amp_scale": _number(step.amp_scale),
         "skipped": True if overflowed or _number(step.skipped) else None,
         "spike": True if _number(step.spike) else None,
+        "update": _update_of(step.moved),
+        "logit": None if attention is None else float(step.logits[attention]),
+        "logit_of": attention,
         "nonfinite": 0 if total < math.inf else sum(not math.isfinite(n) for n in norms) or 1,
         "top": _dominant(step, norms, total),
         "optimizer": step.optimizer,

@@ -202,6 +202,7 @@ _PARAMETER: Mapping[str, Rule] = {
     "frozen": truth,
     "order": _count,
     "uses": _count,
+    "weight_decay": _number,
 }
 
 _TABLES: Mapping[str, Mapping[str, Rule]] = {
@@ -246,6 +247,9 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
         "user_max_norm": _number,
         "amp_scale": _amount,
         "skipped": truth,
+        "update": _amount,
+        "logit": _number,
+        "logit_of": _word,
         "spike": truth,
         "nonfinite": _count,
         "top": row_of(_count, _seconds),
@@ -267,6 +271,8 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
         "zeros": _amounts,
         "weight": _amounts,
         "update": _amounts,
+        "moved": _amounts,
+        "rates": list_of(_number),
         "absent": list_of(_count),
         "zero_rows": list_of(_number),
         "histogram": _histogram,

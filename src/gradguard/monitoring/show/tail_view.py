@@ -83,6 +83,8 @@ def optimizer_facts(state: OptimizerState) -> list[Fact]:
         ("norm", *_measured(step, "norm")),
         ("threshold", *_threshold(step)),
         ("coefficient", *_measured(step, "coefficient")),
+        ("update", *_measured(step, "update")),
+        ("logit", *_measured(step, "logit")),
         ("clipped", clipped, REGIME_STYLES.get(regime or "", "")),
         ("lr", _plain(step, "lr"), ""),
     ]

@@ -14,7 +14,7 @@ from gradguard.monitoring.judge.causes.loop import (
     rate_zero,
 )
 from gradguard.monitoring.judge.causes.nonfinite import nonfinite
-from gradguard.monitoring.judge.causes.rate import rate_decayed, rate_too_high, rate_too_low
+from gradguard.monitoring.judge.causes.rate import rate_decayed, rate_too_high, rate_too_low, update_rule
 from gradguard.monitoring.judge.signals import Signals
 
 CAUSES: tuple[Callable[[Signals], Cause | None], ...] = (
@@ -30,6 +30,7 @@ CAUSES: tuple[Callable[[Signals], Cause | None], ...] = (
     exploding_depth,
     vanishing,
     not_started,
+    update_rule,
     rate_decayed,
     rate_too_high,
     rate_too_low,

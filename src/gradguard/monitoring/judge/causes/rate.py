@@ -1,4 +1,4 @@
-"""A learning rate that is too high, too low, or gone before the run was done."""
+"""A learning rate that is too high, too low, or gone before the run was done; steps that no rule makes."""
 
 import math
 import statistics
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.detectors.tensors import LARGE_UPDATE
-from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.numbers import capital, number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Curve, Signals, usual_step
 from gradguard.monitoring.record.lines import without_none
@@ -48,6 +48,7 @@ def rate_too_high(signals: Signals) -> Cause | None:
     signs = tuple(filter(None, [thrown, *looked]))
     if not signs:
         return None
+    signs += tuple(Evidence.of(found) for found in signals.found if found.kind in ("update_spike", "logits_grow"))
     fix = lower_rate(signals)
     return Cause(
         "rate_too_high",
@@ -146,6 +147,21 @@ def _risen(signals: Signals, curve: Curve) -> Evidence | None:
         f"{number(curve.final)}."
     )
     return signals.seen(words, since=signals.named(at))
+
+
+def update_rule(signals: Signals) -> Cause | None:
+    """Return whether steps are not what a rule makes of gradients: bounded the wrong way, or mostly weight decay."""
+    found = signals.finding("update_rule")
+    if found is None:
+        return None
+    return Cause(
+        "update_rule",
+        "likely",
+        f"The optimizer's steps are not what its rule should make of the gradients: {found.message}.",
+        f"{capital(found.advice)}.",
+        (Evidence.of(found),),
+        ("The learning rate and the data need not be the cause: a step is wrong whatever they are.",),
+    )
 
 
 def rate_too_low(signals: Signals) -> Cause | None:

@@ -10,9 +10,10 @@ from gradguard.monitoring.judge.detectors import (
     outliers,
     rhythm,
     tensors,
+    updates,
 )
 
-_MODULES = (level, loss, outliers, rhythm, layers, tensors, loss_scale, clipping, loop_setup)
+_MODULES = (level, loss, outliers, rhythm, layers, tensors, updates, loss_scale, clipping, loop_setup)
 KINDS = tuple(
     dict.fromkeys(kind.name for module in _MODULES for kind in module.KINDS),
 )

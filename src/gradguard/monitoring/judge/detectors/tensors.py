@@ -155,22 +155,27 @@ class Diagnostics:
         self._log = log
         self._names = [str(parameter.get("name", "?")) for parameter in params]
         self._shapes: list[tuple[int, ...]] = [tuple(parameter.get("shape") or ()) for parameter in params]
+        self._groups = [parameter.get("group") or 0 for parameter in params]
         self._matrices = [place for place, shape in enumerate(self._shapes) if len(shape) > 1]
         self._large, self._small = (Lasting(log, self._names, UPDATE_LINES, UPDATE_STEPS) for _ in range(2))
         self._zeros: dict[int, _Zeros] = {}
 
-    def updates(self, i: int, weights: Numbers, updates: Numbers) -> None:
+    def updates(self, i: int, weights: Numbers, updates: Numbers, gradients: Numbers, rates: Numbers) -> None:
         """Follow a line with the norms of weights and of their updates.
 
         Args:
             i: The step.
             weights: One norm for each parameter.
-            updates: The norm of what the step changed.
+            updates: The norm of what the step changed: 0 counts where there was a gradient and a learning rate.
+            gradients: The norm of each gradient.
+            rates: The learning rate of each group; empty where there is one.
         """
         ratios = {
             place: update / weight
             for place in self._matrices
-            if place < min(len(weights), len(updates)) and (weight := weights[place]) and (update := updates[place])
+            if place < min(len(weights), len(updates), len(gradients))
+            and (weight := weights[place])
+            and ((update := updates[place]) or (update == 0 and gradients[place] and self._learns(place, rates)))
         }
         if not ratios:
             return
@@ -183,6 +188,10 @@ class Diagnostics:
         ):
             new = lasting.follow(i, places)
             lasting.begin(kind, i, new, ratio=worst((ratios[place] for place in new), default=0.0))
+
+    def _learns(self, place: int, rates: Numbers) -> bool:
+        group = self._groups[place]
+        return not rates or (group < len(rates) and rates[group] != 0)
 
     def zeros(self, i: int, rows: Numbers, zeros: Numbers) -> None:
         """Follow a line with shares of zeros.
@@ -287,7 +296,8 @@ SMALL_UPDATES = Kind(
         "warning",
         f"{{names}} {{changes}} by only {{ratio:.1g}} of itself with each step, while others do by more than "
         f"{ORDINARY_UPDATE:g}",
-        "it hardly learns: check its group's learning rate and the scale of the weight",
+        "it hardly learns: check its group's learning rate, the scale of the weight, and if 16 bits lose what a "
+        "step adds",
     ),
     value="ratio",
     confidence="medium",

@@ -68,6 +68,39 @@ def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, mo
     return Chart("norms", "Norms over time", _NORMS, figure.to_json(), summary, _windows_table(record), over_steps=True)
 
 
+def updates_over_time(record: Record, most: int) -> Chart | None:
+    """The change by each step over the norm of the weights, on a log axis, with the largest attention logit beneath.
+
+    Args:
+        record: The record of a run.
+        most: How many points a line may have.
+
+    Returns:
+        The chart, or None where neither was measured.
+    """
+    rows = [key for key in ("update", "logit") if any(_known(record.steps, key))]
+    if not rows:
+        return None
+    figure = subplots([1 / len(rows)] * len(rows), height=60 + 200 * len(rows))
+    for row, (key, label) in enumerate(compress(_UPDATES, [key in rows for key, _ in _UPDATES]), start=1):
+        _add_band(figure, record, key, label, BLUE if key == "update" else PURPLE, most, row=row)
+        figure.update_yaxes(row, title={"text": label})
+    if "update" in rows:
+        figure.log_axis("update / weight", [value for value in _known(record.steps, "update") if value > 0])
+    figure.over_steps([record])
+    words = [f"{label}: median {number(_median(record.steps, key))}" for key, label in _UPDATES if key in rows]
+    head = ("steps", *(f"{label}, median" for _, label in _UPDATES))
+    windows = [record.steps[place.start : place.stop] for place in series.buckets(len(record.steps), _TABLE_ROWS)]
+    table = [
+        (f"{steps[0]['i']:,} to {steps[-1]['i']:,}", *(number(_median(steps, key)) for key, _ in _UPDATES))
+        for steps in windows
+    ]
+    return Chart(
+        "updates", "What steps do to the weights", _UPDATES_CAPTION, figure.to_json(), f"{'; '.join(words)}.",
+        Table(head, table), over_steps=True,
+    )  # fmt: skip
+
+
 def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Chart | None:
     """The norms and the losses of several runs in one plot.
 
@@ -243,6 +276,11 @@ def _known(steps: Lines, key: str) -> list[float]:
     return without_none(steps.column(key))
 
 
+_UPDATES = (("update", "update / weight"), ("logit", "largest attention logit"))
+_UPDATES_CAPTION = (
+    "Of an optimizer that divides by the size of gradients, steps at one learning rate have one length: where they "
+    "become longer, the loss often follows."
+)
 _MEDIANS = ("median norm", "median loss")
 _NORMS = "A spike is a norm far above its neighbours. The loss shares the time axis: does it jump after one?"
 _OVERLAY = "All runs on one time axis; norms are before any clip."

@@ -212,6 +212,7 @@ def _charts(
     spikes = {usable[place] for place in spikes_of(record)}
     return [
         figures.norms_over_time(record, judged, recommendation, _points(among)),
+        figures.updates_over_time(record, _points(among)),
         clip_figures.clip_share(record, judged, recommendation),
         clip_figures.coefficients(record),
         depth_figure.along_depth(record),

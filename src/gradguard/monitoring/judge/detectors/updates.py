@@ -1,0 +1,328 @@
+"""Detectors on what steps do to the weights: moves that stand out, and moves that are not what any rule makes."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from gradguard.monitoring.judge.findings import Episode, Kind, Lasting, Log, Words, said
+from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.record.lines import Numbers
+from gradguard.threshold_rules import SortedWindow, upper_median_distance
+
+SPIKE_TIMES = 1.5
+"""Of the median of the last ones: what an optimizer that divides by the size of gradients moves hardly varies."""
+
+SPIKE_DEVIATIONS = 4.0
+"""And so many robust deviations, in logarithms, of at least `LEAST_DEVIATION`."""
+
+LEAST_DEVIATION = 0.05
+
+SPIKE_STEPS = 3
+"""Measured steps in a row: a single one is a batch."""
+
+BATCH_TIMES = 1.5
+"""Of the median loss: where the first of them has such a loss, it is a batch of another kind that moves the weights."""
+
+SETTLED = 60
+"""Measured steps before one is judged: the first are the longest of Adam, and the shortest with a momentum."""
+
+LINES = 16
+"""Lines with the update of each tensor that show what its rule is; the last `_KEPT` are looked at."""
+
+CONSTANT = 0.1
+"""Of the spread that tensors which vary by themselves would give to the length of them all."""
+
+LEAST_SPREAD = 0.003
+"""By less than this, in logarithms, the updates of sign descent vary as well."""
+
+AT_FLOOR, SAME, ABOVE, IS_ABOVE = 0.25, 0.002, 1.05, 0.15
+"""The share of updates that have the smallest size to within `SAME`, and the share that is more than `ABOVE` times it,
+where a bound from below acts in place of one from above."""
+
+RATES = 6.0
+"""The largest learning rate over the smallest, from which on it is seen how updates follow it."""
+
+SQUARED, OFF_LINE = 0.35, 0.2
+"""How far from 2 the exponent of the learning rate may be, and the deviation from the line, in logarithms: of updates,
+and of updates over the gradients that they are made of, since gradients may fall with the learning rate."""
+
+ONLY_DECAY, SHRUNK = 0.7, 0.5
+"""The share of a step that is weight decay, and the share by which the norm of the weight really falls."""
+
+LOGIT_STEPS, LARGE_LOGIT, LOGIT_TIMES = 20, 50.0, 4.0
+"""Steps in a row whose median logit is so large, and so many times the lowest such median before: a softmax of such
+logits takes one position alone, unless another one is as large."""
+
+ELEMENTS = 4096
+"""Of longer tensors `moved` is an estimate from about so many elements."""
+
+_WINDOW, _KEPT, _LINES_BETWEEN, _POINTS, _FEWEST_POINTS = 64, 32, 8, 200, 64
+_LINES_OF_DECAY, _STEPS_OF_DECAY = 4, 150
+
+
+class UpdateSpikes:
+    """Whether steps are longer than usual for their learning rate, as is seen before a loss rises.
+
+    Args:
+        log: Where faults go.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._window, self._losses = SortedWindow(_WINDOW), SortedWindow(_WINDOW)
+        self._seen, self._hot, self._since, self._is_batch = 0, 0, 0, False
+
+    def follow(self, i: int, update: float, rate: float, loss: float | None) -> None:
+        """Follow a step.
+
+        Args:
+            i: The step.
+            update: The norm of what it changed over that of the weights.
+            rate: The learning rate.
+            loss: The loss, if it is known.
+        """
+        usual = self._losses.median(len(self._losses.ordered))
+        if loss is not None:
+            self._losses.add(loss)
+        if not (update > 0 and rate > 0):
+            return
+        size, ordered = math.log(update / rate), self._window.ordered
+        self._seen += 1
+        middle = ordered[len(ordered) // 2] if ordered else size
+        if self._seen > SETTLED and self._is_high(size, ordered, middle):
+            if self._hot == 0:
+                self._since, self._is_batch = i, loss is not None and loss > BATCH_TIMES * usual > 0
+            self._hot += 1
+            if self._hot >= SPIKE_STEPS and not self._is_batch:
+                times = math.exp(min(size - middle, 700.0))
+                self._log.tell("update spike", SPIKE, self._since, i, times, numbers={"largest": times})
+        else:
+            self._hot = 0
+        self._window.add(size)
+
+    def _is_high(self, size: float, ordered: Sequence[float], middle: float) -> bool:
+        if size - middle <= math.log(SPIKE_TIMES):
+            return False
+        return size - middle > SPIKE_DEVIATIONS * max(1.4826 * upper_median_distance(ordered, middle), LEAST_DEVIATION)
+
+
+class Logits:
+    """Whether the largest attention logit grows until the softmax takes one position alone.
+
+    Args:
+        log: Where faults go.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._block: list[float] = []
+        self._lowest = math.inf
+
+    def follow(self, i: int, logit: float, name: str) -> None:
+        """Follow a step.
+
+        Args:
+            i: The step.
+            logit: The largest logit of all attentions.
+            name: The module that computed it.
+        """
+        self._block.append(logit)
+        if len(self._block) < LOGIT_STEPS:
+            return
+        level, self._block = statistics.median(self._block), []
+        if level > max(LARGE_LOGIT, LOGIT_TIMES * max(self._lowest, 1.0)):
+            about = {"numbers": {"smallest": self._lowest, "largest": level}, "text": name or "the model"}
+            self._log.tell("logits", LOGITS_GROW, i - LOGIT_STEPS + 1, i, level, **about)
+        self._lowest = min(self._lowest, level)
+
+
+class Rule:
+    """Whether updates are what no rule makes of gradients: of one length, bounded from below, of a squared rate, decay.
+
+    Args:
+        log: Where faults go.
+        params: The ``params`` of the record's first line.
+    """
+
+    def __init__(self, log: Log, params: Sequence[dict[str, Any]]) -> None:
+        self._log, self._params = log, params
+        self._names = [str(one.get("name", "?")) for one in params]
+        self._roots = [math.sqrt(one.get("numel") or 0) for one in params]
+        self._are_small = all((one.get("numel") or 0) <= ELEMENTS for one in params)
+        self._lines: deque[tuple[float, dict[int, float]]] = deque(maxlen=_KEPT)  # norm of gradients, sizes of updates
+        self._points: list[tuple[float, float, float]] = []  # logarithms
+        self._every, self._count, self._followed = 1, 0, 0
+        self._decays = Lasting(log, self._names, _LINES_OF_DECAY, _STEPS_OF_DECAY)
+        self._weights: dict[int, tuple[int, float]] = {}
+
+    def step(self, i: int, update: float, rate: float, gradient: float) -> None:
+        """Follow a step.
+
+        Args:
+            i: The step.
+            update: The norm of what it changed over that of the weights.
+            rate: The learning rate.
+            gradient: The norm of the gradients that the optimizer got.
+        """
+        self._count += 1
+        if self._count <= SETTLED or self._count % self._every or not (update > 0 and rate > 0 and gradient > 0):
+            return
+        self._points.append((math.log(rate), math.log(update), math.log(update / gradient)))
+        if len(self._points) >= _POINTS:
+            self._points, self._every = self._points[1::2], 2 * self._every
+        if len(self._points) >= _FEWEST_POINTS and len(self._points) % LINES == 0 and self._is_squared():
+            self._tell("squared", i)
+
+    def _is_squared(self) -> bool:
+        rates, *of_updates = zip(*self._points, strict=True)
+        if max(rates) - min(rates) < math.log(RATES):
+            return False
+        lines = [statistics.linear_regression(rates, updates) for updates in of_updates]
+        if any(abs(line.slope - 2) > SQUARED for line in lines):
+            return False
+        pairs = zip(lines, of_updates, strict=True)
+        off = [_off(line.slope, rates, updates) for line, updates in pairs]
+        return min(off) < OFF_LINE
+
+    def tensors(self, i: int, line: dict[str, Any], rate: float | None, gradient: float) -> None:
+        """Follow a line with the update of each tensor.
+
+        Args:
+            i: The step.
+            line: The line.
+            rate: The learning rate of the first group.
+            gradient: The norm of the gradients that the optimizer got.
+        """
+        rates = line.get("rates") or [rate]
+        of_each = [self._rate(place, rates) for place in range(len(self._names))]
+        if line.get("weight") and line.get("update"):
+            self._decay(i, line["weight"], line["update"], of_each)
+        sizes = self._sizes(line, of_each)
+        if len(sizes) < 2:
+            return
+        self._lines.append((gradient, sizes))
+        self._followed += 1
+        if len(self._lines) >= LINES and self._followed % _LINES_BETWEEN == 0:
+            if self._is_one_length():
+                self._tell("one length", i)
+            elif (floor := self._floor()) is not None:
+                self._tell("floor", i, floor=floor)
+
+    def _rate(self, place: int, rates: Numbers) -> float:
+        group = self._params[place].get("group") or 0
+        return (rates[group] if group < len(rates) else None) or 0.0
+
+    def _sizes(self, line: dict[str, Any], rates: Sequence[float]) -> dict[int, float]:
+        """Return the root mean square of each tensor's update over its learning rate, where it is known exactly."""
+        if self._are_small:
+            found = line.get("moved") or ()
+        else:
+            pairs = zip(line.get("update") or (), self._roots, strict=False)
+            found = [norm / root if norm is not None and root else None for norm, root in pairs]
+        pairs = enumerate(zip(found, rates, strict=False))
+        return {place: size / rate for place, (size, rate) in pairs if size and rate}
+
+    def _is_one_length(self) -> bool:
+        """Whether all updates together have one length, while those of single tensors, and the gradients, vary."""
+        places = set.intersection(*(set(sizes) for _, sizes in self._lines))
+        squares = [[(sizes[place] * self._roots[place]) ** 2 for place in places] for _, sizes in self._lines]
+        if len(places) < 2:
+            return False
+        totals = [sum(line) for line in squares]
+        spread = _spread(totals) / 2
+        means = [statistics.fmean(its) / statistics.fmean(totals) for its in zip(*squares, strict=True)]
+        own = [_spread(its) / 2 for its in zip(*squares, strict=True)]
+        expected = math.hypot(*[mean * one for mean, one in zip(means, own, strict=True)])
+        gradients = [gradient for gradient, _ in self._lines if gradient > 0]
+        follows = len(gradients) < LINES or _spread(gradients) < 10 * max(spread, 1e-3)
+        return expected > LEAST_SPREAD and spread < CONSTANT * expected and not follows
+
+    def _floor(self) -> float | None:
+        """The size that updates do not go below, where many have just that one, and many are above it."""
+        sizes = sorted(size for _, of_line in self._lines for size in of_line.values())
+        least = sizes[0]
+        at = sum(size <= (1 + SAME) * least for size in sizes)
+        above = sum(size > ABOVE * least for size in sizes)
+        return least if at > AT_FLOOR * len(sizes) and above > IS_ABOVE * len(sizes) else None
+
+    def _decay(self, i: int, weights: Numbers, updates: Numbers, rates: Sequence[float]) -> None:
+        places, shares = [], {}
+        for place, (weight, update) in enumerate(zip(weights, updates, strict=False)):
+            if place >= len(rates) or not weight or not update:
+                continue
+            before, norm = self._weights.get(place, (i, weight))
+            self._weights[place] = i, weight
+            share = rates[place] * (self._params[place].get("weight_decay") or 0.0) * weight / update
+            falls = math.log(norm / weight) / ((i - before) * update / weight) if i > before else 0.0
+            if share > ONLY_DECAY and falls > SHRUNK:
+                places.append(place)
+                shares[place] = share
+        new = self._decays.follow(i, places)
+        self._decays.begin(DECAY, i, new, share=min(1.0, max((shares[place] for place in new), default=0.0)))
+
+    def _tell(self, which: str, i: int, **numbers: float) -> None:
+        if self._log.goes_on(which, i) is None:
+            self._log.begin(which, RULE, i, i, text=which, numbers=numbers)
+
+
+def _off(slope: float, rates: Sequence[float], updates: Sequence[float]) -> float:
+    """How far updates are from a line of this slope, as a standard deviation."""
+    return statistics.pstdev(update - slope * rate for rate, update in zip(rates, updates, strict=True))
+
+
+def _spread(values: Sequence[float]) -> float:
+    """The standard deviation of logarithms."""
+    return statistics.pstdev([math.log(value) for value in values])
+
+
+def _rule(found: Episode) -> Words:
+    if found.text == "one length":
+        message = "all updates of a step together have one length on every step, whatever the gradients are"
+        advice = "a clip divides the update by its own norm: clip the gradients that the optimizer gets instead"
+    elif found.text == "floor":
+        size = number(found.numbers["floor"])
+        message = f"updates have a root mean square of {size} times the learning rate or more, and never less"
+        advice = "a clip of updates is inverted: it makes small ones larger; divide by max(1, rms / threshold)"
+    else:
+        message = "updates follow the square of the learning rate"
+        advice = "the learning rate is multiplied in twice: once in the update, once where it is subtracted"
+    return "warning", message, advice
+
+
+SPIKE = Kind(
+    "update_spike",
+    said(
+        "warning",
+        "steps changed the weights by up to {largest} times as much as usual at their learning rate, from step "
+        "{found.first} on",
+        "such steps come before a loss that rises: lower the learning rate or Adam's beta2, bound the step with "
+        "gg.ClipUpdate, normalise queries and keys",
+    ),
+    value="largest",
+    confidence="medium",
+)
+LOGITS_GROW = Kind(
+    "logits_grow",
+    said(
+        "warning",
+        "the largest attention logit grew from {smallest} to {largest}, in {found.text}",
+        "attention becomes one-hot, and the loss may follow: gg.QKClip, a normalisation of queries and keys, weight "
+        "decay on their projections, or a lower learning rate for them",
+    ),
+    value="largest",
+    confidence="medium",
+)
+RULE = Kind("update_rule", _rule, of_layers=True)
+DECAY = Kind(
+    "update_rule",
+    said(
+        "warning",
+        "{share:%} of each step of {names} is weight decay, and the weights fall with it",
+        "lower weight_decay, or leave this group out of it",
+    ),
+    value="share",
+    of_layers=True,
+)
+KINDS = (SPIKE, RULE, LOGITS_GROW)
