@@ -130,8 +130,10 @@ def clip_until_a_warning():
 
 
 def test_a_rank_that_does_not_come_for_long_is_named_once(pool):
-    (told,) = sum(pool(4).run(clip_until_a_warning), [])
-    assert re.search(r"rank [023] has waited \d+ s for rank .*\b1\b.* to come\. Every rank .* must clip on the same", told)
+    (told,) = [one for of_rank in pool(4).run(clip_until_a_warning) for one in of_rank]
+    assert re.search(
+        r"rank [023] has waited \d+ s for rank .*\b1\b.* to come\. Every rank .* must clip on the same", told
+    )
 
 
 STEPS, RESTART = 6, 3

@@ -211,10 +211,7 @@ def together(
 def _difference_while_waiting(
     work: Any, union: ReductionGroup, signature: Sequence[str], known: bool, number: int, task: str
 ) -> str | None:
-    """Wait for ``work``; where it takes long, return how the list of another process that waits differs.
-
-    After half a minute one of those that wait warns, and names the processes that have not come.
-    """
+    """Wait for ``work``; where it takes long and another process waits with another list, say so instead."""
     ranks = dist.get_process_group_ranks(union.group)
     store, seconds, waited = None, _SLOW, 0.0
     while True:
@@ -225,7 +222,7 @@ def _difference_while_waiting(
             work.wait()  # which raises what went wrong, if anything
             return None
         waited += seconds
-        with suppress(Exception):  # the store may have gone with rank 0, and a warning may be an error
+        with suppress(Exception):  # the store may have gone with rank 0
             if store is None:
                 name = str(getattr(union.group, "group_name", ""))
                 store = dist.PrefixStore(f"gradguard/{name}/call/{number}", default_store())
@@ -234,8 +231,7 @@ def _difference_while_waiting(
             difference = told_difference(store)
             if difference is not None:
                 return difference
-            if waited >= _LONG and store.add("warned", 1) == 1:
-                warnings.warn(_still_missing(listed(_missing(store, ranks)), waited, task), stacklevel=2)
+            warn_of_waiting(store, waited, partial(_ranks_missing, store, ranks), _what_to_do(task))
         seconds = min(2 * seconds, _LONGEST_BETWEEN)
 
 
@@ -269,11 +265,27 @@ def _what_to_do(task: str) -> str:
     return f"Every rank of the group must {what}"
 
 
-def _still_missing(missing: str, waited: float, task: str) -> str:
-    return (
-        f"gradguard: rank {dist.get_rank()} has waited {waited:.0f} s for rank {missing} to come. {_what_to_do(task)}. "
-        "The wait ends with an error after the time-out of the process group."
-    )
+def warn_of_waiting(store: Any, waited: float, who: Callable[[], str], what: str) -> None:
+    """Warn of a wait of half a minute, on one of the processes that wait.
+
+    Args:
+        store: What the processes of this wait share, and no other wait.
+        waited: Seconds so far.
+        who: Says which processes have not come.
+        what: What all processes must do.
+    """
+    if waited < _LONG or store.add("warned", 1) > 1:
+        return
+    with suppress(Warning):  # a process that has told its presence must not leave where warnings are errors
+        warnings.warn(
+            f"gradguard: rank {dist.get_rank()} has waited {waited:.0f} s for {who()} to come. {what}. The wait ends "
+            "with an error after the time-out of the process group.",
+            stacklevel=2,
+        )
+
+
+def _ranks_missing(store: Any, ranks: Sequence[int]) -> str:
+    return f"rank {listed(_missing(store, ranks))}"
 
 
 def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: RuntimeError, task: str) -> str:
