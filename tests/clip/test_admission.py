@@ -78,6 +78,11 @@ def test_what_no_engine_takes(kind, call, engine):
     assert good.grad.tolist() == [5.0] * 3
 
 
+def test_a_nested_tensor_without_a_name(engine):
+    with pytest.raises(UnsupportedGradientError, match=r"parameter 1 \(shape nested, no name.*a nested tensor of"):
+        gg.get_total_norm([torch.ones(2), nested()])
+
+
 @pytest.mark.parametrize("call", [call for call in CALLS if call != "measured"])
 def test_a_gradient_of_inference_mode_outside_of_it(call, engine):
     with torch.inference_mode():

@@ -5,9 +5,12 @@ The processes of one test are started once and clip together first; what goes wr
 
 import math
 import os
+import re
 import signal
 import time
+import warnings
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 import torch
@@ -100,6 +103,37 @@ def test_a_rank_that_is_late_changes_nothing(pool, seconds):
     expected = torch.cat([e.gradient.flatten() for e in LISTS["rows, uneven"]]).norm().item()
     for norms in pool(4).run(clip_with_a_late_rank, seconds):
         assert norms == [pytest.approx(expected, rel=1e-6)] * 3
+
+
+def clip_until_a_warning():
+    """Rank 1 comes when another has warned that it has not."""
+    store, told, before = default_store(), [], (agreement._SLOW, agreement._LONG)
+    named = [(f"layer{i}", parameter(entry)) for i, entry in enumerate(LISTS["rows, uneven"])]
+
+    def shown(message, *place):
+        told.append(str(message))
+        store.set("warned", "")
+
+    agreement._SLOW, agreement._LONG = 0.1, 0.5
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = shown
+            if dist.get_rank() == WHO:
+                store.wait(["warned"], timedelta(seconds=HANGS / 2))
+            gg.clip_grad_norm_(named, math.inf)
+    finally:
+        agreement._SLOW, agreement._LONG = before
+    if dist.get_rank() == WHO:
+        store.delete_key("warned")
+    return told
+
+
+def test_a_rank_that_does_not_come_for_long_is_named_once(pool):
+    (told,) = [one for of_rank in pool(4).run(clip_until_a_warning) for one in of_rank]
+    assert re.search(
+        r"rank [023] has waited \d+ s for rank .*\b1\b.* to come\. Every rank .* must clip on the same", told
+    )
 
 
 STEPS, RESTART = 6, 3

@@ -1,6 +1,7 @@
 """Gradients that nothing has added up are refused at the clip: DDP's, those that FSDP2 ignores, of shared weights."""
 
 import math
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Network, batch
 
 import gradguard as gg
+from gradguard.distributed import agreement
 from gradguard.distributed.wrappers import follow_backwards
 from gradguard.errors import DistributedError, UnsupportedGradientError
 from gradguard.torch_private import default_store
@@ -156,21 +158,25 @@ def test_the_first_clip_knows_the_last_backward(pool, after, is_right):
 def measured_alone(by, seconds):
     torch.manual_seed(0)
     model, found = DistributedDataParallel(Network()), []
-    store = default_store()
+    store, long = default_store(), agreement._LONG
     usual = store.timeout
     for rank, how in ((None, backward), (by, silent), (None, silent), (by, backward), (None, by_hand)):
         model.zero_grad()
         how(model)
         if rank is not None:  # only then nobody else may come late
             store.set_timeout(timedelta(seconds=seconds))
+            agreement._LONG = seconds / 3
         try:
-            if rank in (None, dist.get_rank()):
-                gg.clip_grad_norm_(model, math.inf)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                if rank in (None, dist.get_rank()):
+                    gg.clip_grad_norm_(model, math.inf)
             found.append("")
         except (DistributedError, UnsupportedGradientError) as error:
-            found.append(str(error))
+            found.append(" after ".join(map(str, (error, *(w.message for w in told)))))
         finally:
             store.set_timeout(usual)
+            agreement._LONG = long
         if rank is not None:
             dist.barrier()
     return found
@@ -181,6 +187,7 @@ def test_one_process_that_measures_alone_after_a_silent_backward_is_refused(pool
     found = pool(2).run(measured_alone, by, 0.3)
     alone, other = found[by], found[1 - by]
     assert "only 1 of 2 processes came within 0 s to compare their gradients" in alone[1]
+    assert alone[1].count("s for 1 of 2 processes to come. Clip and measure on every rank") == 1
     assert all("ran inside no_sync()" in said[2] for said in found), found  # the next comparison is not out of step
     assert [bool(one) for one in alone] == [False, True, True, False, False]
     assert [bool(one) for one in other] == [False, False, True, False, False]

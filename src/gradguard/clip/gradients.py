@@ -61,7 +61,8 @@ class Gradients:
         """Return what to call the ``index``-th gradient in a message."""
         if self.names is not None:
             return f"`{self.names[self.positions[index]]}`"
-        shape = tuple(self.gradients[index].shape)
+        gradient = self.gradients[index]
+        shape = "nested" if gradient.is_nested else tuple(gradient.shape)
         return f"parameter {self.positions[index]} (shape {shape}, no name: pass model.named_parameters())"
 
     def plain_names(self) -> tuple[str, ...]:

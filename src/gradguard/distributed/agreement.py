@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,9 @@ _PATIENCE = 5.0
 
 _SLOW = 2.0
 """Seconds that a collective may take before the processes that wait for it tell with which lists they came."""
+
+_LONG = 30.0
+"""Seconds after which one of those that wait names the processes that have not come."""
 
 _LONGEST_BETWEEN = 30.0
 """Seconds between two looks at what they have told."""
@@ -198,7 +202,9 @@ def together(
     _calls[name] += 1
     try:
         work = collective(async_op=on_host)
-        difference = None if work is None else _difference_while_waiting(work, union, signature, known, _calls[name])
+        difference = None
+        if work is not None:
+            difference = _difference_while_waiting(work, union, signature, known, _calls[name], task)
     except RuntimeError as error:  # torch.distributed's own errors are subclasses
         raise DistributedError(_who_is_missing(union, signature, error, task)) from error
     if difference is not None:
@@ -206,10 +212,11 @@ def together(
 
 
 def _difference_while_waiting(
-    work: Any, union: ReductionGroup, signature: Sequence[str], known: bool, number: int
+    work: Any, union: ReductionGroup, signature: Sequence[str], known: bool, number: int, task: str
 ) -> str | None:
     """Wait for ``work``; where it takes long and another process waits with another list, say so instead."""
-    store, seconds = None, _SLOW
+    ranks = dist.get_process_group_ranks(union.group)
+    store, seconds, waited = None, _SLOW, 0.0
     while True:
         with suppress(RuntimeError):
             work.wait(timedelta(seconds=seconds))
@@ -217,14 +224,17 @@ def _difference_while_waiting(
         if work.is_completed():
             work.wait()  # which raises what went wrong, if anything
             return None
+        waited += seconds
         with suppress(Exception):  # the store may have gone with rank 0
             if store is None:
                 name = str(getattr(union.group, "group_name", ""))
                 store = dist.PrefixStore(f"gradguard/{name}/call/{number}", default_store())
+                _tell_presence(store, ranks)
                 tell_list(store, union, signature, known)
             difference = told_difference(store)
             if difference is not None:
                 return difference
+            warn_of_waiting(store, waited, partial(_ranks_missing, store, ranks), _what_to_do(task))
         seconds = min(2 * seconds, _LONGEST_BETWEEN)
 
 
@@ -258,6 +268,29 @@ def _what_to_do(task: str) -> str:
     return f"Every rank of the group must {what}"
 
 
+def warn_of_waiting(store: Any, waited: float, who: Callable[[], str], what: str) -> None:
+    """Warn of a wait of half a minute, on one of the processes that wait.
+
+    Args:
+        store: What the processes of this wait share, and no other wait.
+        waited: Seconds so far.
+        who: Says which processes have not come.
+        what: What all processes must do.
+    """
+    if waited < _LONG or store.add("warned", 1) > 1:
+        return
+    with suppress(Warning):  # a process that has told its presence must not leave where warnings are errors
+        warnings.warn(
+            f"gradguard: rank {dist.get_rank()} has waited {waited:.0f} s for {who()} to come. {what}. The wait ends "
+            "with an error after the time-out of the process group.",
+            stacklevel=2,
+        )
+
+
+def _ranks_missing(store: Any, ranks: Sequence[int]) -> str:
+    return f"rank {listed(_missing(store, ranks))}"
+
+
 def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: RuntimeError, task: str) -> str:
     """Ask the others, through the store that they met in, what they were about to do."""
     cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -284,8 +317,7 @@ def _survey(store: Any, union: ReductionGroup, signature: Sequence[str]) -> Mapp
     if store.check(["found"]):  # it comes much later than the others, who have gone
         return {}
     ranks = dist.get_process_group_ranks(union.group)
-    at = ranks.index(dist.get_rank())
-    store.add(f"here/{at // _IN_A_WORD}", 1 << at % _IN_A_WORD)
+    _tell_presence(store, ranks)
     tell_list(store, union, signature)
     if store.add("came", 1) > 1:
         store.wait(["found"], timedelta(seconds=3 * _PATIENCE))
@@ -309,8 +341,13 @@ def _wait_for_all(store: Any, count: int) -> None:
         last = time.monotonic() if came > before else last
 
 
+def _tell_presence(store: Any, ranks: Sequence[int]) -> None:
+    at = ranks.index(dist.get_rank())
+    store.add(f"here/{at // _IN_A_WORD}", 1 << at % _IN_A_WORD)
+
+
 def _missing(store: Any, ranks: Sequence[int]) -> list[int]:
-    """The ranks that have not failed as well, by now."""
+    """The ranks that have not told their presence, by now."""
     words = [store.add(f"here/{i}", 0) for i in range((len(ranks) - 1) // _IN_A_WORD + 1)]
     return [rank for i, rank in enumerate(ranks) if not words[i // _IN_A_WORD] >> i % _IN_A_WORD & 1]
 

@@ -5,6 +5,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gradguard.distributed.agreement import warn_of_waiting
 from gradguard.distributed.megatron import refuse_experts, refuse_parts
 from gradguard.distributed.placements import Placement
 from gradguard.errors import DistributedError, InvalidValueError, UnsupportedGradientError
@@ -35,6 +37,8 @@ _PUT_IN_NAMES = wrapper_slots()
 
 _REPLICAS_APART = 1e-3
 """Norms of one gradient on two replicas that differ by more than this part are of gradients that were not averaged."""
+
+_ON_EVERY_RANK = "Clip and measure on every rank, or after a backward that synchronizes"
 
 _known: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionary()
 """For each DistributedDataParallel what is known of its gradients."""
@@ -205,20 +209,22 @@ def _wait_for_all(group: Any) -> None:
         DistributedError: If they have not all come within the time-out of the store.
     """
     store, world = default_store(), dist.get_world_size(group)
-    key, deadline = f"gradguard/{group.group_name}/replicas", time.monotonic() + store.timeout.total_seconds()
+    key, begin, waited = f"gradguard/{group.group_name}/replicas", time.monotonic(), 0.0
     came, pause = store.add(key, 1), 1e-4
     wanted = came + -came % world  # no process begins a comparison before all have come to the last
-    while came < wanted and time.monotonic() < deadline:
+    here = dist.PrefixStore(f"{key}/{wanted}", store)
+    while came < wanted and waited < store.timeout.total_seconds():
         time.sleep(pause)
-        came, pause = store.add(key, 0), min(2 * pause, 0.05)
+        came, pause, waited = store.add(key, 0), min(2 * pause, 0.05), time.monotonic() - begin
+        warn_of_waiting(here, waited, partial("{} of {} processes".format, wanted - came, world), _ON_EVERY_RANK)
     if came == wanted:
         return
     if store.add(key, -1) < wanted - 1:
         raise DistributedError(
             f"only {came + world - wanted} of {world} processes came within {store.timeout.total_seconds():.0f} s to "
             "compare their gradients: DistributedDataParallel was not seen to average those of the last backward, as "
-            "inside no_sync(), so that one process alone cannot tell their norm. Clip and measure on every rank, or "
-            "after a backward that synchronizes. Nothing was changed."
+            f"inside no_sync(), so that one process alone cannot tell their norm. {_ON_EVERY_RANK}. Nothing was "
+            "changed."
         )
     store.add(key, 1)  # the last has come while this process gave up
 

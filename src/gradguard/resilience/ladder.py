@@ -519,7 +519,7 @@ class _HostSpikes(SkipSpikes):
 
 
 _FORGOTTEN = 4
-"""Steps of the optimizer, the present one included, after which `SpikeRecovery.step` was forgotten."""
+"""Steps that the optimizer may take without a call of `SpikeRecovery.step`: the next one is refused."""
 
 
 def _forgotten(steps: int) -> str:
