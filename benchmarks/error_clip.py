@@ -163,7 +163,6 @@ def eager_rows(net: nn.Module, pairs: int) -> dict[str, Comparison]:
     blocks = {
         "value": lambda loss: gg.error_clip(loss, rule),
         "with statistics": lambda loss: gg.error_clip(loss, rule, stats=stats),
-        "prune=False": lambda loss: gg.error_clip(loss, rule, prune=False),
         "norm": lambda loss: gg.error_clip(loss, gg.ErrorClipByNorm(threshold)),
         "non-finite watch": lambda loss: gg.error_clip(loss, gg.rules.ErrorClipNonfinite("raise")),
     }

@@ -47,7 +47,7 @@ def _with_stats(options):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("options", [{}, {"stats": None}, {"leaves": True}, {"prune": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"stats": None}, {"leaves": True}], ids=str)
 @pytest.mark.parametrize("of_a_module", [False, True])
 def test_nothing_of_the_graph_outlives_the_block(of_a_module, options):
     linear = nn.Linear(3, 3)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradguard.backward_clip.graph import NO_INPUTS, Graph, Inputs, is_leaf, raise_if_freed, root_of, walk
+from gradguard.backward_clip.graph import NO_INPUTS, Inputs, is_leaf, raise_if_freed, root_of, walk
 from gradguard.backward_clip.hooks import Gradients, Roots, enter_checkpoint, explained
-from gradguard.backward_clip.module_callback import ModuleBackward, ModuleCallback
 from gradguard.backward_clip.plan import hides_a_graph
 from gradguard.backward_clip.rules import BaseErrorClip, apply_rule, are_alike, described
 from gradguard.errors import InvalidTypeError, InvalidValueError
@@ -26,7 +25,7 @@ def append_backward(
     loss: Tensor,
     parameter_list: Parameters | None = None,
     no_grad_set: Iterable[Tensor | str] | None = None,
-    callback: Callback | BaseErrorClip | ModuleCallback | None = None,
+    callback: Callback | BaseErrorClip | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Run the backward of ``loss`` and call ``callback`` after the backward of each operation.
 
@@ -43,8 +42,7 @@ def append_backward(
         parameter_list: The parameters to find gradients for; all that the loss depends on if None. A module, tensors,
             ``(name, tensor)`` pairs or a mapping; names given here may be used in ``no_grad_set``.
         no_grad_set: Parameters, tensors or names through which no gradient flows.
-        callback: What to do after each operation: a callable, or a rule, which is then applied to each gradient. A
-            `ModuleCallback` is called after each call of a module instead, with all gradients of its operations.
+        callback: What to do after each operation: a callable, or a rule, which is then applied to each gradient.
 
     Returns:
         The (parameter, gradient) pairs of all parameters that the loss reaches.
@@ -73,19 +71,16 @@ def append_backward(
     blocked = _resolved(no_grad_set, listed or [])
     undo: list[Callable[[], None]] = []
     visit = _Visit(
-        None if callback is None or isinstance(callback, ModuleCallback) else _as_callback(callback),
+        None if callback is None else _as_callback(callback),
         None if listed is None else {id(parameter) for _, parameter in listed},
         set(map(id, blocked)),
         undo,
     )
     try:
         visit.enter(roots, NO_INPUTS)
-        by_module = _by_module(callback, walk(roots), visit, undo) if isinstance(callback, ModuleCallback) else None
         undo += [_block(tensor) for tensor in blocked if not tensor.is_leaf]
         with changing_on_the_way("a callback of gg.append_backward") if callback is not None else nullcontext():
             _run(loss, visit, undo)
-        if by_module is not None:
-            by_module.finish(visit.wanted)
     except RuntimeError as error:
         raise_if_freed(error, walk(roots).nodes)
         raise
@@ -168,19 +163,6 @@ def minimize(
         raise
     optimizer.step()
     return pairs
-
-
-def _by_module(
-    callback: ModuleCallback, graph: Graph, visit: "_Visit", undo: list[Callable[[], None]]
-) -> ModuleBackward:
-    if visit.hides_graphs:
-        raise InvalidValueError(
-            "ModuleCallback with a reentrant checkpoint, which adds to the gradients of parameters on its own: "
-            "expected checkpoint(..., use_reentrant=False)."
-        )
-    found = callback.begin(graph)
-    undo.append(found.remove)
-    return found
 
 
 def _checked_loss(loss: Any) -> Tensor:

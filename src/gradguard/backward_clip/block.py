@@ -23,7 +23,6 @@ def error_clip(
     leaves: bool = False,
     scale: LossScale | None = None,
     stats: ErrorClipStats | None = None,
-    prune: bool = True,
 ) -> Iterator[None]:
     r"""Clip the gradient of every intermediate value while a backward runs inside the block.
 
@@ -49,11 +48,7 @@ def error_clip(
     rule: that of the block for chosen tensors before that for a module before that for a whole graph, and among
     blocks of one kind the innermost. A rule of ``None`` leaves a scope alone.
 
-    **Guarantees.** Nothing stays attached after the block, also after an error. Elementwise clamps that provably change
-    nothing are left out; the result is the same bit for bit. That proof counts on no tensor hook of yours that enlarges
-    a gradient. It holds where gradients come from ``loss``: for a backward that brings others to its graph, such as
-    ``(loss + other).backward()`` or that of a gradient penalty, nothing is left out. Nor is with ``create_graph=True``,
-    because the backward of the backward would add up in another order, nor with ``prune=False``.
+    **Guarantees.** Nothing stays attached after the block, also after an error.
 
     **Edge cases.**
 
@@ -75,7 +70,6 @@ def error_clip(
             tensors, which may have parameters among them).
         scale: The loss scale, as a GradScaler, a number or a tensor: thresholds are in units of the unscaled loss.
         stats: Counts what happens; see `ErrorClipStats`.
-        prune: Whether to leave out clamps that provably change nothing (whole graph only).
 
     Yields:
         Nothing.
@@ -103,7 +97,6 @@ def error_clip(
     """
     rule = checked_rule(rule)
     clipping = Clipping(rule, leaves=leaves, observer=_observer(rule, stats))
-    clipping.prune = prune and isinstance(target, Tensor)  # only there are all uses of a value known
     scope = _scope(target, clipping, scale)
     try:
         active[scope.serial] = scope

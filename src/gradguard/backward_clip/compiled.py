@@ -61,10 +61,9 @@ def attach_error_clip(
     threshold (a new rule of the same kind, or ``rule.max = …``) does not recompile, another kind of rule does.
 
     **Guarantees.** As `error_clip` says, with these differences. A value that is not 0-dim, such as logits, is an
-    intermediate one, and its own gradient is clipped too; a 0-dim value is taken for the loss, and is not. No clip is
-    left out, because other uses of a value cannot be seen from here; in eager code a block is therefore faster.
-    Parameter gradients are never clipped. Under ``backend="aot_eager"`` compiled code is equal to eager code bit for
-    bit; under Inductor it differs by what Inductor differs without a clip.
+    intermediate one, and its own gradient is clipped too; a 0-dim value is taken for the loss, and is not. Parameter
+    gradients are never clipped. Under ``backend="aot_eager"`` compiled code is equal to eager code bit for bit; under
+    Inductor it differs by what Inductor differs without a clip.
 
     **Edge cases.** With gradients disabled nothing is attached. Two clips on one value apply one after the other. The
     compiler records some operations that do nothing, such as dropout in evaluation, as copies, and takes inputs of the

@@ -15,7 +15,6 @@ from gradguard.backward_clip.rules import BaseErrorClip, clamp_bounds
 from gradguard.listeners import ClipEvent, is_heard, rule_of, tell
 from gradguard.tensors.host_copy import Event, copy_to_host
 from gradguard.tensors.layout import move
-from gradguard.torch_private import input_metadata_of
 
 Count = int | Tensor
 _SMALL = 4096
@@ -30,9 +29,7 @@ class ErrorClipStats:
     nothing waits; on the CPU nothing is written where nothing exceeds a bound.
 
     The last lines name the first gradient in backward order that was not finite, with the operation whose backward
-    made it: the culprit, where `torch.autograd.set_detect_anomaly` names the last one. A value clip leaves out clamps
-    that change nothing; if one of those operations made the NaN, the next one below is named: ``prune=False`` is
-    exact, as are all rules that are not pruned, for example ``ErrorClipNonfinite("keep")``.
+    made it: the culprit, where `torch.autograd.set_detect_anomaly` names the last one.
 
     Who listens to `gradguard.listeners` hears at the end of each block, and of each backward through an attached
     clip, the rule, its threshold, and how many of how many elements were clipped; not of compiled code, which counts
@@ -206,9 +203,6 @@ class _Block(Observer):
     def row(self, node: Node, name: str, sources: str) -> "_NodeCounts":
         return _NodeCounts(self, self.stats.line(node, name), sources)
 
-    def tally(self) -> "_UnclippedCounts":
-        return _UnclippedCounts(self, {})
-
     def begin(self, loss: Tensor | None) -> None:
         self.elements, self.clipped = 0, []  # of a backward that raised an error before its end
         self.stats.begin(loss)
@@ -229,29 +223,6 @@ class _Block(Observer):
                 values = {bounds[1]}
             threshold = values.pop() if len(values) == 1 else None
             tell(ClipEvent(rule_of(self.rule), (), threshold, elements=elements, clipped_elements=total))
-
-
-@dataclass
-class _UnclippedCounts:
-    """How many gradients and elements pass unclipped in each backward, by the position of their line."""
-
-    block: _Block
-    counts: dict[int, tuple[_OpCounts, int, int]]
-
-    def add(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
-        row, found = self.block.stats.line(node, name), input_metadata_of(node)
-        _, gradients, elements = self.counts.get(id(row), (row, 0, 0))
-        elements += sum(math.prod(found[number].shape) for number in numbers)
-        self.counts[id(row)] = row, gradients + len(numbers), elements
-
-    def passes(self, grads: object) -> None:
-        for row, gradients, elements in self.counts.values():
-            row.gradients += gradients
-            row.elements += elements
-            self.block.elements += elements
-
-    def forget(self) -> None:
-        self.counts.clear()
 
 
 @dataclass
