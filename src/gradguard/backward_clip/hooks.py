@@ -18,6 +18,7 @@ from gradguard.errors import InvalidTypeError, NonFiniteGradientError, Unsupport
 from gradguard.torch_private import tree_leaves
 
 Gradients = tuple[Tensor | None, ...]
+_LARGE = 2**16
 Roots = Sequence[tuple[Node, int]]
 
 
@@ -150,14 +151,15 @@ class Clipping:
             result = list(grads)
             for number in claim.numbers:
                 if (grad := grads[number]) is not None:
-                    result[number] = self._apply(grad) if row is None else self._shown(grad, row)
+                    bounds = None if isinstance(self.scale, Tensor) else clamp_bounds(self.rule)
+                    if row is not None:
+                        result[number] = row.clip(grad, self._apply, bounds)
+                    elif bounds is None or not _is_within(grad, *bounds):
+                        result[number] = self._apply(grad)
             return tuple(result)
         except Exception as error:
             place = row.module if row is not None else ""
             raise explained(error, self.rule, name, place, grads, sources) from error.__cause__
-
-    def _shown(self, grad: Tensor, row: NodeObserver) -> Tensor:
-        return row.clip(grad, self._apply, None if isinstance(self.scale, Tensor) else clamp_bounds(self.rule))
 
     def _apply(self, grad: Tensor) -> Tensor:
         return apply_rule(self.rule, grad, self.overflow_stays)
@@ -233,3 +235,16 @@ def explained(
         return type(error)(f"{where}: {text}")
     error.add_note(f"{where}, under {rule}")
     return error
+
+
+def _is_within(grad: Tensor, low: float, high: float) -> bool:
+    """Return whether a clamp would give a copy of ``grad``, as far as that is cheaper to find out than to clamp.
+
+    On the CPU reading a large tensor costs less than writing another one into fresh memory.
+    """
+    if type(grad) is not Tensor or grad.numel() < _LARGE or not grad.is_cpu:
+        return False
+    if grad.is_complex() or not grad.is_contiguous():
+        return False
+    smallest, largest = grad.detach().aminmax()
+    return low <= smallest.item() and largest.item() <= high

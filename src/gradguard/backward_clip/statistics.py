@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.compiled_counts import CompiledCounts, FirstNonfinite, OpStatistics, count_changes
 from gradguard.backward_clip.hooks import Observer
 from gradguard.backward_clip.module_timeline import ModuleTimeline
 from gradguard.backward_clip.rules import BaseErrorClip, clamp_bounds
@@ -19,6 +18,38 @@ from gradguard.tensors.layout import move
 Count = int | Tensor
 _SMALL = 4096
 _EXACT_IN_FLOAT32 = 2**24
+
+
+@dataclass(frozen=True)
+class OpStatistics:
+    """The gradients of the outputs of one operation in one module, over all blocks that the statistics saw."""
+
+    op: str
+    module: str
+    gradients: int
+    elements: int
+    clipped: Tensor
+    nonfinite: Tensor
+
+
+@dataclass(frozen=True)
+class FirstNonfinite:
+    """The first gradient, in the order of the backward, that held NaN or infinity."""
+
+    op: str
+    module: str
+    made_by: str
+    block: int
+    nonfinite: int
+    elements: int
+
+    def __str__(self) -> str:
+        place = f" in {self.module}" if self.module else ""
+        made = f", made by the backward of {self.made_by}" if self.made_by else ""
+        return (
+            f"block {self.block}: the gradient of the output of {self.op}{place}{made} "
+            f"({self.nonfinite} of {self.elements} elements)"
+        )
 
 
 class ErrorClipStats:
@@ -32,8 +63,7 @@ class ErrorClipStats:
     made it: the culprit, where `torch.autograd.set_detect_anomaly` names the last one.
 
     Who listens to `gradguard.listeners` hears at the end of each block, and of each backward through an attached
-    clip, the rule, its threshold, and how many of how many elements were clipped; not of compiled code, which counts
-    without Python.
+    clip, the rule, its threshold, and how many of how many elements were clipped.
 
     Args:
         model: The module whose submodules should be named. Its forward must run after this; hooks on its submodules
@@ -54,8 +84,6 @@ class ErrorClipStats:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._timeline = ModuleTimeline(model) if model is not None else None
-        self.compiled = CompiledCounts(self.place)
-        """The counts that compiled code adds."""
         self.reset()
 
     def reset(self) -> None:
@@ -66,7 +94,6 @@ class ErrorClipStats:
         self._pending: list[tuple[_OpCounts, str, int, Tensor]] = []
         self._loss: Tensor | None = None
         self._blocks = 0
-        self.compiled.reset()
 
     def observer(self, rule: BaseErrorClip) -> Observer:
         """Return what the gradients of blocks with ``rule`` are shown to; who listens hears of each at its end."""
@@ -79,24 +106,18 @@ class ErrorClipStats:
 
     def rows(self) -> list[OpStatistics]:
         """Return a line for each operation and module, in the order of the backward; counts are device tensors."""
-        rows = {key: replace(row) for key, row in self._rows.items()}
-        for line in self.compiled.lines():
-            row = rows.setdefault((line.op, line.module), _OpCounts(line.op, line.module))
-            row.gradients += line.gradients
-            row.elements += line.elements
-            row.add(line.clipped, line.nonfinite)
-        return [row.frozen() for row in rows.values() if row.gradients]
+        return [row.frozen() for row in self._rows.values() if row.gradients]
 
     @property
     def blocks(self) -> int:
-        """How many blocks there were, and backwards through an attached clip. Waits for the device."""
-        return self._blocks + self.compiled.backwards
+        """How many blocks there were, and backwards through an attached clip."""
+        return self._blocks
 
     @property
     def first_nonfinite(self) -> FirstNonfinite | None:
         """The first gradient that was not finite, or None. Waits for the device."""
         self._read(wait=True)
-        return self._first or self.compiled.first()
+        return self._first
 
     @property
     def loss_is_finite(self) -> Tensor | None:
@@ -251,7 +272,7 @@ class _NodeCounts:
         clipped = apply(grad)
         if finite:
             return self._counted(clipped, _how_many_differ(clipped.detach(), seen), 0)
-        changed, nonfinite = count_changes(seen, clipped.detach())
+        changed, nonfinite = _count_changes(seen, clipped.detach())
         return self._counted(clipped, int(changed), int(nonfinite))
 
     def arrive(self, grad: Tensor) -> int:
@@ -264,7 +285,7 @@ class _NodeCounts:
 
     def _on_device(self, grad: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
         clipped = apply(grad)
-        return self._counted(clipped, *count_changes(grad.detach(), clipped.detach()))
+        return self._counted(clipped, *_count_changes(grad.detach(), clipped.detach()))
 
     def _counted(self, clipped: Tensor, changed: Count, nonfinite: Count) -> Tensor:
         self.row.add(changed, nonfinite)
@@ -284,3 +305,9 @@ def _how_many_differ(first: Tensor, second: Tensor) -> int:
         return int((first != second).sum())
     ones = torch.empty(first.shape, dtype=torch.float32, device="cpu")
     return int(torch.ne(first, second, out=ones).sum())
+
+
+def _count_changes(grad: Tensor, clipped: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many elements the rule changed, a kept NaN not among them, and how many were not finite."""
+    bad = ~grad.isfinite()
+    return ((clipped != grad) & ~(clipped.isnan() & bad)).sum(), bad.sum()
