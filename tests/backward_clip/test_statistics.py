@@ -312,21 +312,17 @@ def test_a_module_scope_counts_what_its_module_made():
     ]
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
-def test_operations_within_a_checkpoint_are_counted(kind):
+def test_operations_within_a_checkpoint_are_counted():
     tables = []
-    for way in (None, kind):
+    for way in (None, "not reentrant"):
         torch.manual_seed(0)
         stats, h = gg.ErrorClipStats(), torch.randn(4, 6, requires_grad=True) * 2
         body = lambda a: torch.cat([b.tanh() for b in a.split(3, 1)], 1).sin()  # noqa: E731
-        y = body(h) if way is None else checkpoint(body, h, use_reentrant=way == "reentrant")
+        y = body(h) if way is None else checkpoint(body, h, use_reentrant=False)
         loss = (3 * y).square().sum()
         with gg.error_clip(loss, gg.ErrorClipByValue(1e-2), stats=stats):
             loss.backward()
         tables.append({row.op: (row.elements, int(row.clipped)) for row in stats.rows()})
-    result = tables[1].pop("CheckpointFunctionBackward", None)  # stands for the last operation inside
-    if result:
-        tables[1]["SinBackward0"] = result
     assert tables[1] == tables[0]
     assert tables[0]["TanhBackward0"][0] == 24
 

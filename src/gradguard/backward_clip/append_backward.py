@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradguard.backward_clip.graph import NO_INPUTS, Inputs, is_leaf, raise_if_freed, root_of, walk
-from gradguard.backward_clip.hooks import Gradients, Roots, enter_checkpoint, explained
-from gradguard.backward_clip.plan import hides_a_graph
+from gradguard.backward_clip.graph import Graph, is_leaf, raise_if_freed, refuse_reentrant, root_of, walk
+from gradguard.backward_clip.hooks import Gradients, explained
 from gradguard.backward_clip.rules import BaseErrorClip, apply_rule, are_alike, described
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.listeners import changing_on_the_way
@@ -48,7 +47,7 @@ def append_backward(
         The (parameter, gradient) pairs of all parameters that the loss reaches.
 
     Raises:
-        InvalidValueError: If the loss has no graph, or a name is not known.
+        InvalidValueError: If the loss has no graph, or a reentrant checkpoint in it, or a name is not known.
         InvalidTypeError: If an argument is of another type, or the callback returns gradients that do not fit.
         FreedGraphError: If an earlier backward has freed the graph.
         RuntimeError: What PyTorch raises in the backward.
@@ -77,10 +76,10 @@ def append_backward(
         undo,
     )
     try:
-        visit.enter(roots, NO_INPUTS)
+        visit.enter(walk(roots))
         undo += [_block(tensor) for tensor in blocked if not tensor.is_leaf]
         with changing_on_the_way("a callback of gg.append_backward") if callback is not None else nullcontext():
-            _run(loss, visit, undo)
+            _run(loss, visit)
     except RuntimeError as error:
         raise_if_freed(error, walk(roots).nodes)
         raise
@@ -174,7 +173,7 @@ def _checked_loss(loss: Any) -> Tensor:
 
 
 class _Visit:
-    """Goes through a graph, and those hidden in it, to hook its nodes and to find its parameters."""
+    """Goes through a graph to hook its nodes and to find its parameters."""
 
     def __init__(
         self, callback: Callback | None, listed: set[int] | None, blocked: set[int], undo: list[Callable[[], None]]
@@ -182,45 +181,30 @@ class _Visit:
         self.callback, self.listed, self.blocked, self.undo = callback, listed, blocked, undo
         self.wanted: dict[int, Tensor] = {}
         self.unwanted: dict[int, Tensor] = {}
-        self.hides_graphs = False
 
-    def enter(self, roots: Roots, inputs: Inputs) -> None:
-        for node in walk(roots).nodes:
+    def enter(self, graph: Graph) -> None:
+        refuse_reentrant(graph)
+        for node in graph.nodes:
             if is_leaf(node):
-                if node not in inputs and getattr(node, "variable", None) is not None:
+                if getattr(node, "variable", None) is not None:
                     self._found(node.variable)  # type: ignore[attr-defined]
-                continue
-            if self.callback is not None:
+            elif self.callback is not None:
                 self.undo.append(node.register_hook(_posthook(self.callback, node.name())).remove)
-            if hides_a_graph(node):
-                self.hides_graphs = True
-                self.undo.append(enter_checkpoint(node, self.enter).remove)
 
     def _found(self, parameter: Tensor) -> None:
         key = id(parameter)
         if key not in self.blocked and (self.listed is None or key in self.listed):
             self.wanted.setdefault(key, parameter)
-        elif key not in self.unwanted:
+        else:
             self.unwanted[key] = parameter
-            if self.hides_graphs:
-                _set_aside(parameter, self.undo)
 
 
-def _run(loss: Tensor, visit: _Visit, undo: list[Callable[[], None]]) -> None:
+def _run(loss: Tensor, visit: _Visit) -> None:
     """Run the backward so that only the wanted parameters end with another ``.grad``."""
-    if visit.hides_graphs:  # reentrant checkpoints cannot be told what is wanted
-        for parameter in visit.unwanted.values():
-            _set_aside(parameter, undo)
-        torch.autograd.backward(loss)
-    elif not visit.unwanted:
+    if not visit.unwanted:
         torch.autograd.backward(loss)
     elif visit.wanted:
         torch.autograd.backward(loss, inputs=list(visit.wanted.values()))
-
-
-def _set_aside(parameter: Tensor, undo: list[Callable[[], None]]) -> None:
-    kept, parameter.grad = parameter.grad, None
-    undo.append(lambda: setattr(parameter, "grad", kept))
 
 
 def _posthook(callback: Callback, name: str) -> Callable[[Gradients, Gradients], Gradients | None]:

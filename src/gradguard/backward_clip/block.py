@@ -57,7 +57,7 @@ def error_clip(
     ===============================  ===========================================================================
     ``retain_graph``, two backwards  both are clipped
     ``create_graph=True``            the clip is differentiated, as `torch.clamp` is
-    activation checkpointing         as without it; both kinds
+    activation checkpointing         as without it; reentrant ones (``use_reentrant=True``) are refused
     float16, or ``scale=``           what is not finite becomes NaN, so that a GradScaler backs off
     sparse gradient of a value       refused, naming the operation
     compiled block in the graph      its outputs' gradients are clipped; for its inside see `attach_error_clip`
@@ -75,8 +75,8 @@ def error_clip(
         Nothing.
 
     Raises:
-        InvalidValueError: If the loss has no graph, or one that is compiled altogether, or nothing differentiable, or
-            no backward, passed through a module in the block.
+        InvalidValueError: If the loss has no graph, or one that is compiled altogether or holds a reentrant checkpoint,
+            or nothing differentiable, or no backward, passed through a module in the block.
         InvalidTypeError: If ``target``, ``rule`` or ``stats`` is of another type, or the rule returns something that
             the backward cannot go on with.
         UnsupportedGradientError: If a gradient is sparse.

@@ -172,7 +172,7 @@ def _attach(
         clipping.observer, begin = observer, _BeginBackward(observer)
         for node in dict.fromkeys(node for node, _ in roots):
             node.register_prehook(begin)
-    clipping.install(roots, roots_too="with dimensions")
+    clipping.install(roots, roots_too=True)
     if not clipping.reached and _holds_compiled(roots):
         raise InvalidValueError(_ALL_COMPILED)
     return values

@@ -6,7 +6,7 @@ at the value's slot, accumulated over all that used the value, before the node's
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,16 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from gradguard.errors import FreedGraphError
+from gradguard.errors import FreedGraphError, InvalidValueError
 from gradguard.torch_private import input_metadata_of, is_freed
 
 Slot = tuple[int, int]
 """The position of a node in `Graph.nodes`, and which of its outputs."""
-
-Inputs = Mapping[Node, bool]
-"""Leaves that stand for something of a graph further out, and whether that is an intermediate value."""
-
-NO_INPUTS: Inputs = {}
 
 COMPILED = "CompiledFunctionBackward"
 """The name of the one node that compiled code is."""
@@ -66,18 +61,15 @@ def is_leaf(node: Node) -> bool:
     return not node.next_functions
 
 
-def holds_a_leaf(node: Node, inputs: Inputs = NO_INPUTS) -> bool:
-    """Return whether ``node`` is a chain of views and casts that ends at a leaf: a parameter in other clothes.
-
-    Leaves that stand for intermediate values of a graph further out do not count.
-    """
+def holds_a_leaf(node: Node) -> bool:
+    """Return whether ``node`` is a chain of views and casts that ends at a leaf: a parameter in other clothes."""
     while operation(node) in VIEWS_AND_CASTS:
         edges = [child for child, _ in node.next_functions if child is not None]
         if len(edges) != 1:
             return False
         node = edges[0]
         if is_leaf(node):
-            return not inputs.get(node, False)
+            return True
     return False
 
 
@@ -94,7 +86,6 @@ class Graph:
     nodes: list[Node] = field(default_factory=list)
     roots: tuple[Slot, ...] = ()
     index: dict[Node, int] = field(default_factory=dict, repr=False)
-    inputs: Inputs = field(default_factory=dict)
     consumers: dict[Slot, list[tuple[int, int]]] = field(default_factory=dict)
     """For each slot the (node, input number) pairs whose backward makes its gradient; an empty list for a mere root."""
 
@@ -124,16 +115,12 @@ def dimensions(value: Metadata) -> int:
     return -1 if value.is_nested_tensor or value.is_cpp_nested_tensor else len(value.shape)
 
 
-def walk(
-    roots: Iterable[tuple[Node, int]],
-    stop: Callable[[Node], bool] | None = None,
-    inputs: Inputs = NO_INPUTS,
-) -> Graph:
+def walk(roots: Iterable[tuple[Node, int]], stop: Callable[[Node], bool] | None = None) -> Graph:
     """Return the graph behind ``roots``, without the nodes for which ``stop`` is true and what lies behind them."""
     index: dict[Node, int] = {}
     slots = tuple((index.setdefault(node, len(index)), number) for node, number in roots)
     nodes = [*index]
-    graph = Graph(nodes, slots, index, inputs, {slot: [] for slot in slots})
+    graph = Graph(nodes, slots, index, {slot: [] for slot in slots})
     for position, node in enumerate(nodes):  # grows while it is read
         for edge, (child, number) in enumerate(node.next_functions):
             if child is None or (stop is not None and child not in index and stop(child)):
@@ -143,6 +130,20 @@ def walk(
                 nodes.append(child)
             graph.consumers.setdefault((at, number), []).append((position, edge))
     return graph
+
+
+def refuse_reentrant(graph: Graph) -> None:
+    """Raise if ``graph`` holds a reentrant checkpoint: what it computes again within the backward is another graph.
+
+    Raises:
+        InvalidValueError: Naming it.
+    """
+    for node in graph.nodes:
+        if hasattr(node, "run_function"):
+            raise InvalidValueError(
+                f"a reentrant checkpoint ({node.name()}) hides the operations in it: expected "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
 
 
 _PYTORCH_SAYS = "backward through the graph a second time"

@@ -1,21 +1,19 @@
 """Hooks on the nodes of a graph that put a rule between one backward operation and the next."""
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from gradguard.backward_clip.graph import NO_INPUTS, Graph, Inputs, Slot, holds_a_leaf, is_leaf, root_of, walk
-from gradguard.backward_clip.plan import RootsToo, hides_a_graph, steps_through
+from gradguard.backward_clip.graph import Graph, Slot, is_leaf, refuse_reentrant, walk
+from gradguard.backward_clip.plan import steps_through
 from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipNonfinite, apply_rule, clamp_bounds
 from gradguard.backward_clip.source_lines import makers_with_lines
 from gradguard.errors import InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
-from gradguard.torch_private import tree_leaves
 
 Gradients = tuple[Tensor | None, ...]
 _LARGE = 2**16
@@ -70,7 +68,6 @@ class Clipping:
     handles: list[RemovableHandle] = field(default_factory=list)
     reached: int = 0
     """How many nodes with something to clip were found, whoever clips it."""
-    _replaced: list["_Replaced"] = field(default_factory=list)
     _leaves_done: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -83,15 +80,15 @@ class Clipping:
     def install(
         self,
         roots: Roots,
-        inputs: Inputs = NO_INPUTS,
         *,
-        roots_too: RootsToo = "never",
+        roots_too: bool = False,
         stop: Callable[[Node], bool] | None = None,
         exclude: Callable[[Graph], frozenset[Slot]] | None = None,
         claimed: Callable[[Node, Claim], None] | None = None,
     ) -> Graph:
         """Put the rule into the graph behind ``roots``, and return that graph."""
-        graph = walk(roots, stop, inputs)
+        graph = walk(roots, stop)
+        refuse_reentrant(graph)
         excluded = exclude(graph) if exclude is not None else frozenset()
         steps = steps_through(graph, roots_too, excluded)
         self.reached += len(steps) + len(excluded)
@@ -101,11 +98,9 @@ class Clipping:
             self.handles.append(node.register_prehook(self._prehook(node, claim, name, makers.get(node, made_by))))
             if claimed is not None:
                 claimed(node, claim)
-        again = partial(self.install, roots_too="always", exclude=exclude, claimed=claimed)
-        self._replaced += [enter_checkpoint(node, again) for node in graph.nodes if hides_a_graph(node)]
         if self.leaves:
             for position, node in enumerate(graph.nodes):
-                variable = getattr(node, "variable", None) if is_leaf(node) and node not in inputs else None
+                variable = getattr(node, "variable", None) if is_leaf(node) else None
                 if variable is not None and (position, 0) not in excluded:
                     self.hook_leaf(variable)
         return graph
@@ -130,15 +125,11 @@ class Clipping:
         """Take out everything that was put in."""
         for handle in self.handles:
             handle.remove()
-        for replaced in reversed(self._replaced):
-            replaced.remove()
         self.handles.clear()
-        self._replaced.clear()
         self._leaves_done.clear()
 
     def forget_dead(self) -> None:
         """Drop what belongs to nodes that are gone, so that a long block does not grow."""
-        self._replaced = [replaced for replaced in self._replaced if not replaced.is_dead()]
         self.handles = [handle for handle in self.handles if handle.hooks_dict_ref() is not None]
 
     def _prehook(self, node: Node, claim: Claim, name: str, sources: str) -> Callable[[Gradients], Gradients]:
@@ -151,71 +142,23 @@ class Clipping:
             result = list(grads)
             for number in claim.numbers:
                 if (grad := grads[number]) is not None:
-                    bounds = None if isinstance(self.scale, Tensor) else clamp_bounds(self.rule)
-                    if row is not None:
-                        result[number] = row.clip(grad, self._apply, bounds)
-                    elif bounds is None or not _is_within(grad, *bounds):
-                        result[number] = self._apply(grad)
+                    result[number] = self._apply(grad) if row is None else row.clip(grad, self._apply, self._bounds())
             return tuple(result)
         except Exception as error:
             place = row.module if row is not None else ""
             raise explained(error, self.rule, name, place, grads, sources) from error.__cause__
 
+    def _bounds(self) -> tuple[float, float] | None:
+        return None if isinstance(self.scale, Tensor) else clamp_bounds(self.rule)
+
     def _apply(self, grad: Tensor) -> Tensor:
+        # On the CPU reading a large tensor costs less than writing another one into fresh memory.
+        is_large = type(grad) is Tensor and grad.is_cpu and grad.numel() >= _LARGE and not grad.is_complex()
+        if is_large and (bounds := self._bounds()) is not None and grad.is_contiguous():
+            smallest, largest = grad.detach().aminmax()
+            if bounds[0] <= smallest.item() and largest.item() <= bounds[1]:
+                return grad
         return apply_rule(self.rule, grad, self.overflow_stays)
-
-
-class _FunctionProxy:
-    """Called, it is another function; else it is the one that it stands for: some checkpoints read its attributes."""
-
-    def __init__(self, original: Callable[..., Any], ours: Callable[..., Any]) -> None:
-        self._original, self._ours = original, ours
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._ours(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-
-class _Replaced:
-    """A function of a checkpoint's node that ours stands in for, until it is removed."""
-
-    def __init__(self, node: Any, ours: Callable[..., Any]) -> None:
-        self.node, self.original = weakref.ref(node), node.run_function
-        node.run_function = _FunctionProxy(node.run_function, ours)
-
-    def is_dead(self) -> bool:
-        return self.node() is None
-
-    def remove(self) -> None:
-        node = self.node()
-        if node is not None:
-            node.run_function = self.original
-
-
-def enter_checkpoint(node: Any, install: Callable[[Roots, Inputs], Any]) -> _Replaced:
-    """Have ``install`` called on the graph that a reentrant checkpoint builds when it runs its forward again."""
-    original, outside = node.run_function, weakref.ref(node)
-    edges = [child for child, _ in node.next_functions]
-
-    def run_function(*args: Any, **kwargs: Any) -> Any:
-        outputs = original(*args, **kwargs)
-        roots = [
-            root_of(value) for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.grad_fn is not None
-        ]
-        given = [value for value in args if isinstance(value, Tensor)]
-        behind = edges if len(edges) == len(given) else [outside()] * len(given)
-        inputs = {
-            get_gradient_edge(value).node: not (is_leaf(child) or holds_a_leaf(child))
-            for value, child in zip(given, behind, strict=True)
-            if value.is_leaf and value.requires_grad and child is not None
-        }
-        if roots:
-            install(roots, inputs)
-        return outputs
-
-    return _Replaced(node, run_function)
 
 
 def explained(
@@ -235,16 +178,3 @@ def explained(
         return type(error)(f"{where}: {text}")
     error.add_note(f"{where}, under {rule}")
     return error
-
-
-def _is_within(grad: Tensor, low: float, high: float) -> bool:
-    """Return whether a clamp would give a copy of ``grad``, as far as that is cheaper to find out than to clamp.
-
-    On the CPU reading a large tensor costs less than writing another one into fresh memory.
-    """
-    if type(grad) is not Tensor or grad.numel() < _LARGE or not grad.is_cpu:
-        return False
-    if grad.is_complex() or not grad.is_contiguous():
-        return False
-    smallest, largest = grad.detach().aminmax()
-    return low <= smallest.item() and largest.item() <= high

@@ -2,14 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Set as AbstractSet
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch.autograd.graph import Node
 
 from gradguard.backward_clip.graph import REARRANGES, Graph, Slot, dimensions, holds_a_leaf, is_leaf, operation
-
-RootsToo = Literal["never", "with dimensions", "always"]
-"""Which roots are intermediate values, clipped like the others: none, those that have dimensions, or all."""
 
 _MULTIPLIES = frozenset(["Alias", "Clone", "Div", "Mean", "Mul", "Neg", "Sum", "ToCopy"])
 _ADDS = frozenset(["Add", "Rsub", "Stack", "Sub"])
@@ -29,12 +26,12 @@ class Step(NamedTuple):
     """The names of the nodes whose backward makes the gradients of its slots."""
 
 
-def steps_through(graph: Graph, roots_too: RootsToo, excluded: AbstractSet[Slot]) -> list[Step]:
+def steps_through(graph: Graph, roots_too: bool, excluded: AbstractSet[Slot]) -> list[Step]:
     """Return the nodes of ``graph`` with something to clip, in the order of the backward.
 
     Args:
         graph: The graph.
-        roots_too: Which roots are clipped.
+        roots_too: Whether roots that have dimensions are intermediate values, clipped like the others.
         excluded: Slots that another scope owns.
     """
     slots: dict[int, list[int]] = defaultdict(list)
@@ -44,8 +41,8 @@ def steps_through(graph: Graph, roots_too: RootsToo, excluded: AbstractSet[Slot]
     steps = []
     for position in graph.backward_order():
         node, numbers = graph.nodes[position], []
-        if is_leaf(node) or hides_a_graph(node) or holds_a_leaf(node, graph.inputs):
-            continue  # the values of a node that hides a graph are the roots of that one
+        if is_leaf(node) or holds_a_leaf(node):
+            continue
         for number in sorted(slots[position]):
             slot = (position, number)
             if slot in excluded:
@@ -54,7 +51,7 @@ def steps_through(graph: Graph, roots_too: RootsToo, excluded: AbstractSet[Slot]
                 if _is_term(graph, slot, terms):
                     terms.add(slot)
                     continue
-            elif roots_too == "never" or (roots_too == "with dimensions" and graph.is_scalar(slot)):
+            elif not roots_too or graph.is_scalar(slot):
                 continue  # a root and nothing else: its gradient is the loss's own 1, not an error signal
             numbers.append(number)
         if numbers:
@@ -62,11 +59,6 @@ def steps_through(graph: Graph, roots_too: RootsToo, excluded: AbstractSet[Slot]
             sources = ", ".join(dict.fromkeys(graph.nodes[user].name() for user in users))
             steps.append(Step(node, tuple(numbers), node.name(), sources))
     return steps
-
-
-def hides_a_graph(node: Node) -> bool:
-    """Tell whether ``node`` is a reentrant checkpoint, which runs its forward again within the backward."""
-    return hasattr(node, "run_function") and callable(node.run_function)  # type: ignore[attr-defined]
 
 
 def _is_term(graph: Graph, slot: Slot, terms: set[Slot]) -> bool:

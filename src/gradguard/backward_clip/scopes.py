@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.graph import COMPILED, NO_INPUTS, Graph, Inputs, Slot, operation, root_of
+from gradguard.backward_clip.graph import COMPILED, Graph, Slot, operation, root_of
 from gradguard.backward_clip.hooks import Claim, Clipping
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.module_hooks import ForwardHook
@@ -243,7 +243,7 @@ class TargetScope(Scope):
             raise InvalidValueError("leaves=True with chosen tensors: put parameters into the list to clip them too.")
         self.targets = targets
         self.kept: list[Node] = []
-        self.starts: dict[int, list[tuple[int, Inputs]]] = {}
+        self.starts: dict[int, list[int]] = {}
         self.forwards: set[nn.Module] = set()
         self.closed: dict[nn.Module, str] = {}
         """The type of something that a module returned which cannot be looked into."""
@@ -302,10 +302,15 @@ class TargetScope(Scope):
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             raise InvalidTypeError(_COMPILED)
-        self.starts.setdefault(threading.get_ident(), []).append((next_sequence_number(), _checkpoint_inputs(args)))
+        self.starts.setdefault(threading.get_ident(), []).append(next_sequence_number())
+        if current_graph_task() != -1 and module not in self.forwards:
+            raise InvalidValueError(
+                f"{type(module).__name__} runs within a backward, where a checkpoint computes it again: expected its "
+                "forward inside the block, and torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        start, inputs = self.starts.get(threading.get_ident(), [(0, NO_INPUTS)]).pop()
+        start = self.starts.get(threading.get_ident(), [0]).pop()
         found, closed = tensors_in(output)
         values = [v for v in found if v.grad_fn is not None]
         if closed is not None:
@@ -317,8 +322,7 @@ class TargetScope(Scope):
         self.forget_dead()
         self.clipping.install(
             roots,
-            inputs,
-            roots_too="with dimensions",
+            roots_too=True,
             stop=lambda node: sequence_number_of(node) < start,
             exclude=lambda graph: frozenset(owned_slots(graph, since=self.serial)),
             claimed=lambda node, claim: claim_slots(self, node, claim),
@@ -385,14 +389,6 @@ def _attributes_of(value: Any) -> list[Any] | None:
         return None
     parts = state if isinstance(state, tuple) else (state,)
     return [one for part in parts for one in (part or {}).values()]
-
-
-def _checkpoint_inputs(args: Any) -> Inputs:
-    """Return the leaves among a module's inputs that a reentrant checkpoint made of intermediate values."""
-    if current_graph_task() == -1:
-        return NO_INPUTS
-    leaves = [v for v in tree_leaves(args) if isinstance(v, Tensor) and v.is_leaf and v.requires_grad]
-    return {root_of(leaf)[0]: True for leaf in leaves if not isinstance(leaf, nn.Parameter)}
 
 
 def _device_of(targets: list[Target]) -> torch.device:
