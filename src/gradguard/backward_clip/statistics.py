@@ -16,8 +16,6 @@ from gradguard.tensors.host_copy import Event, copy_to_host
 from gradguard.tensors.layout import move
 
 Count = int | Tensor
-_SMALL = 4096
-_EXACT_IN_FLOAT32 = 2**24
 
 
 @dataclass(frozen=True)
@@ -271,7 +269,7 @@ class _NodeCounts:
             return grad
         clipped = apply(grad)
         if finite:
-            return self._counted(clipped, _how_many_differ(clipped.detach(), seen), 0)
+            return self._counted(clipped, 0 if clipped is grad else int((clipped.detach() != seen).sum()), 0)
         changed, nonfinite = _count_changes(seen, clipped.detach())
         return self._counted(clipped, int(changed), int(nonfinite))
 
@@ -293,18 +291,6 @@ class _NodeCounts:
             self.block.clipped.append(changed)
         self.block.stats.note(self.row, self.made_by, clipped.numel(), nonfinite)
         return clipped
-
-
-def _how_many_differ(first: Tensor, second: Tensor) -> int:
-    """Count on the CPU where two finite tensors differ, the fastest way that is exact (benchmarks/LOG.md)."""
-    if first is second:
-        return 0
-    if first.numel() <= _SMALL:
-        return int((first - second).count_nonzero())
-    if first.numel() > _EXACT_IN_FLOAT32:
-        return int((first != second).sum())
-    ones = torch.empty(first.shape, dtype=torch.float32, device="cpu")
-    return int(torch.ne(first, second, out=ones).sum())
 
 
 def _count_changes(grad: Tensor, clipped: Tensor) -> tuple[Tensor, Tensor]:

@@ -428,19 +428,9 @@ class Contract:
             slices = [v.narrow(dim, 0, 1) if own[i] and dim < v.dim() else v for i, v in enumerate(values)]
             if any(one.shape != v.shape for one, v in zip(slices, values, strict=True)):
                 tried.append(_Shared(f"inputs of stride 0 along dimension {dim}", slices, same))
-        if len(tried) > 1 and sources != same and self._is_alike(_Shared("", tried[1].slices, sources)):
-            del tried[:2]
         for one in tried:
             if not self._try_shared(one):
                 return
-
-    def _is_alike(self, shared: _Shared) -> bool:
-        """Tell whether copies give the same, and finite numbers, which says as much of each property by itself."""
-        try:
-            found, expected = (self._of_shared(shared, is_copied=is_copied) for is_copied in (False, True))
-        except Exception:
-            return False
-        return all(torch.equal(*pair) and bool(pair[1].isfinite().all()) for pair in zip(found, expected, strict=True))
 
     def _try_shared(self, shared: _Shared) -> bool:
         try:
