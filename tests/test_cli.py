@@ -703,7 +703,6 @@ def test_a_clip_that_cannot_be_made_stops_the_run(run, monkeypatch, capfd):
         (["run", "--clip", "norm=inf", "ok.py"], "norm=inf would clip nothing"),
         (["run", "--clip", "norm", "ok.py"], "expected a number above 0"),
         (["run", "--clip", "median=-1", "ok.py"], "a number from 0 to 1e\\+06 after median="),
-        (["run", "--clip", "icefall", "ok.py"], "icefall can be replayed, and has no clipper"),
         (["run", "--clip", "from=none.jsonl", "ok.py"], "no record at none.jsonl"),
         (
             ["run", "--clip", "from=short.jsonl", "ok.py"],

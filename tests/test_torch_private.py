@@ -62,7 +62,6 @@ OF_TORCH = {
     "call_before_backwards": lambda file: file.call_before_backwards(print),
     "call_after_backward": lambda file: file.call_after_backward(print),
     "gradients_of": lambda file: file.gradients_of([torch.ones(1)], [torch.ones(1)], [torch.ones(1)], False),
-    "node_hooks": lambda file: file.register_prehooks([]),
     "next_sequence_number": lambda file: file.next_sequence_number(),
     "each_operation": lambda file: file.each_operation(print),
     "pop_function_mode": lambda file: pop_from_below(file),
@@ -360,23 +359,6 @@ def test_call_before_backwards_of_a_compiled_step():
     end()
     step()
     assert told == [(1, False)] * 2
-
-
-def test_register_prehooks():
-    x, seen = torch.ones(2, requires_grad=True), []
-    y, z = x * 2, x * 3
-    z.grad_fn.register_prehook(lambda grads: seen.append("before"))
-    half = lambda grads: (grads[0] / 2,)  # noqa: E731
-    remove = torch_private.register_prehooks([(y.grad_fn, half), (z.grad_fn, half)])
-    y.grad_fn.register_prehook(lambda grads: seen.append("after"))  # of this node alone
-    loss = (y + z).sum()
-    loss.backward(retain_graph=True)
-    assert (x.grad.tolist(), sorted(seen)) == ([2.5, 2.5], ["after", "before"])
-    remove()
-    x.grad = None
-    loss.backward()
-    assert (x.grad.tolist(), sorted(seen)) == ([5.0, 5.0], ["after", "after", "before", "before"])
-    assert "_register_hook" not in vars(torch.autograd.Function)
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter], ids=["the engine", "torch's own function"])
@@ -1001,20 +983,6 @@ def test_layouts_of_ordinary_tensors_are_their_dtypes():
     spread = SimpleNamespace(_spec="its spec")
     tensors = [torch.zeros(2), spread, torch.zeros(3, dtype=torch.float64)]
     assert torch_private.layouts_of(tensors) == [torch.float32, "its spec", torch.float64]
-
-
-def test_have_hooks():
-    x = torch.ones(2, requires_grad=True)
-    nodes = [x.exp().grad_fn, x.sin().grad_fn]
-    assert not torch_private.have_hooks(nodes, ())
-    handle = nodes[1].register_hook(lambda *grads: None)
-    assert torch_private.have_hooks(nodes, ())
-    assert not torch_private.have_hooks(nodes, {handle.id})
-    handle.remove()
-    assert not torch_private.have_hooks(nodes, ())
-    other = nodes[0].register_prehook(lambda grads: None)
-    assert torch_private.have_hooks(nodes, ())
-    other.remove()
 
 
 def test_saved_names():

@@ -16,7 +16,6 @@ _PUBLIC = {  # the module that holds them: public names
     "gradguard.backward_clip.block": "error_clip",
     "gradguard.backward_clip.calibration": "calibrate_error_clip",
     "gradguard.backward_clip.compiled": "attach_error_clip",
-    "gradguard.backward_clip.module_callback": "ModuleCallback",
     "gradguard.backward_clip.rules": "BaseErrorClip ErrorClipByNorm ErrorClipByValue",
     "gradguard.backward_clip.statistics": "ErrorClipStats",
     "gradguard.check.gradcheck": "gradcheck",

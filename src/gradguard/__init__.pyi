@@ -13,7 +13,6 @@ from gradguard.backward_clip.append_backward import minimize as minimize
 from gradguard.backward_clip.block import error_clip as error_clip
 from gradguard.backward_clip.calibration import calibrate_error_clip as calibrate_error_clip
 from gradguard.backward_clip.compiled import attach_error_clip as attach_error_clip
-from gradguard.backward_clip.module_callback import ModuleCallback as ModuleCallback
 from gradguard.backward_clip.rules import BaseErrorClip as BaseErrorClip
 from gradguard.backward_clip.rules import ErrorClipByNorm as ErrorClipByNorm
 from gradguard.backward_clip.rules import ErrorClipByValue as ErrorClipByValue
@@ -81,7 +80,6 @@ __all__ = [
     "Groups",
     "Guard",
     "LogitWatch",
-    "ModuleCallback",
     "Monitor",
     "NoiseScale",
     "PerLayerNormClipper",

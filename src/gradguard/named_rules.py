@@ -1,7 +1,7 @@
 """How clipping rules are written on the command line, once for all commands: ``norm=1.0``, ``median``, ``zclip=inf``.
 
 Each name stands for a clipper, which acts on gradients, and for the same rule on plain numbers, which is shown the
-norms of a record; `icefall` has only the second, and what looks at single elements or units only the first.
+norms of a record; what looks at single elements or units has only the first.
 """
 
 import math
@@ -17,7 +17,6 @@ from gradguard.threshold_rules import (
     Percentile,
     PerTensor,
     Rule,
-    TwiceTheMedian,
     ZScore,
 )
 
@@ -32,7 +31,7 @@ class _Name:
         example: How it is typed.
         low: The smallest number that it takes.
         high: The largest.
-        clipper: The class of the clipper in `gradguard`, empty if there is none.
+        clipper: The class of the clipper in `gradguard`.
         argument: Which of its arguments the number is.
         on_numbers: The rule on plain numbers; None if a record does not hold what it looks at.
         needs_number: Whether it has no default.
@@ -42,8 +41,8 @@ class _Name:
     example: str
     low: float
     high: float
-    clipper: str = ""
-    argument: str = ""
+    clipper: str
+    argument: str
     on_numbers: Callable[..., Rule | PerTensor] | None = None
     needs_number: bool = False
     excludes: bool = False
@@ -57,7 +56,6 @@ _NAMES = {
     "autoclip": _Name("autoclip", 0.0, 100.0, "AutoClip", "percentile", Percentile),
     "zclip": _Name("zclip", _LEAST, math.inf, "ZClip", "ceiling", ZScore),
     "clip_fraction": _Name("clip_fraction=0.05", 1e-6, 1 - 1e-6, "ClipFraction", "target", Fraction, needs_number=True),
-    "icefall": _Name("icefall", _LEAST, 1e6, on_numbers=TwiceTheMedian),
     "adagc": _Name("adagc", _LEAST, math.inf, "AdaGC", "absolute", PerTensor),
 }
 
@@ -69,8 +67,8 @@ _NOT_REPLAYABLE = {
 REPLAYABLE = tuple(kind.example for kind in _NAMES.values() if kind.on_numbers is not None)
 """An example of each rule that a record can be shown to."""
 
-CLIPPERS = tuple(kind.example for kind in _NAMES.values() if kind.clipper)
-"""An example of each rule that there is a clipper for."""
+CLIPPERS = tuple(kind.example for kind in _NAMES.values())
+"""An example of each rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +117,7 @@ def clipping_rule(text: str) -> NamedRule:
             leave parameters alone, as in ``adaptive=0.01,exclude=fc,exclude=embed*``.
 
     Raises:
-        InvalidValueError: If there is no such rule, it has no clipper, or the number is not one that it takes.
+        InvalidValueError: If there is no such rule, or the number is not one that it takes.
 
     Returns:
         The rule.
@@ -132,8 +130,6 @@ def clipping_rule(text: str) -> NamedRule:
     """
     rule = _parse(text, CLIPPERS)
     kind = _NAMES[rule.name]
-    if not kind.clipper:
-        raise InvalidValueError(f"rule {text}: {rule.name} can be replayed, and has no clipper. Clip by median.")
     if kind.needs_number and rule.number == math.inf:
         raise InvalidValueError(f"rule {text} would clip nothing: expected a number, as in {kind.example}.")
     return rule
@@ -150,7 +146,6 @@ def replayed_rule(text: str) -> Callable[[], Rule | PerTensor]:
     ``autoclip``, ``autoclip=10``  percentile of all norms so far (`AutoClip`)
     ``zclip``, ``zclip=inf``       z-score with the published ceiling of 1.0, or another, or none (`ZClip`)
     ``clip_fraction=0.05``         the threshold that clips this share of the steps (`ClipFraction`)
-    ``icefall``, ``icefall=2``     so many times the median of the last 100 norms
     ``adagc``, ``adagc=inf``       moving averages of each tensor; λ_abs of 1.0, or another, or none (`AdaGC`)
     =============================  =====================================================================================
 

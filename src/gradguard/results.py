@@ -2,8 +2,7 @@
 
 from gradguard.audit.report import NormAudit, NormClass, NormFinding
 from gradguard.backward_clip.calibration import Calibration
-from gradguard.backward_clip.compiled_counts import FirstNonfinite, OpStatistics
-from gradguard.backward_clip.module_callback import ModuleCall
+from gradguard.backward_clip.statistics import FirstNonfinite, OpStatistics
 from gradguard.check.report import Finding, GradientReport
 from gradguard.clip.clipper import ClipResult
 from gradguard.parity.report import ParityFinding, ParityReport
@@ -19,7 +18,6 @@ __all__ = [
     "Finding",
     "FirstNonfinite",
     "GradientReport",
-    "ModuleCall",
     "NoiseEstimate",
     "NormAudit",
     "NormClass",

@@ -10,7 +10,6 @@ from gradguard.clip.gradients import Gradients, global_norm, norms_of
 from gradguard.clip.thresholds.base import ThresholdClipper
 from gradguard.per_sample.clipping_rule import NormClipper
 from gradguard.spikes.base import Detector
-from gradguard.spikes.presets import LightningRule, OlmoRule
 
 __all__ = [
     "Clipper",
@@ -20,9 +19,7 @@ __all__ = [
     "ErrorClipNonfinite",
     "ErrorClipZeroAbove",
     "Gradients",
-    "LightningRule",
     "NormClipper",
-    "OlmoRule",
     "ThresholdClipper",
     "describe",
     "global_norm",

@@ -183,33 +183,6 @@ class Fraction(_Stepwise):
         super().__init__(fraction_step, {"threshold": math.inf}, target=target, learning_rate=learning_rate)
 
 
-class TwiceTheMedian(Rule):
-    """Every 100 steps, twice the median of the last 100 norms (icefall's ScaledAdam); the first 100 pass.
-
-    Args:
-        factor: Times the median.
-        period: How many steps a threshold holds.
-    """
-
-    def __init__(self, factor: float = 2.0, period: int = 100) -> None:
-        self.factor, self.period = factor, period
-        self._norms: list[float] = []
-        self._threshold = math.inf
-
-    def choose(self, norm: float) -> float:
-        """Return the threshold, and remember ``norm``.
-
-        Args:
-            norm: As for `Rule.step`.
-        """
-        if len(self._norms) == self.period:
-            self._threshold = self.factor * sorted(self._norms)[2 * (self.period // 4)]
-            self._norms.clear()
-        if norm > 0:
-            self._norms.append(norm)
-        return self._threshold
-
-
 class PerTensor:
     """Each tensor is held to a moving average of its own norm (`AdaGC`).
 

@@ -13,10 +13,8 @@ import ctypes
 import functools
 import math
 import sys
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
@@ -75,7 +73,6 @@ NEEDS = {
     "call_after_backward": Need("torch.autograd.Variable._execution_engine", "queue_callback",
                                 "noticing the end of a backward"),
     "gradients_of": Need("torch.autograd.Variable._execution_engine", "run_backward", "checking gradients"),
-    "node_hooks": Need("torch.autograd.Function", "_register_hook", "hooks on the nodes of a graph"),
     "next_sequence_number": Need("torch.autograd", "_get_sequence_nr",
                                  "naming the module of an operation", "Leave out model=. "),
     "sequence_number_of": Need("torch.autograd.graph.Node", "_sequence_nr",
@@ -140,7 +137,7 @@ NEEDS = {
     "meshes_of_fsdp2": Need("FSDPModule", "_get_fsdp_state()._fsdp_param_group",
                             "per-sample clipping of what fully_shard holds"),
 }
-"""By function; `tree`, `node_hooks` and `compiled_module` serve several."""
+"""By function; `tree` and `compiled_module` serve several."""
 
 # fmt: on
 
@@ -326,87 +323,6 @@ def call_before_backwards(tell: Callable[[Backward], Callable[[], object] | None
     heard = lambda backward: tell(backward)  # noqa: E731  # a bound method is another object each time
     _before_backwards.append(heard)
     return once(lambda: _before_backwards.remove(heard), _engine.use())
-
-
-_register_hook_lock = threading.Lock()
-
-
-@contextmanager
-def _hooks_enter_by(enter: Callable[[Any, Any], tuple[Any, Any]]) -> Iterator[None]:
-    """Let ``enter(table, hook)`` put the hooks of nodes into their tables; other threads call it too."""
-    function, name = torch.autograd.Function, "_register_hook"
-    with _register_hook_lock:
-        before = vars(function).get(name)
-        setattr(function, name, staticmethod(enter))
-        try:
-            yield
-        finally:
-            if before is None:
-                delattr(function, name)
-            else:
-                setattr(function, name, before)
-
-
-def register_prehooks(hooks: Iterable[tuple[Node, Callable[..., Any]]]) -> Callable[[], None]:
-    """Put a prehook on each node: as `Node.register_prehook`, without a handle for each, which costs more than it does.
-
-    Returns:
-        What takes all of them out.
-    """
-    tables: list[OrderedDict[int, Any]] = []
-    handles: list[Any] = []
-    original, thread = _find("node_hooks"), threading.get_ident()
-
-    def enter(table: Any, hook: Callable[..., Any]) -> tuple[Any, Any]:
-        if table is not None or threading.get_ident() != thread:
-            return original(table, hook)
-        table = OrderedDict([(-1, hook)])  # a table of its own, to which others add; the keys of handles begin at 0
-        tables.append(table)
-        return table, None
-
-    with _hooks_enter_by(enter):
-        for node, hook in hooks:
-            if (handle := node.register_prehook(hook)) is not None:
-                handles.append(handle)
-
-    def remove() -> None:
-        for table in tables:
-            table.pop(-1, None)
-        for handle in handles:
-            handle.remove()
-
-    return remove
-
-
-class _HooksSeenError(Exception):
-    """Ends a registration that was only to show which hooks there are."""
-
-
-def have_hooks(nodes: Iterable[Node], own: Container[int]) -> bool:
-    """Tell whether somebody has put a hook or a prehook on one of ``nodes``, other than the handles with ids ``own``.
-
-    Nodes do not list their hooks. Registering another one shows the table of those that are there; it is given up then.
-
-    Returns:
-        Whether there is one.
-    """
-    seen, tables = _HooksSeenError(), []
-    original, thread = _find("node_hooks"), threading.get_ident()
-
-    def look(table: Any, hook: Callable[..., Any]) -> tuple[Any, Any]:
-        if threading.get_ident() != thread:
-            return original(table, hook)
-        tables.append(table)
-        raise seen
-
-    with _hooks_enter_by(look):
-        for node in nodes:
-            for register in (node.register_hook, node.register_prehook):
-                try:
-                    register(look)
-                except _HooksSeenError:  # on every node: `suppress` would cost as much again
-                    continue
-    return any(key != -1 and key not in own for table in tables for key in table or ())
 
 
 _run_backward = _bind("gradients_of")

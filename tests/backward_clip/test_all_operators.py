@@ -1,11 +1,12 @@
-"""PyTorch's operators and ordinary models in train mode: pruned equals clipping everything, to the bit."""
+"""PyTorch's operators and ordinary models in train mode: a block equals an attached clip, to the bit."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 import transformers
-from test_pruning import assert_equal
+from test_random_graphs import assert_equal
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -39,15 +40,14 @@ def check_operators(every: int, per_operator: int) -> tuple[int, int]:
     for sample in samples(per_operator=per_operator, every=every):
         for rule in RULES:
             found = []
-            for prune in (True, False, None):
+            for way in ("block", "attached", "free"):
                 inputs = [x.detach().clone().requires_grad_() for x in sample.inputs]
                 loss = loss_of(sample.fn, inputs)
                 try:
-                    if prune is None:
+                    if way == "attached":
+                        gg.attach_error_clip(loss, rule)
+                    with gg.error_clip(loss, rule) if way == "block" else nullcontext():
                         loss.backward()
-                    else:
-                        with gg.error_clip(loss, rule, prune=prune):
-                            loss.backward()
                 except (InvalidValueError, UnsupportedGradientError) as refused:
                     if not any(words in str(refused) for words in ("a modulus has one bound", "is sparse, and")):
                         raise
@@ -157,13 +157,10 @@ def test_models_in_train_mode(name):
     torch.manual_seed(0)
     model = make()
 
-    def whole_graph(prune: bool):
-        def within(model, forward):
-            loss = forward()
-            with gg.error_clip(loss, gg.ErrorClipByValue(1e-2), prune=prune):
-                loss.backward()
-
-        return within
+    def whole_graph(model, forward):
+        loss = forward()
+        with gg.error_clip(loss, gg.ErrorClipByValue(1e-2)):
+            loss.backward()
 
     def scope_of_module(model, forward):
         with gg.error_clip(model, gg.ErrorClipByValue(1e-2)):
@@ -172,9 +169,8 @@ def test_models_in_train_mode(name):
     def attached(model, forward):
         gg.attach_error_clip(forward(), gg.ErrorClipByValue(1e-2)).backward()
 
-    everything = gradients(model, call, whole_graph(False))
+    everything = gradients(model, call, whole_graph)
     assert_equal(gradients(model, call, attached), everything)
-    assert_equal(gradients(model, call, whole_graph(True)), everything)
     free = gradients(model, call, lambda model, forward: forward().backward())
     assert any(a is not None and not torch.equal(a, b) for a, b in zip(free, everything, strict=True))
     assert all(a is None or bool(a.isfinite().all()) for a in gradients(model, call, scope_of_module))

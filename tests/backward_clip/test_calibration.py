@@ -45,7 +45,7 @@ def test_it_records_as_many_steps_as_it_was_told_then_stops(counted):
     assert calibration.threshold == pytest.approx(statistics.median(10.0**step for step in range(counted)))
 
 
-@pytest.mark.parametrize("options", [{}, {"scale": 8.0}, {"leaves": True}, {"prune": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"scale": 8.0}, {"leaves": True}], ids=str)
 @pytest.mark.parametrize("steps", [1, 20])
 def test_it_changes_no_gradient(steps, options):
     model, x = _mlp()

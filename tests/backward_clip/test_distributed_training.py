@@ -47,7 +47,7 @@ def _with_stats(options):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("options", [{}, {"stats": None}, {"leaves": True}, {"prune": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"stats": None}, {"leaves": True}], ids=str)
 @pytest.mark.parametrize("of_a_module", [False, True])
 def test_nothing_of_the_graph_outlives_the_block(of_a_module, options):
     linear = nn.Linear(3, 3)
@@ -67,7 +67,7 @@ class _Steps(nn.Module):
 
     def forward(self, x):
         body = lambda h: _Double.apply(self.linear(h).tanh())  # noqa: E731
-        return checkpoint(body, x * 1, use_reentrant=True) if self.checkpointed else body(x)
+        return checkpoint(body, x * 1, use_reentrant=False) if self.checkpointed else body(x)
 
 
 @pytest.mark.sampled(2)

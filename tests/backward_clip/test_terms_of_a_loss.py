@@ -36,7 +36,7 @@ def gradients_of_terms(loss_of, clip: bool) -> list[Tensor]:
     seen = []
     for term in terms:
         term.grad_fn.register_hook(lambda made, taken: seen.append(taken[0]))
-    with gg.error_clip(loss, gg.ErrorClipByValue(BOUND), prune=False):
+    with gg.error_clip(loss, gg.ErrorClipByValue(BOUND)):
         loss.backward()
     return seen
 

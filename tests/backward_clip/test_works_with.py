@@ -1,7 +1,6 @@
 """The error clip beside what training scripts use: checkpointing, loss scales, autocast, hooks, odd nodes."""
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
-from gradguard.errors import UnsupportedGradientError
+from gradguard.errors import InvalidValueError, UnsupportedGradientError
 
 TIGHT = gg.ErrorClipByValue(1e-2)
 RULES = [
@@ -39,7 +38,7 @@ def _two_outputs(h, other):
 
 
 def _nested(h, other):
-    inner = checkpoint(lambda a: (a.T @ a).tanh(), h * other, use_reentrant=True)
+    inner = checkpoint(lambda a: (a.T @ a).tanh(), h * other, use_reentrant=False)
     return (h @ inner).cos()
 
 
@@ -51,7 +50,7 @@ BODIES = [_split_and_select, _two_outputs, _nested, _parameter_among_the_argumen
 
 
 def _through(body, kind, h, other):
-    found = body(h, other) if kind is None else checkpoint(body, h, other, use_reentrant=kind == "reentrant")
+    found = body(h, other) if kind is None else checkpoint(body, h, other, use_reentrant=False)
     return sum((3 * value).square().sum() for value in (found if isinstance(found, tuple) else (found,)))
 
 
@@ -69,22 +68,22 @@ def same(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
 @pytest.mark.parametrize("rule", [*RULES, Halve()], ids=repr)
 @pytest.mark.parametrize("body", BODIES)
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # PyTorch, of a checkpoint in another
-def test_a_checkpoint_changes_no_gradient(body, rule, kind):
+def test_a_checkpoint_changes_no_gradient(body, rule):
+    kind = "not reentrant"
     leaf_too = body is _parameter_among_the_arguments
     plain = _checkpointed(body, None, None, leaf_too)
     clipped = _checkpointed(body, None, rule, leaf_too)
     assert not torch.equal(clipped[0], plain[0])
     same(_checkpointed(body, kind, rule, leaf_too), clipped)
-    options = {"leaves": True, "scale": 4.0, "prune": False}
+    options = {"leaves": True, "scale": 4.0}
     same(_checkpointed(body, kind, rule, leaf_too, **options), _checkpointed(body, None, rule, leaf_too, **options))
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
-def test_a_value_that_is_both_a_result_and_used_inside_a_checkpoint_is_clipped_once(kind):
+def test_a_value_that_is_both_a_result_and_used_inside_a_checkpoint_is_clipped_once():
+    kind = "not reentrant"
+
     def body(h, other):
         value = h.sin()
         return value, (value * -3).cos() * other
@@ -101,38 +100,56 @@ class Block(nn.Module):
         return self.linear(x.view(-1, 4)).tanh() * 3
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
 @pytest.mark.parametrize("rule", [*RULES, Halve()], ids=repr)
-def test_a_checkpointed_module_may_be_the_scope(rule, kind):
+def test_a_checkpointed_module_may_be_the_scope(rule):
     found = []
-    for way in (None, kind):
+    for way in (None, "not reentrant"):
         torch.manual_seed(0)
         module, x = Block(), torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
         with gg.error_clip(module, rule):
             h = x.sin()
-            y = module(h) if way is None else checkpoint(module, h, use_reentrant=way == "reentrant")
+            y = module(h) if way is None else checkpoint(module, h, use_reentrant=False)
             (y * 3).square().sum().backward()
         found.append((x.grad, *(p.grad for p in module.parameters())))
     same(found[1], found[0])
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_checkpoint_is_given_back_its_function(fails):
-    def body(h):
-        if fails and torch.is_grad_enabled():
-            raise ValueError("on purpose")
-        return h.sin()
+CLIPS = {
+    "block": lambda loss: gg.error_clip(loss, TIGHT).__enter__(),
+    "attached": lambda loss: gg.attach_error_clip(loss, TIGHT),
+    "append_backward": lambda loss: gg.append_backward(loss, callback=TIGHT),
+    "without a rule": gg.append_backward,
+}
 
-    loss = checkpoint(body, torch.ones(3, requires_grad=True) * 2, use_reentrant=True).sum()
-    node = loss.grad_fn.next_functions[0][0]
-    assert node.run_function is body
-    with (
-        pytest.raises(ValueError, match="on purpose") if fails else nullcontext(),
-        gg.error_clip(loss, TIGHT),
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_reentrant_checkpoint_is_refused_before_anything_is_changed(name):
+    x = torch.ones(3, requires_grad=True)
+    loss = checkpoint(torch.sin, x * 2, use_reentrant=True).sum()
+    with pytest.raises(
+        InvalidValueError, match=r"CheckpointFunctionBackward.*checkpoint\(\.\.\., use_reentrant=False\)"
     ):
-        assert node.run_function is not body
-        loss.backward()
-    assert node.run_function is body
+        CLIPS[name](loss)
+    assert x.grad is None
+    loss.backward()
+    same(x.grad, 2 * (x * 2).cos().detach())
+
+
+def test_a_module_in_a_reentrant_checkpoint_and_one_round_it_are_refused():
+    module, x = Block(), torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    with (
+        pytest.raises(InvalidValueError, match=r"^Block runs within a backward, .*use_reentrant=False"),
+        gg.error_clip(module, TIGHT),
+    ):
+        checkpoint(module, x.sin(), use_reentrant=True).sum().backward()
+
+    class Outer(nn.Module):
+        def forward(self, x):
+            return checkpoint(module, x.sin(), use_reentrant=True)
+
+    outer = Outer()
+    with pytest.raises(InvalidValueError, match=r"a reentrant checkpoint \("), gg.error_clip(outer, TIGHT):
+        outer(x).sum().backward()
 
 
 def _network(dtype=torch.float64):
@@ -182,17 +199,16 @@ def test_the_scaled_loss_or_a_module_may_be_the_target(target):
 
 
 @pytest.mark.parametrize("rule", [*RULES, gg.rules.ErrorClipNonfinite("zero"), Halve()], ids=repr)
-@pytest.mark.parametrize("prune", [True, False])
-def test_a_clip_hides_no_overflow_from_the_scaler(rule, prune):
+def test_a_clip_hides_no_overflow_from_the_scaler(rule):
     weight = nn.Parameter(torch.ones(3))
     optimizer, scaler = torch.optim.SGD([weight], 1.0), _scaler(2.0**127)
     for expected_scale in (2.0**126, 2.0**125):
         optimizer.zero_grad()
         loss = 8 * ((weight * 1e3).tanh().relu().sum() + (weight * 1e3).sum())
-        with gg.error_clip(loss, rule, scale=scaler, prune=prune):
+        with gg.error_clip(loss, rule, scale=scaler):
             scaler.scale(loss).backward()
         loss = ((weight * 2) * 1e3).sum()
-        with gg.error_clip(loss, rule, scale=scaler, prune=prune):
+        with gg.error_clip(loss, rule, scale=scaler):
             scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -220,7 +236,7 @@ def test_casts_of_weights_by_autocast_are_not_clipped(cached):
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
         first = linear(torch.randn(5, 4))
         loss = (linear(first.repeat(1, 2)[:, :4]) * 2).float().sum()
-    with gg.error_clip(loss, Note(), prune=False):
+    with gg.error_clip(loss, Note()):
         loss.backward()
     assert (3, 4) not in seen
     assert (4, 3) not in seen
@@ -283,7 +299,7 @@ def test_tensor_hooks_of_the_user_come_before_the_clip_and_node_prehooks_in_orde
 
     if when == "before":
         register()
-    with gg.error_clip(loss, BOUND, prune=False):
+    with gg.error_clip(loss, BOUND):
         if when == "inside":
             register()
         loss.backward()

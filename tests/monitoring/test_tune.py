@@ -357,7 +357,6 @@ def test_a_run_that_has_diverged_is_ended(tune):
         (["--steps", "0", "train.py"], "--steps 0: expected a whole number, at least 1"),
         (["--seeds", "0", "train.py"], "--seeds 0: expected a whole number, at least 1"),
         (["--rule", "fly", "train.py"], "unknown rule 'fly'"),
-        (["--rule", "icefall", "train.py"], "has no clipper"),
         (["--record", "none.jsonl", "train.py"], "no record at none.jsonl"),
         (["breaks.py"], r"breaks.py ended with an error in its first run[^$]*no data"),
         (["--metric", "(", "train.py"], r"--metric '\(' is no regular expression: "),

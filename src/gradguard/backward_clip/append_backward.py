@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradguard.backward_clip.graph import NO_INPUTS, Graph, Inputs, is_leaf, raise_if_freed, root_of, walk
-from gradguard.backward_clip.hooks import Gradients, Roots, enter_checkpoint, explained
-from gradguard.backward_clip.module_callback import ModuleBackward, ModuleCallback
-from gradguard.backward_clip.plan import hides_a_graph
+from gradguard.backward_clip.graph import Graph, is_leaf, raise_if_freed, refuse_reentrant, root_of, walk
+from gradguard.backward_clip.hooks import Gradients, explained
 from gradguard.backward_clip.rules import BaseErrorClip, apply_rule, are_alike, described
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.listeners import changing_on_the_way
@@ -26,7 +24,7 @@ def append_backward(
     loss: Tensor,
     parameter_list: Parameters | None = None,
     no_grad_set: Iterable[Tensor | str] | None = None,
-    callback: Callback | BaseErrorClip | ModuleCallback | None = None,
+    callback: Callback | BaseErrorClip | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Run the backward of ``loss`` and call ``callback`` after the backward of each operation.
 
@@ -43,14 +41,13 @@ def append_backward(
         parameter_list: The parameters to find gradients for; all that the loss depends on if None. A module, tensors,
             ``(name, tensor)`` pairs or a mapping; names given here may be used in ``no_grad_set``.
         no_grad_set: Parameters, tensors or names through which no gradient flows.
-        callback: What to do after each operation: a callable, or a rule, which is then applied to each gradient. A
-            `ModuleCallback` is called after each call of a module instead, with all gradients of its operations.
+        callback: What to do after each operation: a callable, or a rule, which is then applied to each gradient.
 
     Returns:
         The (parameter, gradient) pairs of all parameters that the loss reaches.
 
     Raises:
-        InvalidValueError: If the loss has no graph, or a name is not known.
+        InvalidValueError: If the loss has no graph, or a reentrant checkpoint in it, or a name is not known.
         InvalidTypeError: If an argument is of another type, or the callback returns gradients that do not fit.
         FreedGraphError: If an earlier backward has freed the graph.
         RuntimeError: What PyTorch raises in the backward.
@@ -73,19 +70,16 @@ def append_backward(
     blocked = _resolved(no_grad_set, listed or [])
     undo: list[Callable[[], None]] = []
     visit = _Visit(
-        None if callback is None or isinstance(callback, ModuleCallback) else _as_callback(callback),
+        None if callback is None else _as_callback(callback),
         None if listed is None else {id(parameter) for _, parameter in listed},
         set(map(id, blocked)),
         undo,
     )
     try:
-        visit.enter(roots, NO_INPUTS)
-        by_module = _by_module(callback, walk(roots), visit, undo) if isinstance(callback, ModuleCallback) else None
+        visit.enter(walk(roots))
         undo += [_block(tensor) for tensor in blocked if not tensor.is_leaf]
         with changing_on_the_way("a callback of gg.append_backward") if callback is not None else nullcontext():
-            _run(loss, visit, undo)
-        if by_module is not None:
-            by_module.finish(visit.wanted)
+            _run(loss, visit)
     except RuntimeError as error:
         raise_if_freed(error, walk(roots).nodes)
         raise
@@ -170,19 +164,6 @@ def minimize(
     return pairs
 
 
-def _by_module(
-    callback: ModuleCallback, graph: Graph, visit: "_Visit", undo: list[Callable[[], None]]
-) -> ModuleBackward:
-    if visit.hides_graphs:
-        raise InvalidValueError(
-            "ModuleCallback with a reentrant checkpoint, which adds to the gradients of parameters on its own: "
-            "expected checkpoint(..., use_reentrant=False)."
-        )
-    found = callback.begin(graph)
-    undo.append(found.remove)
-    return found
-
-
 def _checked_loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise InvalidTypeError(f"the loss is {type(loss).__name__}: expected a tensor.")
@@ -192,7 +173,7 @@ def _checked_loss(loss: Any) -> Tensor:
 
 
 class _Visit:
-    """Goes through a graph, and those hidden in it, to hook its nodes and to find its parameters."""
+    """Goes through a graph to hook its nodes and to find its parameters."""
 
     def __init__(
         self, callback: Callback | None, listed: set[int] | None, blocked: set[int], undo: list[Callable[[], None]]
@@ -200,45 +181,30 @@ class _Visit:
         self.callback, self.listed, self.blocked, self.undo = callback, listed, blocked, undo
         self.wanted: dict[int, Tensor] = {}
         self.unwanted: dict[int, Tensor] = {}
-        self.hides_graphs = False
 
-    def enter(self, roots: Roots, inputs: Inputs) -> None:
-        for node in walk(roots).nodes:
+    def enter(self, graph: Graph) -> None:
+        refuse_reentrant(graph)
+        for node in graph.nodes:
             if is_leaf(node):
-                if node not in inputs and getattr(node, "variable", None) is not None:
+                if getattr(node, "variable", None) is not None:
                     self._found(node.variable)  # type: ignore[attr-defined]
-                continue
-            if self.callback is not None:
+            elif self.callback is not None:
                 self.undo.append(node.register_hook(_posthook(self.callback, node.name())).remove)
-            if hides_a_graph(node):
-                self.hides_graphs = True
-                self.undo.append(enter_checkpoint(node, self.enter).remove)
 
     def _found(self, parameter: Tensor) -> None:
         key = id(parameter)
         if key not in self.blocked and (self.listed is None or key in self.listed):
             self.wanted.setdefault(key, parameter)
-        elif key not in self.unwanted:
+        else:
             self.unwanted[key] = parameter
-            if self.hides_graphs:
-                _set_aside(parameter, self.undo)
 
 
-def _run(loss: Tensor, visit: _Visit, undo: list[Callable[[], None]]) -> None:
+def _run(loss: Tensor, visit: _Visit) -> None:
     """Run the backward so that only the wanted parameters end with another ``.grad``."""
-    if visit.hides_graphs:  # reentrant checkpoints cannot be told what is wanted
-        for parameter in visit.unwanted.values():
-            _set_aside(parameter, undo)
-        torch.autograd.backward(loss)
-    elif not visit.unwanted:
+    if not visit.unwanted:
         torch.autograd.backward(loss)
     elif visit.wanted:
         torch.autograd.backward(loss, inputs=list(visit.wanted.values()))
-
-
-def _set_aside(parameter: Tensor, undo: list[Callable[[], None]]) -> None:
-    kept, parameter.grad = parameter.grad, None
-    undo.append(lambda: setattr(parameter, "grad", kept))
 
 
 def _posthook(callback: Callback, name: str) -> Callable[[Gradients, Gradients], Gradients | None]:

@@ -23,7 +23,6 @@ def error_clip(
     leaves: bool = False,
     scale: LossScale | None = None,
     stats: ErrorClipStats | None = None,
-    prune: bool = True,
 ) -> Iterator[None]:
     r"""Clip the gradient of every intermediate value while a backward runs inside the block.
 
@@ -49,11 +48,7 @@ def error_clip(
     rule: that of the block for chosen tensors before that for a module before that for a whole graph, and among
     blocks of one kind the innermost. A rule of ``None`` leaves a scope alone.
 
-    **Guarantees.** Nothing stays attached after the block, also after an error. Elementwise clamps that provably change
-    nothing are left out; the result is the same bit for bit. That proof counts on no tensor hook of yours that enlarges
-    a gradient. It holds where gradients come from ``loss``: for a backward that brings others to its graph, such as
-    ``(loss + other).backward()`` or that of a gradient penalty, nothing is left out. Nor is with ``create_graph=True``,
-    because the backward of the backward would add up in another order, nor with ``prune=False``.
+    **Guarantees.** Nothing stays attached after the block, also after an error.
 
     **Edge cases.**
 
@@ -62,7 +57,7 @@ def error_clip(
     ===============================  ===========================================================================
     ``retain_graph``, two backwards  both are clipped
     ``create_graph=True``            the clip is differentiated, as `torch.clamp` is
-    activation checkpointing         as without it; both kinds
+    activation checkpointing         as without it; reentrant ones (``use_reentrant=True``) are refused
     float16, or ``scale=``           what is not finite becomes NaN, so that a GradScaler backs off
     sparse gradient of a value       refused, naming the operation
     compiled block in the graph      its outputs' gradients are clipped; for its inside see `attach_error_clip`
@@ -75,14 +70,13 @@ def error_clip(
             tensors, which may have parameters among them).
         scale: The loss scale, as a GradScaler, a number or a tensor: thresholds are in units of the unscaled loss.
         stats: Counts what happens; see `ErrorClipStats`.
-        prune: Whether to leave out clamps that provably change nothing (whole graph only).
 
     Yields:
         Nothing.
 
     Raises:
-        InvalidValueError: If the loss has no graph, or one that is compiled altogether, or nothing differentiable, or
-            no backward, passed through a module in the block.
+        InvalidValueError: If the loss has no graph, or one that is compiled altogether or holds a reentrant checkpoint,
+            or nothing differentiable, or no backward, passed through a module in the block.
         InvalidTypeError: If ``target``, ``rule`` or ``stats`` is of another type, or the rule returns something that
             the backward cannot go on with.
         UnsupportedGradientError: If a gradient is sparse.
@@ -103,7 +97,6 @@ def error_clip(
     """
     rule = checked_rule(rule)
     clipping = Clipping(rule, leaves=leaves, observer=_observer(rule, stats))
-    clipping.prune = prune and isinstance(target, Tensor)  # only there are all uses of a value known
     scope = _scope(target, clipping, scale)
     try:
         active[scope.serial] = scope

@@ -15,7 +15,6 @@ from gradguard.backward_clip.block import checked_rule, checked_stats
 from gradguard.backward_clip.calibration import Calibration
 from gradguard.backward_clip.graph import COMPILED, operation, root_of, walk
 from gradguard.backward_clip.hooks import Clipping, Gradients, Observer, Roots
-from gradguard.backward_clip.rule_encoding import found_by
 from gradguard.backward_clip.rules import BaseErrorClip, Kind, decode_rule, encode_rule
 from gradguard.backward_clip.scopes import LossScale, loss_scale
 from gradguard.backward_clip.statistics import ErrorClipStats
@@ -40,6 +39,10 @@ _ALL_COMPILED = (
     "attach_error_clip in eager code, on values that come straight out of compiled code, whose inside it cannot reach: "
     "call it there, before they are returned."
 )
+_COUNTS = (
+    "stats= in compiled code, which runs no Python for each gradient: leave it out there, and count in eager code, as "
+    'within torch.compiler.set_stance("force_eager").'
+)
 _NOTHING_BEHIND = (
     "attach_error_clip on inputs of the compiled code: nothing that it computes lies behind them. Attach to what comes "
     "out of it, such as the loss, or to these values before they go in."
@@ -61,10 +64,9 @@ def attach_error_clip(
     threshold (a new rule of the same kind, or ``rule.max = …``) does not recompile, another kind of rule does.
 
     **Guarantees.** As `error_clip` says, with these differences. A value that is not 0-dim, such as logits, is an
-    intermediate one, and its own gradient is clipped too; a 0-dim value is taken for the loss, and is not. No clip is
-    left out, because other uses of a value cannot be seen from here; in eager code a block is therefore faster.
-    Parameter gradients are never clipped. Under ``backend="aot_eager"`` compiled code is equal to eager code bit for
-    bit; under Inductor it differs by what Inductor differs without a clip.
+    intermediate one, and its own gradient is clipped too; a 0-dim value is taken for the loss, and is not. Parameter
+    gradients are never clipped. Under ``backend="aot_eager"`` compiled code is equal to eager code bit for bit; under
+    Inductor it differs by what Inductor differs without a clip.
 
     **Edge cases.** With gradients disabled nothing is attached. Two clips on one value apply one after the other. The
     compiler records some operations that do nothing, such as dropout in evaluation, as copies, and takes inputs of the
@@ -76,7 +78,7 @@ def attach_error_clip(
         values: A tensor, or tuples, lists and dicts of tensors: the loss, or a module's outputs.
         rule: What to do to each gradient; ``ErrorClipNonfinite("raise")`` cannot be compiled.
         scale: The loss scale, as for `error_clip`.
-        stats: Counts what happens in each backward, in compiled code too; see `ErrorClipStats`.
+        stats: Counts what happens in each backward, in eager code; see `ErrorClipStats`.
 
     Returns:
         The same values.
@@ -85,7 +87,8 @@ def attach_error_clip(
         InvalidValueError: If no value has a graph behind it, though gradients are enabled; if a graph break leaves
             what was compiled before it out of reach; in eager code, if all is compiled. If the values are inputs of the
             compiled code, the compiler's own error has it.
-        InvalidTypeError: If ``rule`` is no rule, ``scale`` no loss scale, or a dataclass is among the values.
+        InvalidTypeError: If ``rule`` is no rule, ``scale`` no loss scale, a dataclass is among the values, or ``stats``
+            is given in compiled code.
 
     Example:
         >>> import gradguard as gg, torch
@@ -126,12 +129,20 @@ def attach_error_clip(
             raise InvalidValueError(_BROKEN)
     if isinstance(rule, Calibration):
         raise InvalidTypeError("a calibration records what passes in a block: use it in `with gg.error_clip(loss, …)`.")
+    if stats is not None and torch.compiler.is_compiling():
+        _refuse_counts()
     rule = checked_rule(rule)
     kind, thresholds = encode_rule(rule)
+    observer = None if stats is None else checked_stats(stats).observer(rule)
     factor = None if scale is None else loss_scale(scale, tensors[0].device)
-    attached = iter(_attach(kind, thresholds, factor, *_counting(stats, rule, tensors[0].device), tensors))
+    attached = iter(_attach(kind, thresholds, factor, observer, tensors))
     chosen = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
     return tree_unflatten([next(attached) if c else leaf for c, leaf in zip(chosen, leaves, strict=True)], structure)
+
+
+@constant_when_traced
+def _refuse_counts() -> None:
+    raise InvalidTypeError(_COUNTS)
 
 
 @constant_when_traced
@@ -143,31 +154,11 @@ def _holds_compiled(roots: Roots) -> bool:
     return any(operation(node) == COMPILED for node in walk(roots).nodes)
 
 
-def _counting(
-    stats: ErrorClipStats | None, rule: BaseErrorClip, device: torch.device
-) -> tuple[Observer | str | None, Tensor | None]:
-    """Return what `_attach` is handed of ``stats``: compiled code takes texts and tensors, no objects."""
-    if stats is None:
-        return None, None
-    counts = checked_stats(stats).compiled
-    if not torch.compiler.is_compiling():
-        return stats.observer(rule), None
-    _make_table(counts.text, str(device))
-    return counts.text, counts.tables[str(device)]
-
-
-@constant_when_traced
-def _make_table(text: str, device: str) -> bool:
-    found_by(text).make_table(device)
-    return True
-
-
 def _attach(
     kind: Kind,
     thresholds: tuple[Tensor, ...],
     scale: float | Tensor | None,
-    counting: Observer | str | None,
-    table: Tensor | None,
+    observer: Observer | None,
     values: list[Tensor],
 ) -> list[Tensor]:
     """Install the hooks: called in eager code, and by the tracers of the compiler, which may call it several times."""
@@ -177,13 +168,11 @@ def _attach(
     roots = [root_of(value) for value in values if value.grad_fn is not None]
     if not roots or set(map(id, values)) <= {id(stand_in) for _, stand_in in traced_inputs()}:
         raise InvalidValueError(_NOTHING_BEHIND)
-    if isinstance(counting, str) and table is not None:
-        clipping.observer = found_by(counting).observer(table)
-    elif counting is not None and not isinstance(counting, str):
-        clipping.observer, begin = counting, _BeginBackward(counting)
+    if observer is not None:
+        clipping.observer, begin = observer, _BeginBackward(observer)
         for node in dict.fromkeys(node for node, _ in roots):
             node.register_prehook(begin)
-    clipping.install(roots, roots_too="with dimensions")
+    clipping.install(roots, roots_too=True)
     if not clipping.reached and _holds_compiled(roots):
         raise InvalidValueError(_ALL_COMPILED)
     return values

@@ -5,7 +5,8 @@ at the value's slot, accumulated over all that used the value, before the node's
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,16 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from gradguard.errors import FreedGraphError
+from gradguard.errors import FreedGraphError, InvalidValueError
 from gradguard.torch_private import input_metadata_of, is_freed
 
 Slot = tuple[int, int]
 """The position of a node in `Graph.nodes`, and which of its outputs."""
-
-Inputs = Mapping[Node, bool]
-"""Leaves that stand for something of a graph further out, and whether that is an intermediate value."""
-
-NO_INPUTS: Inputs = {}
 
 COMPILED = "CompiledFunctionBackward"
 """The name of the one node that compiled code is."""
@@ -65,18 +61,15 @@ def is_leaf(node: Node) -> bool:
     return not node.next_functions
 
 
-def holds_a_leaf(node: Node, inputs: Inputs = NO_INPUTS) -> bool:
-    """Return whether ``node`` is a chain of views and casts that ends at a leaf: a parameter in other clothes.
-
-    Leaves that stand for intermediate values of a graph further out do not count.
-    """
+def holds_a_leaf(node: Node) -> bool:
+    """Return whether ``node`` is a chain of views and casts that ends at a leaf: a parameter in other clothes."""
     while operation(node) in VIEWS_AND_CASTS:
         edges = [child for child, _ in node.next_functions if child is not None]
         if len(edges) != 1:
             return False
         node = edges[0]
         if is_leaf(node):
-            return not inputs.get(node, False)
+            return True
     return False
 
 
@@ -88,23 +81,25 @@ def root_of(value: Tensor) -> tuple[Node, int]:
 
 @dataclass
 class Graph:
-    """The nodes behind some roots, each once, with the roots first.
+    """The nodes behind some roots, each once, with the roots first."""
 
-    Graphs of the same operations, wired the same way, agree in ``structure``, whatever their shapes and values.
-    """
+    nodes: list[Node] = field(default_factory=list)
+    roots: tuple[Slot, ...] = ()
+    index: dict[Node, int] = field(default_factory=dict, repr=False)
+    consumers: dict[Slot, list[tuple[int, int]]] = field(default_factory=dict)
+    """For each slot the (node, input number) pairs whose backward makes its gradient; an empty list for a mere root."""
 
-    nodes: list[Node]
-    roots: tuple[Slot, ...]
-    structure: tuple[object, ...]
-    index: dict[Node, int] = field(repr=False)
-    inputs: Inputs = field(default_factory=dict)
-
-    def edges(self, position: int) -> list[Slot | None]:
-        """Return where the gradients go that the backward of this node makes, one entry for each of its inputs."""
-        return [
-            (self.index[child], number) if child in self.index else None
-            for child, number in self.nodes[position].next_functions
-        ]
+    def backward_order(self) -> list[int]:
+        """Return the nodes so that each comes after all whose backward makes its gradient."""
+        missing = Counter(position for (position, _), users in self.consumers.items() for _ in users)
+        order = [position for position in range(len(self.nodes)) if not missing[position]]
+        for position in order:  # grows while it is read
+            for child, _ in self.nodes[position].next_functions:
+                if child is not None and child in self.index:
+                    missing[self.index[child]] -= 1
+                    if not missing[self.index[child]]:
+                        order.append(self.index[child])
+        return order
 
     def is_scalar(self, slot: Slot) -> bool:
         """Tell whether the value of ``slot`` has no dimensions."""
@@ -120,47 +115,35 @@ def dimensions(value: Metadata) -> int:
     return -1 if value.is_nested_tensor or value.is_cpp_nested_tensor else len(value.shape)
 
 
-def walk(
-    roots: Iterable[tuple[Node, int]],
-    stop: Callable[[Node], bool] | None = None,
-    inputs: Inputs = NO_INPUTS,
-) -> Graph:
+def walk(roots: Iterable[tuple[Node, int]], stop: Callable[[Node], bool] | None = None) -> Graph:
     """Return the graph behind ``roots``, without the nodes for which ``stop`` is true and what lies behind them."""
     index: dict[Node, int] = {}
-    nodes: list[Node] = []
-    slots = []
-    for node, number in roots:
-        if node not in index:
-            index[node] = len(nodes)
-            nodes.append(node)
-        slots.append((index[node], number))
-    structure: list[object] = [*slots]
-    add, found, keep = structure.append, index.setdefault, nodes.append
-    count = len(nodes)
-    for node in nodes:  # grows while it is read
-        add(type(node))
-        if inputs and is_leaf(node):
-            add(inputs.get(node))
-        for child, number in node.next_functions:
-            if child is None:
-                add(None)
+    slots = tuple((index.setdefault(node, len(index)), number) for node, number in roots)
+    nodes = [*index]
+    graph = Graph(nodes, slots, index, {slot: [] for slot in slots})
+    for position, node in enumerate(nodes):  # grows while it is read
+        for edge, (child, number) in enumerate(node.next_functions):
+            if child is None or (stop is not None and child not in index and stop(child)):
                 continue
-            if stop is not None and child not in index and stop(child):
-                add("leaf" if holds_a_leaf(child, inputs) else "outside")
-                continue
-            position = found(child, count)
-            if position == count:  # a new one: that it is new says which
-                keep(child)
-                count += 1
-                add(...)
-            else:
-                add(position)
-            if number:
-                add(-number)  # negative, so that it is not taken for the position of a node
-    graph = Graph(nodes, tuple(slots), (), index, inputs)
-    structure += map(graph.is_scalar, slots)
-    graph.structure = tuple(structure)
+            at = index.setdefault(child, len(nodes))
+            if at == len(nodes):
+                nodes.append(child)
+            graph.consumers.setdefault((at, number), []).append((position, edge))
     return graph
+
+
+def refuse_reentrant(graph: Graph) -> None:
+    """Raise if ``graph`` holds a reentrant checkpoint: what it computes again within the backward is another graph.
+
+    Raises:
+        InvalidValueError: Naming it.
+    """
+    for node in graph.nodes:
+        if hasattr(node, "run_function"):
+            raise InvalidValueError(
+                f"a reentrant checkpoint ({node.name()}) hides the operations in it: expected "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
 
 
 _PYTORCH_SAYS = "backward through the graph a second time"

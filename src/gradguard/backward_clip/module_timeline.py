@@ -6,19 +6,12 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from gradguard.backward_clip.rule_encoding import found_by, text_for
 from gradguard.module_hooks import ForwardHook
-from gradguard.torch_private import (
-    constant_when_traced,
-    next_sequence_number,
-    sequence_number_of,
-    tree_flatten,
-    tree_unflatten,
-)
+from gradguard.torch_private import next_sequence_number, sequence_number_of
 
 _LONGEST = 200_000
 _LEAVES = 2**63
@@ -29,7 +22,6 @@ class ModuleTimeline:
     """Notes at which node number each submodule's forward begins and ends, thread by thread."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._text = text_for(self)
         self._starts: dict[int, list[int]] = defaultdict(list)
         self._names: dict[int, list[str]] = defaultdict(list)
         self._within: dict[int, list[str]] = defaultdict(list)
@@ -57,34 +49,19 @@ class ModuleTimeline:
         found = bisect_right(self._starts[thread], number) - 1
         return self._names[thread][found] if found >= 0 else ""
 
-    def enter(self, name: str) -> None:
-        """The forward of a submodule begins."""
-        self._within[threading.get_ident()].append(name)
-        self._from_here(name)
-
-    def leave(self) -> None:
-        """The forward of the submodule that began last ends."""
-        within = self._within[threading.get_ident()]
-        if within:
-            within.pop()
-        self._from_here(within[-1] if within else "")
-
     def _entering(self, name: str) -> Any:
-        text = self._text
-
-        def enter(module: nn.Module, args: Any, options: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return _marked((args, options), text, name)
-            self.enter(name)
-            return None
+        def enter(module: nn.Module, args: Any, options: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._within[threading.get_ident()].append(name)
+                self._from_here(name)
 
         return enter
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return _marked(output, self._text, None)
-        self.leave()
-        return None
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            within = self._within[threading.get_ident()]
+            del within[-1:]
+            self._from_here(within[-1] if within else "")
 
     def _from_here(self, name: str) -> None:
         thread = threading.get_ident()
@@ -93,30 +70,3 @@ class ModuleTimeline:
         names.append(name)
         if len(starts) > _LONGEST:
             del starts[: _LONGEST // 2], names[: _LONGEST // 2]
-
-
-def _marked(values: Any, text: str, name: str | None) -> Any:
-    """Return ``values``, one of them through a call that the compiler leaves in its place: where a forward begins."""
-    leaves, structure = tree_flatten(values)
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            _make_known_to_the_compiler()
-            leaves[number] = _mark(text, name, leaf)
-            return tree_unflatten(leaves, structure)
-    return None
-
-
-def _mark(text: str, name: str | None, value: Tensor) -> Tensor:
-    """Note that a forward begins, or ends: called by the tracers of the compiler, as often as they trace."""
-    timeline: ModuleTimeline = found_by(text)
-    if name is None:
-        timeline.leave()
-    else:
-        timeline.enter(name)
-    return value
-
-
-@constant_when_traced
-def _make_known_to_the_compiler() -> bool:
-    torch.compiler.allow_in_graph(_mark)
-    return True

@@ -20,29 +20,16 @@ _OBJECT = "object "
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
-_serials = itertools.count()
-_by_text: WeakValueDictionary[str, Any] = WeakValueDictionary()
-
-
-def text_for(value: Any) -> str:
-    """Return a text by which compiled code finds ``value``, for as long as that lives; each call gives a new one."""
-    text = f"{_OBJECT}{next(_serials)}"
-    _by_text[text] = value
-    return text
-
-
-def found_by(text: str) -> Any:
-    """Return what `text_for` has given this text."""
-    return _by_text[text]
-
-
 class _Reference:
     """An object that no text spells out, under a number that no other object will ever have."""
 
     def __init__(self, value: Any) -> None:
-        self.value, self.text = value, text_for(self)
+        self.value, self.text = value, f"{_OBJECT}{next(_serials)}"
+        _by_text[self.text] = self
 
 
+_serials = itertools.count()
+_by_text: WeakValueDictionary[str, _Reference] = WeakValueDictionary()
 _by_identity: WeakValueDictionary[int, _Reference] = WeakValueDictionary()
 
 
@@ -68,7 +55,7 @@ def is_encoded_tensor(text: str) -> bool:
 def decode_attribute(text: str) -> Any:
     """Return the attribute that ``text`` stands for."""
     if text.startswith(_OBJECT):
-        return found_by(text).value
+        return _by_text[text].value
     return float(text) if text in {"inf", "-inf", "nan"} else ast.literal_eval(text)
 
 

@@ -118,7 +118,7 @@ class BaseErrorClip:
         raise NotImplementedError(f"{type(self).__name__} has no clip(grad): write one that returns a tensor.")
 
     def bounds(self) -> tuple[float, float] | None:
-        """Return (low, high) if the rule is the elementwise clamp to them, else None: only clamps can be pruned.
+        """Return (low, high) if the rule is the elementwise clamp to them, else None.
 
         Counts only where it is written together with `clip`, or below: a subclass with a ``clip`` of its own has none.
         """

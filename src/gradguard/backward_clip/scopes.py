@@ -8,7 +8,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
-from gradguard.backward_clip.graph import COMPILED, NO_INPUTS, Graph, Inputs, Slot, is_leaf, operation, root_of
+from gradguard.backward_clip.graph import COMPILED, Graph, Slot, operation, root_of
 from gradguard.backward_clip.hooks import Claim, Clipping
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.module_hooks import ForwardHook
 from gradguard.torch_private import (
-    Backward,
-    call_before_backwards,
     current_graph_task,
     input_metadata_of,
     is_compiled,
@@ -175,13 +173,10 @@ class LossScope(Scope):
                 f"the loss (shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}) has no graph behind it: "
                 f"expected the result of differentiable operations, computed outside torch.no_grad()."
             )
-        self.loss, self.graph = loss, Graph([], (), (), {})
-        self._unsubscribe: Callable[[], None] | None = None
+        self.loss, self.graph = loss, Graph()
 
     def enter(self) -> None:
         """Install, and have outer blocks give way."""
-        if self.clipping.prune:
-            self._unsubscribe = call_before_backwards(self._backward_begins)
         self._begin(self.loss)
         self._rescale(self.loss.device)
         self._install()
@@ -190,9 +185,7 @@ class LossScope(Scope):
     def exit(self) -> None:
         """Take everything out, and have outer blocks come back."""
         super().exit()
-        if self._unsubscribe is not None:
-            self._unsubscribe()
-        self.graph = Graph([], (), (), {})
+        self.graph = Graph()
         refresh_all(self.thread, but=self)
 
     def refresh(self) -> None:
@@ -213,12 +206,6 @@ class LossScope(Scope):
         """Return the nodes among which a freed one may be."""
         return self.graph.nodes
 
-    def _backward_begins(self, backward: Backward) -> None:
-        """Leave no clamp out where values of this graph get gradients from elsewhere than its loss."""
-        graph = self.graph  # another thread may end its block meanwhile
-        if graph.nodes and self.clipping.pruned_steps and _enters_beside_loss(graph, backward.roots):
-            self.clipping.leave_nothing_out()
-
     def _others(self) -> list["LossScope"]:
         mine = (s for s in list(active.values()) if isinstance(s, LossScope) and s.thread == self.thread)
         return [scope for scope in mine if scope is not self and scope.graph.nodes]
@@ -229,24 +216,6 @@ class LossScope(Scope):
         for index in inner:
             owned |= {(i, n) for i, node in enumerate(graph.nodes) if node in index for n in _numbers(node)}
         return frozenset(owned)
-
-
-def _enters_beside_loss(graph: Graph, roots: Sequence[Tensor | GradientEdge]) -> bool:
-    """Tell whether a backward from ``roots`` comes to a value of ``graph`` on another way than through its loss."""
-    loss = graph.nodes[0]
-    with_graph = [r for r in roots if isinstance(r, GradientEdge) or r.grad_fn is not None]
-    nodes = [r.node if isinstance(r, GradientEdge) else root_of(r)[0] for r in with_graph]
-    seen = set(nodes)
-    for node in nodes:  # grows while it is read
-        if node is loss or is_leaf(node):
-            continue
-        if node in graph.index:
-            return True
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                nodes.append(child)
-    return False
 
 
 def _numbers(node: Node) -> range:
@@ -274,7 +243,7 @@ class TargetScope(Scope):
             raise InvalidValueError("leaves=True with chosen tensors: put parameters into the list to clip them too.")
         self.targets = targets
         self.kept: list[Node] = []
-        self.starts: dict[int, list[tuple[int, Inputs]]] = {}
+        self.starts: dict[int, list[int]] = {}
         self.forwards: set[nn.Module] = set()
         self.closed: dict[nn.Module, str] = {}
         """The type of something that a module returned which cannot be looked into."""
@@ -333,10 +302,15 @@ class TargetScope(Scope):
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             raise InvalidTypeError(_COMPILED)
-        self.starts.setdefault(threading.get_ident(), []).append((next_sequence_number(), _checkpoint_inputs(args)))
+        self.starts.setdefault(threading.get_ident(), []).append(next_sequence_number())
+        if current_graph_task() != -1 and module not in self.forwards:
+            raise InvalidValueError(
+                f"{type(module).__name__} runs within a backward, where a checkpoint computes it again: expected its "
+                "forward inside the block, and torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        start, inputs = self.starts.get(threading.get_ident(), [(0, NO_INPUTS)]).pop()
+        start = self.starts.get(threading.get_ident(), [0]).pop()
         found, closed = tensors_in(output)
         values = [v for v in found if v.grad_fn is not None]
         if closed is not None:
@@ -348,8 +322,7 @@ class TargetScope(Scope):
         self.forget_dead()
         self.clipping.install(
             roots,
-            inputs,
-            roots_too="with dimensions",
+            roots_too=True,
             stop=lambda node: sequence_number_of(node) < start,
             exclude=lambda graph: frozenset(owned_slots(graph, since=self.serial)),
             claimed=lambda node, claim: claim_slots(self, node, claim),
@@ -416,14 +389,6 @@ def _attributes_of(value: Any) -> list[Any] | None:
         return None
     parts = state if isinstance(state, tuple) else (state,)
     return [one for part in parts for one in (part or {}).values()]
-
-
-def _checkpoint_inputs(args: Any) -> Inputs:
-    """Return the leaves among a module's inputs that a reentrant checkpoint made of intermediate values."""
-    if current_graph_task() == -1:
-        return NO_INPUTS
-    leaves = [v for v in tree_leaves(args) if isinstance(v, Tensor) and v.is_leaf and v.requires_grad]
-    return {root_of(leaf)[0]: True for leaf in leaves if not isinstance(leaf, nn.Parameter)}
 
 
 def _device_of(targets: list[Target]) -> torch.device:

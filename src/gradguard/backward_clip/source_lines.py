@@ -13,22 +13,22 @@ _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
-def makers_with_lines(graph: Graph) -> dict[int, str]:
+def makers_with_lines(graph: Graph) -> dict[Node, str]:
     """Find the source line of each operation of ``graph``, where the forward ran under anomaly detection.
 
     Returns:
-        For the position of each node the operations whose backward makes its gradient, with their lines; empty where
+        For each node the operations whose backward makes its gradient, with their lines; empty where
         no lines were remembered.
     """
     if not any(recorded_stack(graph.nodes[position]) for position, _ in graph.roots):
         return {}
-    makers: dict[int, dict[str, None]] = {}
+    makers: dict[Node, dict[str, None]] = {}
     for node in graph.nodes:
         told = f"{node.name()}{_place(node)}"
         for child, _ in node.next_functions:
             if child in graph.index:
-                makers.setdefault(graph.index[child], {})[told] = None
-    return {position: ", ".join(names) for position, names in makers.items()}
+                makers.setdefault(child, {})[told] = None
+    return {node: ", ".join(names) for node, names in makers.items()}
 
 
 def _place(node: Node) -> str:

@@ -2,24 +2,52 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.compiled_counts import CompiledCounts, FirstNonfinite, OpStatistics, count_changes
 from gradguard.backward_clip.hooks import Observer
 from gradguard.backward_clip.module_timeline import ModuleTimeline
 from gradguard.backward_clip.rules import BaseErrorClip, clamp_bounds
 from gradguard.listeners import ClipEvent, is_heard, rule_of, tell
 from gradguard.tensors.host_copy import Event, copy_to_host
 from gradguard.tensors.layout import move
-from gradguard.torch_private import input_metadata_of
 
 Count = int | Tensor
-_SMALL = 4096
-_EXACT_IN_FLOAT32 = 2**24
+
+
+@dataclass(frozen=True)
+class OpStatistics:
+    """The gradients of the outputs of one operation in one module, over all blocks that the statistics saw."""
+
+    op: str
+    module: str
+    gradients: int
+    elements: int
+    clipped: Tensor
+    nonfinite: Tensor
+
+
+@dataclass(frozen=True)
+class FirstNonfinite:
+    """The first gradient, in the order of the backward, that held NaN or infinity."""
+
+    op: str
+    module: str
+    made_by: str
+    block: int
+    nonfinite: int
+    elements: int
+
+    def __str__(self) -> str:
+        place = f" in {self.module}" if self.module else ""
+        made = f", made by the backward of {self.made_by}" if self.made_by else ""
+        return (
+            f"block {self.block}: the gradient of the output of {self.op}{place}{made} "
+            f"({self.nonfinite} of {self.elements} elements)"
+        )
 
 
 class ErrorClipStats:
@@ -30,13 +58,10 @@ class ErrorClipStats:
     nothing waits; on the CPU nothing is written where nothing exceeds a bound.
 
     The last lines name the first gradient in backward order that was not finite, with the operation whose backward
-    made it: the culprit, where `torch.autograd.set_detect_anomaly` names the last one. A value clip leaves out clamps
-    that change nothing; if one of those operations made the NaN, the next one below is named: ``prune=False`` is
-    exact, as are all rules that are not pruned, for example ``ErrorClipNonfinite("keep")``.
+    made it: the culprit, where `torch.autograd.set_detect_anomaly` names the last one.
 
     Who listens to `gradguard.listeners` hears at the end of each block, and of each backward through an attached
-    clip, the rule, its threshold, and how many of how many elements were clipped; not of compiled code, which counts
-    without Python.
+    clip, the rule, its threshold, and how many of how many elements were clipped.
 
     Args:
         model: The module whose submodules should be named. Its forward must run after this; hooks on its submodules
@@ -57,8 +82,6 @@ class ErrorClipStats:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._timeline = ModuleTimeline(model) if model is not None else None
-        self.compiled = CompiledCounts(self.place)
-        """The counts that compiled code adds."""
         self.reset()
 
     def reset(self) -> None:
@@ -69,7 +92,6 @@ class ErrorClipStats:
         self._pending: list[tuple[_OpCounts, str, int, Tensor]] = []
         self._loss: Tensor | None = None
         self._blocks = 0
-        self.compiled.reset()
 
     def observer(self, rule: BaseErrorClip) -> Observer:
         """Return what the gradients of blocks with ``rule`` are shown to; who listens hears of each at its end."""
@@ -82,24 +104,18 @@ class ErrorClipStats:
 
     def rows(self) -> list[OpStatistics]:
         """Return a line for each operation and module, in the order of the backward; counts are device tensors."""
-        rows = {key: replace(row) for key, row in self._rows.items()}
-        for line in self.compiled.lines():
-            row = rows.setdefault((line.op, line.module), _OpCounts(line.op, line.module))
-            row.gradients += line.gradients
-            row.elements += line.elements
-            row.add(line.clipped, line.nonfinite)
-        return [row.frozen() for row in rows.values() if row.gradients]
+        return [row.frozen() for row in self._rows.values() if row.gradients]
 
     @property
     def blocks(self) -> int:
-        """How many blocks there were, and backwards through an attached clip. Waits for the device."""
-        return self._blocks + self.compiled.backwards
+        """How many blocks there were, and backwards through an attached clip."""
+        return self._blocks
 
     @property
     def first_nonfinite(self) -> FirstNonfinite | None:
         """The first gradient that was not finite, or None. Waits for the device."""
         self._read(wait=True)
-        return self._first or self.compiled.first()
+        return self._first
 
     @property
     def loss_is_finite(self) -> Tensor | None:
@@ -206,9 +222,6 @@ class _Block(Observer):
     def row(self, node: Node, name: str, sources: str) -> "_NodeCounts":
         return _NodeCounts(self, self.stats.line(node, name), sources)
 
-    def tally(self) -> "_UnclippedCounts":
-        return _UnclippedCounts(self, {})
-
     def begin(self, loss: Tensor | None) -> None:
         self.elements, self.clipped = 0, []  # of a backward that raised an error before its end
         self.stats.begin(loss)
@@ -229,29 +242,6 @@ class _Block(Observer):
                 values = {bounds[1]}
             threshold = values.pop() if len(values) == 1 else None
             tell(ClipEvent(rule_of(self.rule), (), threshold, elements=elements, clipped_elements=total))
-
-
-@dataclass
-class _UnclippedCounts:
-    """How many gradients and elements pass unclipped in each backward, by the position of their line."""
-
-    block: _Block
-    counts: dict[int, tuple[_OpCounts, int, int]]
-
-    def add(self, node: Node, name: str, numbers: tuple[int, ...]) -> None:
-        row, found = self.block.stats.line(node, name), input_metadata_of(node)
-        _, gradients, elements = self.counts.get(id(row), (row, 0, 0))
-        elements += sum(math.prod(found[number].shape) for number in numbers)
-        self.counts[id(row)] = row, gradients + len(numbers), elements
-
-    def passes(self, grads: object) -> None:
-        for row, gradients, elements in self.counts.values():
-            row.gradients += gradients
-            row.elements += elements
-            self.block.elements += elements
-
-    def forget(self) -> None:
-        self.counts.clear()
 
 
 @dataclass
@@ -279,8 +269,8 @@ class _NodeCounts:
             return grad
         clipped = apply(grad)
         if finite:
-            return self._counted(clipped, _how_many_differ(clipped.detach(), seen), 0)
-        changed, nonfinite = count_changes(seen, clipped.detach())
+            return self._counted(clipped, 0 if clipped is grad else int((clipped.detach() != seen).sum()), 0)
+        changed, nonfinite = _count_changes(seen, clipped.detach())
         return self._counted(clipped, int(changed), int(nonfinite))
 
     def arrive(self, grad: Tensor) -> int:
@@ -293,7 +283,7 @@ class _NodeCounts:
 
     def _on_device(self, grad: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
         clipped = apply(grad)
-        return self._counted(clipped, *count_changes(grad.detach(), clipped.detach()))
+        return self._counted(clipped, *_count_changes(grad.detach(), clipped.detach()))
 
     def _counted(self, clipped: Tensor, changed: Count, nonfinite: Count) -> Tensor:
         self.row.add(changed, nonfinite)
@@ -303,13 +293,7 @@ class _NodeCounts:
         return clipped
 
 
-def _how_many_differ(first: Tensor, second: Tensor) -> int:
-    """Count on the CPU where two finite tensors differ, the fastest way that is exact (benchmarks/LOG.md)."""
-    if first is second:
-        return 0
-    if first.numel() <= _SMALL:
-        return int((first - second).count_nonzero())
-    if first.numel() > _EXACT_IN_FLOAT32:
-        return int((first != second).sum())
-    ones = torch.empty(first.shape, dtype=torch.float32, device="cpu")
-    return int(torch.ne(first, second, out=ones).sum())
+def _count_changes(grad: Tensor, clipped: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many elements the rule changed, a kept NaN not among them, and how many were not finite."""
+    bad = ~grad.isfinite()
+    return ((clipped != grad) & ~(clipped.isnan() & bad)).sum(), bad.sum()

@@ -2,7 +2,7 @@
 
 No differences are taken here: backward runs are compared with one another. The gradient is linear in ``grad_output``
 and belongs to the numbers, not to where they lie, nor to what else needs a gradient. So one gradient says what every
-other run owes, and several properties can be probed by one run: only a run that goes wrong is taken apart.
+other run owes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,10 +100,7 @@ class Contract:
         self.usual_values = self.function.flatten(outputs)
         self.first = self._backward(outputs, leaves)
         self.usual = _largest(self.first)
-        for some in self._needed():
-            for needed in (some, set(range(len(self.function.inputs))) - some):
-                if needed and not self._try_inputs(None, needed):
-                    return
+        self._some_needed()
 
     def _probe(self) -> None:
         function = self.function
@@ -274,32 +270,22 @@ class Contract:
 
     def _scaled(self, leaves: list[Tensor], outputs: list[Tensor]) -> None:
         """Give grad_outputs in all layouts, with other signs and sizes, and zeros."""
-        names = ([] if self.is_odd else [-1.0]) + [2.0**power for power in _POWERS[self.dtype]]
-        for layout, times in zip_longest(layouts_of(self.shaped), names):
-            self._try(layout, times, leaves, outputs)
+        wrong: list[Layout] = []
+        for layout in layouts_of(self.shaped):
+            words = layout.words.format("grad_output")
+            if any(part in wrong for part in layout.parts):
+                continue
+            try:
+                found = self._backward(outputs, leaves, [layout.place(v) for v in self.shaped])
+                is_right = self._compare("layout", words, found, self.first, guess=_STRIDED)
+            except Exception as error:
+                is_right = layout is FLAGGED or self._refused(words, error)  # to refuse such a bit is no fault
+            wrong += [] if is_right else [layout]
+        for times in ([] if self.is_odd else [-1.0]) + [2.0**power for power in _POWERS[self.dtype]]:
+            found = self._backward(outputs, leaves, [v * times for v in self.shaped])
+            self._compare("linearity", f"grad_output times {_power(times)}", found, self.first * times, times)
         zeros = self._backward(outputs, leaves, [torch.zeros_like(v) for v in self.shaped])
         self._compare("linearity", "a grad_output of zeros", zeros, self.first * 0.0, 0.0)
-
-    def _try(self, layout: Layout | None, times: float | None, leaves: list[Tensor], outputs: list[Tensor]) -> bool:
-        """Note what is wrong with a grad_output laid out otherwise and multiplied, or with one of these alone."""
-        factor, alone = times or 1.0, _alone(layout, times)
-        words = [] if layout is None else [layout.words.format("grad_output")]
-        if times is not None:
-            words.append(f"{'' if words else 'grad_output '}times {_power(factor)}")
-        try:
-            placed = [v * factor if layout is None else layout.place(v * factor) for v in self.shaped]
-            gradient = self._backward(outputs, leaves, placed)
-        except Exception as error:
-            if alone:  # it refuses what they have not alone
-                return all([self._try(*one, leaves, outputs) for one in alone])
-            if layout is None:
-                raise
-            return self._refused(words[0], error)
-        kind, guess = ("linearity", "") if layout is None else ("layout", _STRIDED)
-        found = self._difference(kind, ", and ".join(words), gradient, self.first * factor, factor, guess)
-        if found is not None and all([self._try(*one, leaves, outputs) for one in alone]):
-            self.findings.append(found)
-        return found is None
 
     def _refused(self, words: str, error: Exception) -> bool:
         """Note that the backward raises for such a grad_output; tell whether that is no fault of ``fn``."""
@@ -361,11 +347,19 @@ class Contract:
 
     def _other_inputs(self) -> None:
         """Give the same numbers in other places in memory, and let only some inputs need a gradient."""
-        function = self.function
-        arguments = [one.value for one in function.inputs if one.is_argument]
-        for layout, some in zip_longest(layouts_of(arguments) if arguments else [], self._needed()):
-            for needed in (None,) if some is None else (some, set(range(len(function.inputs))) - some):
-                if not self._try_inputs(layout, needed):
+        arguments = [one.value for one in self.function.inputs if one.is_argument]
+        for layout in layouts_of(arguments) if arguments else []:
+            if (wrong := self._of_inputs(layout, None)) is not None:
+                self._note_or_find(wrong, is_rare=layout is FLAGGED)
+                return
+        self._some_needed()
+
+    def _some_needed(self) -> None:
+        """Let only some inputs need a gradient."""
+        for some in self._needed():
+            for needed in (some, set(range(len(self.function.inputs))) - some):
+                if needed and (wrong := self._of_inputs(None, needed)) is not None:
+                    self.findings.append(wrong)
                     return
 
     def _needed(self) -> list[set[int]]:
@@ -375,24 +369,14 @@ class Contract:
             return [{i for i in range(count) if mask >> i & 1} for mask in range(1, 2 ** max(0, count - 1))]
         return [{i for i in range(count) if i >> bit & 1} for bit in range((count - 1).bit_length())]
 
-    def _try_inputs(self, layout: Layout | None, some: set[int] | None) -> bool:
-        """Note what is wrong with inputs laid out otherwise, or with only some that need a gradient: if both, of one.
+    def _of_inputs(self, layout: Layout | None, some: set[int] | None) -> Finding | None:
+        """Return what is wrong with inputs that are laid out otherwise, or of which only ``some`` need a gradient.
 
         To refuse a layout is no fault.
 
         Returns:
-            Whether nothing is wrong.
+            The finding; None if nothing is wrong.
         """
-        found, is_refused = self._of_inputs(layout, some)
-        if found is None and not is_refused:
-            return True
-        are_right = all(self._try_inputs(*one) for one in _alone(layout, some))
-        if found is not None and are_right:
-            self._note_or_find(found, is_rare=layout is FLAGGED)
-        return are_right and found is None
-
-    def _of_inputs(self, layout: Layout | None, some: set[int] | None) -> tuple[Finding | None, bool]:
-        """Return what is wrong with the gradient for ``some`` inputs, all if None, and whether that was refused."""
         function, leaves = self.function, self.function.leaves()
         kind, words = "layout" if some is None else "needs_input_grad", partial(self._words_for, layout, some)
         if layout is not None:
@@ -406,31 +390,29 @@ class Contract:
         try:
             outputs = function.record(leaves)
         except Exception:  # it refuses them, or takes a derivative inside
-            return None, True
+            return None
         values = function.flatten(outputs)
         try:
             gradient = function.backward(outputs, leaves, self.shaped)
         except Exception as error:
-            if layout is not None and layout.parts:
-                return None, True
-            return Finding(kind, f"{words()}: the backward raises {type(error).__name__}: {error}"), False
+            said = f"{words()}: the backward raises {type(error).__name__}: {error}"
+            return None if layout is FLAGGED else Finding(kind, said)
         del outputs
         if torch.equal(values, self.usual_values) and torch.equal(gradient, expected):
-            return None, False
+            return None
         found = self._values_differ(kind, values, self.usual_values, words())
         guess = f"only for {words()}" if some is None else ""
         found = found or self._difference(kind, words(), gradient, expected, guess=guess)
         if found is None or layout is None or values.shape != self.usual_values.shape:
-            return found, False
-        return None if self._is_rounding(values - self.usual_values, gradient - expected) else found, False
+            return found
+        return None if self._is_rounding(values - self.usual_values, gradient - expected) else found
 
     def _words_for(self, layout: Layout | None, some: set[int] | None) -> str:
-        words = [] if layout is None else [layout.words.format("inputs").replace("that begins", "that begin")]
-        if some is not None:
-            names = [self.function.inputs[i].name for i in sorted(some)]
-            shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-            words.append(f"only {shown} need{'s' if len(names) == 1 else ''} a gradient")
-        return ", and ".join(words)
+        if layout is not None:
+            return layout.words.format("inputs").replace("that begins", "that begin")
+        names = [self.function.inputs[i].name for i in sorted(some or ())]
+        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        return f"only {shown} need{'s' if len(names) == 1 else ''} a gradient"
 
     def _shared_memory(self) -> None:
         """Give one tensor for several inputs, and inputs of stride 0: as if they were copies of it."""
@@ -446,19 +428,9 @@ class Contract:
             slices = [v.narrow(dim, 0, 1) if own[i] and dim < v.dim() else v for i, v in enumerate(values)]
             if any(one.shape != v.shape for one, v in zip(slices, values, strict=True)):
                 tried.append(_Shared(f"inputs of stride 0 along dimension {dim}", slices, same))
-        if len(tried) > 1 and sources != same and self._is_alike(_Shared("", tried[1].slices, sources)):
-            del tried[:2]
         for one in tried:
             if not self._try_shared(one):
                 return
-
-    def _is_alike(self, shared: _Shared) -> bool:
-        """Tell whether copies give the same, and finite numbers, which says as much of each property by itself."""
-        try:
-            found, expected = (self._of_shared(shared, is_copied=is_copied) for is_copied in (False, True))
-        except Exception:
-            return False
-        return all(torch.equal(*pair) and bool(pair[1].isfinite().all()) for pair in zip(found, expected, strict=True))
 
     def _try_shared(self, shared: _Shared) -> bool:
         try:
@@ -627,16 +599,6 @@ def _are_the_same(first: Tensor, second: Tensor) -> bool:
         return True
     one, other = (torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t for t in (first, second))
     return bool(((one == other) | ((one != one) & (other != other))).all())
-
-
-_T = TypeVar("_T")
-
-
-def _alone(layout: Layout | None, other: _T | None) -> list[tuple[Layout | None, _T | None]]:
-    """Return each property of a run by itself; none if it has one only."""
-    if layout is None:
-        return []
-    return [(part, None) for part in layout.parts] if other is None else [(None, other), (layout, None)]
 
 
 def _power(factor: float) -> str:

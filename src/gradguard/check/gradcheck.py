@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gradguard.check.admission import WIDE, refuse_unless
-from gradguard.check.branches import Branches
 from gradguard.check.contract import Contract, nodes_of
 from gradguard.check.custom_operators import registration_of
 from gradguard.check.devices import device_called, is_here, moved
@@ -46,7 +44,6 @@ def gradcheck(
     order: int = 1,
     rtol: float = 0.0,
     sizes: Mapping[int, int | Sequence[int]] | None = None,
-    branches: bool = False,
     seed: int = 0,
 ) -> GradientReport:
     r"""Check the backward of ``fn`` against differences of its forward; say which element is wrong, and how sure it is.
@@ -102,7 +99,6 @@ def gradcheck(
             may be off by. A report that fails by little proposes one.
         sizes: Other lengths to check too: ``{7: 16}`` tries 1, 15, 16 and 17 wherever an argument has a length of 7,
             the edges of a tile of 16; ``{7: [1, 100]}`` tries these.
-        branches: Note the Python lines in the file of ``fn`` that no input reached. They were not checked.
         seed: Of directions and the cotangent; equal seeds give equal reports.
 
     Returns:
@@ -142,8 +138,7 @@ def gradcheck(
         inputs = inputs[0]
     randomness = generator_states()
     options = (inputs_to_check, rtol, seed)
-    seen = Branches(fn) if branches else None
-    with seen or nullcontext(), full_float32():
+    with full_float32():
         check = _Check(fn, inputs, dict(kwargs or {}), *options)
         try:
             check.run(reference, dict(backends or {}), exhaustive, order)
@@ -154,7 +149,6 @@ def gradcheck(
         finally:
             check.put_back()
             restore_generators(randomness)
-    check.notes += seen.unvisited() if seen is not None else []
     return check.report(time.perf_counter() - started)
 
 

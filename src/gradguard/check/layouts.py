@@ -26,11 +26,13 @@ class Layout:
 
 def layouts_of(tensors: Sequence[Tensor]) -> list[Layout]:
     """Return the layouts in which at least one of ``tensors`` lies elsewhere."""
-    found = [FLAGGED] if any(map(_has_flag, tensors)) else [STRIDED] if any(one.numel() > 1 for one in tensors) else []
+    strided = [STRIDED] if any(one.numel() > 1 for one in tensors) else []
+    flagged = [FLAGGED] if any(map(_has_flag, tensors)) else []
     with_order = [one for one in tensors if one.dim() > 1]
     rows = [ROWS_APART] if any(one.dim() > 1 and one.shape[:-1].numel() > 1 for one in tensors) else []
     blocks = [BLOCKS_APART] if any(one.dim() > 2 and one.shape[0] > 1 for one in tensors) else []
-    return [*found, WITHIN, *rows, *blocks, *(order for order in _ORDERS if any(map(order.moves, with_order)))]
+    orders = [order for order in _ORDERS if any(map(order.moves, with_order))]
+    return [*strided, WITHIN, *rows, *blocks, *orders, *flagged]
 
 
 def _strided(tensor: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ class Finding:
 
     ``kind`` is ``"mismatch"``, ``"kink"``, ``"jump"``, ``"singular"``, ``"nan"`` or ``"undecided"`` for an element, or
     the contract that is broken: ``"non-determinism"``, ``"layout"``, ``"linearity"``, ``"mutation"``, ``"state"``,
-    ``"outputs"``, ``"error"``, ``"precision"``, ``"backends"``, ``"needs_input_grad"``, ``"operator"``, ``"random"``,
-    ``"branches"``; a note ``"stopped"`` says that a search ended with what it had.
+    ``"outputs"``, ``"error"``, ``"precision"``, ``"backends"``, ``"needs_input_grad"``, ``"operator"``, ``"random"``;
+    a note ``"stopped"`` says that a search ended with what it had.
     """
 
     kind: str

@@ -6,7 +6,7 @@ from pathlib import Path
 from gradguard.cli.records import progress, read, tell_notes
 
 _REPLAY_HELP = (
-    "norm=1.0, median, autoclip, zclip (zclip=inf without its ceiling of 1.0), clip_fraction=0.05, icefall or adagc; "
+    "norm=1.0, median, autoclip, zclip (zclip=inf without its ceiling of 1.0), clip_fraction=0.05 or adagc; "
     "may be given several times. Default: a choice of them and the recommended threshold"
 )
 

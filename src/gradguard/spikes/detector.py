@@ -114,7 +114,7 @@ class SpikeDetector(Detector):
 
     Reference:
         Median and MAD: Hampel (1974), The influence curve and its role in robust estimation. Skipping steps whose loss
-        or norm stands out: the `SkipStepOptimizer` of OLMo-core (see `gradguard.rules.OlmoRule`).
+        or norm stands out: the `SkipStepOptimizer` of OLMo-core.
     """
 
     def __init__(

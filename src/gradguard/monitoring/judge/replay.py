@@ -21,7 +21,7 @@ COUNTERFACTUAL = (
 )
 
 _CONSTANTS = frozenset([0.5, 1.0, 2.0, 5.0])
-_AUTOMATIC = ("median", "autoclip", "zclip=inf", "clip_fraction=0.05", "icefall", "adagc=inf")
+_AUTOMATIC = ("median", "autoclip", "zclip=inf", "clip_fraction=0.05", "adagc=inf")
 
 
 def _with_constants(thresholds: Iterable[float]) -> tuple[str, ...]:
