@@ -251,7 +251,10 @@ def test_a_clip_of_scaled_gradients_is_told(tmp_path):
 
     report = compare(saved_from(training(), tmp_path), saved_from(scaled, tmp_path))
     assert report.verdict == "FAIL"
-    assert [(f.kind, f.factor_name) for f in report.findings] == [("factor", "loss scale"), ("clip", "")]
+    assert [(f.kind, f.factor_name) for f in report.findings] == [
+        ("factor", "the loss scale: a clip came before unscale_"),
+        ("clip", ""),
+    ]
 
 
 class Generator(nn.Linear):
