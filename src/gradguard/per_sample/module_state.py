@@ -224,9 +224,10 @@ def _of_hooks(name: str, table: Mapping[int, Any]) -> _Container:
 
 def _code_of(hook: Any) -> Hashable:
     """Return the code of a function that holds nothing, which may be made anew each time; else the hook itself."""
-    if isinstance(hook, FunctionType) and not (hook.__closure__ or hook.__defaults__ or hook.__kwdefaults__):
-        return hook.__code__, id(hook.__globals__), tuple(vars(hook))
-    return _Itself(hook)
+    if not isinstance(hook, FunctionType):
+        return _Itself(hook)
+    holds = hook.__closure__ or hook.__defaults__ or hook.__kwdefaults__ or vars(hook)
+    return _Itself(hook) if holds else (hook.__code__, id(hook.__globals__))
 
 
 def _of_value(name: str, value: Any) -> _Container:
