@@ -251,7 +251,10 @@ def test_a_clip_of_scaled_gradients_is_told(tmp_path):
 
     report = compare(saved_from(training(), tmp_path), saved_from(scaled, tmp_path))
     assert report.verdict == "FAIL"
-    assert [(f.kind, f.factor_name) for f in report.findings] == [("factor", "loss scale"), ("clip", "")]
+    assert [(f.kind, f.factor_name) for f in report.findings] == [
+        ("factor", "the loss scale: a clip came before unscale_"),
+        ("clip", ""),
+    ]
 
 
 class Generator(nn.Linear):
@@ -350,6 +353,57 @@ def test_dropout_is_noticed(tmp_path):
     assert saved_from(training(dropout=0.2), tmp_path).random
 
 
+def left_out_of_the_optimizer(world):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    kept = [p for name, p in model.named_parameters() if name != "1.bias"]
+    world.modules, world.optimizers = [model], [torch.optim.SGD(kept, 0.1)]
+    model(torch.ones(5, 3)).square().mean().backward()
+    world.optimizers[0].step()
+
+
+def test_a_parameter_that_is_in_no_optimizer_is_named(tmp_path):
+    found = saved_from(left_out_of_the_optimizer, tmp_path, 1)
+    assert found.left_out == ("1.bias, which is in no optimizer",)
+    assert "1.bias, which is in no optimizer" in str(compare(found, found))
+
+
+def averaged(world):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    average, other = torch.optim.swa_utils.AveragedModel(model), nn.Linear(3, 3)
+    world.modules, world.optimizers = [model, average, other], [torch.optim.SGD(model.parameters(), 0.1)]
+    model(torch.ones(5, 3)).square().mean().backward()
+    world.optimizers[0].step()
+
+
+def test_an_average_of_the_weights_is_named_as_not_compared(tmp_path):
+    found = saved_from(averaged, tmp_path, 1)
+    assert found.left_out == ("the weights of a second model, AveragedModel (an average, a target?)",)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_clip_before_unscale_is_named(tmp_path, early):
+    def script(world):
+        torch.manual_seed(0)
+        model, scaler = nn.Linear(3, 2), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        world.modules, world.optimizers = [model], [torch.optim.SGD(model.parameters(), 0.1)]
+        scaler.scale(model(torch.ones(5, 3)).square().mean()).backward()
+        if not early:
+            scaler.unscale_(world.optimizers[0])
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(world.optimizers[0])
+
+    found = saved_from(script, tmp_path, 1)
+    name = "the loss scale: a clip came before unscale_" if early else "loss scale"
+    assert {n: v for n, v in found.facts.items() if "loss scale" in n} == {name: 1024.0}
+
+
+def test_files_of_different_steps_are_told_to_begin_with_the_same(tmp_path):
+    first, later = saved_from(training(), tmp_path, 1), saved_from(training(), tmp_path, 1, at=2)
+    assert "begin with the same step of training in both (--at)" in str(compare(first, later))
+
+
 # Refusals.
 
 
@@ -358,6 +412,13 @@ def engine(world):
     flat = nn.Parameter(torch.zeros(6))
     world.modules, world.optimizers = [model], [torch.optim.SGD([flat, model.weight], 0.1)]
     model(torch.ones(2)).sum().backward()
+    world.optimizers[0].step()
+
+
+def temperature(world):
+    model, scale = nn.Linear(2, 2), torch.ones((), requires_grad=True)
+    world.modules, world.optimizers = [model], [torch.optim.SGD([*model.parameters(), scale], 0.1)]
+    (model(torch.ones(2)).sum() * scale.exp()).backward()
     world.optimizers[0].step()
 
 
@@ -376,9 +437,13 @@ def without_gradient(world):
 
 
 REFUSED = {
-    "an engine's own weights": (engine, "1 of the 2 parameters of SGD belong to no model"),
+    "an engine's own weights": (
+        engine,
+        "1 of the 2 parameters of SGD belong to no model that was called before the step, the first of shape [6]",
+    ),
     "no forward pass of a model": (without_forward, "2 of the 2 parameters of SGD belong to no model"),
     "no gradient": (without_gradient, "no parameter has a gradient at the first optimizer step"),
+    "a temperature beside the model": (temperature, "make it a parameter of a module that is called"),
     "two models of one class": (two_models([nn.Linear, nn.Linear]), "trains 2 models of the class Linear"),
 }
 
@@ -583,3 +648,36 @@ def test_a_script_without_a_step_saves_nothing(tmp_path, script, code, words):
 def test_a_field_of_old_files_has_a_default():
     assert replace(saved({"a": drawn((3,), 1)}), clipped=True).clipped
     assert not saved({"a": drawn((3,), 1)}).clipped
+
+
+_SWALLOWS = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    try:
+        model(torch.ones(4, 3)).square().mean().backward()
+        optimizer.step()
+    except BaseException:
+        print("swallowed", step, flush=True)
+print("ran to its end")
+"""
+
+
+def test_a_script_that_catches_all_is_ended_at_its_next_step(tmp_path):
+    script, file = tmp_path / "train.py", tmp_path / "file"
+    script.write_text(_SWALLOWS)
+    done = gradguard(tmp_path, "run", "--perturbed", "0", "--save-gradients", file, script)
+    assert (done.returncode, done.stdout.split()) == (0, ["swallowed", "0"])
+    assert len(read(file).parameters) == 2
+
+
+def test_a_script_that_fails_before_the_step_leaves_a_line(tmp_path):
+    script, file = tmp_path / "train.py", tmp_path / "file"
+    script.write_text(_SWALLOWS.replace("except BaseException", "except ZeroDivisionError").replace(
+        "        optimizer.step()", "        raise RuntimeError('boom')"))  # fmt: skip
+    done = gradguard(tmp_path, "run", "--perturbed", "0", "--save-gradients", file, script)
+    assert done.returncode == 1
+    assert "the script ended with exit code 1 before its optimizer step 1 was over: nothing is saved" in done.stderr
+    assert not file.exists()

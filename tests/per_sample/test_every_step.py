@@ -280,6 +280,54 @@ def test_a_hook_that_is_registered_anew_for_each_step():
     assert len(kept) >= 10
 
 
+def test_a_hook_that_holds_nothing_and_is_there_once_more_after_each_step():
+    """As gradient checkpointing leaves them in TRL's GRPO: the hook asks for a gradient that is there."""
+    model = fresh()
+    clipper = clipper_of(model)
+    trials = count_trials(clipper)
+    for _ in range(10):
+
+        def asks(module, args, output):
+            output.requires_grad_(True)
+
+        model.act.register_forward_hook(asks)
+        step(model, clipper, batch())
+    assert len(trials) == 1  # with the first; the model was not called without one
+
+
+class _InBackward:
+    """A hook that mixes samples in backward alone, or does nothing."""
+
+    def __init__(self, mixes):
+        self.mixes = mixes
+
+    def __call__(self, module, args, output):
+        if self.mixes and output.requires_grad:
+            output.register_hook(lambda grad: grad - grad.mean(0))
+
+
+def _closing_over(mixes):
+    return lambda module, args, output: _InBackward(mixes)(module, args, output)
+
+
+def _by_default(mixes):
+    def hook(module, args, output, mixes=mixes):
+        _InBackward(mixes)(module, args, output)
+
+    return hook
+
+
+@pytest.mark.parametrize("make", [_InBackward, _closing_over, _by_default])
+def test_a_hook_of_the_same_code_that_holds_something_else_is_another(make):
+    model = fresh()
+    clipper = clipper_of(model)
+    model.act.register_forward_hook(make(False))
+    steps(model, clipper, 3)
+    model.act.register_forward_hook(make(True))
+    with pytest.raises(UnsupportedGradientError, match=MIXED):
+        step(model, clipper, batch())
+
+
 def test_a_loose_attribute_brings_the_witness_nearer():
     model = fresh()
     clipper = clipper_of(model)

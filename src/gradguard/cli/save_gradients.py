@@ -102,7 +102,8 @@ def _one_run(asked: dict, options: argparse.Namespace, program: ProgramLine) -> 
 
     os.environ.pop("GRADGUARD_SAVE_GRADIENTS")  # what the script starts is no run of its own
     loaded = load(program.words, program.is_module)
-    gradients = ScriptGradients(asked.pop("file"), living_modules, all_optimizers, ScriptRun(**asked))
+    file, how = asked.pop("file"), ScriptRun(**asked)
+    gradients = ScriptGradients(file, living_modules, all_optimizers, how)
     seed_generators(options.seed)
     with listening(gradients):
         code = run(loaded)
@@ -110,4 +111,8 @@ def _one_run(asked: dict, options: argparse.Namespace, program: ProgramLine) -> 
             gradients.finish()
     if gradients.refusal:
         raise CommandError(gradients.refusal)
+    if code and not gradients.done:
+        on_stderr(
+            f"the script ended with exit code {code} before its optimizer step {how.last} was over: nothing is saved"
+        )
     return code

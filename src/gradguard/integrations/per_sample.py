@@ -102,13 +102,16 @@ def refuse_other_clips(callback: OnlyClip, callbacks: Iterable[object]) -> None:
 def undo_division(clipper: gg.PerSampleGradientClipper, loss: Tensor, parts: int) -> None:
     """Take a trainer's division by the number of accumulated batches out of the backward of ``loss``.
 
-    It is part of no sample's own loss. Call it with the loss that the trainer divides, or has divided.
+    It is part of no sample's own loss. Of shares it is, and stays. Call it with the loss that the trainer divides, or
+    has divided.
 
     Args:
         clipper: Who follows that backward.
         loss: Whose backward is next.
         parts: What the trainer divides by.
     """
+    if clipper.loss_reduction == "share":
+        return
     clipper.loss_divisor = float(parts)
     if parts > 1 and loss.requires_grad:
         loss.register_hook(lambda grad: grad * parts)

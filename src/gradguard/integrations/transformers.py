@@ -16,6 +16,7 @@ from gradguard.integrations.per_sample import shown
 from gradguard.integrations.transformers_clip import TrainersClip
 from gradguard.integrations.transformers_per_sample import PerSampleCallback
 from gradguard.integrations.transformers_private import PrivateCallback
+from gradguard.integrations.transformers_shares import LoudestSample, SampleNorms, SampleNormsCallback
 from gradguard.integrations.versions import require
 from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.base import Detector
@@ -24,7 +25,15 @@ require("transformers", "5.23", "6", "transformers")
 
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
-__all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback", "ResilienceCallback"]
+__all__ = [
+    "GradGuardCallback",
+    "LoudestSample",
+    "PerSampleCallback",
+    "PrivateCallback",
+    "ResilienceCallback",
+    "SampleNorms",
+    "SampleNormsCallback",
+]
 
 
 _BLOCK = 1000

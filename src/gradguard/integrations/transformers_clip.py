@@ -1,6 +1,6 @@
 """Hugging Face Transformers: where a Trainer clips, logs, saves and loads, and the callback that it asks there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 from transformers import trainer as trainer_module  # noqa: E402
 from transformers.trainer_callback import CallbackHandler  # noqa: E402
 
-_MAX_GRAD_NORMS = (0, TrainingArguments.max_grad_norm)  # none, and the default, which nobody may have asked for
 _ASKED = (
     "training_step",
     "compute_loss",
@@ -43,6 +42,8 @@ class TrainersClip(OnlyClip, TrainerCallback):
 
     state_file: str
     """Where a checkpoint holds the state."""
+    _max_grad_norms: Collection[float] | None = (0, TrainingArguments.max_grad_norm)
+    """Those of the Trainer beside which it clips: none, and the default, which nobody may have asked for; None: any."""
 
     _norm: Tensor | None  # what the Trainer is given as the norm of this step, from its clip until its step
     _folder: str | None = None  # the checkpoint from which training resumes, until it has begun
@@ -77,7 +78,7 @@ class TrainersClip(OnlyClip, TrainerCallback):
         self._refuse_arguments(trainer.args)
 
     def _refuse_arguments(self, args: TrainingArguments) -> None:
-        if args.max_grad_norm not in _MAX_GRAD_NORMS:
+        if self._max_grad_norms is not None and args.max_grad_norm not in self._max_grad_norms:
             raise InvalidValueError(
                 f"TrainingArguments has max_grad_norm={args.max_grad_norm!r}, and there is a {type(self).__name__}: "
                 "one clip would be done after the other. Pass max_grad_norm=0 if the callback's clip is what you mean, "

@@ -155,7 +155,8 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
 
     def _refuse(self, trainer: Trainer) -> None:
         super()._refuse(trainer)
-        _refuse(type(self).__name__, trainer)
+        _refuse_other_losses(type(self).__name__, trainer)
+        refuse_unfollowed(type(self).__name__, trainer)
 
     def _is_within_a_step(self) -> bool:
         return self._summed or self._in_step or super()._is_within_a_step()
@@ -167,7 +168,7 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
     ) -> Any:
         """Forward and backward of one batch, of the mean of its samples' losses; then clip and sum."""
         # The Trainer would divide the loss by the number of accumulated batches.
-        with _without_autocast_in_forward(model), replaced(trainer, "loss_is_scaled_for_ga", True):
+        with without_autocast_in_forward(model), replaced(trainer, "loss_is_scaled_for_ga", True):
             if not self._attached:
                 self._attach(trainer, model)
             assert self.clipper is not None
@@ -298,16 +299,22 @@ def _forward(trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any]) -> A
     return convert_to_fp32(outputs) if trainer.accelerator.native_amp else outputs
 
 
-def _without_autocast_in_forward(model: nn.Module) -> AbstractContextManager[None]:
-    """Give the model its own forward back, of which Accelerate has made one with autocast and float32 outputs."""
+def without_autocast_in_forward(model: nn.Module) -> AbstractContextManager[None]:
+    """Give the model its own forward back, of which Accelerate has made one with autocast and float32 outputs.
+
+    Args:
+        model: The model that Accelerate has prepared.
+
+    Returns:
+        A block.
+    """
     own = vars(model).get("_original_forward")  # the clipper cannot know of a precision that begins inside
     if own is None or "forward" not in vars(model):
         return nullcontext()
     return replaced(model, "forward", own)
 
 
-def _refuse(which: str, trainer: Trainer) -> None:
-    args, accelerator = trainer.args, trainer.accelerator
+def _refuse_other_losses(which: str, trainer: Trainer) -> None:
     for name, where in (("compute_loss", "loss"), ("training_step", "step")):
         if getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name):
             raise UnsupportedGradientError(
@@ -321,6 +328,20 @@ def _refuse(which: str, trainer: Trainer) -> None:
             f"{option} is set: a loss of the whole batch, and not the one whose gradients are clipped. Leave it out, "
             f"and give {which}(..., loss=function) a function that returns one loss for each sample."
         )
+
+
+def refuse_unfollowed(which: str, trainer: Trainer) -> None:
+    """Raise if samples cannot be followed through the Trainer's model.
+
+    Args:
+        which: The callback, for the message.
+        trainer: The Trainer.
+
+    Raises:
+        UnsupportedGradientError: If it trains in several processes or on several devices, compiled, or in float16
+            whose scale is not known.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
     if accelerator.distributed_type != DistributedType.NO or args.n_gpu > 1:
         raise UnsupportedGradientError(
             f"{which} trains in one process on one device, and not with {accelerator.distributed_type} on "

@@ -321,7 +321,7 @@ def _other_weights(a: SavedGradients, b: SavedGradients) -> list[ParityFinding]:
         return []
     said = "the two runs have other weights, so their gradients need not agree; load one checkpoint into both"
     if any(len(run.sketches["weights"]) > 1 for run in (a, b)):
-        said += ", or find with --steps which of the steps before has made them"
+        said += ", begin with the same step of training in both (--at), or find with --steps which step has made them"
     return [ParityFinding("weights", said, tuple(wrong))]
 
 

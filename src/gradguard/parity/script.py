@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,11 +23,13 @@ from gradguard.parity.replay import add_signs, flip_weights, precision_of, scale
 from gradguard.parity.saved import GRADIENT, START, SavedParameter, write
 from gradguard.parity.scales import ScriptRun
 from gradguard.parity.shards import LocalParameter, gathered, gathered_settings, gathered_words, local_parameters
-from gradguard.parity.steps import Noted, Stages, StepNotes
+from gradguard.parity.steps import Noted, Stages, StepNotes, enabled_scalers, schedulers_of
 from gradguard.parity.summation import backwards
 from gradguard.parity.whole import WholeParameters, about, local_gradients, local_weights
 from gradguard.state.generators import generator_states, have_drawn
-from gradguard.torch_private import never_compiled
+from gradguard.torch_private import gradients_are_scaled, never_compiled, scaler_states_of
+
+_LOSS_SCALE = "loss scale"
 
 
 class Saved(SystemExit):
@@ -101,6 +104,7 @@ class ScriptGradients(Listener):
         self._weights_then: dict[str, Tensor] = {}
         self._noted: dict[str, Noted] = {}
         self._facts: dict[str, float] = {}
+        self._is_clipped_scaled = False
         self.refusal, self.done = "", False
 
     def on_begin(self) -> None:
@@ -150,6 +154,7 @@ class ScriptGradients(Listener):
         self._dtypes = [self._stack.enter_context(precision_of(root)) for _, root, _ in named]
         self._stack.enter_context(backwards(self._run.scale))
         self._notes = StepNotes(self._local, self._stepping, [(front, root) for front, root, _ in named])
+        self._notes.left_out |= self._copies_of([root for _, root, _ in named])
         for one in self._known:
             self._watch(one)
         self._start_step()
@@ -184,6 +189,7 @@ class ScriptGradients(Listener):
     def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> None:
         """Count micro-batches; what was looked at before a clip is no longer all."""
         del losses, weights
+        self._leave_if_over()
         if self._step.is_over:  # a forward pass of no module
             self._refused(self._end_step)
         step = self._step
@@ -204,6 +210,8 @@ class ScriptGradients(Listener):
             self._compare(self._local)
         else:
             self._step.before_clip, self._step.is_taken = self._looked_at(self._local), False
+            if _LOSS_SCALE in self._facts and self._are_scaled():
+                self._is_clipped_scaled = True
             self._turn(self._in({id(p) for p in parameters}))
 
     def on_clipped(self, event: ClipEvent) -> None:
@@ -216,7 +224,13 @@ class ScriptGradients(Listener):
         if isinstance(loss, Tensor) and isinstance(scaled, Tensor) and loss.numel() == 1:
             before, after = float(loss.detach()), float(scaled.detach())
             if before and math.isfinite(after / before):
-                self._facts["loss scale"] = after / before
+                self._facts[_LOSS_SCALE] = after / before
+
+    def _are_scaled(self) -> bool:
+        """Tell whether no GradScaler has unscaled the gradients of an optimizer in this step."""
+        pairs = [(scaler, one) for scaler in enabled_scalers(schedulers_of([])) for one in self._known]
+        met = [(scaler, one) for scaler, one in pairs if id(one) in scaler_states_of(scaler)]
+        return all(gradients_are_scaled(scaler, one) for scaler, one in met)
 
     def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
         """A step was left out, or made: what follows is another one."""
@@ -266,6 +280,7 @@ class ScriptGradients(Listener):
 
     def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
         """Take the gradients of an optimizer's step."""
+        self._leave_if_over()
         if evaluation == 0:
             self._refused(lambda: self._take(optimizer))
         else:
@@ -357,10 +372,12 @@ class ScriptGradients(Listener):
     def _of(self, optimizer: Optimizer) -> list[LocalParameter]:
         known = {id(p.parameter) for p in (*self._local, *self._notes.stepped)}
         given = [p for p in parameters_of(optimizer) if p.requires_grad]
-        if foreign := sum(id(p) not in known for p in given):
+        if foreign := [list(p.shape) for p in given if id(p) not in known]:
             raise UnsupportedGradientError(
-                f"{foreign} of the {len(given)} parameters of {type(optimizer).__name__} belong to no model that was "
-                "called before the step (weights of an engine of its own, such as DeepSpeed's?): call "
+                f"{len(foreign)} of the {len(given)} parameters of {type(optimizer).__name__} belong to no model that "
+                f"was called before the step, the first of shape {foreign[0]}. A tensor beside the model (a "
+                "temperature, log_alpha) has no name from outside: make it a parameter of a module that is called. "
+                "For weights of an engine of its own, such as DeepSpeed's, call "
                 "gradguard.save_gradients(file, model, step) in the script."
             )
         return [p for p in self._in({id(p) for p in given}) if p.name not in self._step.about]
@@ -387,16 +404,44 @@ class ScriptGradients(Listener):
                 "weights": [whole.weights(one) for one in weights],
                 "contrasts": whole.contrasts(first.gradients),
             },
-            {"micro-batches": float(max(first.backwards, 1)), **self._facts},
+            {"micro-batches": float(max(first.backwards, 1)), **self._known_factors()},
             random=any(gathered(have_drawn(self._states))),
             epsilon=epsilon,
             clipped=any(gathered(first.is_doubtful)),
             settings=gathered_settings(self._notes.settings),
             stages=stages.saved(whole, epsilon),
-            left_out=gathered_words(self._notes.left_out),
+            left_out=gathered_words(self._notes.left_out | self._not_stepped(first)),
         )
         write(self._file, saved)
         self.done = True
+
+    def _known_factors(self) -> dict[str, float]:
+        if not self._is_clipped_scaled:
+            return self._facts
+        words = {_LOSS_SCALE: "the loss scale: a clip came before unscale_"}
+        return {words.get(name, name): value for name, value in self._facts.items()}
+
+    def _not_stepped(self, step: _Step) -> dict[str, None]:
+        """Return the trained parameters that are in no optimizer, in words."""
+        left = [p.name for p in self._local if p.name not in step.about and p.parameter.requires_grad]
+        return {f"{name}, which is in no optimizer": None for name in left}
+
+    def _copies_of(self, trained: Sequence[nn.Module]) -> dict[str, None]:
+        """Return the other models with as many weights of the same shapes, such as averages, in words."""
+        shapes = [_shapes_of(root) for root in trained]
+        others = [one for one in self._modules() if not any(one is root for root in trained)]
+        copies = [type(one).__name__ for one in others if (own := _shapes_of(one)) and own in shapes]
+        return {f"the weights of a second model, {name} (an average, a target?)": None for name in copies}
+
+    def _leave_if_over(self) -> None:
+        """End the process if the script has caught what should have ended it, and goes on."""
+        if not (self.done or self.refusal):
+            return
+        if self.refusal:
+            sys.stderr.write(f"gradguard: {self.refusal}\n")
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0 if self.done else 2)
 
     def _refused(self, act: Callable[[], None]) -> None:
         """Run ``act``; what it refuses ends the script, and is said once behind it."""
@@ -411,6 +456,10 @@ class ScriptGradients(Listener):
 def _shares(a: tuple[Any, Tensor] | None, b: tuple[Any, Tensor] | None) -> bool:
     """Tell whether two gradients are one in memory."""
     return a is not None and b is not None and a[1].data_ptr() == b[1].data_ptr()
+
+
+def _shapes_of(root: nn.Module) -> Counter[torch.Size]:
+    return Counter(p.shape for p in root.parameters())
 
 
 def _ids_of(root: nn.Module) -> set[int]:

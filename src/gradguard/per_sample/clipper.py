@@ -107,6 +107,10 @@ class PerSampleGradientClipper:
             ``"token_mean"``: the mean over all rows (tokens, pixels) of the batch, of which samples have different
             numbers. A sample's own loss is then the mean over its own rows; its gradient is multiplied by the number of
             all rows over B times that of its own, which are counted at each step. Needs ``check=True``.
+            ``"share"`` takes any loss that is computed from what ``module`` returns: a sample's gradient is its share
+            of the loss's own gradient, what flows back through its part of the outputs. Shares add up to the plain
+            gradient, which ``.grad`` is where none is clipped. No bound of one sample follows, because the share of
+            each may depend on the others. Needs ``check=True``.
         mode: ``"fast"``, or ``"exact"``, which holds all per-sample gradients for `per_sample_gradients` and
             `clipped_gradients`. Both give the same result.
         scaler: The `torch.amp.GradScaler` that scales the loss, if any. Norms are unscaled before they are compared,
@@ -120,6 +124,7 @@ class PerSampleGradientClipper:
 
     Attributes:
         statistics: `PerSampleStatistics` of the last mini-batch; not private.
+        loss_reduction: As it was given.
         loss_divisor: What a trainer divides each loss by, for an adapter that undoes it in backward.
         step_advice: What to call, in the error that an optimizer's step raises while clipped mini-batches wait.
 
@@ -179,12 +184,13 @@ class PerSampleGradientClipper:
             attached.callback(stop_synchronizing(module))
             module = unwrapped(module)
             self.module, self.norm_clipper = module, norm_clipper
-            self._reduction, self._mode, self._scaler = loss_reduction, mode, scaler
+            self.loss_reduction, self._mode, self._scaler = loss_reduction, mode, scaler
             attached.callback(run_uncompiled(module))
             attached.callback(follow(module))
             rehearse = Rehearsal(loss_reduction, check == "warn") if check else None
             scale = lambda: float(self._scaler_scale()) / self.loss_divisor  # noqa: E731
-            self._loss_check = LossCheck(loss_reduction, batch_first, scale, check == "warn") if check else None
+            is_own = check and loss_reduction != "share"
+            self._loss_check = LossCheck(loss_reduction, batch_first, scale, check == "warn") if is_own else None
             self._tracker = CallTracker(
                 module, batch_first, places_of_parameters(module), loss_reduction, rehearse, self._loss_check
             )
@@ -413,8 +419,9 @@ class PerSampleGradientClipper:
         """Fill ``.grad`` of every trained parameter, and start anew; call it once before ``optimizer.step()``.
 
         ``.grad`` becomes the average of the clipped gradients of all N samples since the last call (their sum for
-        ``loss_reduction="sum"``), in the parameter's dtype. It is assigned, not added. Under DistributedDataParallel
-        or FSDP2 the samples are those of all processes, which each call this once; it is one all-reduce.
+        ``loss_reduction="sum"``, and for ``"share"`` the mean of processes' sums), in the parameter's dtype. It
+        is assigned, not added. Under DistributedDataParallel or FSDP2 the samples are those of all processes, which
+        each call this once; it is one all-reduce.
 
         Returns:
             What noise is scaled by: ``max_norm`` for each parameter, and ``batch_size`` N.
@@ -565,7 +572,9 @@ class PerSampleGradientClipper:
         calls = list(self._tracker.last_calls.values())
         if not calls:
             raise InvalidValueError("verify() needs a batch: call the module once, with gradients, before it.")
-        found = [compare(self._tracker, call, range(min(samples, call.batch_size)), self._reduction) for call in calls]
+        found = [
+            compare(self._tracker, call, range(min(samples, call.batch_size)), self.loss_reduction) for call in calls
+        ]
         if None in found:
             raise InvalidValueError("verify() sees no tensor in what the module returns that has a gradient.")
         return max(comparison.largest for comparison in found if comparison is not None)
@@ -598,7 +607,7 @@ class PerSampleGradientClipper:
         if self._scaler is not None:
             any_finite = total.isfinite().any()
             self._finite = any_finite if self._finite is None else self._finite | any_finite
-        self._accumulation.begin(1.0 if self._reduction == "sum" else float(size))
+        self._accumulation.begin(1.0 if self._adds_up else float(size))
         share = scale / self._accumulation.unit
         factor_of = {name: factor for group, factor in zip(self._groups, factors, strict=True) for name in group}
         self._clipped_by = factor_of, bad
@@ -654,7 +663,7 @@ class PerSampleGradientClipper:
         with undisturbed(call.pattern.module):
             recorded.before.restore()
             others = [i for i in range(call.batch_size) if i != sample]
-            return compare(self._tracker, call, [sample, *others], self._reduction, alone=1)
+            return compare(self._tracker, call, [sample, *others], self.loss_reduction, alone=1)
 
     def _keep(self, mini_batch: MiniBatch) -> dict[str, Contribution]:
         """Hold every per-sample gradient, in the scale of a sample's own loss."""
@@ -675,8 +684,8 @@ class PerSampleGradientClipper:
     def _sample_scale(self, size: int) -> Tensor | float:
         """Return the factor from backward's gradients to those of each sample's own loss."""
         self._loss_scale = self._scaler_scale()
-        if self._reduction != "token_mean":
-            return (1 if self._reduction == "sum" else size) / self._loss_scale
+        if self.loss_reduction != "token_mean":
+            return (1 if self._adds_up else size) / self._loss_scale
         assert self._loss_check is not None
         factors = self._loss_check.factors
         if factors is None:
@@ -716,8 +725,15 @@ class PerSampleGradientClipper:
             smallest += torch.where(self._finite, 0.0, torch.inf).to(smallest)
             self._finite = None
 
+    @property
+    def _adds_up(self) -> bool:
+        """Whether the samples' gradients add up to that of the loss, and are not averaged."""
+        return self.loss_reduction in ("sum", "share")
+
     def _divisor(self, size: int) -> int:
-        return 1 if self._reduction == "sum" else max(size, 1)
+        if self.loss_reduction == "share":  # of the process' own loss: DistributedDataParallel averages their gradients
+            return rank_and_size(self._group)[1]
+        return 1 if self._adds_up else max(size, 1)
 
     def _taken(self, factor: float | None) -> ClippedSums:
         self._accumulation.check("take")

@@ -218,7 +218,16 @@ def _of_dict(name: str, held: Mapping[Any, Any]) -> _Container:
 
 
 def _of_hooks(name: str, table: Mapping[int, Any]) -> _Container:
-    return _Container(name, table.values(), lambda: list(enumerate(table.values())))
+    """The hooks of a table; one that is there once more does what it has done, and treats samples apart as often."""
+    return _Container(name, table.values(), lambda: list(enumerate({_code_of(h): h for h in table.values()}.values())))
+
+
+def _code_of(hook: Any) -> Hashable:
+    """Return the code of a function that holds nothing, which may be made anew each time; else the hook itself."""
+    if not isinstance(hook, FunctionType):
+        return _Itself(hook)
+    holds = hook.__closure__ or hook.__defaults__ or hook.__kwdefaults__ or vars(hook)
+    return _Itself(hook) if holds else (hook.__code__, id(hook.__globals__))
 
 
 def _of_value(name: str, value: Any) -> _Container:

@@ -83,7 +83,11 @@ class OperationTrace(TorchFunctionMode):
 
     @never_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._paused and (name := getattr(func, "__name__", "")) not in _READS:
+        if (
+            not self._paused
+            and (name := getattr(func, "__name__", "")) not in _READS
+            and not _is_idle(name, args, kwargs)
+        ):
             self._is_without_data = True
             self._note(func, args, kwargs)
             without_data = self._is_without_data
@@ -200,6 +204,11 @@ class OperationTrace(TorchFunctionMode):
     def pairs(self) -> set[Any]:
         """Pairs of neighbours."""
         return set(zip(self.events, self.events[1:], strict=False))
+
+
+def _is_idle(name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Tell whether a call changes nothing: ``requires_grad_()`` of what has a gradient, as hooks of checkpoints do."""
+    return name == "requires_grad_" and not kwargs and args[0].requires_grad and args[1:] in ((), (True,))
 
 
 class KnownOperations:

@@ -84,7 +84,7 @@ def check_options(
             raise InvalidTypeError(f"{name}={value!r}: expected {expected}, got {type(value).__name__}.")
     check_whole("noise_scale", int(noise_scale), 0)
     for name, value, words in (
-        ("loss_reduction", loss_reduction, ("mean", "sum", "token_mean")),
+        ("loss_reduction", loss_reduction, ("mean", "sum", "token_mean", "share")),
         ("mode", mode, ("fast", "exact")),
         ("check", check, (True, False, "warn")),
     ):
@@ -94,6 +94,12 @@ def check_options(
         raise InvalidValueError(
             f"loss_reduction='token_mean' with check={check!r}: the numbers of rows are read from the loss's graph, "
             "which check=True does."
+        )
+    if loss_reduction == "share" and (check is not True or noise_scale):
+        raise InvalidValueError(
+            f"loss_reduction='share' with check={check!r} and noise_scale={noise_scale!r}: expected check=True, "
+            "because only the comparison with the plain gradient shows that shares add up to it; and no noise_scale, "
+            "which is that of samples' own losses."
         )
 
 

@@ -374,6 +374,11 @@ class _Pair:
 
     def _number(self, position: int) -> str | None:
         """Try out a number as the loss: None if it is the mean (or sum) of what samples give by themselves."""
+        if self._reduction == "share":
+            return (
+                f"{type(self._pattern.module).__name__} returns the loss as a number, in which no sample's share can "
+                "be counted. Compute it outside, from what the module returns for each token or sample."
+            )
         if self._reduction == "token_mean" and self._pattern.looped:
             return (
                 f"{type(self._pattern.module).__name__} returns the mean over its tokens as a number, and its samples "

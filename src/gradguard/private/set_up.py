@@ -150,6 +150,11 @@ def make_private(
             f"gradient_accumulation_steps={parts} cuts Poisson batches, and poisson_sampling=False has none: leave "
             f"one of them out."
         )
+    if loss_reduction not in ("mean", "sum", "token_mean"):
+        raise InvalidValueError(
+            f"loss_reduction={loss_reduction!r}: expected 'mean', 'sum' or 'token_mean'. A share of a loss depends on "
+            "the other samples, so that no bound of what one of them changes follows."
+        )
     module, size = unwrapped(model), check_loader(loader, poisson_sampling, world_size)
     rule = FlatNormClipper(1.0 if max_grad_norm is None else max_grad_norm) if norm_clipper is None else norm_clipper
     refuse_local_thresholds(rule, world_size)
