@@ -26,6 +26,7 @@ EXPECTED = {
     "gradguard/loss": 6.0,
     "gradguard/lr": 0.5,
     "gradguard/accuracy": 0.25,
+    "gradguard/update": 2.0,
     "gradguard/nonfinite_steps": 1,
     "gradguard/skipped_steps": 0,
 }
