@@ -59,9 +59,9 @@ def test_nothing_of_posix_is_needed(tmp_path, code):
 
 # A name that Windows cannot have, of what we write: <>:"|?* and a point or a space at the end.
 def test_folders_and_files_of_ours_have_names_that_any_system_can_have(tmp_path):
-    from gradguard.monitoring.tune.trials import Plan, Trials
+    from gradguard.monitoring.tune.trials import TrialPlan, Trials
     from gradguard.named_rules import CLIPPERS
 
-    trials = Trials(Plan(["train.py"], tmp_path, 1, 1), print)
+    trials = Trials(TrialPlan(["train.py"], tmp_path, 1, 1), print)
     for rule in [*CLIPPERS, "adaptive=0.01,exclude=fc", "value=0.5"]:
         assert not set('<>:"|?*') & set(trials.folder_of(rule, 1).name)

@@ -14,9 +14,9 @@ from gradguard.threshold_rules import (
     FixedNorm,
     Fraction,
     Median,
+    NormRule,
     Percentile,
     PerTensor,
-    Rule,
     ZScore,
 )
 
@@ -43,7 +43,7 @@ class _Name:
     high: float
     clipper: str
     argument: str
-    on_numbers: Callable[..., Rule | PerTensor] | None = None
+    on_numbers: Callable[..., NormRule | PerTensor] | None = None
     needs_number: bool = False
     excludes: bool = False
 
@@ -135,7 +135,7 @@ def clipping_rule(text: str) -> NamedRule:
     return rule
 
 
-def replayed_rule(text: str) -> Callable[[], Rule | PerTensor]:
+def replayed_rule(text: str) -> Callable[[], NormRule | PerTensor]:
     """Return what makes the rule on plain numbers that ``text`` names, without a state.
 
     =============================  =====================================================================================

@@ -32,7 +32,7 @@ from gradguard.threshold_formulas import (
 )
 
 
-class Rule(ABC):
+class NormRule(ABC):
     """A rule for the norm of all gradients, as a function of that norm and of those before it."""
 
     def step(self, norm: float) -> tuple[float, float]:
@@ -53,7 +53,7 @@ class Rule(ABC):
         """
 
 
-class FixedNorm(Rule):
+class FixedNorm(NormRule):
     """One threshold for the whole run, as `clip_grad_norm_` has it.
 
     Args:
@@ -67,7 +67,7 @@ class FixedNorm(Rule):
         """Return PyTorch's coefficient, whose divisor is ``norm + 1e-6``.
 
         Args:
-            norm: As for `Rule.step`.
+            norm: As for `NormRule.step`.
         """
         infinite = math.isinf(self.max_norm)
         return (1.0 if infinite else pytorch_coefficient(PLAIN, norm, self.max_norm)), self.max_norm
@@ -81,7 +81,7 @@ class FixedNorm(Rule):
         return self.max_norm
 
 
-class _Stepwise(Rule):
+class _Stepwise(NormRule):
     """A rule of `gradguard.threshold_formulas`.
 
     Args:
@@ -98,7 +98,7 @@ class _Stepwise(Rule):
         """Return the threshold for ``norm``, and remember it.
 
         Args:
-            norm: As for `Rule.step`.
+            norm: As for `NormRule.step`.
         """
         threshold, changed = self._next(norm, norm > 0)
         self._memory.update(changed)
@@ -136,7 +136,7 @@ class Median(_Stepwise):
         """Return the threshold under a guard that knows what the step does.
 
         Args:
-            norm: As for `Rule.step`.
+            norm: As for `NormRule.step`.
             longest: The norm of gradients that would move the weights by as much as they are long.
         """
         threshold, changed = self._next(norm, norm > 0, longest=longest)

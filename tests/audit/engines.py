@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gradguard.audit.held import Held
+from gradguard.audit.held import HeldPiece
 from gradguard.audit.pieces import summary_of
 
 
@@ -19,7 +19,7 @@ class Model:
 
     world: int
     tensor_parallel: int
-    processes: list[list[Held]]
+    processes: list[list[HeldPiece]]
     pieces: dict[tuple[int, int], tuple[str, int, int]] = field(default_factory=dict)
     true: float = 0.0
 
@@ -55,7 +55,7 @@ def _add(model, name, kind, draw, generator, dp, tp, attributes, fresh):
         claim = "sharded" if attributes == "right" and kind in ("sharded", "expert") else None
         claim = draw.choice(["sharded", None]) if attributes == "wrong" else claim
         square, index = float(gradient.double().norm()) ** 2, len(model.processes[rank])
-        held = Held(names, numel, square, summary_of(gradient), summary_of(weight), claim=claim, index=index)
+        held = HeldPiece(names, numel, square, summary_of(gradient), summary_of(weight), claim=claim, index=index)
         model.processes[rank].append(held)
         holders = dp if parts > 1 else dp * len({r for r in range(tp) if kind != "stage" or r * 2 // tp == 0})
         model.pieces[rank, index] = (kind, part, holders)

@@ -8,7 +8,7 @@ import torch
 from engines import changed, each_copy, first_part_only, local, mean_of_ranks, model_of, once, own_experts, summed
 
 from gradguard.audit.factors import Setting
-from gradguard.audit.held import Held, tensors_of, true_norm
+from gradguard.audit.held import HeldPiece, tensors_of, true_norm
 from gradguard.audit.pieces import summary_of
 from gradguard.audit.probe import Probe, classes_of, elements_value, finding_of
 
@@ -210,7 +210,7 @@ def test_a_constant_weight_is_no_copy_of_one_that_is_not(said):
     gradients = torch.randn(2, 12, generator=torch.Generator().manual_seed(0))
     weights = torch.zeros(12), torch.randn(12, generator=torch.Generator().manual_seed(1))
     processes = [
-        [Held(("expert",), 12, float(g.double().norm()) ** 2, summary_of(g), summary_of(w))]
+        [HeldPiece(("expert",), 12, float(g.double().norm()) ** 2, summary_of(g), summary_of(w))]
         for g, w in zip(gradients, weights, strict=True)
     ]
     (tensor,) = tensors_of(processes, said and {"expert": said})

@@ -13,7 +13,7 @@ from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.show.report import json_summary, text_summary
-from gradguard.monitoring.show.sinks.base import Window
+from gradguard.monitoring.show.sinks.base import DashboardWindow
 
 USUAL, SPIKES = [1.0] * 20, [20.0] * 10
 
@@ -148,7 +148,7 @@ def test_what_was_logged_after_the_step_belongs_to_it(tmp_path):
 
 
 def test_a_dashboard_gets_the_number_of_roll_backs():
-    window = Window()
+    window = DashboardWindow()
     window.add({"t": "step", "i": 0, "norm": 1.0})
     assert "roll_backs" not in window.scalars()
     window.add({"t": "event", "i": 0, "kind": "rolled_back"})

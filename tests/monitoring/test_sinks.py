@@ -13,7 +13,7 @@ from gradguard.monitoring.observe import record_buffer
 from gradguard.monitoring.observe.monitor import Monitor
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.show.sinks import Sinks, open_sink
-from gradguard.monitoring.show.sinks.base import Window
+from gradguard.monitoring.show.sinks.base import DashboardWindow
 from gradguard.monitoring.show.sinks.lines import JsonLinesSink
 
 NORMS = [1.0, 2.0, 9.0, 4.0]
@@ -75,7 +75,7 @@ def step(i, **fields):
     ],
 )
 def test_a_window_is_about_ten_numbers(steps, expected):
-    window = Window()
+    window = DashboardWindow()
     for line in steps:
         window.add(line)
     assert window.scalars() == pytest.approx(expected)

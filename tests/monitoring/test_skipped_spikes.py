@@ -9,7 +9,7 @@ import gradguard as gg
 from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.record.steps import is_search_of_scale
-from gradguard.monitoring.show.sinks.base import Window
+from gradguard.monitoring.show.sinks.base import DashboardWindow
 
 
 def recorded(path, blind=False):
@@ -38,7 +38,7 @@ def test_the_record_tells_a_spike_from_a_step_that_was_not_finite(tmp_path, blin
 
 
 def test_a_dashboard_gets_their_number():
-    window = Window()
+    window = DashboardWindow()
     window.add({"t": "step", "i": 0, "norm": 1.0, "skipped": True})
     assert "skipped_spikes" not in window.scalars()
     window.add({"t": "step", "i": 1, "norm": 90.0, "skipped": True, "spike": True})

@@ -11,7 +11,7 @@ from runs import drawn, rounded, saved
 
 from gradguard.errors import RecordError
 from gradguard.parity.compare import compare, facts_of
-from gradguard.parity.judge import Measured, bar_of, in_ranges, least_squares, name_of_factor, norm
+from gradguard.parity.judge import MeasuredGradient, bar_of, in_ranges, least_squares, name_of_factor, norm
 from gradguard.parity.saved import read, write
 
 SHAPES = {"embed": (50, 8), "norm": (8,), "up": (8, 32), "down": (32, 8), "bias": (1,)}
@@ -50,7 +50,7 @@ def test_three_bars_are_the_limit(times, verdict):
 
 def test_the_bar_of_few_elements_is_wider():
     def measured(shape):
-        return Measured(shape, 0.0, [1.0] * 32, [[1.001] * 32])
+        return MeasuredGradient(shape, 0.0, [1.0] * 32, [[1.001] * 32])
 
     assert bar_of(measured(())) == pytest.approx(5e-3)
     assert bar_of(measured((4,))) == pytest.approx(2e-3)

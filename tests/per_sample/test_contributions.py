@@ -13,7 +13,7 @@ from gradguard.per_sample.contributions import (
     Materialized,
     Outer,
     Recomputed,
-    Rows,
+    TableRows,
     Tied,
     blank_rows,
     row_squares,
@@ -34,10 +34,10 @@ def outer(dtype: torch.dtype = torch.float64, positions: int = T, size: int = B)
     return Outer(left, right), torch.einsum("btl,btr->blr", left, right)
 
 
-def rows(dtype: torch.dtype = torch.float64, positions: int = 9, size: int = B) -> tuple[Rows, Tensor]:
+def rows(dtype: torch.dtype = torch.float64, positions: int = 9, size: int = B) -> tuple[TableRows, Tensor]:
     """More positions than rows of the table, so that ids meet."""
     ids, values = torch.randint(0, V, (size, positions)), torch.randn(size, positions, D, dtype=dtype)
-    return Rows(ids, values, torch.Size((V, D))), table(ids, values)
+    return TableRows(ids, values, torch.Size((V, D))), table(ids, values)
 
 
 def table(ids: Tensor, values: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def poison_one(contribution: Contribution) -> Contribution:
     """NaN in all that sample 1 holds."""
     if isinstance(contribution, Outer):
         contribution.left[1], contribution.right[1] = float("nan"), float("nan")
-    elif isinstance(contribution, Rows):
+    elif isinstance(contribution, TableRows):
         contribution.values[1] = float("nan")
     elif isinstance(contribution, Tied):
         poison_one(contribution.looked_up)
@@ -200,17 +200,17 @@ def test_rows_that_meet(ids, dtype):
         "pairs": torch.arange(V).repeat(B, 1) // 2,
     }[ids]
     values = torch.randn(B, V, D, dtype=dtype)
-    assert_matches(Rows(chosen, values, torch.Size((V, D))), table(chosen, values), TOLERANCE[dtype])
+    assert_matches(TableRows(chosen, values, torch.Size((V, D))), table(chosen, values), TOLERANCE[dtype])
 
 
 def test_rows_of_a_broadcast_value():
     ids, values = torch.randint(0, V, (B, T)), torch.randn(B, 1, D, dtype=torch.float64).expand(B, T, D)
-    assert_matches(Rows(ids, values, torch.Size((V, D))), table(ids, values), 1e-12)
+    assert_matches(TableRows(ids, values, torch.Size((V, D))), table(ids, values), 1e-12)
 
 
 def test_rows_without_positions():
     ids, values = torch.zeros(B, 0, dtype=torch.long), torch.zeros(B, 0, D, dtype=torch.float64)
-    assert_matches(Rows(ids, values, torch.Size((V, D))), torch.zeros(B, V, D, dtype=torch.float64), 1e-12)
+    assert_matches(TableRows(ids, values, torch.Size((V, D))), torch.zeros(B, V, D, dtype=torch.float64), 1e-12)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -234,7 +234,7 @@ def test_tied_uses_that_cancel_are_done_again(rest):
     left = torch.zeros(B, 1, V)
     left[:, :, 2] = -1
     right = values + rest * torch.randn(B, 1, D)
-    contribution = Tied(Rows(ids, values, torch.Size((V, D))), Outer(left, right))
+    contribution = Tied(TableRows(ids, values, torch.Size((V, D))), Outer(left, right))
     truth = (values.double() - right.double()).square().sum((1, 2))
     torch.testing.assert_close(squares_of(contribution), truth, rtol=1e-5, atol=1e-30)
 
@@ -262,7 +262,7 @@ def test_together_with_a_bad_sample(mix):
 def test_together_keeps_the_cheap_forms():
     kinds = {
         ("outer", "outer"): Outer,
-        ("rows", "rows"): Rows,
+        ("rows", "rows"): TableRows,
         ("outer", "rows"): Tied,
         ("rows", "outer", "rows"): Tied,
         ("kept", "outer"): Materialized,
@@ -367,4 +367,4 @@ def test_wide_copies_nothing_that_is_wide():
 
 def test_every_form_is_a_contribution():
     found = {name for name, kind in vars(contributions).items() if isinstance(kind, type)}
-    assert {"Materialized", "Recomputed", "Rows", "Outer", "Tied"} <= found
+    assert {"Materialized", "Recomputed", "TableRows", "Outer", "Tied"} <= found

@@ -18,7 +18,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample import call_tracker, rehearsal, sample_loop, witness
 from gradguard.per_sample.call_tracker import CallTracker
 from gradguard.per_sample.comparison import Comparison
-from gradguard.per_sample.module_state import ModuleState
+from gradguard.per_sample.module_state import StateReader
 from gradguard.per_sample.operation_trace import KnownOperations, OperationTrace
 from gradguard.per_sample.rehearsal import Rehearsal
 from gradguard.per_sample.witness import Witness
@@ -264,7 +264,7 @@ MUTANTS = {
     "what is new is not tried out": (patch.object(Rehearsal, "_try", nothing), "a wide clamp"),
     "gates stay shut in the trial": (
         patch.object(rehearsal, "_float64", lambda t, g, one=rehearsal._float64: one(t, None)), "a gate behind data"),
-    "attributes and hooks are not looked at": (patch.object(ModuleState, "look", lambda s: 0), "a backward hook"),
+    "attributes and hooks are not looked at": (patch.object(StateReader, "look", lambda s: 0), "a backward hook"),
     "sizes are not tried out": (patch.object(Rehearsal, "_try_size", nothing), "the last of many"),
     "reading values counts for nothing": (patch.object(CallTracker, "_take_samples", nothing), "one value decides"),
 }  # fmt: skip

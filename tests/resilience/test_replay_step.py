@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from gradguard.cli import main
 from gradguard.errors import CommandError, InvalidTypeError, InvalidValueError, RecordError, UnsupportedGradientError
 from gradguard.resilience import Batches, SampleIds, find_culprit, write_evidence
-from gradguard.resilience.evidence import Evidence, EvidenceBatch, read_evidence
+from gradguard.resilience.evidence import EvidenceBatch, StepEvidence, read_evidence
 from gradguard.resilience.plain_file import PlainWriter
-from gradguard.resilience.replay_step import Measured, StateResult, judge, replay_step
+from gradguard.resilience.replay_step import MeasuredBatch, StateResult, judge, replay_step
 
 SCRIPT = """
 import torch
@@ -353,12 +353,14 @@ def test_fsdp1_is_refused(tmp_path, monkeypatch):
 
 
 def of(step, suspect, other, norm=1.0, other_norm=1.0):
-    return StateResult(step, f"before step {step}", (Measured(suspect, norm),), (Measured(other, other_norm),) * 6)
+    return StateResult(
+        step, f"before step {step}", (MeasuredBatch(suspect, norm),), (MeasuredBatch(other, other_norm),) * 6
+    )
 
 
 def evidence(loss=None, others=None):
     batch = EvidenceBatch(50, 0, (1,), loss, None, {})
-    return Evidence(50, 0, "", (batch,), (replace(batch, step=49, loss=others),) * 6, {}, True, (), {})
+    return StepEvidence(50, 0, "", (batch,), (replace(batch, step=49, loss=others),) * 6, {}, True, (), {})
 
 
 TABLE = {

@@ -59,7 +59,7 @@ class Sketch:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldPiece:
     """The part of one tensor on one process.
 
     Attributes:
@@ -88,15 +88,15 @@ class Held:
     index: int = 0
     whole: int | None = None
 
-    def is_like(self, other: "Held") -> bool:
+    def is_like(self, other: "HeldPiece") -> bool:
         """Tell whether the gradients can be those of copies: they differ by no more than the dtype's rounding."""
         return self.gradient.is_close(other.gradient, _TOLERANCES.get(other.dtype, 2e-2))
 
 
-Holder = tuple[int, Held]
+Holder = tuple[int, HeldPiece]
 """A rank, and a piece that it holds."""
 
-Processes = Sequence[Sequence[Held]]
+Processes = Sequence[Sequence[HeldPiece]]
 """The pieces of each rank, by rank."""
 
 Groups = Mapping[str, Claim]
@@ -104,7 +104,7 @@ Groups = Mapping[str, Claim]
 
 
 @dataclass(slots=True)
-class Part:
+class TensorPart:
     """One part of a tensor, and who holds it.
 
     Attributes:
@@ -116,7 +116,7 @@ class Part:
     differ: bool = False
 
     @property
-    def first(self) -> Held:
+    def first(self) -> HeldPiece:
         """The first copy."""
         return self.holders[0][1]
 
@@ -135,7 +135,7 @@ class Part:
         """Number of elements."""
         return self.first.numel
 
-    def join(self, other: "Part", differ: bool = False) -> None:
+    def join(self, other: "TensorPart", differ: bool = False) -> None:
         """Take the copies of ``other`` for copies of this part.
 
         Args:
@@ -159,7 +159,7 @@ class Tensor:
     """
 
     names: tuple[str, ...]
-    parts: list[Part]
+    parts: list[TensorPart]
     unknown: bool = False
     drift: float = 0.0
     contradiction: str = ""
@@ -267,7 +267,7 @@ def _together(names: tuple[str, ...], pieces: Sequence[Holder], said: Claim | No
     tensor, groups_of = Tensor(names, []), list[tuple]()
     for (group, _), holders in claimed.items():
         first = holders[0][1]
-        part = Part(holders, not all(h.is_like(first) for _, h in holders))
+        part = TensorPart(holders, not all(h.is_like(first) for _, h in holders))
         tensor.drift = max(tensor.drift, *(drift(first, h) for _, h in holders))
         for known, its_group in zip(tensor.parts, groups_of, strict=True):
             is_one_layout = its_group == group
@@ -289,7 +289,7 @@ def _together(names: tuple[str, ...], pieces: Sequence[Holder], said: Claim | No
     return tensor
 
 
-def relation(one: Held, other: Held, said: Claim | None = None) -> Relation:
+def relation(one: HeldPiece, other: HeldPiece, said: Claim | None = None) -> Relation:
     """Tell what two pieces of one name are to each other, on different processes.
 
     Weights decide where they are not constant: those of copies are equal, those of parts are not. Gradients decide
@@ -322,7 +322,7 @@ def relation(one: Held, other: Held, said: Claim | None = None) -> Relation:
     return "same" if tells else "unknown"
 
 
-def contradiction(one: Held, other: Held, said: Claim | None) -> str:
+def contradiction(one: HeldPiece, other: HeldPiece, said: Claim | None) -> str:
     """Return why two pieces of one name cannot be what is said of them, in words; empty if they can.
 
     Args:
@@ -355,7 +355,7 @@ def contradictions(tensors: Tensors) -> list[NormFinding]:
     return found
 
 
-def drift(one: Held, other: Held) -> float:
+def drift(one: HeldPiece, other: HeldPiece) -> float:
     """Return how far apart two weights of one size are, relative to the larger: of copies 0."""
     size = max(math.hypot(h.weight.spread, h.weight.mean * math.sqrt(h.numel)) for h in (one, other))
     apart = one.weight.distance(other.weight) * max(one.weight.spread, other.weight.spread)

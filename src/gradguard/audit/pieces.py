@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.audit.coefficients import Applied
-from gradguard.audit.held import Held, Sketch
+from gradguard.audit.held import HeldPiece, Sketch
 from gradguard.distributed.deepspeed import holds_gradients_itself, slices_of
 from gradguard.distributed.megatron import claims_to_be_part
 from gradguard.distributed.placements import (
@@ -62,7 +62,7 @@ class Piece:
         self._names.append(name)
         self._parameters.append(parameter)
 
-    def held(self, index: int) -> Held:
+    def held(self, index: int) -> HeldPiece:
         """Return it in a few numbers; a collective if the gradient is Partial."""
         p = self._parameters[0]
         values = local_part(added_up(self._grad)).detach()
@@ -70,7 +70,7 @@ class Piece:
         weight = summary_of(local_part(p.detach())) if laid_out_alike else Sketch()
         square = float(torch.linalg.vector_norm(_wide(values).flatten())) ** 2 if values.numel() else 0.0
         dtype = str(self._grad.dtype).removeprefix("torch.")
-        return Held(
+        return HeldPiece(
             tuple(self._names), self._real, square, summary_of(values), weight, dtype, self._group, self._part,
             "sharded" if claims_to_be_part(p) else None,
             index, self._whole,

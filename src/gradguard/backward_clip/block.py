@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from gradguard.backward_clip.calibration import Calibration
 from gradguard.backward_clip.graph import raise_if_freed
-from gradguard.backward_clip.hooks import Clipping, Observer
+from gradguard.backward_clip.hooks import Clipping, GradientObserver
 from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipNonfinite, check_thresholds
 from gradguard.backward_clip.scopes import LossScale, LossScope, Scope, Target, TargetScope, active
 from gradguard.backward_clip.statistics import ErrorClipStats
@@ -141,7 +141,7 @@ def _scope(target: object, clipping: Clipping, scale: LossScale | None) -> Scope
     return TargetScope(clipping, scale, targets)
 
 
-def _observer(rule: BaseErrorClip, stats: object) -> Observer | None:
+def _observer(rule: BaseErrorClip, stats: object) -> GradientObserver | None:
     if isinstance(rule, Calibration):
         if stats is not None:
             raise InvalidTypeError("a calibration is its own statistics: leave stats= out.")

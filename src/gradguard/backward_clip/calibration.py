@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.hooks import Observer
+from gradguard.backward_clip.hooks import GradientObserver
 from gradguard.backward_clip.module_timeline import ModuleTimeline
 from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipByValue
 from gradguard.errors import InvalidValueError
@@ -64,7 +64,7 @@ def calibrate_error_clip(model: nn.Module | None = None, *, steps: int = 20, fac
     return Calibration(ModuleTimeline(model) if model is not None else None, steps, factor)
 
 
-class Calibration(BaseErrorClip, Observer):
+class Calibration(BaseErrorClip, GradientObserver):
     """A record of the largest element of each gradient, step by step, as `calibrate_error_clip` makes it.
 
     Printing it shows a table.

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradguard.backward_clip.block import checked_rule, checked_stats
 from gradguard.backward_clip.calibration import Calibration
 from gradguard.backward_clip.graph import COMPILED, operation, root_of, walk
-from gradguard.backward_clip.hooks import Clipping, Gradients, Observer, Roots
+from gradguard.backward_clip.hooks import Clipping, GradientObserver, Gradients, Roots
 from gradguard.backward_clip.rules import BaseErrorClip, Kind, decode_rule, encode_rule
 from gradguard.backward_clip.scopes import LossScale, loss_scale
 from gradguard.backward_clip.statistics import ErrorClipStats
@@ -158,7 +158,7 @@ def _attach(
     kind: Kind,
     thresholds: tuple[Tensor, ...],
     scale: float | Tensor | None,
-    observer: Observer | None,
+    observer: GradientObserver | None,
     values: list[Tensor],
 ) -> list[Tensor]:
     """Install the hooks: called in eager code, and by the tracers of the compiler, which may call it several times."""
@@ -181,7 +181,7 @@ def _attach(
 class _BeginBackward:
     """Tells statistics where a backward through an attached clip begins and ends."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: GradientObserver) -> None:
         self.observer, self.task = observer, -1
 
     def __call__(self, grads: Gradients) -> None:

@@ -33,7 +33,7 @@ class NodeObserver(Protocol):
         ...
 
 
-class Observer:
+class GradientObserver:
     """Something that is shown each gradient on its way through a rule: statistics, a calibration."""
 
     def row(self, node: Node, name: str, sources: str) -> NodeObserver:
@@ -60,7 +60,7 @@ class Clipping:
 
     unscaled_rule: BaseErrorClip
     leaves: bool = False
-    observer: Observer | None = None
+    observer: GradientObserver | None = None
     rule: BaseErrorClip = field(init=False)
     scale: float | Tensor | None = None
     overflow_stays: bool = False

@@ -14,7 +14,7 @@ _ADDS = frozenset(["Add", "Rsub", "Stack", "Sub"])
 _MAY_DROP_DIMENSIONS = REARRANGES - {"Alias", "Clone"}
 
 
-class Step(NamedTuple):
+class NodeAction(NamedTuple):
     """The clip at one node."""
 
     node: Node
@@ -26,7 +26,7 @@ class Step(NamedTuple):
     """The names of the nodes whose backward makes the gradients of its slots."""
 
 
-def steps_through(graph: Graph, roots_too: bool, excluded: AbstractSet[Slot]) -> list[Step]:
+def steps_through(graph: Graph, roots_too: bool, excluded: AbstractSet[Slot]) -> list[NodeAction]:
     """Return the nodes of ``graph`` with something to clip, in the order of the backward.
 
     Args:
@@ -57,7 +57,7 @@ def steps_through(graph: Graph, roots_too: bool, excluded: AbstractSet[Slot]) ->
         if numbers:
             users = [user for number in slots[position] for user, _ in graph.consumers[position, number]]
             sources = ", ".join(dict.fromkeys(graph.nodes[user].name() for user in users))
-            steps.append(Step(node, tuple(numbers), node.name(), sources))
+            steps.append(NodeAction(node, tuple(numbers), node.name(), sources))
     return steps
 
 

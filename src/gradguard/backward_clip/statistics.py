@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.hooks import Observer
+from gradguard.backward_clip.hooks import GradientObserver
 from gradguard.backward_clip.module_timeline import ModuleTimeline
 from gradguard.backward_clip.rules import BaseErrorClip, clamp_bounds
 from gradguard.listeners import ClipEvent, is_heard, rule_of, tell
-from gradguard.tensors.host_copy import Event, copy_to_host
+from gradguard.tensors.host_copy import DeviceEvent, copy_to_host
 from gradguard.tensors.layout import move
 
 Count = int | Tensor
@@ -88,12 +88,12 @@ class ErrorClipStats:
         """Forget all counts; go on naming modules."""
         self._rows: dict[tuple[str, str], _OpCounts] = {}
         self._first: FirstNonfinite | None = None
-        self._unread: list[tuple[int, list[tuple[_OpCounts, str, int]], Tensor, Event | None]] = []
+        self._unread: list[tuple[int, list[tuple[_OpCounts, str, int]], Tensor, DeviceEvent | None]] = []
         self._pending: list[tuple[_OpCounts, str, int, Tensor]] = []
         self._loss: Tensor | None = None
         self._blocks = 0
 
-    def observer(self, rule: BaseErrorClip) -> Observer:
+    def observer(self, rule: BaseErrorClip) -> GradientObserver:
         """Return what the gradients of blocks with ``rule`` are shown to; who listens hears of each at its end."""
         return _Block(self, rule)
 
@@ -211,7 +211,7 @@ class _OpCounts:
         return OpStatistics(self.op, self.module, self.gradients, self.elements, clipped, nonfinite)
 
 
-class _Block(Observer):
+class _Block(GradientObserver):
     """Counts the clips of one block, or of one backward through an attached clip, and tells those who listen."""
 
     def __init__(self, stats: ErrorClipStats, rule: BaseErrorClip) -> None:

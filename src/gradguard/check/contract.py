@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradguard.check.function import Function
-from gradguard.check.layouts import FLAGGED, Layout, layouts_of
+from gradguard.check.layouts import FLAGGED, InputLayout, layouts_of
 from gradguard.check.report import Finding
 from gradguard.torch_private import each_operation
 
@@ -270,7 +270,7 @@ class Contract:
 
     def _scaled(self, leaves: list[Tensor], outputs: list[Tensor]) -> None:
         """Give grad_outputs in all layouts, with other signs and sizes, and zeros."""
-        wrong: list[Layout] = []
+        wrong: list[InputLayout] = []
         for layout in layouts_of(self.shaped):
             words = layout.words.format("grad_output")
             if any(part in wrong for part in layout.parts):
@@ -369,7 +369,7 @@ class Contract:
             return [{i for i in range(count) if mask >> i & 1} for mask in range(1, 2 ** max(0, count - 1))]
         return [{i for i in range(count) if i >> bit & 1} for bit in range((count - 1).bit_length())]
 
-    def _of_inputs(self, layout: Layout | None, some: set[int] | None) -> Finding | None:
+    def _of_inputs(self, layout: InputLayout | None, some: set[int] | None) -> Finding | None:
         """Return what is wrong with inputs that are laid out otherwise, or of which only ``some`` need a gradient.
 
         To refuse a layout is no fault.
@@ -407,7 +407,7 @@ class Contract:
             return found
         return None if self._is_rounding(values - self.usual_values, gradient - expected) else found
 
-    def _words_for(self, layout: Layout | None, some: set[int] | None) -> str:
+    def _words_for(self, layout: InputLayout | None, some: set[int] | None) -> str:
         if layout is not None:
             return layout.words.format("inputs").replace("that begins", "that begin")
         names = [self.function.inputs[i].name for i in sorted(some or ())]

@@ -29,7 +29,7 @@ LITTLE_OF_TYPICAL = 1e-3
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class ElementVerdict:
     """The verdict on one direction: ``kind`` is one of ok, kink, jump, singular, nan, mismatch, undecided."""
 
     kind: str
@@ -43,7 +43,7 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepSize:
     """Derivatives from above and below at one step, of cotangent · outputs; NaN where the function is not finite."""
 
     size: float
@@ -61,7 +61,7 @@ class _Step:
         return (self.above + self.below) / 2
 
 
-def examine(differences: Differences, direction: Tensor, sizes: Sequence[float]) -> Diagnosis:
+def examine(differences: Differences, direction: Tensor, sizes: Sequence[float]) -> ElementVerdict:
     """Return what ``direction`` shows, from steps relative to each of ``sizes``."""
     moved = direction != 0
     own = differences.gradient[moved]
@@ -71,7 +71,9 @@ def examine(differences: Differences, direction: Tensor, sizes: Sequence[float])
     return diagnose(value, steps, differences.relative, typical_size(differences), nothing)
 
 
-def diagnose(analytical: float, steps: list[_Step], relative: float, typical: float, nothing: float = 0.0) -> Diagnosis:
+def diagnose(
+    analytical: float, steps: list[_StepSize], relative: float, typical: float, nothing: float = 0.0
+) -> ElementVerdict:
     """Return what the one-sided derivatives say of ``analytical``.
 
     ``typical`` is the size that a derivative of this function usually has: bars far below it are no lack of power.
@@ -80,16 +82,16 @@ def diagnose(analytical: float, steps: list[_Step], relative: float, typical: fl
     two_sided = [s for s in steps if math.isfinite(s.above) and math.isfinite(s.below)]
     if analytical == typical == 0 and two_sided and all(_is_level(s, relative) for s in two_sided):
         best = min(two_sided, key=lambda s: s.rounding)
-        return Diagnosis("ok", False, 0.0, best.central, best.rounding, best.size)
+        return ElementVerdict("ok", False, 0.0, best.central, best.rounding, best.size)
     typical = max([typical, *(abs(s.central) for s in two_sided)])
     kind, series, order = _usable_side(steps, two_sided)
     limits = extrapolated(series, order)
     if not limits:
-        return Diagnosis(kind, False, analytical, math.nan, math.inf, math.nan)
+        return ElementVerdict(kind, False, analytical, math.nan, math.inf, math.nan)
     candidates = _candidates(limits)
     for one in candidates:
         if _agrees(analytical, one, relative, typical, nothing):
-            return Diagnosis(kind, False, analytical, one.value, one.bar, one.step)
+            return ElementVerdict(kind, False, analytical, one.value, one.bar, one.step)
     chosen = candidates[-1]
     as_chosen = (analytical, chosen.value, chosen.bar, chosen.step)
     decisive = chosen.bar < _DECISIVE * max(abs(chosen.value), abs(analytical))
@@ -102,20 +104,24 @@ def diagnose(analytical: float, steps: list[_Step], relative: float, typical: fl
         if between.low - slack <= analytical <= between.high + slack:
             return _at_kink(analytical, between, is_wrong=False)
     if _grows(series) and not abs(analytical) <= abs(chosen.value):
-        return Diagnosis("singular", False, *as_chosen)
+        return ElementVerdict("singular", False, *as_chosen)
     if not math.isfinite(analytical):
         has_derivative = kink or chosen.bar < 1e-2 * max(abs(chosen.value), typical)
-        return Diagnosis("nan", True, *as_chosen) if has_derivative else Diagnosis("singular", False, *as_chosen)
+        return (
+            ElementVerdict("nan", True, *as_chosen) if has_derivative else ElementVerdict("singular", False, *as_chosen)
+        )
     if abs(analytical) <= nothing and _is_constant(two_sided, chosen.value):
-        return Diagnosis("jump", False, analytical, 0.0, chosen.bar, chosen.step)
+        return ElementVerdict("jump", False, analytical, 0.0, chosen.bar, chosen.step)
     if between is not None:
         return _at_kink(analytical, between, is_wrong=True)
     if decisive and abs(chosen.value - analytical) > 5 * chosen.bar and not _wavers(limits, chosen, analytical):
-        return Diagnosis("mismatch", True, *as_chosen)
-    return Diagnosis("undecided", False, *as_chosen)
+        return ElementVerdict("mismatch", True, *as_chosen)
+    return ElementVerdict("undecided", False, *as_chosen)
 
 
-def _usable_side(steps: list[_Step], two_sided: list[_Step]) -> tuple[str, list[tuple[float, float, float]], int]:
+def _usable_side(
+    steps: list[_StepSize], two_sided: list[_StepSize]
+) -> tuple[str, list[tuple[float, float, float]], int]:
     """Return what is special here, and (step, derivative, rounding) from where the function is continuous.
 
     With it the order in which these derivatives converge: 2 from both sides, 1 from one.
@@ -130,7 +136,7 @@ def _usable_side(steps: list[_Step], two_sided: list[_Step]) -> tuple[str, list[
     return "jump" if jumps_above or jumps_below else "singular", series, 1
 
 
-def _is_level(step: _Step, relative: float) -> bool:
+def _is_level(step: _StepSize, relative: float) -> bool:
     """Whether a function rises by as much on both sides, but for rounding: at a minimum, such as that of a loss."""
     slope = max(abs(step.above), abs(step.below))
     return abs(step.central) <= max(_FEW_ROUNDINGS * step.rounding, relative * slope)
@@ -145,8 +151,8 @@ def _agrees(analytical: float, limit: Limit, relative: float, typical: float, no
     return math.isfinite(analytical) and decisive and off <= 5 * limit.bar + relative * largest
 
 
-def _at_kink(analytical: float, s: _Step, is_wrong: bool) -> Diagnosis:
-    return Diagnosis("kink", is_wrong, analytical, s.central, s.rounding, s.size, s.low, s.high)
+def _at_kink(analytical: float, s: _StepSize, is_wrong: bool) -> ElementVerdict:
+    return ElementVerdict("kink", is_wrong, analytical, s.central, s.rounding, s.size, s.low, s.high)
 
 
 def typical_size(differences: Differences) -> float:
@@ -155,7 +161,7 @@ def typical_size(differences: Differences) -> float:
     return norm(finite) / max(1, len(finite)) ** 0.5
 
 
-def _steps(differences: Differences, direction: Tensor, sizes: Sequence[float]) -> list[_Step]:
+def _steps(differences: Differences, direction: Tensor, sizes: Sequence[float]) -> list[_StepSize]:
     function, base, point, own = differences.function, differences.base, differences.point, direction != 0
     found: list[list[float]] = []
     moved, quanta = torch.zeros_like(base, dtype=torch.bool), (_Quantum(base), _Quantum(base))
@@ -183,7 +189,7 @@ def _steps(differences: Differences, direction: Tensor, sizes: Sequence[float]) 
     each = torch.maximum(differences.noise, torch.maximum(*(quantum.size() for quantum in quanta)))
     noise = float(shares @ each.nan_to_num(0.0, 0.0, 0.0))
     return [
-        _Step(size, above, below, low, high, noise / length, floor / length)
+        _StepSize(size, above, below, low, high, noise / length, floor / length)
         for size, above, below, low, high, length in found
     ]
 
@@ -219,7 +225,7 @@ class _Quantum:
         return torch.where(self.stuck & (self.least < _ROUNDED * self.most), self.least, 0.0)
 
 
-def _is_constant(steps: list[_Step], slope: float) -> bool:
+def _is_constant(steps: list[_StepSize], slope: float) -> bool:
     """Tell whether small steps change nothing at all where ``slope`` would show: a function rounded on purpose."""
     return any(s.above == 0 == s.below and abs(slope) > 1e3 * s.floor for s in steps)
 
@@ -250,7 +256,7 @@ def _wavers(limits: list[Limit], chosen: Limit, analytical: float) -> bool:
     return off < _SMALL * abs(chosen.value) and any(abs(o.value - chosen.value) > off + o.rounding for o in below)
 
 
-def _kink(steps: list[_Step]) -> list[_Step]:
+def _kink(steps: list[_StepSize]) -> list[_StepSize]:
     """Return the steps at which the one-sided derivatives differ, clearly and by the same amount over a decade."""
     clear = [s for s in steps if abs(s.above - s.below) > _CLEAR * s.rounding or s.high - s.low > _CLEAR * s.rounding]
     kinked = []
@@ -262,7 +268,7 @@ def _kink(steps: list[_Step]) -> list[_Step]:
     return kinked
 
 
-def _subgradients(kink: list[_Step]) -> _Step:
+def _subgradients(kink: list[_StepSize]) -> _StepSize:
     """Return the limits of the one-sided derivatives, as a step whose rounding is how far off they may be."""
     sides = []
     for side in ("low", "high"):
@@ -275,7 +281,7 @@ def _subgradients(kink: list[_Step]) -> _Step:
     return replace(kink[-1], size=min(low.step, high.step), low=low.value, high=high.value, rounding=bar)
 
 
-def _jumps(steps: list[_Step], side: str) -> bool:
+def _jumps(steps: list[_StepSize], side: str) -> bool:
     """Tell whether the increment itself does not shrink with the step."""
     rises = [(s.size, abs(getattr(s, side)) * s.size, s.rounding * s.size) for s in steps]
     rises = [(size, rise, noise) for size, rise, noise in rises if math.isfinite(rise)][-8:]
@@ -285,5 +291,5 @@ def _jumps(steps: list[_Step], side: str) -> bool:
     return min(heights) > 0.5 * max(heights) and all(rise > 100 * noise for _, rise, noise in rises)
 
 
-def _count(steps: list[_Step], side: str) -> int:
+def _count(steps: list[_StepSize], side: str) -> int:
     return sum(math.isfinite(getattr(s, side)) for s in steps)

@@ -42,7 +42,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Layout:
+class OutputPlace:
     """Where an output lies in the flat vector."""
 
     name: str
@@ -97,7 +97,7 @@ class Function:
         self._kept = range(len(given), len(given) + len(parameters))
         """The positions of parameters, which no call changes."""
         self._learn_inputs()
-        self.outputs: list[Layout] = []
+        self.outputs: list[OutputPlace] = []
         self.recorded: tuple[list[Tensor], list[Tensor]] | None = None
         """Leaves and outputs of the first call, with its graph."""
         self.learnt: Tensor | None = None
@@ -281,7 +281,8 @@ class Function:
         for name, output in zip(names, outputs, strict=True):
             refuse_unfit(f"{name} of {name_of(self.fn)}", output, "output")
         self.outputs = [
-            Layout(name, o.shape, o.dtype, o.device, o.requires_grad) for name, o in zip(names, outputs, strict=True)
+            OutputPlace(name, o.shape, o.dtype, o.device, o.requires_grad)
+            for name, o in zip(names, outputs, strict=True)
         ]
         self.output_sizes = [o.shape.numel() * (2 if o.dtype.is_complex else 1) for o in self.outputs]
         self.size = sum(self.output_sizes)

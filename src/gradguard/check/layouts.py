@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Layout:
+class InputLayout:
     """One way to lay a tensor out.
 
     Attributes:
@@ -21,10 +21,10 @@ class Layout:
 
     words: str
     place: Callable[[Tensor], Tensor]
-    parts: tuple[Layout, ...] = ()
+    parts: tuple[InputLayout, ...] = ()
 
 
-def layouts_of(tensors: Sequence[Tensor]) -> list[Layout]:
+def layouts_of(tensors: Sequence[Tensor]) -> list[InputLayout]:
     """Return the layouts in which at least one of ``tensors`` lies elsewhere."""
     strided = [STRIDED] if any(one.numel() > 1 for one in tensors) else []
     flagged = [FLAGGED] if any(map(_has_flag, tensors)) else []
@@ -84,7 +84,7 @@ def _flagged(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Order(Layout):
+class _Order(InputLayout):
     """A layout that has the dimensions in another order, the outermost first."""
 
     order: Callable[[int], list[int] | None] = lambda _: None
@@ -117,11 +117,11 @@ def _swapped(first: int, second: int, least: int) -> Callable[[int], list[int] |
     return order
 
 
-STRIDED = Layout("{} at every second element of a larger buffer", _strided)
-WITHIN = Layout("{} that begins within a buffer", _within)
-ROWS_APART = Layout("{} cut out of a longer last dimension", _rows_apart)
-BLOCKS_APART = Layout("{} cut out of a longer dimension 1", _blocks_apart)
-FLAGGED = Layout("{} with the negative or the conjugate bit", _flagged, (STRIDED, WITHIN))
+STRIDED = InputLayout("{} at every second element of a larger buffer", _strided)
+WITHIN = InputLayout("{} that begins within a buffer", _within)
+ROWS_APART = InputLayout("{} cut out of a longer last dimension", _rows_apart)
+BLOCKS_APART = InputLayout("{} cut out of a longer dimension 1", _blocks_apart)
+FLAGGED = InputLayout("{} with the negative or the conjugate bit", _flagged, (STRIDED, WITHIN))
 _ORDERS = (
     _ordered("transposed {}", _swapped(0, -1, 2)),
     _ordered("{} with the last two dimensions swapped in memory", _swapped(-2, -1, 3)),

@@ -17,7 +17,7 @@ from gradguard.errors import InvalidTypeError, InvalidValueError
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ArgumentPlace:
     """Where the value of this name goes."""
 
     name: str
@@ -122,15 +122,15 @@ class NamedCall:
         self._state.put_back()
 
     def _call(self, values: dict[str, Any]) -> Any:
-        args = tuple(values[one.name] if isinstance(one, _Place) else one for one in self._args)
-        kwargs = {k: values[one.name] if isinstance(one, _Place) else one for k, one in self._kwargs.items()}
+        args = tuple(values[one.name] if isinstance(one, _ArgumentPlace) else one for one in self._args)
+        kwargs = {k: values[one.name] if isinstance(one, _ArgumentPlace) else one for k, one in self._kwargs.items()}
         if not isinstance(self.op, nn.Module):
             return self.op(*args, **kwargs)
         return torch.func.functional_call(self.op, {n: values[n] for n in self._owned}, args, kwargs)
 
     def _bound(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with the name of a value in its place: to read signatures takes a while."""
-        given = {n: _Place(n) for n in (*self.inputs, *self.scope) if n not in self._owned}
+        given = {n: _ArgumentPlace(n) for n in (*self.inputs, *self.scope) if n not in self._owned}
         return bind_by_name(self.op, given, sorted(self._owned))
 
     def _mixed_dtypes(self, values: Mapping[str, Any], error: RuntimeError) -> InvalidTypeError | None:

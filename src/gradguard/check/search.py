@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradguard.check.differences import Differences, Disagreement, are_finite, directions, mean_size, norm
-from gradguard.check.element import LITTLE_OF_TYPICAL, Diagnosis, examine, typical_size
+from gradguard.check.element import LITTLE_OF_TYPICAL, ElementVerdict, examine, typical_size
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.nearby import Pieces, pieces_around
 from gradguard.check.report import Finding
@@ -226,7 +226,7 @@ class Search:
         else:
             self._note(self._unless_in_doubt(shown, direction * mean), position)
 
-    def _unless_in_doubt(self, shown: Diagnosis, direction: Tensor) -> Diagnosis:
+    def _unless_in_doubt(self, shown: ElementVerdict, direction: Tensor) -> ElementVerdict:
         """Return "undecided" for what agrees within a bar so wide that the disagreement at larger steps fits in."""
         if shown.kind != "ok" or shown.is_wrong or not self.differences.is_low:
             return shown
@@ -269,7 +269,7 @@ class Search:
     def _pieces(self, direction: Tensor) -> Pieces | None:
         return pieces_around(self.differences, direction, self.generator)
 
-    def _note(self, shown: Diagnosis, position: int) -> None:
+    def _note(self, shown: ElementVerdict, position: int) -> None:
         place = self._place(position)
         if shown.is_wrong:
             self.findings.append(_finding(shown, *place, _MESSAGES[shown.kind].format(low=shown.low, high=shown.high)))
@@ -314,5 +314,5 @@ class Search:
             self.undecided.append(Finding("undecided", message))
 
 
-def _finding(shown: Diagnosis, name: str, index: tuple[int, ...] | None, message: str) -> Finding:
+def _finding(shown: ElementVerdict, name: str, index: tuple[int, ...] | None, message: str) -> Finding:
     return Finding(shown.kind, message, name, index, shown.analytical, shown.numerical, shown.bar, shown.step)

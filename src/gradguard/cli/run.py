@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gradguard.clip.each_optimizer import ClipEachOptimizer
     from gradguard.monitoring.observe.observer import Observer
     from gradguard.monitoring.observe.script import Program
-    from gradguard.monitoring.observe.termination import Signals
+    from gradguard.monitoring.observe.termination import SignalHandlers
     from gradguard.monitoring.show.alerts import AlertCommand
     from gradguard.named_rules import NamedRule
     from gradguard.resilience.each_optimizer import GuardEachOptimizer
@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
 
     from gradguard.monitoring.observe.meta import rank_and_world
     from gradguard.monitoring.observe.script import load
-    from gradguard.monitoring.observe.termination import BySignal, Signals
+    from gradguard.monitoring.observe.termination import BySignal, SignalHandlers
     from gradguard.monitoring.show.alerts import AlertCommand
 
     command = options.on_finding if rank_and_world()[0] == 0 else None
@@ -130,7 +130,7 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     elif record.exists() and not options.force:
         raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
     followed = None if record is None else _followed(options.clip or "", folder, program.typed)
-    with Signals(acting=record is not None) as signals:
+    with SignalHandlers(acting=record is not None) as signals:
         code = _observe(loaded, program.typed, record, rule, options, alert, signals, followed)
     return code if signals.second is None or isinstance(code, BySignal) else BySignal.of(signals.second)
 
@@ -237,7 +237,7 @@ def _observe(
     rule: "NamedRule | None",
     options: argparse.Namespace,
     alert: "AlertCommand | None",
-    signals: "Signals",
+    signals: "SignalHandlers",
     followed: dict[str, Any] | None,
 ) -> int:
     from gradguard.monitoring.observe.meta import living_modules, program_facts
@@ -311,9 +311,14 @@ def _observe(
 
 
 def _tell_of_records(
-    new: list[Path], record: Path, observer: "Observer", code: int, options: argparse.Namespace, signals: "Signals",
+    new: list[Path],
+    record: Path,
+    observer: "Observer",
+    code: int,
+    options: argparse.Namespace,
+    signals: "SignalHandlers",
     here: Path,
-) -> None:  # fmt: skip
+) -> None:
     """Draw the record of a run, and say which other records there are now, of whom."""
     from gradguard.monitoring.observe.watch import process_of
 
@@ -364,7 +369,7 @@ def _guards_of(clip: "ClipEachOptimizer | None") -> "GuardEachOptimizer":
     return GuardEachOptimizer(clip)
 
 
-def _show(record: Path, here: Path, signals: "Signals") -> None:
+def _show(record: Path, here: Path, signals: "SignalHandlers") -> None:
     """Draw the report of a finished run and print its summary; a failure here must not hide the script's own."""
     from rich.console import Console
 

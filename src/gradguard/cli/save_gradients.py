@@ -51,10 +51,10 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
     seed = [] if options.seed is None else ["--seed", str(options.seed)]
     command = ["--save-gradients", str(file), *seed, *program.typed]
     first = int(os.environ.get("RANK", "0")) == 0
-    from gradguard.monitoring.observe.termination import Signals
+    from gradguard.monitoring.observe.termination import SignalHandlers
 
     try:
-        with Signals():
+        with SignalHandlers():
             save_from_script(file, command, perturbed, first, launcher, wanted)
     except RunFailedError as failed:
         sys.stderr.write(failed.said)

@@ -16,9 +16,9 @@ def add_to(commands) -> None:
 
 
 def _tail(parsed: argparse.Namespace) -> int:
-    from gradguard.monitoring.observe.termination import BySignal, Signals
+    from gradguard.monitoring.observe.termination import BySignal, SignalHandlers
     from gradguard.monitoring.show.tail import INTERRUPTED, tail
 
-    with Signals():  # so that the terminal is put back
+    with SignalHandlers():  # so that the terminal is put back
         code = tail(parsed.record, once=parsed.once, events=parsed.lines)
     return BySignal.of(signal.SIGINT) if code == INTERRUPTED else code

@@ -15,7 +15,7 @@ from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import encodable
 
 if TYPE_CHECKING:
-    from gradguard.monitoring.tune.trials import Plan
+    from gradguard.monitoring.tune.trials import TrialPlan
 
 _USAGE = (
     "gradguard tune [--steps N] [--seeds K] [--rule RULE ...] [--record RECORD] [--metric REGEX] [--maximize] "
@@ -58,9 +58,9 @@ def _tune(options: argparse.Namespace, program: ProgramLine) -> int:
         raise CommandError(f"{folder} is not empty: choose another --out, or add --force to replace its records.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise CommandError("tune starts its runs itself: start it once, without torchrun or another launcher.")
-    from gradguard.monitoring.tune.trials import Plan
+    from gradguard.monitoring.tune.trials import TrialPlan
 
-    plan = Plan(
+    plan = TrialPlan(
         program.typed, folder, options.steps, options.seeds, options.rule, options.record, metric, options.maximize
     )
     return _try(plan, options.json)
@@ -83,14 +83,14 @@ def _pattern(options: argparse.Namespace) -> re.Pattern[str] | None:
     return found
 
 
-def _try(plan: "Plan", as_json: bool) -> int:
-    from gradguard.monitoring.observe.termination import BySignal, Signals
+def _try(plan: "TrialPlan", as_json: bool) -> int:
+    from gradguard.monitoring.observe.termination import BySignal, SignalHandlers
     from gradguard.monitoring.tune.show import print_summary, summary
     from gradguard.monitoring.tune.trials import Trials
 
     trials, code = Trials(plan, lambda line: print(line, file=sys.stderr, flush=True)), 0
     try:
-        with Signals():
+        with SignalHandlers():
             trials.run()
     except KeyboardInterrupt:
         code = BySignal.of(signal.SIGINT)

@@ -428,7 +428,7 @@ def rows_like(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AdaptiveOutcome:
     """The outcome of an adaptive clip for all gradients.
 
     Attributes:
@@ -489,7 +489,7 @@ class UnitClip:
     grads: Gradients
     units: Units
     norm: Tensor
-    outcome: Callable[[], Outcome]
+    outcome: Callable[[], AdaptiveOutcome]
     zeroes: bool = False
     bad: Tensor | None = None
 
@@ -650,11 +650,13 @@ def _binds(factors: Mapping[int, Tensor], home: torch.device) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.float64, device=home), *found]).amax(0, True)
 
 
-def _outcome_here(grads: Gradients, units: Units, norm: Tensor) -> Outcome:
+def _outcome_here(grads: Gradients, units: Units, norm: Tensor) -> AdaptiveOutcome:
     """Clip gradients that this process holds whole; ``norm`` is their norm."""
     after = [n * f for n, f in zip(_joined(units.norms), _joined(units.factors), strict=True)]
     each = tensor_norms([units.norms.get(i, g) for i, g in enumerate(grads.gradients)])
-    return Outcome(each, _total([*after, *_norms_alone(grads, units)]), (_binds(units.factors, norm.device) > 0).any())
+    return AdaptiveOutcome(
+        each, _total([*after, *_norms_alone(grads, units)]), (_binds(units.factors, norm.device) > 0).any()
+    )
 
 
 def _total(vectors: Sequence[Tensor]) -> Tensor:
@@ -670,7 +672,7 @@ def _total(vectors: Sequence[Tensor]) -> Tensor:
 
 def _outcome_everywhere(
     grads: Gradients, plan: "UnitPlan", units: Units, threshold: float | Tensor, eps: float
-) -> tuple[Outcome, dict[int, Sequence[Tensor]]]:
+) -> tuple[AdaptiveOutcome, dict[int, Sequence[Tensor]]]:
     """Add up what all processes hold; return what the clip does, and the steps of the split units held here."""
     part, home = grads.reduction, meeting_device(grads.gradients)
     assert part is not None
@@ -691,7 +693,7 @@ def _outcome_everywhere(
     split, steps = unit_factors(gradients, bounds, threshold, eps)
     total = norm_of_norms(torch.cat([after, gradients * split]))
     clipped = (binds > 0).any() | (split < 1).any()
-    return Outcome(before, total, clipped, there[:count], classes), plan.take(steps, units.rows)
+    return AdaptiveOutcome(before, total, clipped, there[:count], classes), plan.take(steps, units.rows)
 
 
 def _by_device(tensors: Mapping[int, Tensor]) -> list[list[int]]:

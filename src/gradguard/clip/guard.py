@@ -16,7 +16,7 @@ from gradguard.clip.guard_counts import Counts, LateReader
 from gradguard.clip.guard_spikes import SpikeWatch, check_spikes, refuse_other_state, refuse_shared
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward, tell_what_has_stepped
 from gradguard.clip.optimizer_names import names_in, names_of
-from gradguard.clip.optimizer_proxy import OptimizerProxy, Snapshot
+from gradguard.clip.optimizer_proxy import OptimizerProxy, OptimizerSnapshot
 from gradguard.clip.reach import with_reach
 from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.wrappers import follow_backwards
@@ -77,7 +77,7 @@ class _Running:
     cancelled: bool = False
     undecided: bool = False
     on_device: bool = False
-    before: Snapshot | None = None
+    before: OptimizerSnapshot | None = None
 
 
 class Guard:
@@ -239,7 +239,7 @@ class Guard:
         if closure and (
             self._policy in ("skip", "raise") or self._spike_watch.acts
         ):  # it may be evaluated when weights have moved already
-            self._running.before = Snapshot(optimizer)
+            self._running.before = OptimizerSnapshot(optimizer)
         return None
 
     def __reduce__(self) -> NoReturn:
@@ -413,7 +413,7 @@ class Guard:
             self._proxy.skip()
             return
         if self._running.before is None:  # nothing has moved yet; a foreign step may do anything: it is undone later
-            self._running.before = Snapshot(self.optimizer)
+            self._running.before = OptimizerSnapshot(self.optimizer)
         elif isinstance(self.optimizer, torch.optim.LBFGS):
             self._running.before.hide_gradients()  # so that its search ends
 

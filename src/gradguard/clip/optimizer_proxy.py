@@ -158,7 +158,7 @@ def _divisor(coefficient: Tensor, scale: Tensor | None) -> Tensor:
     return divisor.to(torch.float32)
 
 
-class Snapshot:
+class OptimizerSnapshot:
     """A copy of an optimizer for going back: weights, state, groups and plain attributes.
 
     Args:

@@ -42,11 +42,11 @@ _failures: Counter[str] = Counter()  # of each process group
 _calls: Counter[str] = Counter()
 
 
-class _Numbers:
+class _AgreedNumbers:
     last = 0
 
 
-_numbers = _Numbers()
+_numbers = _AgreedNumbers()
 
 
 def device_of(group: Any, wanted: torch.device) -> torch.device:

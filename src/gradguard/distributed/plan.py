@@ -56,15 +56,15 @@ _ORDINARY = {Tensor, nn.Parameter}
 _KEPT = 64
 """Plans that are kept: those of the lists that were used last, the same ones on every process."""
 
-_plans: dict[tuple, "Plan"] = {}
-_plans_of_one: dict[tuple, "Plan"] = {}
+_plans: dict[tuple, "NormPlan"] = {}
+_plans_of_one: dict[tuple, "NormPlan"] = {}
 """Those of lists of one parameter, of which there are many where optimizers step inside the backward."""
 _reducers: dict[tuple, Reducer] = {}
 _unions: dict[tuple, ReductionGroup] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldParts:
     """The parts of the planned tensors on this process, one entry for each place.
 
     Attributes:
@@ -80,7 +80,7 @@ class Held:
     reduction: "NormReduction"
 
 
-class Plan:
+class NormPlan:
     """How the norms of one list of tensors add up over processes. Use `plan_for`.
 
     Args:
@@ -165,7 +165,7 @@ class Plan:
         self._layouts = now
         return True
 
-    def hold(self, tensors: Sequence[Tensor], names: Names) -> Held:
+    def hold(self, tensors: Sequence[Tensor], names: Names) -> HeldParts:
         """Return what this process holds of the gradients of the parameters that the plan is for.
 
         A gradient that is laid out unlike its parameter, Partial for instance, is brought in line and replaced.
@@ -186,13 +186,13 @@ class Plan:
         part = NormReduction(self.reducer, self.weights, shares, balance, self._classes, copies=self._copies)
         if self._alike:
             parts = _parts(gradients, self._fillers)
-            return Held(tensors, parts, names, part)
+            return HeldParts(tensors, parts, names, part)
         parameters, parts = list(self._fillers), list(self._fillers)
         for place, parameter, gradient in zip(self.places, tensors, gradients, strict=True):
             parameters[place] = parameter
             if gradient is not None:
                 parts[place] = local_part(gradient)
-        return Held(parameters, parts, self.names, part)
+        return HeldParts(parameters, parts, self.names, part)
 
     def _new_moves(self, tensors: Sequence[Any]) -> dict[int, Any]:
         """Return, by position, the placements of gradients newly found to be laid out unlike their parameters."""
@@ -307,7 +307,7 @@ def plan_for(
     module: nn.Module | None = None,
     *,
     measures_stage: bool = False,
-) -> tuple[Plan, Sequence[Tensor], Names] | None:
+) -> tuple[NormPlan, Sequence[Tensor], Names] | None:
     """Return the plan for a list of parameters, those once each, and their names; None if no other process matters.
 
     The first call for a list is a collective, as every clip is. Later ones find the plan by the parameters' identity.
@@ -349,7 +349,7 @@ def plan_for(
             return None
         if not measures_stage:
             refuse_unnamed_stages(placements, union)
-        plan = Plan(union, tensors, placements, names, shared)
+        plan = NormPlan(union, tensors, placements, names, shared)
         if not plan.lasts:
             return plan, tensors, names
         _keep(plans, key, plan, _KEPT if plans is _plans else None)
@@ -361,7 +361,7 @@ def plan_for(
 
 def _plan_kept(
     tensors: Sequence[Tensor], names: Names, stages: StageGroup | None, shared: Shared
-) -> tuple["Plan | None", dict[tuple, "Plan"], tuple]:
+) -> tuple["NormPlan | None", dict[tuple, "NormPlan"], tuple]:
     """The plan for these tensors if it is kept, where it is to be kept, and under which key."""
     key, plans = _key(tensors, names, stages, shared), _plans_of_one if len(tensors) == 1 and stages is None else _plans
     return _kept(plans, key), plans, key

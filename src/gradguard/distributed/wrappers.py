@@ -40,14 +40,14 @@ _REPLICAS_APART = 1e-3
 
 _ON_EVERY_RANK = "Clip and measure on every rank, or after a backward that synchronizes"
 
-_known: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionary()
+_known: "weakref.WeakKeyDictionary[nn.Module, _KnownWrappers]" = weakref.WeakKeyDictionary()
 """For each DistributedDataParallel what is known of its gradients."""
 
 _living: "weakref.WeakSet[nn.Module] | None" = None  # every wrapper, once they have been looked for
 _flat: "weakref.WeakKeyDictionary[nn.Module, dict[int, Placement]]" = weakref.WeakKeyDictionary()
 
 
-class _Known:
+class _KnownWrappers:
     """Facts on the gradients of a DistributedDataParallel that are the same on all of its processes.
 
     DDP notes when each gradient was ready in a backward that synchronises, and each backward is noticed at the outputs.
@@ -175,9 +175,9 @@ def follow_backwards() -> None:
             _known_of(wrapper)
 
 
-def _known_of(wrapper: DistributedDataParallel) -> _Known:
+def _known_of(wrapper: DistributedDataParallel) -> _KnownWrappers:
     if wrapper not in _known:
-        _known[wrapper] = _Known(wrapper)
+        _known[wrapper] = _KnownWrappers(wrapper)
     return _known[wrapper]
 
 

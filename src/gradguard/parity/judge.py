@@ -63,7 +63,7 @@ Kind = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredGradient:
     """One parameter's gradient in one run.
 
     Attributes:
@@ -115,7 +115,7 @@ class Measured:
         return bar / self.size / self.epsilon if bar and self.size and self.epsilon else 0.0
 
 
-Runs = Mapping[str, Measured]
+Runs = Mapping[str, MeasuredGradient]
 """The two runs, by the words for them."""
 
 
@@ -165,7 +165,7 @@ class Outcome:
 Outcomes = Sequence[Outcome]
 
 
-def bar_of(run: Measured) -> float | None:
+def bar_of(run: MeasuredGradient) -> float | None:
     r"""Return what rounding does to the gradient; None where nobody has measured it.
 
     .. math:: b = \max\bigl((1 + 4/n) \max_k \lVert g_k - g \rVert,\; u \lVert g \rVert\bigr)
@@ -178,7 +178,7 @@ def bar_of(run: Measured) -> float | None:
     return max([run.floor, *(run.few * norm(minus(other, run.gradient)) for other in run.repeated)])
 
 
-def judge(name: str, reference: Measured | None, new: Measured | None, facts: Facts) -> Outcome:
+def judge(name: str, reference: MeasuredGradient | None, new: MeasuredGradient | None, facts: Facts) -> Outcome:
     """Compare one parameter's gradient in two runs; the first verdict that applies is the one.
 
     Args:
@@ -207,7 +207,7 @@ def judge(name: str, reference: Measured | None, new: Measured | None, facts: Fa
     return _by_numbers(name, runs, max([*bars, reference.floor, new.floor]), facts)
 
 
-def _no_gradient(run: Measured | None, who: str) -> str:
+def _no_gradient(run: MeasuredGradient | None, who: str) -> str:
     return f"{who} has none of this name" if run is None else f"no gradient (None) in {who}"
 
 
@@ -274,8 +274,8 @@ class _Pair:
         shown: The outcome if the gradients are equal.
     """
 
-    reference: Measured
-    new: Measured
+    reference: MeasuredGradient
+    new: MeasuredGradient
     bar: float
     facts: Facts
     shown: Outcome
@@ -378,7 +378,7 @@ class _Pair:
         return self.is_("mixture", _about_mixture(known), weights=known)
 
 
-def _spread_along(run: Measured) -> float:
+def _spread_along(run: MeasuredGradient) -> float:
     """Return the largest relative change of the gradient along itself that rounding may cause."""
     g = run.gradient
     return run.few * max((abs(along(minus(other, g), g)) for other in run.repeated), default=0.0) if any(g) else 0.0

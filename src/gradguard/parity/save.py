@@ -128,7 +128,7 @@ def save_gradients(
     if optimizers:
         buffers_of = None if shard_of else model  # whose parts nothing tells
         training = TrainingSteps(local, optimizers, update or _plain(optimizers), steps, others, buffers_of)
-    run = _Run(model, local, rows, training)
+    run = _SavedRun(model, local, rows, training)
     frozen = _frozen(frozen_parameters(model, shard_of))
     try:
         saved = run.measure(step, perturbed, parts or {}, facts or {}, dtype)
@@ -198,7 +198,7 @@ class _Seen:
     backwards: int
 
 
-class _Run:
+class _SavedRun:
     """One call of `save_gradients`: who holds what, and one all-reduce after each run."""
 
     def __init__(

@@ -26,7 +26,7 @@ from gradguard.files.fields import (
 )
 from gradguard.files.json_text import decode_json
 from gradguard.files.writing import replacing
-from gradguard.parity.judge import Measured
+from gradguard.parity.judge import MeasuredGradient
 from gradguard.parity.vectors import Vector
 
 FORMAT = 1
@@ -110,13 +110,13 @@ class SavedGradients:
         """The stages without the frozen weights."""
         return {name: one for name, one in self.stages.items() if name != FROZEN}
 
-    def measured(self, index: int) -> Measured:
+    def measured(self, index: int) -> MeasuredGradient:
         """Return what is known of one parameter, as the comparison takes it."""
         p = self.parameters[index]
         gradient, *repeated = (run[index] for run in self.sketches["gradient"])
         parts = {name: run[index] for name, run in zip(self.parts, self.sketches.get("parts", ()), strict=True)}
         contrasts = [run[index] for run in self.sketches.get("contrasts", ())]
-        return Measured(
+        return MeasuredGradient(
             p.shape,
             p.rounding,
             gradient,

@@ -23,7 +23,7 @@ from gradguard.parity.replay import add_signs, flip_weights, precision_of, scale
 from gradguard.parity.saved import GRADIENT, START, SavedParameter, write
 from gradguard.parity.scales import ScriptRun
 from gradguard.parity.shards import LocalParameter, gathered, gathered_settings, gathered_words, local_parameters
-from gradguard.parity.steps import Noted, Stages, StepNotes, enabled_scalers, schedulers_of
+from gradguard.parity.steps import ComparedStages, Noted, StepNotes, enabled_scalers, schedulers_of
 from gradguard.parity.summation import backwards
 from gradguard.parity.whole import WholeParameters, about, local_gradients, local_weights
 from gradguard.state.generators import generator_states, have_drawn
@@ -395,7 +395,7 @@ class ScriptGradients(Listener):
             raise UnsupportedGradientError(f"no parameter has a gradient at {which}.")
         weights = [self._weights, *([self._weights_then] if self._weights_then else ())]
         epsilon = whole.epsilon(set().union(*self._dtypes))
-        stages = Stages()
+        stages = ComparedStages()
         stages.keep({name: stages.add(name, one) for name, one in self._noted.items()})
         saved = whole.saved(
             parameters,

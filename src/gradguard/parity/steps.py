@@ -212,7 +212,7 @@ class _Stage:
     runs: list[Sketches] = field(default_factory=list)
 
 
-class Stages:
+class ComparedStages:
     """The stages of several runs, as all processes agree on them; all of them must call each method."""
 
     def __init__(self) -> None:
@@ -311,7 +311,10 @@ class TrainingSteps:
         model: nn.Module | None,
     ) -> None:
         self._local, self._optimizers, self._update, self._steps = local, optimizers, update, steps
-        self._notes, self._stages = StepNotes(local, optimizers, [] if model is None else [("", model)]), Stages()
+        self._notes, self._stages = (
+            StepNotes(local, optimizers, [] if model is None else [("", model)]),
+            ComparedStages(),
+        )
         known = {id(p.parameter) for p in self._notes.stepped}
         for one in optimizers:
             given = [p for p in parameters_of(one) if p.requires_grad]

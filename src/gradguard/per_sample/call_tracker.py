@@ -23,16 +23,16 @@ from gradguard.per_sample.call_arguments import (
     take_samples,
 )
 from gradguard.per_sample.capture import LayerCapture, RunningCall, autocast_of
-from gradguard.per_sample.dry_run import Observer, Slot
+from gradguard.per_sample.dry_run import CallObserver, Slot
 from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner, Treatment
 from gradguard.per_sample.loss.check import LossCheck
 from gradguard.per_sample.mini_batch import GradientCollector
-from gradguard.per_sample.module_state import ModuleState
+from gradguard.per_sample.module_state import StateReader
 from gradguard.per_sample.operation_trace import OperationTrace
 from gradguard.per_sample.refusals import refuse_batch_norm, refuse_sharded_since, refuse_stand_ins
 from gradguard.per_sample.rerun import (
     Draws,
-    Snapshot,
+    ModuleSnapshot,
     copied_buffers,
     substituted,
     undisturbed,
@@ -137,7 +137,7 @@ class CallTracker:
         self._holds_trained: dict[nn.Module, bool] = {}
         self._stack: list[RunningCall] = []
         self.trained: frozenset[str] = frozenset()
-        self._observer: Observer | None = None
+        self._observer: CallObserver | None = None
         self._handles: list[RemovableHandle] = []
         self._hooks: dict[nn.Module, tuple[int, int]] = {}
         try:
@@ -154,7 +154,7 @@ class CallTracker:
             self.remove()
             raise
         self._guarded: set[int] = set()
-        self._state = ModuleState(module)  # our own hooks are a part of it
+        self._state = StateReader(module)  # our own hooks are a part of it
 
     def remove(self) -> None:
         """Take all hooks away; calling it again does nothing."""
@@ -229,7 +229,7 @@ class CallTracker:
             self._rehearsed = None
 
     @contextmanager
-    def _observed_by(self, observer: Observer) -> Iterator[None]:
+    def _observed_by(self, observer: CallObserver) -> Iterator[None]:
         """Let ``observer`` hear of the calls in a block, and nobody else."""
         self._observer = observer
         try:
@@ -465,7 +465,7 @@ class CallTracker:
         loop = self.looped_call(call)
         for sample in self.witness.samples(call.batch_size):
             loop.taken[sample] = call.samples(self.batch_first, [sample])
-        loop.before = Snapshot(loop.module, call.pattern.changes_buffers)
+        loop.before = ModuleSnapshot(loop.module, call.pattern.changes_buffers)
         loop.recorded = [(p, changes_of(p)) for p in map(self.parameter, loop.places)]
         return loop
 
@@ -522,7 +522,7 @@ class CallTracker:
         """The batch of a looped call starts."""
         assert self._loop is not None
         running = RunningCall(module, _NOTHING)
-        self._loop.before = Snapshot(module, self.last_calls[module].pattern.changes_buffers)
+        self._loop.before = ModuleSnapshot(module, self.last_calls[module].pattern.changes_buffers)
         if self._capture.verifying:
             self._capture.put_leaves(running, self._loop.places)
             self._loop.leaves = running.leaves

@@ -7,7 +7,7 @@ A layer's rule (``layers/``) returns one of these forms for each of its paramete
 form            per-sample gradient :math:`g_i`                  of
 ==============  ===============================================  =============================
 `Outer`         :math:`\sum_t l_{it} \otimes r_{it}`             weights of linear maps
-`Rows`          row ``ids[i, t]`` gets :math:`\sum_t v_{it}`     embeddings
+`TableRows`     row ``ids[i, t]`` gets :math:`\sum_t v_{it}`     embeddings
 `Recomputed`    computed for some samples at a time, when asked  convolutions
 `Materialized`  held                                             biases, scales, anything else
 ==============  ===============================================  =============================
@@ -272,7 +272,7 @@ class Recomputed(Contribution):
         return self._weighted_sum(factors, bad)
 
 
-class Rows(Contribution):
+class TableRows(Contribution):
     """Sums of vectors into rows of a table: row ``ids[i, t]`` of sample i's gradient gets ``values[i, t]``.
 
     Args:
@@ -388,12 +388,12 @@ class Outer(Contribution):
 
 
 class Tied(Contribution):
-    r"""A table that is looked up and multiplied with, like GPT-2's embedding and head: `Rows` plus `Outer`.
+    r"""A table that is looked up and multiplied with, like GPT-2's embedding and head: `TableRows` plus `Outer`.
 
     Its squared norm has a cross term, twice :math:`\sum_{t,s} l_s[id_t] \langle v_t, r_s \rangle`.
     """
 
-    def __init__(self, rows: Rows, outer: Outer) -> None:
+    def __init__(self, rows: TableRows, outer: Outer) -> None:
         self.looked_up, self.multiplied = rows, outer
         self.shape, self.batch_size = rows.shape, rows.batch_size
 
@@ -423,14 +423,14 @@ def together(contributions: list[Contribution]) -> Contribution:
     if len(contributions) == 1:
         return contributions[0]
     outers = [c for c in contributions if isinstance(c, Outer)]
-    rows = [c for c in contributions if isinstance(c, Rows)]
+    rows = [c for c in contributions if isinstance(c, TableRows)]
     merged: list[Contribution] = []
     if outers:
         merged.append(Outer(torch.cat([c.left for c in outers], 1), torch.cat([c.right for c in outers], 1)))
     if rows:
         ids, values = torch.cat([c.ids for c in rows], 1), torch.cat([wide(c.values) for c in rows], 1)
-        merged.append(Rows(ids, values, rows[0].shape))
-    rest = [c for c in contributions if not isinstance(c, Outer | Rows)]
+        merged.append(TableRows(ids, values, rows[0].shape))
+    rest = [c for c in contributions if not isinstance(c, Outer | TableRows)]
     if rest or len(merged) > 2:
         total = merged.pop().materialize().gradients if merged else rest.pop().materialize().gradients.clone()
         for contribution in merged + rest:

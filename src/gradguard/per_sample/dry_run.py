@@ -65,7 +65,7 @@ class ObservedCall:
     draws: bool = False
 
 
-class Observer(TorchFunctionMode):
+class CallObserver(TorchFunctionMode):
     """Notes the calls of modules, and which of them uses which parameter, while a module runs; drops no values."""
 
     def __init__(self, slots: Set[Slot], keep_values: bool = False) -> None:
@@ -145,7 +145,7 @@ class Observer(TorchFunctionMode):
             self.calls[self._running[-1]].draws = True
 
 
-ObservedBy = Callable[[Observer], AbstractContextManager[None]]
+ObservedBy = Callable[[CallObserver], AbstractContextManager[None]]
 """A block in which an observer hears of the calls of modules."""
 
 
@@ -195,7 +195,7 @@ class DryRun:
         batch_first: Whether the batch is the first dimension of the arguments.
         size: Number of samples in the call.
         slots: The trained parameters.
-        observed_by: A block in which an `Observer` hears of the calls of modules.
+        observed_by: A block in which an `CallObserver` hears of the calls of modules.
         whole: Positions of tensors in the arguments that belong to no sample.
         seed: Of the random numbers that the module draws.
         structure: The layers inside are to be followed; otherwise only what the module itself gets and returns counts.
@@ -294,7 +294,7 @@ class DryRun:
         last = min(1, self._size - 1)
         chosen = [0, last, last][:samples]  # in order: lengths that must be sorted stay so
         args, kwargs = take_samples(self._arguments, self._batch_first, self._size, chosen, self._whole)
-        observer = Observer(self._slots, keep_values)
+        observer = CallObserver(self._slots, keep_values)
         with (
             self._observed_by(observer),
             undisturbed(self._module, TOO_RARE),

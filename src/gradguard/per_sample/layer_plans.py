@@ -16,7 +16,7 @@ from gradguard.per_sample.call_arguments import Arguments, of_no_sample, other_c
 from gradguard.per_sample.dry_run import DryRun, ObservedBy, Slot
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.layers.embedding import refuse_coupling
-from gradguard.per_sample.layers.registry import Rule, rule_for
+from gradguard.per_sample.layers.registry import LayerRule, rule_for
 from gradguard.per_sample.operation_trace import KnownOperations
 from gradguard.per_sample.operations import PlannedOperation, planned
 from gradguard.torch_private import parameter_slots
@@ -53,7 +53,7 @@ class CallPlan:
     inputs: tuple[BatchAxis | None, ...]
     outputs: tuple[BatchAxis | None, ...]
     uses: frozenset[Slot] = frozenset()
-    rule: Rule | None = None
+    rule: LayerRule | None = None
     in_place: bool = False
     operations: Mapping[str, PlannedOperation] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ class Plans:
         uses, draws = [set(call.uses) for call in run.calls], [call.draws for call in run.calls]
         found: dict[nn.Module, list[CallPlan]] = defaultdict(list)
         self.uses: list[frozenset[Slot]] = []
-        treated: dict[int, tuple[Treatment, Rule | None, Mapping[str, PlannedOperation]]] = {}
+        treated: dict[int, tuple[Treatment, LayerRule | None, Mapping[str, PlannedOperation]]] = {}
         for i, call in reversed(list(enumerate(run.calls))):  # a call comes after its caller
             treated[i] = Treatment.NOTHING, None, {}
             if (
@@ -125,7 +125,7 @@ class Plans:
 
 def _treatment(
     run: DryRun, i: int, uses: set[Slot], draws: bool
-) -> tuple[Treatment, Rule | None, Mapping[str, PlannedOperation]]:
+) -> tuple[Treatment, LayerRule | None, Mapping[str, PlannedOperation]]:
     """How a call that uses trained parameters is treated; its rule, or its known operations."""
     call, rule = run.calls[i], rule_for(run.calls[i].module)
     if rule is not None and uses <= {(m, slot) for m in call.module.modules() for slot in parameter_slots(m)}:

@@ -64,7 +64,7 @@ class _Container(NamedTuple):
     items: Callable[[], Iterable[tuple[Hashable, Any]]]
 
 
-class ModuleState:
+class StateReader:
     """Tells the states of a module apart.
 
     Args:

@@ -22,7 +22,7 @@ from gradguard.per_sample.contributions import Contribution, Materialized, wide
 from gradguard.per_sample.layers.call import BatchAxis, LayerCall
 from gradguard.per_sample.layers.linear import linear
 from gradguard.per_sample.layers.normalization import layer_norm_over, rms_norm_over
-from gradguard.per_sample.layers.registry import Rule
+from gradguard.per_sample.layers.registry import LayerRule
 from gradguard.torch_private import never_compiled, tree_map
 
 _ELEMENTWISE = {
@@ -143,14 +143,14 @@ def _axis(two: torch.Size, three: torch.Size) -> int | None:
     return differing[0] if len(differing) == 1 and (two[differing[0]], three[differing[0]]) == (2, 3) else None
 
 
-def rule_of(operation: Operation) -> Rule:
+def rule_of(operation: Operation) -> LayerRule:
     """Return the rule of one operation."""
     if operation.kind == "linear":
-        return Rule(linear)
+        return LayerRule(linear)
     if operation.kind in ("layer_norm", "rms_norm"):
         over = layer_norm_over if operation.kind == "layer_norm" else rms_norm_over
-        return Rule(partial(over, shape=list(operation.options["shape"]), eps=operation.options["eps"]))
-    return Rule(partial(_elementwise, operation.kind == "product", operation.parameters["weight"].shape))
+        return LayerRule(partial(over, shape=list(operation.options["shape"]), eps=operation.options["eps"]))
+    return LayerRule(partial(_elementwise, operation.kind == "product", operation.parameters["weight"].shape))
 
 
 def _elementwise(product: bool, shape: torch.Size, call: LayerCall) -> dict[str, Contribution]:

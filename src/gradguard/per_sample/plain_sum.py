@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gradguard.per_sample.contributions import Contribution, Outer, Rows, Tied, real_parts, wide
+from gradguard.per_sample.contributions import Contribution, Outer, TableRows, Tied, real_parts, wide
 from gradguard.tensors.layout import wide_dtype
 
 
@@ -79,7 +79,7 @@ def magnitude(contribution: Contribution) -> Tensor:
 
     if isinstance(contribution, Outer):
         return (lengths(contribution.left) * lengths(contribution.right)).double().sum()
-    if isinstance(contribution, Rows):
+    if isinstance(contribution, TableRows):
         return lengths(contribution.values).double().sum()
     if isinstance(contribution, Tied):
         return magnitude(contribution.looked_up) + magnitude(contribution.multiplied)

@@ -30,7 +30,7 @@ from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.dry_run import Slot, WithoutDropout
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.refusals import own_failure
-from gradguard.per_sample.rerun import Draws, Snapshot, substituted, undisturbed, without_graph
+from gradguard.per_sample.rerun import Draws, ModuleSnapshot, substituted, undisturbed, without_graph
 from gradguard.per_sample.sample_loop import SampleLoop, rows_of, same_rows
 from gradguard.state.generators import seeded_normal
 from gradguard.tensors.precision import full_float32
@@ -282,7 +282,9 @@ def compare(
 
     def compared(one: LastCall, autocast: bool) -> Comparison | None:
         with torch.enable_grad(), _as_called(one, autocast) as reset, full_float32():
-            pair = _Pair(tracker, one if autocast else replace(one, autocast=None), list(samples), reduction, reset)
+            pair = _RehearsedPair(
+                tracker, one if autocast else replace(one, autocast=None), list(samples), reduction, reset
+            )
             found = pair.compare(scaled, len(samples) if alone is None else alone, opened and len(samples) > 1)
             unowned = pair.unowned() if note or found is None else {}
             if note:
@@ -302,7 +304,7 @@ def compare(
     return compared(call, autocast=True)
 
 
-class _Pair:
+class _RehearsedPair:
     """A few samples, run together and each by itself.
 
     Args:
@@ -442,7 +444,7 @@ class _Pair:
         loop.taken = {place: self._alone[i] for place, i in enumerate(order)}
         loop.shares = torch.ones(len(order), device="cpu")  # of tokens: they are found by the comparison
         self._reset()
-        loop.before = Snapshot(module)
+        loop.before = ModuleSnapshot(module)
         with tracker.collect_separately(self._pattern) as collector:
             with Draws() as loop.draws:
                 outputs = Skeleton(module(*args, **kwargs)).tensors

@@ -49,7 +49,7 @@ def undisturbed(module: nn.Module, drop_rate: float | None = 0.0) -> Iterator[Ca
     Yields:
         What puts the module back at once, for several calls from one state.
     """
-    before = Snapshot(module)
+    before = ModuleSnapshot(module)
 
     def reset() -> None:
         before.restore()
@@ -97,7 +97,7 @@ def _set_drop_rate(module: nn.Module, rate: float) -> None:
             layer.p = rate
 
 
-class Snapshot:
+class ModuleSnapshot:
     """A module as it is: its buffers, its attributes and those of the modules in it, and the random generators.
 
     Hooks are among the attributes: a model that puts hooks on its layers the first time it is asked for hidden states

@@ -20,7 +20,7 @@ from gradguard.per_sample.contributions import Contribution, Materialized, real_
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
 from gradguard.per_sample.refusals import own_failure
-from gradguard.per_sample.rerun import Draws, Quietly, Snapshot, substituted, undisturbed
+from gradguard.per_sample.rerun import Draws, ModuleSnapshot, Quietly, substituted, undisturbed
 from gradguard.torch_private import parameter_slots
 
 _FINE = 1e-4
@@ -71,7 +71,7 @@ class LoopedCall:
     precision: float
     reason: str = ""
     draws: Draws = field(default_factory=Draws)
-    before: Snapshot | None = None
+    before: ModuleSnapshot | None = None
     outputs: list[tuple[Tensor, int]] = field(default_factory=list)
     grads: Sequence[Tensor | None] = ()
     leaves: Leaves | None = None

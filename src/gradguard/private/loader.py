@@ -13,7 +13,7 @@ from torch.utils.data import (
 )
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.private.sampling import MicroBatch, MicroBatches, PoissonBatches
+from gradguard.private.sampling import MicroBatches, PoissonBatches, SampledMicroBatch
 
 _KEPT = (
     "num_workers",
@@ -28,7 +28,7 @@ _KEPT = (
 )
 
 
-Planned = Iterator[tuple[MicroBatch, Any]]
+Planned = Iterator[tuple[SampledMicroBatch, Any]]
 """Micro-batches, each with its batch of data; with None where it has none."""
 
 

@@ -155,26 +155,26 @@ class MicroBatches:
 
     def __init__(self, source: Any, max_size: int | None, stand_in: int | None, parts: int | None = None) -> None:
         self._source, self._max_size, self._stand_in, self._parts = source, max_size, stand_in, parts
-        self.plan: deque[MicroBatch] = deque()
+        self.plan: deque[SampledMicroBatch] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         self.plan = deque()  # a new one: an iterator that was left early may still add to the old one
         return self._cut(self.plan)
 
-    def _cut(self, plan: "deque[MicroBatch]") -> Iterator[list[int]]:
+    def _cut(self, plan: "deque[SampledMicroBatch]") -> Iterator[list[int]]:
         for indices, largest in self._source():
             parts = self._parts or max(1, -(-largest // (self._max_size or max(1, largest))))
             stand_in = [] if self._stand_in is None or not (largest or self._parts) else [self._stand_in]
             for k in range(parts):
                 part = indices[k::parts]
                 shown = part or stand_in
-                plan.append(MicroBatch(len(part), bool(shown), k == parts - 1))
+                plan.append(SampledMicroBatch(len(part), bool(shown), k == parts - 1))
                 if shown:
                     yield shown
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class SampledMicroBatch:
     """The facts of one micro-batch.
 
     Attributes:

@@ -22,7 +22,7 @@ from gradguard.private.accounting import Accountant
 from gradguard.private.buffers import BufferWatch
 from gradguard.private.loader import Planned, PrivateLoader
 from gradguard.private.noise import GaussianNoise, keyed_generator
-from gradguard.private.sampling import MicroBatch, PoissonBatches
+from gradguard.private.sampling import PoissonBatches, SampledMicroBatch
 from gradguard.torch_private import version_of
 
 
@@ -60,12 +60,12 @@ class _LogicalBatch:
         drawn: Number of samples that were taken up.
     """
 
-    open: deque[MicroBatch] = field(default_factory=deque)
+    open: deque[SampledMicroBatch] = field(default_factory=deque)
     started: bool = False
     complete: bool = False
     drawn: int = 0
 
-    def take_up(self, micro_batch: MicroBatch) -> bool:
+    def take_up(self, micro_batch: SampledMicroBatch) -> bool:
         """Count a part; return whether it was the last one."""
         self.started, self.complete = True, micro_batch.ends
         self.drawn += micro_batch.size
@@ -303,7 +303,7 @@ class PrivateTraining:
         self._check_closed()
         self._start_epoch()
 
-    def _pass_over(self, empty: MicroBatch) -> None:
+    def _pass_over(self, empty: SampledMicroBatch) -> None:
         self._refuse_other_gradients()
         self.clipper.skip_batch()
         if self._batch.take_up(empty):
@@ -353,7 +353,7 @@ class PrivateTraining:
                 f"with the noise, batch size and number of steps that it began with."
             )
 
-    def _clip(self, micro_batch: MicroBatch) -> None:
+    def _clip(self, micro_batch: SampledMicroBatch) -> None:
         if not micro_batch.size:  # it only keeps this process in step with others
             self.clipper.skip_batch(after_backward=True)
             return

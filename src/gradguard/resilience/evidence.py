@@ -52,7 +52,7 @@ class EvidenceBatch:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class StepEvidence:
     """The content of a file of `write_evidence`.
 
     Attributes:
@@ -161,7 +161,7 @@ def write_evidence(
     return _save(written, Path(file))
 
 
-def read_evidence(file: str | os.PathLike[str]) -> Evidence:
+def read_evidence(file: str | os.PathLike[str]) -> StepEvidence:
     """Return what `write_evidence` has written; no code of the file is run.
 
     Raises:
@@ -181,7 +181,7 @@ def read_evidence(file: str | os.PathLike[str]) -> Evidence:
     raise RecordError(f"{file} is of format {version!a:.20}, and this gradguard reads {FORMAT}: write it again.")
 
 
-def _evidence(found: dict[str, Any]) -> Evidence:
+def _evidence(found: dict[str, Any]) -> StepEvidence:
     """Take a file's word for what it says, where each field is what it must be.
 
     Returns:
@@ -191,7 +191,7 @@ def _evidence(found: dict[str, Any]) -> Evidence:
         ValueError: A field is something else.
     """
     batches = {name: tuple(map(_read_batch, found[name])) for name in ("suspects", "others")}
-    evidence = Evidence(**{**found, **batches, "eval_modules": tuple(found["eval_modules"])})
+    evidence = StepEvidence(**{**found, **batches, "eval_modules": tuple(found["eval_modules"])})
     _check(int, evidence.step, evidence.rank, *evidence.states)
     _check(str, evidence.reason, *evidence.eval_modules, *evidence.versions.values())
     _check(bool, evidence.training)

@@ -30,7 +30,7 @@ from gradguard.resilience.weight_watch import WeightWatch
 from gradguard.spikes.base import Detector, NumberVerdict, verdict_of
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.skip import SkipSpikes
-from gradguard.tensors.host_copy import Event as CopyEvent
+from gradguard.tensors.host_copy import DeviceEvent as CopyEvent
 from gradguard.tensors.host_copy import copy_to_host, is_captured
 from gradguard.tensors.layout import are_readable
 
@@ -402,7 +402,9 @@ class SpikeRecovery:
         passed, lost = self.steps - first + 1, self.steps - base.step
         return self._went_back(base, first, "nonfinite", recovery=passed, lost=lost)
 
-    def _went_back(self, base: "_Kept", first: int, what: str, seen: _Measured | None = None, **more: Any) -> Event:
+    def _went_back(
+        self, base: "_KeptSnapshots", first: int, what: str, seen: _Measured | None = None, **more: Any
+    ) -> Event:
         """Tell of a roll-back, and pay for it: with a lower rate from the second on, and with an error in the end."""
         self._burst, self._nonfinite, self._calm_since = None, 0, self.steps
         self._shelf.drop_after(base.step)
@@ -531,7 +533,7 @@ def _forgotten(steps: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptSnapshots:
     """A snapshot of the weights after ``step``, which was taken at the step ``taken``."""
 
     step: int
@@ -546,14 +548,14 @@ class _Burst:
     """Spikes in a row that were adopted, the weights from before them, and the steps at which to try these."""
 
     def __init__(
-        self, first: int, bases: Sequence[_Kept], trials: Sequence[int], seen: _Measured, changed: bool
+        self, first: int, bases: Sequence[_KeptSnapshots], trials: Sequence[int], seen: _Measured, changed: bool
     ) -> None:
         self.first, self.seen, self.changed = first, seen, changed
         self.base = bases[0]  # what is tried, or was tried last
         self.trials = [(step, base) for step in trials for base in bases]
         self.good, self.is_tried, self.tried_at = 0, False, 0
         self.lost = seen.in_a_row  # and the steps of trials that failed
-        self._newer: _Kept | None = None
+        self._newer: _KeptSnapshots | None = None
 
     def begin_trial(self, shelf: "_Shelf", step: int) -> None:
         self._newer = shelf.spare(step)
@@ -576,7 +578,7 @@ class _Shelf:
         self.clear()
 
     def clear(self) -> None:
-        self._kept: list[_Kept] = []
+        self._kept: list[_KeptSnapshots] = []
         self._spare: Snapshot | None = None
 
     def is_due(self, step: int, every: int, calm_since: int) -> bool:
@@ -591,13 +593,13 @@ class _Shelf:
         else:  # the older one goes, unless the newer is too young to be alone: it may hold what is not detected yet
             snapshot = self._kept.pop(0 if step - self._kept[1].step >= self._delay else 1).snapshot
         snapshot.take()
-        self._kept = sorted([*self._kept, _Kept(step, now, snapshot)], key=lambda kept: kept.step)
+        self._kept = sorted([*self._kept, _KeptSnapshots(step, now, snapshot)], key=lambda kept: kept.step)
 
-    def before(self, step: int) -> _Kept | None:
+    def before(self, step: int) -> _KeptSnapshots | None:
         """Return the newest from before ``step``."""
         return next((kept for kept in reversed(self._kept) if kept.step < step), None)
 
-    def taken_before(self, step: int) -> _Kept | None:
+    def taken_before(self, step: int) -> _KeptSnapshots | None:
         """Return the newest that was taken before ``step`` began."""
         return next((kept for kept in reversed(self._kept) if kept.taken < step), None)
 
@@ -607,11 +609,11 @@ class _Shelf:
     def drop_after(self, step: int) -> None:
         self._kept = [kept for kept in self._kept if kept.step <= step]
 
-    def spare(self, step: int) -> _Kept:
+    def spare(self, step: int) -> _KeptSnapshots:
         """Return a snapshot of the state as it is now."""
         self._spare = self._spare or self._make()
         self._spare.take()
-        return _Kept(step, step, self._spare)
+        return _KeptSnapshots(step, step, self._spare)
 
 
 def _read(step: int, numbers: Tensor | list[float], event: CopyEvent | None) -> _Measured | None:

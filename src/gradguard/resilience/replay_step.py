@@ -17,7 +17,7 @@ from gradguard.errors import CommandError, GradguardError
 from gradguard.files.opening import open_regular, refuse_compressed
 from gradguard.json_values import jsonable
 from gradguard.resilience.culprit import FAR, deviations
-from gradguard.resilience.evidence import Evidence, EvidenceBatch, read_evidence
+from gradguard.resilience.evidence import EvidenceBatch, StepEvidence, read_evidence
 from gradguard.state.generators import States, generator_states, restore_generators
 
 FEWEST = 4
@@ -28,7 +28,7 @@ _NEAR = 1.1
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredBatch:
     """A batch on the weights of one time: its loss, and the norm of the gradient that it alone has."""
 
     loss: float
@@ -48,8 +48,8 @@ class StateResult:
 
     step: int | None
     label: str
-    suspects: tuple[Measured, ...]
-    others: tuple[Measured, ...]
+    suspects: tuple[MeasuredBatch, ...]
+    others: tuple[MeasuredBatch, ...]
 
     @property
     def score(self) -> float | None:
@@ -131,7 +131,7 @@ def replay_step(file: str | Path, target: str, states: Sequence[str | Path] = ()
         model, step = _made(target)
     weights = [(number, _label(number, evidence.step), one) for number, one in sorted(evidence.states.items())]
     weights += [(None, Path(one).name, _state_dict(one)) for one in states]
-    run = _Run(evidence, model, step, target)
+    run = _ReplayedRun(evidence, model, step, target)
     generators = generator_states()
     try:
         results = tuple(run.on(number, label, one) for number, label, one in weights)
@@ -147,7 +147,7 @@ def replay_step(file: str | Path, target: str, states: Sequence[str | Path] = ()
 _Judgement = tuple[str, str | None, str]
 
 
-def judge(evidence: Evidence, results: Sequence[StateResult]) -> _Judgement:
+def judge(evidence: StepEvidence, results: Sequence[StateResult]) -> _Judgement:
     """Return the verdict, the cause and why.
 
     The suspects are compared with other batches on the same weights, and the others with themselves on other weights:
@@ -220,7 +220,7 @@ def _bad_batch(at: StateResult, older: StateResult | None) -> _Judgement:
     )  # fmt: skip
 
 
-def _does_not_come_back(evidence: Evidence, at: StateResult) -> _Judgement:
+def _does_not_come_back(evidence: StepEvidence, at: StateResult) -> _Judgement:
     if at.step != evidence.step:
         return "INCONCLUSIVE", None, (
             f"the spike does not come back on the weights {at.label}, which are not those of step {evidence.step}: it "
@@ -242,7 +242,7 @@ def _of_the_spike(step: int, results: Sequence[StateResult]) -> StateResult:
     return results[min(known)[-1]]
 
 
-def _raised(evidence: Evidence, at: StateResult, older: StateResult | None) -> bool | None:
+def _raised(evidence: StepEvidence, at: StateResult, older: StateResult | None) -> bool | None:
     """Whether the other batches are far above what they were: on older weights, or in training, a little before."""
     told = [] if older is None else [*_above(at, older)]
     recorded = _finite(one.loss for one in evidence.others if one.step < evidence.step)
@@ -257,7 +257,7 @@ def _above(here: StateResult, there: StateResult) -> list[float]:
     return [median(scores) for scores in _deviations(here.others, there.others) if scores]
 
 
-def _deviations(these: Sequence[Measured], usual: Sequence[Measured]) -> list[list[float]]:
+def _deviations(these: Sequence[MeasuredBatch], usual: Sequence[MeasuredBatch]) -> list[list[float]]:
     """How far each of ``these`` is above what is usual, by the loss and by the norm; without one that is not known."""
     found = []
     for name in ("loss", "norm"):
@@ -267,7 +267,7 @@ def _deviations(these: Sequence[Measured], usual: Sequence[Measured]) -> list[li
     return found
 
 
-def _different_loss(evidence: Evidence, at: StateResult) -> str:
+def _different_loss(evidence: StepEvidence, at: StateResult) -> str:
     """Words where the very weights of the step give another loss than they gave."""
     if at.step != evidence.step:
         return ""
@@ -286,8 +286,8 @@ def _different_loss(evidence: Evidence, at: StateResult) -> str:
 # What is measured.
 
 
-class _Run:
-    def __init__(self, evidence: Evidence, model: nn.Module, step: Callable[[Any], Any], target: str) -> None:
+class _ReplayedRun:
+    def __init__(self, evidence: StepEvidence, model: nn.Module, step: Callable[[Any], Any], target: str) -> None:
         self.evidence, self.model, self.step, self.target = evidence, model, step, target
 
     def on(self, number: int | None, label: str, weights: Mapping[str, Tensor]) -> StateResult:
@@ -295,7 +295,7 @@ class _Run:
         suspects, others = map(measure, self.evidence.suspects), map(measure, self.evidence.others)
         return StateResult(number, label, tuple(suspects), tuple(others))
 
-    def _measured(self, label: str, weights: Mapping[str, Tensor], batch: EvidenceBatch) -> Measured:
+    def _measured(self, label: str, weights: Mapping[str, Tensor], batch: EvidenceBatch) -> MeasuredBatch:
         self._load(label, weights)
         self._set_modes()
         self.model.zero_grad(set_to_none=True)
@@ -319,7 +319,7 @@ class _Run:
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         if not grads:
             raise CommandError(f"the step of {self.target} does not use the model that {self.target} returned.")
-        return Measured(float(loss.detach()), float(get_total_norm(grads)))
+        return MeasuredBatch(float(loss.detach()), float(get_total_norm(grads)))
 
     def _load(self, label: str, weights: Mapping[str, Tensor]) -> None:
         own = {name: one for name, one in self.model.state_dict().items() if isinstance(one, Tensor)}
@@ -400,7 +400,7 @@ def _samples(ids: Sequence[int | str]) -> str:
     return f"samples {', '.join(map(str, ids[:12]))}{f' and {len(ids) - 12} more' if len(ids) > 12 else ''}"
 
 
-def _columns(name: str, measured: Sequence[Measured]) -> dict[str, list[float]]:
+def _columns(name: str, measured: Sequence[MeasuredBatch]) -> dict[str, list[float]]:
     return {f"{name}_loss": [one.loss for one in measured], f"{name}_norm": [one.norm for one in measured]}
 
 

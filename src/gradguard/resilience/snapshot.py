@@ -13,7 +13,7 @@ from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.optimizer_hooks import optimizers_in
 from gradguard.resilience.batches import has_state
 from gradguard.resilience.saved_snapshot import Packer, Unpacker, check_save, compare_names, save_parts, saved_part
-from gradguard.resilience.snapshot_parts import ModuleState, OptimizerState, OtherState, Part
+from gradguard.resilience.snapshot_parts import ModulePart, OptimizerPart, OtherState, SnapshotPart
 from gradguard.state.copies import Copier, Restorer, StreamOrder
 from gradguard.state.generators import States, check_states, generator_states, restore_generators
 from gradguard.torch_private import has_scheduler
@@ -91,9 +91,9 @@ class Snapshot:
         modules = [model, *(one for one in extra_state if isinstance(one, nn.Module))]
         optimizers = [optimizer, *(one for one in extra_state if isinstance(one, Optimizer))]
         others = [OtherState(one) for one in extra_state if not isinstance(one, nn.Module | Optimizer)]
-        self._model = ModuleState(model)
-        self._optimizers = [OptimizerState(one, modules) for part in optimizers for one in optimizers_in(part)]
-        self._parts: list[Part] = [self._model, *map(ModuleState, modules[1:]), *self._optimizers]
+        self._model = ModulePart(model)
+        self._optimizers = [OptimizerPart(one, modules) for part in optimizers for one in optimizers_in(part)]
+        self._parts: list[SnapshotPart] = [self._model, *map(ModulePart, modules[1:]), *self._optimizers]
         self._parts += sorted(others, key=lambda other: other.driven is not None)  # schedulers come last
         self._generators: States = {}
         self._copier = Copier()

@@ -20,7 +20,7 @@ from gradguard.state.optimizer_copy import NOT_ATTRIBUTES, OptimizerCopy, attrib
 from gradguard.torch_private import buffer_slots, is_fsdp1
 
 
-class Part:
+class SnapshotPart:
     """A part of the state that is kept together.
 
     Attributes:
@@ -57,7 +57,7 @@ class Part:
         raise NotImplementedError
 
 
-class ModuleState(Part):
+class ModulePart(SnapshotPart):
     """Weights, buffers and extra state of one module."""
 
     kind = "a module"
@@ -166,7 +166,7 @@ class ModuleState(Part):
             self._with_extra[name].set_extra_state(restorer.restored(state))
 
 
-class OptimizerState(Part):
+class OptimizerPart(SnapshotPart):
     """The state of one optimizer, the numbers of its groups, and plain attributes that it counts with.
 
     Args:
@@ -254,7 +254,7 @@ class OptimizerState(Part):
         _zero_gradients(self._copy.parameters.values())
 
 
-class OtherState(Part):
+class OtherState(SnapshotPart):
     """An object with ``state_dict`` and ``load_state_dict``, or a generator.
 
     Attributes:

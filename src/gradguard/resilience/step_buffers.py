@@ -24,7 +24,9 @@ class StepBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._kept = [_Kept(buffer_slots(module), name) for module in model.modules() for name in buffer_slots(module)]
+        self._kept = [
+            _KeptBuffers(buffer_slots(module), name) for module in model.modules() for name in buffer_slots(module)
+        ]
         self._hook = model.register_load_state_dict_post_hook(lambda module, keys: self.keep())
 
     @torch.no_grad()
@@ -53,7 +55,7 @@ class StepBuffers:
             if bool(skipped):
                 one.put_back()
 
-    def _written(self) -> tuple[list["_Kept"], list["_Kept"]]:
+    def _written(self) -> tuple[list["_KeptBuffers"], list["_KeptBuffers"]]:
         """Return the buffers that were written: those that multi-tensor operations can copy, and the others."""
         written = [one for one in self._kept if one.is_written()]
         simple = [one for one in written if one.is_simple()]
@@ -69,7 +71,7 @@ _UNCOUNTED = ("running_mean", "running_var")
 """Buffers that batch and instance norms write without torch's count of writes going up."""
 
 
-class _Kept:
+class _KeptBuffers:
     """One buffer, and a copy of what it held."""
 
     def __init__(self, slots: dict[str, Tensor | None], name: str) -> None:

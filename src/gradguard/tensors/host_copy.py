@@ -8,7 +8,7 @@ from torch import Tensor
 from gradguard.errors import UnsupportedGradientError
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """Something that completes, such as a `torch.cuda.Event`."""
 
     def query(self) -> bool:
@@ -19,7 +19,7 @@ class Event(Protocol):
         """Wait until it has."""
 
 
-def copy_to_host(flat: Tensor) -> tuple[Tensor, Event | None]:
+def copy_to_host(flat: Tensor) -> tuple[Tensor, DeviceEvent | None]:
     """Copy ``flat`` without a wait where the device can (CUDA); on others the copy itself waits.
 
     Returns:

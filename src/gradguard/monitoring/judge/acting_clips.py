@@ -105,7 +105,7 @@ def shares_in_words(clips: Sequence[ActingClip], steps: int) -> str:
 
 
 @dataclass(slots=True)
-class _Clip:
+class _KnownClip:
     """A clip, with what it compared with and multiplied by on each step on which it acted."""
 
     rule: str
@@ -132,10 +132,10 @@ class _Found:
 
     def __init__(self, own: str | None) -> None:
         self._own = own
-        self._clips: dict[tuple, _Clip] = {}
-        self._of: dict[tuple, list[_Clip]] = {}  # by the rules of a step, and the place of the one of --clip
+        self._clips: dict[tuple, _KnownClip] = {}
+        self._of: dict[tuple, list[_KnownClip]] = {}  # by the rules of a step, and the place of the one of --clip
 
-    def of(self, clips: Sequence[Sequence[Any]]) -> list[_Clip]:
+    def of(self, clips: Sequence[Sequence[Any]]) -> list[_KnownClip]:
         """Return the clips of a step, in their order."""
         key = tuple([clip[0] for clip in clips]), self._applied(clips)
         if key not in self._of:
@@ -151,12 +151,12 @@ class _Found:
         exactly = [place for place in fitting if clips[place][1] is not None and f"{clips[place][1]:g}" == number]
         return (exactly or fitting or [None])[-1]
 
-    def _new(self, rules: tuple[str, ...], applied: int | None) -> list[_Clip]:
+    def _new(self, rules: tuple[str, ...], applied: int | None) -> list[_KnownClip]:
         found, seen = [], Counter()
         for place, rule in enumerate(rules):
             seen[rule] += place != applied
             key = ("--clip",) if place == applied else (rule, seen[rule])
-            clip = self._clips.setdefault(key, _Clip(str(rule), place == applied, place))
+            clip = self._clips.setdefault(key, _KnownClip(str(rule), place == applied, place))
             clip.place = max(clip.place, place)
             found.append(clip)
         return found

@@ -9,7 +9,7 @@ from gradguard.monitoring.judge.findings import Finding, steps, worst_first
 from gradguard.monitoring.judge.followed import helped
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import capital, number
-from gradguard.monitoring.judge.signals import FEWEST_STEPS, Signals, signals_of
+from gradguard.monitoring.judge.signals import FEWEST_STEPS, RunSignals, signals_of
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.steps import by_optimizer
 
@@ -121,7 +121,7 @@ def weighed_findings(record: Record) -> list[Finding]:
     return worst_first(replace(one, severity="info") if one.kind in SYMPTOMS else one for one in found)
 
 
-def _ranked(signals: Signals) -> tuple[Cause, ...]:
+def _ranked(signals: RunSignals) -> tuple[Cause, ...]:
     causes = [cause for look in CAUSES if (cause := look(signals)) is not None]
     causes = sorted(causes, key=lambda cause: _rank(cause, causes))
     if not causes or causes[0].certainty == "possible":
@@ -129,7 +129,7 @@ def _ranked(signals: Signals) -> tuple[Cause, ...]:
     return tuple(causes)
 
 
-def _progress(signals: Signals, cause: Cause) -> str:
+def _progress(signals: RunSignals, cause: Cause) -> str:
     """Return what speaks against a cause that is only likely: the loss falls, and no finding warns."""
     curve = signals.curve
     warned = any(one.severity != "info" for one in signals.found)
@@ -151,7 +151,7 @@ def _rank(cause: Cause, causes: Sequence[Cause]) -> tuple[bool, int, int]:
     return explained, sure, KEYS.index(cause.key)
 
 
-def _without_cause(signals: Signals) -> Cause:
+def _without_cause(signals: RunSignals) -> Cause:
     """The run is well; or the record cannot say; or a finding that is an error has no cause that is known."""
     error = next((one for one in signals.found if one.severity == "error"), None)
     if error is not None:
@@ -165,7 +165,7 @@ def _without_cause(signals: Signals) -> Cause:
     return _well(signals)
 
 
-def _well(signals: Signals) -> Cause:
+def _well(signals: RunSignals) -> Cause:
     curve, certainty, ruled = signals.curve, "likely", ()
     sentence, advice = "Your run is well.", "Nothing is to be done."
     if curve is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from gradguard.monitoring.judge.numbers import number, percent
 from gradguard.monitoring.record.lines import Lines
-from gradguard.monitoring.record.steps import Part
+from gradguard.monitoring.record.steps import OptimizerSteps
 from gradguard.words import counted, listed
 
 RECOVERED_STEPS = 100
@@ -99,7 +99,7 @@ class Episode:
     later: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
-    def over(cls, kind: Kind, part: Part, steps: Lines, **more: Any) -> "Episode":
+    def over(cls, kind: Kind, part: OptimizerSteps, steps: Lines, **more: Any) -> "Episode":
         """Return an episode that is of all of some steps.
 
         Args:

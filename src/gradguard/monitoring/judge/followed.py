@@ -6,7 +6,7 @@ from typing import Any
 
 from gradguard.monitoring.judge.cause import Cause
 from gradguard.monitoring.judge.numbers import number
-from gradguard.monitoring.judge.signals import Signals, signals_of
+from gradguard.monitoring.judge.signals import RunSignals, signals_of
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.lines import known_fields, without_none
 
@@ -36,7 +36,7 @@ def facts_of(record: Record, cause: Cause, rule: str | None) -> dict[str, Any]:
     return known_fields(facts)
 
 
-def helped(signals: Signals) -> str:
+def helped(signals: RunSignals) -> str:
     """Return whether the advice that this run followed has helped, in one sentence; empty where it followed none.
 
     The losses are compared at the same step, and the difference with what chance makes of both.
@@ -67,7 +67,7 @@ def helped(signals: Signals) -> str:
     return f"Against {whose}, it {'helped' if difference > 0 else 'did harm'}: {ends}, {told}."
 
 
-def follows_clip(signals: Signals) -> bool:
+def follows_clip(signals: RunSignals) -> bool:
     """Return whether the clip in use is the one that the earlier run was told."""
     rule = str((signals.record.meta.get("followed") or {}).get("rule") or "")
     used = without_none(signals.record.steps.column("threshold"))

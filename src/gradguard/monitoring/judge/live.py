@@ -3,15 +3,15 @@
 import math
 from typing import Any
 
-from gradguard.monitoring.judge.detectors.clipping import Clipping
+from gradguard.monitoring.judge.detectors.clipping import AlwaysClipped
 from gradguard.monitoring.judge.detectors.layers import Layers
-from gradguard.monitoring.judge.detectors.level import Level
+from gradguard.monitoring.judge.detectors.level import NormLevel
 from gradguard.monitoring.judge.detectors.loop_setup import Setup, is_setup_event
 from gradguard.monitoring.judge.detectors.loss import Loss
 from gradguard.monitoring.judge.detectors.loss_scale import LossScale
 from gradguard.monitoring.judge.detectors.outliers import Outliers
 from gradguard.monitoring.judge.detectors.rhythm import Oscillation
-from gradguard.monitoring.judge.detectors.tensors import Corruption, Diagnostics
+from gradguard.monitoring.judge.detectors.tensors import Corruption, UnevenTensors
 from gradguard.monitoring.judge.detectors.updates import Logits, Rule, UpdateSpikes
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, Log
 from gradguard.monitoring.record.file import Line
@@ -108,9 +108,9 @@ class Track:
         self.layers = Layers(log, params, several)
         names = self.layers.names
         self.loss = Loss(log)
-        self.level, self.outliers = Level(log, self.loss, names), Outliers(log, names)
-        self.oscillation, self.clipping, self.scale = Oscillation(log), Clipping(log, name), LossScale(log)
-        self.corruption, self.diagnostics = Corruption(log, names), Diagnostics(log, params)
+        self.level, self.outliers = NormLevel(log, self.loss, names), Outliers(log, names)
+        self.oscillation, self.clipping, self.scale = Oscillation(log), AlwaysClipped(log, name), LossScale(log)
+        self.corruption, self.diagnostics = Corruption(log, names), UnevenTensors(log, params)
         self.update_spikes, self.rule, self.logits = UpdateSpikes(log), Rule(log, params), Logits(log)
         self.used: tuple[float, float] | None = None  # of a step that was taken: its learning rate, and the norm it got
 

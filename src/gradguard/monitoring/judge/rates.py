@@ -5,7 +5,7 @@ import statistics
 from dataclasses import dataclass
 
 from gradguard.monitoring.judge.numbers import plain_threshold
-from gradguard.monitoring.judge.signals import OF_EPS, Signals
+from gradguard.monitoring.judge.signals import OF_EPS, RunSignals
 
 LESS_RATE, LESS_NORM = 0.3, 0.1
 """Of the learning rate, and of the first norms as a threshold. Their product bounds a step; small gradients move more
@@ -35,7 +35,7 @@ class LowerRate:
     advice: str
 
 
-def lower_rate(signals: Signals, place: int | None = None) -> LowerRate:
+def lower_rate(signals: RunSignals, place: int | None = None) -> LowerRate:
     """Return what to try first in a run whose rate was too high.
 
     The threshold is a share of the first norms, which the rate had not moved yet; of a run that broke out of many calm

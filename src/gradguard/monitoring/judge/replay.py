@@ -11,7 +11,7 @@ from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.lines import without_none
-from gradguard.monitoring.record.steps import BINDS_BELOW, Part, by_optimizer, taken_steps, usable_steps
+from gradguard.monitoring.record.steps import BINDS_BELOW, OptimizerSteps, by_optimizer, taken_steps, usable_steps
 from gradguard.named_rules import replayed_rule
 from gradguard.threshold_rules import LockInAlarm, PerTensor
 
@@ -103,7 +103,7 @@ _TOO_LARGE = "the record has norms whose squares are no floats any more, so the 
 _EVERY_STEP = "needs the norm of each tensor on every step: record the run with gradguard run --every 1"
 
 
-def _rows(part: Part, rules: Sequence[str] | None) -> list[WhatIf]:
+def _rows(part: OptimizerSteps, rules: Sequence[str] | None) -> list[WhatIf]:
     if rules is None:
         rules = _with_constants(_CONSTANTS.union(without_none([recommend(part.record).threshold])))
     usable = usable_steps(part.record).column("i")
@@ -112,7 +112,7 @@ def _rows(part: Part, rules: Sequence[str] | None) -> list[WhatIf]:
     return [_row(part, rule, judged) for rule in rules]
 
 
-def _row(part: Part, name: str, judged: dict[int, bool]) -> WhatIf:
+def _row(part: OptimizerSteps, name: str, judged: dict[int, bool]) -> WhatIf:
     rule, unknown = replayed_rule(name)(), WhatIf(name, 0, optimizer=part.index)
     if not judged:
         return replace(unknown, note=_NO_STEPS)

@@ -152,7 +152,7 @@ class Layer:
         return median(self.ratios[1:] or self.ratios)
 
 
-class Signals:
+class RunSignals:
     """The signals of one optimizer's steps.
 
     Args:
@@ -634,10 +634,10 @@ def _finite(values: list[float | None]) -> list[float | None]:
 
 
 @once
-def signals_of(record: Record) -> Signals:
+def signals_of(record: Record) -> RunSignals:
     """Return what one optimizer's steps show; nobody may change it.
 
     Args:
         record: The record of its steps alone.
     """
-    return Signals(record)
+    return RunSignals(record)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradguard.errors import CommandError
-from gradguard.monitoring.observe.termination import BySignal, Signals
+from gradguard.monitoring.observe.termination import BySignal, SignalHandlers
 
 INTERRUPTED = BySignal.of(signal.SIGINT)
 """The exit code of a program that Ctrl-C ended."""
@@ -127,7 +127,7 @@ def seed_generators(seed: int | None) -> None:
     torch.manual_seed(seed)
 
 
-def run(program: Program, signals: Signals | None = None) -> int:
+def run(program: Program, signals: SignalHandlers | None = None) -> int:
     """Run ``program`` as ``__main__`` and return its exit code; an uncaught exception is shown as Python shows it.
 
     Args:
@@ -138,7 +138,7 @@ def run(program: Program, signals: Signals | None = None) -> int:
         The exit code; a `BySignal` where a signal has ended it.
     """
     if signals is None:
-        with Signals() as signals:
+        with SignalHandlers() as signals:
             return run(program, signals)
     sys.modules["__main__"] = program.main
     sys.argv = list(program.argv)
@@ -151,7 +151,7 @@ def run(program: Program, signals: Signals | None = None) -> int:
     return code
 
 
-def _until_a_signal(work: Callable[[], int | None], signals: Signals) -> int:
+def _until_a_signal(work: Callable[[], int | None], signals: SignalHandlers) -> int:
     try:
         return work() or 0
     except KeyboardInterrupt as interrupt:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradguard.distributed.megatron import megatron_placements
 from gradguard.distributed.placements import any_sharded
-from gradguard.distributed.plan import NormReduction, Plan, plan_for
+from gradguard.distributed.plan import NormPlan, NormReduction, plan_for
 from gradguard.distributed.reduction import NO_COPIES
 from gradguard.distributed.reduction_group import several_processes
 from gradguard.distributed.wrappers import flat_placements
@@ -130,7 +130,7 @@ class SharedNorms:
 
     @torch.no_grad()
     def _own_part(
-        self, plan: Plan, tensors: Sequence[Tensor]
+        self, plan: NormPlan, tensors: Sequence[Tensor]
     ) -> tuple[tuple[NormReduction, Tensor] | None, Exception | None]:
         """Return this process' addend; None, with the problem the first time, where it is unknown."""
         if self._failed:
@@ -150,7 +150,7 @@ class SharedNorms:
                     tensor.grad = gradient
 
     @torch.no_grad()
-    def _added_up(self, plan: Plan, own: tuple[NormReduction, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def _added_up(self, plan: NormPlan, own: tuple[NormReduction, Tensor] | None) -> tuple[Tensor, Tensor]:
         if own is None:
             nothing = torch.zeros_like(plan.weights)
             own = NormReduction(plan.reducer, plan.weights, nothing, plan.balance_of_all), nothing

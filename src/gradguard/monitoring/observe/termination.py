@@ -36,7 +36,7 @@ class BySignal(int):
         return self - 128
 
 
-class Signals:
+class SignalHandlers:
     """Context manager for signals while a program runs and while its record is finished.
 
     =======================  ===========================================================================================
@@ -236,7 +236,7 @@ def _guests_of(number: int) -> _Guests | None:
     if guests is None or guests.process != os.getpid() or not guests.known:
         before = signal.getsignal(number)
         owner = getattr(before, "__self__", None)
-        if isinstance(owner, Signals | _Guests) and owner.process != os.getpid():  # our parent's
+        if isinstance(owner, SignalHandlers | _Guests) and owner.process != os.getpid():  # our parent's
             before = signal.SIG_DFL
         if before in (signal.SIG_IGN, None):
             return None

@@ -215,7 +215,7 @@ OTHER_LOSSES = "other_losses"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OptimizerSteps:
     """The steps of one optimizer in a run.
 
     Attributes:
@@ -230,7 +230,7 @@ class Part:
 
 
 @once
-def by_optimizer(record: Record) -> list[Part]:
+def by_optimizer(record: Record) -> list[OptimizerSteps]:
     """Return one part for each optimizer that stepped, in their order; the record itself where it was one.
 
     **Edge cases**: a record without steps is one part, and so is one with several optimizers of which one stepped;
@@ -255,9 +255,9 @@ def by_optimizer(record: Record) -> list[Part]:
         index = next(iter(found), None)
         alone = _name_of(record, index)
         same = alone is None or record.meta.get("optimizers") == [alone]
-        return [Part(None, "", record if same else replace(record, meta=_meta_of(record, index)))]
+        return [OptimizerSteps(None, "", record if same else replace(record, meta=_meta_of(record, index)))]
     order = sorted({index or 0 for index in found})
-    return [Part(index, label_of(record, index), _only(record, index)) for index in order]
+    return [OptimizerSteps(index, label_of(record, index), _only(record, index)) for index in order]
 
 
 def label_of(record: Record, index: int | None) -> str:

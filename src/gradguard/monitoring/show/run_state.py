@@ -83,7 +83,7 @@ def _merged(buckets: list[Bucket]) -> Bucket:
 
 
 @dataclass
-class OptimizerState:
+class OptimizerProgress:
     """The steps of one optimizer so far: the norms of two optimizers are not one series.
 
     Attributes:
@@ -141,7 +141,7 @@ class RunState:
 
     meta: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
-    states: dict[Any, OptimizerState] = field(default_factory=dict)
+    states: dict[Any, OptimizerProgress] = field(default_factory=dict)
     layers: list[Any] = field(default_factory=list)
     events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
     severities: Counter[str] = field(default_factory=Counter)
@@ -170,10 +170,10 @@ class RunState:
             self._walls.append(step["wall"])
         self._state_of(step).add(step)
 
-    def _state_of(self, step: dict[str, Any]) -> OptimizerState:
+    def _state_of(self, step: dict[str, Any]) -> OptimizerProgress:
         place = step.get("optimizer")
         key = place if place in self.states or len(self.states) < MOST_OPTIMIZERS else None
-        return self.states.setdefault(key, OptimizerState(self._label(key)))
+        return self.states.setdefault(key, OptimizerProgress(self._label(key)))
 
     def _label(self, place: int | None) -> str:
         names = self.meta.get("optimizers", ())
@@ -182,9 +182,9 @@ class RunState:
         return f"optimizer {place} ({names[place]})" if place < len(names) else f"optimizer {place}"
 
     @property
-    def state(self) -> OptimizerState:
+    def state(self) -> OptimizerProgress:
         """Return the state of the optimizer of the last step."""
-        return self._state_of(self.last) if self.last else OptimizerState()
+        return self._state_of(self.last) if self.last else OptimizerProgress()
 
     @property
     def seconds_per_step(self) -> float | None:

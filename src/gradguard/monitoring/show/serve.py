@@ -68,7 +68,7 @@ class _View:
     version: str
     page: bytes
     words: str
-    running: tuple["_Running", ...] = ()
+    running: tuple["_RunningServer", ...] = ()
 
     def age(self, now: float) -> str:
         """Say how old what the page shows of runs in progress is at ``now``, in seconds since the epoch."""
@@ -80,7 +80,7 @@ class _View:
 
 
 @dataclass(frozen=True)
-class _Running:
+class _RunningServer:
     """A run that has not ended, as it was when it was read."""
 
     label: str
@@ -247,12 +247,12 @@ def _view(version: str, seen: Mapping[Path, object]) -> _View:
     return _View(version, page, words, tuple(_running(records, seen)))
 
 
-def _running(records: Sequence[Record], seen: Mapping[Path, object]) -> Iterator[_Running]:
+def _running(records: Sequence[Record], seen: Mapping[Path, object]) -> Iterator[_RunningServer]:
     for record, label in labelled(records):
         state = seen[record.path]
         if record.end is None and isinstance(state, _State):
             step = f"Step {record.steps[-1]['i']:,}" if len(record.steps) else "No step yet"
-            yield _Running(printable(label), step, state.written / 1e9)
+            yield _RunningServer(printable(label), step, state.written / 1e9)
 
 
 def _message(version: str, words: str) -> bytes:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.record.steps import regime_of
 from gradguard.monitoring.record.text import printable
-from gradguard.monitoring.show.run_state import Bucket, OptimizerState, RunState
+from gradguard.monitoring.show.run_state import Bucket, OptimizerProgress, RunState
 from gradguard.words import counted
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def facts(run: RunState) -> list[Fact]:
     return [(label, value, style) for label, value, style in known if value is not None]
 
 
-def optimizer_facts(state: OptimizerState) -> list[Fact]:
+def optimizer_facts(state: OptimizerProgress) -> list[Fact]:
     """Return what is known now of one optimizer."""
     step, share = state.last, state.clip_share
     regime = None if share is None else regime_of(share)
@@ -192,7 +192,7 @@ def _row_width(cells: "list[Text]", count: int) -> int:
 
 
 def _state_part(
-    state: OptimizerState, width: int, rows: int, console: "Console", *, alone: bool
+    state: OptimizerProgress, width: int, rows: int, console: "Console", *, alone: bool
 ) -> "list[RenderableType]":
     """The chart of one optimizer, below its numbers where it is not alone."""
     from rich.text import Text
@@ -204,7 +204,7 @@ def _state_part(
 
 
 def _chart_part(
-    state: OptimizerState, width: int, rows: int, console: "Console", *, gap: bool
+    state: OptimizerProgress, width: int, rows: int, console: "Console", *, gap: bool
 ) -> "list[RenderableType]":
     from rich.text import Text
 
@@ -218,7 +218,7 @@ def _chart_part(
 
 
 def chart(
-    state: OptimizerState, width: int, rows: int, threshold: float | None = None, *, ascii_only: bool = False
+    state: OptimizerProgress, width: int, rows: int, threshold: float | None = None, *, ascii_only: bool = False
 ) -> "Text":
     """Return the norms of ``state`` on a log scale, from the smallest to the largest of the steps of each column.
 

@@ -29,7 +29,7 @@ OUTPUT = "output.txt"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrialPlan:
     """One trial.
 
     Attributes:
@@ -72,7 +72,7 @@ class Trials:
         suggested: What the record says of the rule to try; empty where the rules were named.
     """
 
-    def __init__(self, plan: Plan, tell: Callable[[str], object]) -> None:
+    def __init__(self, plan: TrialPlan, tell: Callable[[str], object]) -> None:
         self.plan, self._tell = plan, tell
         self.runs: list[Run] = []
         self.rules: list[str] = [NONE]

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.layers.call import LayerCall, sample_axis, zeros
-from gradguard.per_sample.layers.replay import Replay, replayed
+from gradguard.per_sample.layers.replay import LayerReplay, replayed
 
 
-class _Arguments(NamedTuple):
+class _AttentionArguments(NamedTuple):
     """The arguments of the layer's forward, in its order."""
 
     query: Tensor
@@ -37,7 +37,7 @@ def attention(call: LayerCall) -> dict[str, Contribution]:
     assert isinstance(module, nn.MultiheadAttention)
     if not call.batch_size:
         return zeros(call)
-    arguments = _Arguments(*call.args, **call.kwargs)
+    arguments = _AttentionArguments(*call.args, **call.kwargs)
     if arguments.query.dim() != 3:
         raise UnsupportedGradientError(
             f"MultiheadAttention got an unbatched query of shape {tuple(arguments.query.shape)}, so it attends between "
@@ -47,11 +47,11 @@ def attention(call: LayerCall) -> dict[str, Contribution]:
     dim = 0 if first else 1
     dimensions = {"query": (arguments.query, dim), "key": (arguments.key, dim), "value": (arguments.value, dim)}
     axis = sample_axis(call, dimensions, f"batch_first={first}")
-    repeated = _Attention(module, arguments)
+    repeated = _AttentionCall(module, arguments)
     return replayed(call, axis, repeated.dropout, repeated.run)
 
 
-class _Attention:
+class _AttentionCall:
     """One call of the layer, with time first: ``[T, rows, E]``.
 
     Args:
@@ -59,11 +59,11 @@ class _Attention:
         arguments: What it was called with.
     """
 
-    def __init__(self, module: nn.MultiheadAttention, arguments: _Arguments) -> None:
+    def __init__(self, module: nn.MultiheadAttention, arguments: _AttentionArguments) -> None:
         self.module, self.arguments = module, arguments
         self.dropout = module.dropout if module.training else 0.0
 
-    def run(self, replay: Replay) -> list[Tensor]:
+    def run(self, replay: LayerReplay) -> list[Tensor]:
         """Return what the layer returns."""
         module, first = self.module, self.module.batch_first
         query, key, value = self._project(replay)
@@ -82,7 +82,7 @@ class _Attention:
         output = replay.linear(mixed, "out_proj.weight", None if module.out_proj.bias is None else "out_proj.bias")
         return [output.transpose(0, 1) if first else output, *weights]
 
-    def _project(self, replay: Replay) -> list[Tensor]:
+    def _project(self, replay: LayerReplay) -> list[Tensor]:
         """Return queries ``[T, rows, E]``, keys and values ``[S, rows, E]``."""
         module = self.module
         dtype, given = module.out_proj.weight.dtype, self.arguments[:3]

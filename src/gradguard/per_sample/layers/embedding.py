@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.contributions import Contribution, Rows, wide
+from gradguard.per_sample.contributions import Contribution, TableRows, wide
 from gradguard.per_sample.layers.call import LayerCall, samples_first
 
 
@@ -27,7 +27,7 @@ def embedding(call: LayerCall) -> dict[str, Contribution]:
     values = grad.reshape(*ids.shape, module.embedding_dim)
     if module.padding_idx is not None:
         values = values.masked_fill((ids == module.padding_idx).unsqueeze(2), 0)
-    return {"weight": Rows(ids, values, module.weight.shape)}
+    return {"weight": TableRows(ids, values, module.weight.shape)}
 
 
 def embedding_bag(call: LayerCall) -> dict[str, Contribution]:
@@ -62,7 +62,7 @@ def embedding_bag(call: LayerCall) -> dict[str, Contribution]:
     values = samples_first(_of_entries(module, arguments, grad), axis, call.batch_size)
     ids = samples_first(ids.long(), axis, call.batch_size)
     ids = ids.reshape(len(ids), ids.shape[1:].numel())
-    return {"weight": Rows(ids, values.reshape(*ids.shape, module.embedding_dim), module.weight.shape)}
+    return {"weight": TableRows(ids, values.reshape(*ids.shape, module.embedding_dim), module.weight.shape)}
 
 
 class _BagArguments(NamedTuple):

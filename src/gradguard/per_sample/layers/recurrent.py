@@ -10,13 +10,13 @@ from torch.nn.utils.rnn import PackedSequence
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.layers.call import LayerCall, sample_axis, zeros
-from gradguard.per_sample.layers.replay import Replay, replayed
+from gradguard.per_sample.layers.replay import LayerReplay, replayed
 
 State = tuple[Tensor, ...]
 """``(h,)``, or ``(h, c)`` of an LSTM, each ``[rows, H]``."""
 
 
-class _Arguments(NamedTuple):
+class _RecurrentArguments(NamedTuple):
     """The arguments of every recurrent forward, in its order."""
 
     input: Any
@@ -39,7 +39,7 @@ class _Pass:
         suffix: The end of its parameters' names, such as ``"_l1_reverse"``.
     """
 
-    def __init__(self, replay: Replay, module: nn.RNNBase | nn.RNNCellBase, suffix: str = "") -> None:
+    def __init__(self, replay: LayerReplay, module: nn.RNNBase | nn.RNNCellBase, suffix: str = "") -> None:
         self._replay, self._module, self._suffix = replay, module, suffix
 
     def run(self, sequence: Tensor, state: State) -> tuple[Tensor, State]:
@@ -95,7 +95,7 @@ def recurrent(call: LayerCall) -> dict[str, Contribution]:
     assert isinstance(module, nn.RNNBase)
     if not call.batch_size:
         return zeros(call)
-    arguments = _Arguments(*call.args, **call.kwargs)
+    arguments = _RecurrentArguments(*call.args, **call.kwargs)
     _require_batched(call, arguments.input, 3)
     dimensions = {"input": (arguments.input, 0 if module.batch_first else 1)}
     dimensions |= {name: (tensor, 1) for name, tensor in zip(("h_0", "c_0"), arguments.states, strict=False)}
@@ -104,7 +104,9 @@ def recurrent(call: LayerCall) -> dict[str, Contribution]:
     return replayed(call, axis, dropout, lambda replay: _run_layers(replay, module, arguments, dropout))
 
 
-def _run_layers(replay: Replay, module: nn.RNNBase, arguments: _Arguments, dropout: float) -> list[Tensor]:
+def _run_layers(
+    replay: LayerReplay, module: nn.RNNBase, arguments: _RecurrentArguments, dropout: float
+) -> list[Tensor]:
     """Return what the layer returns."""
     dtype = module.get_parameter("weight_hh_l0").dtype
     sequence = arguments.input.transpose(0, 1) if module.batch_first else arguments.input
@@ -135,7 +137,7 @@ def recurrent_cell(call: LayerCall) -> dict[str, Contribution]:
     assert isinstance(module, nn.RNNCellBase)
     if not call.batch_size:
         return zeros(call)
-    arguments = _Arguments(*call.args, **call.kwargs)
+    arguments = _RecurrentArguments(*call.args, **call.kwargs)
     _require_batched(call, arguments.input, 2)
     given = (arguments.input, *arguments.states)
     axis = sample_axis(call, {name: (x, 0) for name, x in zip(("input", "h", "c"), given, strict=False)}, "a cell")

@@ -15,7 +15,7 @@ from gradguard.per_sample.layers.normalization import group_norm, instance_norm,
 from gradguard.per_sample.layers.recurrent import recurrent, recurrent_cell
 
 
-class Rule(NamedTuple):
+class LayerRule(NamedTuple):
     """How one kind of layer is handled.
 
     Attributes:
@@ -27,33 +27,33 @@ class Rule(NamedTuple):
     replays: bool = False
 
 
-_RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: Rule(linear),
-    nn.Conv1d: Rule(convolution),
-    nn.Conv2d: Rule(convolution),
-    nn.Conv3d: Rule(convolution),
-    nn.ConvTranspose1d: Rule(convolution),
-    nn.ConvTranspose2d: Rule(convolution),
-    nn.ConvTranspose3d: Rule(convolution),
-    nn.Embedding: Rule(embedding),
-    nn.EmbeddingBag: Rule(embedding_bag),
-    nn.LayerNorm: Rule(layer_norm),
-    nn.RMSNorm: Rule(rms_norm),
-    nn.GroupNorm: Rule(group_norm),
-    nn.InstanceNorm1d: Rule(instance_norm),
-    nn.InstanceNorm2d: Rule(instance_norm),
-    nn.InstanceNorm3d: Rule(instance_norm),
-    nn.MultiheadAttention: Rule(attention, replays=True),
-    nn.LSTM: Rule(recurrent, replays=True),
-    nn.GRU: Rule(recurrent, replays=True),
-    nn.RNN: Rule(recurrent, replays=True),
-    nn.LSTMCell: Rule(recurrent_cell, replays=True),
-    nn.GRUCell: Rule(recurrent_cell, replays=True),
-    nn.RNNCell: Rule(recurrent_cell, replays=True),
+_RULES: dict[type[nn.Module], LayerRule] = {
+    nn.Linear: LayerRule(linear),
+    nn.Conv1d: LayerRule(convolution),
+    nn.Conv2d: LayerRule(convolution),
+    nn.Conv3d: LayerRule(convolution),
+    nn.ConvTranspose1d: LayerRule(convolution),
+    nn.ConvTranspose2d: LayerRule(convolution),
+    nn.ConvTranspose3d: LayerRule(convolution),
+    nn.Embedding: LayerRule(embedding),
+    nn.EmbeddingBag: LayerRule(embedding_bag),
+    nn.LayerNorm: LayerRule(layer_norm),
+    nn.RMSNorm: LayerRule(rms_norm),
+    nn.GroupNorm: LayerRule(group_norm),
+    nn.InstanceNorm1d: LayerRule(instance_norm),
+    nn.InstanceNorm2d: LayerRule(instance_norm),
+    nn.InstanceNorm3d: LayerRule(instance_norm),
+    nn.MultiheadAttention: LayerRule(attention, replays=True),
+    nn.LSTM: LayerRule(recurrent, replays=True),
+    nn.GRU: LayerRule(recurrent, replays=True),
+    nn.RNN: LayerRule(recurrent, replays=True),
+    nn.LSTMCell: LayerRule(recurrent_cell, replays=True),
+    nn.GRUCell: LayerRule(recurrent_cell, replays=True),
+    nn.RNNCell: LayerRule(recurrent_cell, replays=True),
 }
 
 
-def rule_for(module: nn.Module) -> Rule | None:
+def rule_for(module: nn.Module) -> LayerRule | None:
     """Return the rule of ``module``, or None: then its own code is differentiated with torch.func.
 
     A subclass that keeps its base's ``forward`` keeps its rule. A parametrized layer has none, because its weight is
@@ -63,7 +63,7 @@ def rule_for(module: nn.Module) -> Rule | None:
         return None
     kind = type(module)
     if f"{kind.__module__}.{kind.__name__}" == "transformers.pytorch_utils.Conv1D":
-        return Rule(transposed_linear)
+        return LayerRule(transposed_linear)
     for base in kind.__mro__:
         if base in _RULES:
             same = kind.forward is base.forward and "forward" not in vars(module)  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ class _Map(NamedTuple):
     third: int | None = None
 
 
-class Replay:
+class LayerReplay:
     """A second run of a layer's forward; tensors are ``[rows, d]``, or ``[T, rows, d]`` with time first.
 
     Args:
@@ -110,7 +110,7 @@ def _stacked(blocks: list[Outer]) -> Contribution:
 
 
 def replayed(
-    call: LayerCall, axis: BatchAxis, dropout: float, forward: Callable[[Replay], list[Tensor]]
+    call: LayerCall, axis: BatchAxis, dropout: float, forward: Callable[[LayerReplay], list[Tensor]]
 ) -> dict[str, Contribution]:
     """Return the contribution to each wanted parameter of a layer whose forward is run again.
 
@@ -124,7 +124,7 @@ def replayed(
         UnsupportedGradientError: If the forward could not be repeated.
     """
     device = next(call.module.parameters()).device
-    replay = Replay(call)
+    replay = LayerReplay(call)
     with _random_numbers_of(call, device, dropout), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         outputs = forward(replay)
         _require_same(call, outputs)

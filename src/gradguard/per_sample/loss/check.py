@@ -17,7 +17,7 @@ from gradguard.per_sample.loss.ledger import Ledger
 from gradguard.per_sample.loss.rows import by_sample, has_label
 from gradguard.per_sample.loss.separation import Outputs, of_several
 from gradguard.per_sample.loss.terms import NO_PART, LossParts, explain, loss_parts
-from gradguard.tensors.host_copy import Event, copy_to_host
+from gradguard.tensors.host_copy import DeviceEvent, copy_to_host
 
 _NOT_SEEN = (
     "its backward was not seen to begin from what the module returned. Was torch.autograd.backward looked up before "
@@ -68,7 +68,7 @@ class _Known:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _SeenLoss:
     """A loss that was looked at.
 
     Attributes:
@@ -112,8 +112,8 @@ class LossCheck:
         self._constant_sizes: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self.factors: Tensor | None = None
         self.labels_agree: Tensor | None = None
-        self._unread: tuple[Tensor, Event | None] | None = None
-        self._seen: _Seen | None = None
+        self._unread: tuple[Tensor, DeviceEvent | None] | None = None
+        self._seen: _SeenLoss | None = None
         self._divided_by = 1.0
 
     def start(
@@ -209,7 +209,7 @@ class LossCheck:
         """
         seen, self._seen = self._seen, None
         if seen is None and self._calls:
-            seen = _Seen(Make(), LossParts("unverified", _NOT_SEEN))
+            seen = _SeenLoss(Make(), LossParts("unverified", _NOT_SEEN))
         self._declared.clear()
         self.stop()
         if seen is None:
@@ -273,7 +273,7 @@ class LossCheck:
             and known.numbers == make.numbers
             and self._labels(make, known)
         ):
-            self._seen = _Seen(make, known.parts)
+            self._seen = _SeenLoss(make, known.parts)
             self.stop()
             return
         complete = all(bool(has_label(node).all()) for node in make.labelled)
@@ -298,7 +298,7 @@ class LossCheck:
                 )
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
                 found = LossParts("unverified", f"reading its graph failed ({str(error).split('.')[0]})")
-        self._seen = _Seen(make, found, complete, outputs is None or outputs.conclusive)
+        self._seen = _SeenLoss(make, found, complete, outputs is None or outputs.conclusive)
         if found.reason != NO_PART:
             self.stop()
 

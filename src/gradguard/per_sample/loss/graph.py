@@ -419,7 +419,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Step:
+class LinearStep:
     """A linear operation on the way from a root to rows."""
 
     node: Node
@@ -446,7 +446,7 @@ class Path:
     node: Node
     number: int
     coefficient: Tensor
-    steps: tuple[Step, ...]
+    steps: tuple[LinearStep, ...]
     constants: tuple[Constant, ...]
     output: "Path | None" = None
     weighing: tuple[Node, ...] = ()
@@ -543,7 +543,7 @@ def _onward(path: Path, depends: Dependence) -> list[Path] | None:
                 node=child,
                 number=child_number,
                 coefficient=pull(node, number, which, path.coefficient),
-                steps=path.steps if keeps else (Step(node, number, which), *path.steps),
+                steps=path.steps if keeps else (LinearStep(node, number, which), *path.steps),
                 constants=path.constants if constant is None else (*path.constants, constant),
                 weighing=(*path.weighing, node) if constant is None and name in _WEIGHTING else path.weighing,
                 factor=path.factor * (_factor(path, which) if constant is None else abs(constant.value)),
@@ -557,13 +557,13 @@ def _factor(path: Path, which: int) -> float:
     """The number by which a path's last node multiplies input ``which``; 1 where a tensor of several values does."""
     node, name = path.node, operation(path.node)
     if name in MEANS:
-        return mean_of(Step(node, path.number, which))
+        return mean_of(LinearStep(node, path.number, which))
     if name in {"Add", "Sub", "Rsub"} and which == (0 if name == "Rsub" else 1):
         return abs(float(saved_constant(node, "alpha")))
     return 1.0
 
 
-def mean_of(step: Step) -> float:
+def mean_of(step: LinearStep) -> float:
     """Return what a mean multiplies by."""
     child, number = step.node.next_functions[step.which]
     assert child is not None

@@ -57,7 +57,7 @@ class RowWeights:
     by_shape: bool | None
 
 
-class _Kept(NamedTuple):
+class _KeptEntry(NamedTuple):
     """The values that have stayed the same; None for those that have not."""
 
     row: Values | None = None
@@ -65,15 +65,15 @@ class _Kept(NamedTuple):
     numbers: Values | None = None
     average: Values | None = None
 
-    def narrowed(self, other: "_Kept", close: float) -> "_Kept":
+    def narrowed(self, other: "_KeptEntry", close: float) -> "_KeptEntry":
         differs = self.changed(other, close)
         row, total, numbers, average = (
             None if theirs is None or one else mine for mine, theirs, one in zip(self, other, differs, strict=True)
         )
         # A tensor that has one value for all rows is a number.
-        return _Kept(row, total, None if differs[0] else numbers, None if differs[1] else average)
+        return _KeptEntry(row, total, None if differs[0] else numbers, None if differs[1] else average)
 
-    def changed(self, other: "_Kept", close: float) -> list[bool]:
+    def changed(self, other: "_KeptEntry", close: float) -> list[bool]:
         """Tell of each value whether both have it, and it is another."""
         return [
             mine is not None and theirs is not None and not _same(mine, theirs, close)
@@ -81,7 +81,7 @@ class _Kept(NamedTuple):
         ]
 
 
-_NOTHING = _Kept()
+_NOTHING = _KeptEntry()
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Entry:
         read: Whether a batch in which several samples had rows was judged, too.
     """
 
-    kept: _Kept
+    kept: _KeptEntry
     shapes: Mapping[float, Values]
     owned: bool
     read: bool
@@ -155,7 +155,7 @@ def _by_shape(rows: Sequence[RowWeights]) -> bool:
     return all(each.by_shape or (each.by_shape is None and counted % size == 0) for each in rows)
 
 
-def _kept(rows: Sequence[RowWeights], scale: Tensor, counts: Tensor) -> _Kept:
+def _kept(rows: Sequence[RowWeights], scale: Tensor, counts: Tensor) -> _KeptEntry:
     has = counts > 0
     total = (torch.stack([each.each for each in rows]).sum(0) * scale)[has]
     numbers = [value for each in rows for value in (each.number * scale)[each.counts > 0].tolist()]
@@ -167,7 +167,7 @@ def _kept(rows: Sequence[RowWeights], scale: Tensor, counts: Tensor) -> _Kept:
         for factor in (scale[each.counts > 0].unique() if len(scale) else ())
     ]
     known = all(each.distinct for each in rows)
-    return _Kept(
+    return _KeptEntry(
         _single(weights) if known else None,
         _single(total.tolist()),
         None if any(map(math.isnan, numbers)) else _distinct(numbers),
@@ -244,7 +244,7 @@ class Ledger:
         return Entry(kept, {**old.shapes, **new.shapes}, old.owned or new.owned, old.read or new.read)
 
 
-def _changed(old: _Kept, new: _Kept) -> str:
+def _changed(old: _KeptEntry, new: _KeptEntry) -> str:
     differs = old.changed(new, _CLOSE)
     was, now = next(((a, b) for a, b, one in zip(old, new, differs, strict=True) if one and a and b), ((), ()))
     words = f", from {_shown(was)} to {_shown(now)} in the scale of its own loss" if was else ""

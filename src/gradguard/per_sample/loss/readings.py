@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradguard.per_sample.loss.graph import Constant
-from gradguard.per_sample.loss.rows import Term
+from gradguard.per_sample.loss.rows import LossTerm
 
 What = Literal["own", "count", "samples", "rows in the mean", "times", "divided once more"]
 """The meaning of a number: the user's own; the number of rows, or of samples, by which a sum is divided; 1 over the
@@ -47,7 +47,7 @@ class Reading:
         return one is not None and (one.origin == "tensor" or (one.divides and abs(one.value) > 1))
 
 
-def readings(term: Term, together: Mapping[Node, Tensor], token_mean: bool) -> list[Reading]:
+def readings(term: LossTerm, together: Mapping[Node, Tensor], token_mean: bool) -> list[Reading]:
     """Return what the numbers of a term may be in this batch, the likeliest first and the user's own last.
 
     Args:
@@ -64,7 +64,7 @@ def readings(term: Term, together: Mapping[Node, Tensor], token_mean: bool) -> l
 
 
 def _of_sum(
-    term: Term, constants: Sequence[Constant], together: Mapping[Node, Tensor], token_mean: bool
+    term: LossTerm, constants: Sequence[Constant], together: Mapping[Node, Tensor], token_mean: bool
 ) -> Iterator[Reading]:
     batch_size, count = len(term.weights), float(term.weights.sum())
     if not term.even and math.isclose(count, 1, rel_tol=1e-5):
@@ -84,7 +84,7 @@ def _of_sum(
                 yield Reading("samples" if each is samples else "count", each / each.sum(), constant)
 
 
-def _of_mean(term: Term, constants: Sequence[Constant], together: Mapping[Node, Tensor]) -> Iterator[Reading]:
+def _of_mean(term: LossTerm, constants: Sequence[Constant], together: Mapping[Node, Tensor]) -> Iterator[Reading]:
     if math.isclose(abs(math.prod(constant.value for constant in constants)), 1, rel_tol=1e-6):
         return  # one undoes another, as a trainer's and its adapter's
     constants = [constant for constant in constants if abs(constant.value) != 1]

@@ -31,8 +31,8 @@ from gradguard.per_sample.loss.graph import (
     Constant,
     Coupled,
     Dependence,
+    LinearStep,
     Path,
-    Step,
     Unreadable,
     data_choose_rows,
     data_put_rows,
@@ -83,7 +83,7 @@ _SELECTING = frozenset(["Index", "IndexSelect", "MaskedSelect"])
 
 
 @dataclass(frozen=True)
-class Term:
+class LossTerm:
     """One term: how often each sample's rows stand in it, and what it was reduced and multiplied by.
 
     Attributes:
@@ -106,7 +106,7 @@ class Term:
     even: bool
     labels: bool
     share: Tensor | None
-    levels: list["Level"]
+    levels: list["Summands"]
     constants: tuple[Constant, ...]
     rows: Tensor
     mean: tuple[Node, Tensor] | None = None
@@ -132,7 +132,7 @@ class Owner:
     own: tuple[bool, ...] = ()
 
 
-class Rows:
+class SampleRows:
     """The rows where a path ends, and whose they are.
 
     Args:
@@ -495,7 +495,7 @@ class Rows:
         """How the operation that makes the rows reduces them: 0 not, 1 by a mean, 2 by a sum."""
         return int(saved(self.path.node, "reduction")) if self.name in _WITH_REDUCTION else 0
 
-    def term(self, scale: float) -> Term:
+    def term(self, scale: float) -> LossTerm:
         """Count each sample's rows, and their weights, in a loss that a GradScaler multiplied by ``scale``.
 
         Returns:
@@ -532,7 +532,7 @@ class Rows:
         sizes = tuple([math.prod(shape[dim:]) for dim in range(1, len(shape))])
         if not even:
             each = by_sample(samples, (weights > 0).double(), batch_size)
-            wide = [Level(each / n, rows / n, size / n) for n in (1, *sizes) if n and float(each.sum()) % n == 0]
+            wide = [Summands(each / n, rows / n, size / n) for n in (1, *sizes) if n and float(each.sum()) % n == 0]
             levels = [*wide, *levels]
         equal = sums[sums > 0] * inner
         if share is None and len(equal) and not even and torch.allclose(equal, equal[:1].expand_as(equal)):
@@ -547,7 +547,7 @@ class Rows:
         weights, size, rows = sums * inner, size * inner, rows * inner
         reduced = fused == 1 or self._adding[-1:] in (["Mean"],)
         mean_of_one = batch_size > 1 and share is None and reduced and int((weights > 0).sum()) == 1
-        return Term(
+        return LossTerm(
             weights,
             size,
             even,
@@ -800,7 +800,7 @@ def by_sample(samples: Tensor, values: Tensor, batch_size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Level:
+class Summands:
     """Values on the way from the rows up, before samples are added up.
 
     Attributes:
@@ -815,8 +815,8 @@ class Level:
 
 
 def _levels(
-    steps: Sequence[Step], samples: Tensor, rows: Tensor, batch_size: int
-) -> tuple[list[Level], tuple[Node, Tensor] | None]:
+    steps: Sequence[LinearStep], samples: Tensor, rows: Tensor, batch_size: int
+) -> tuple[list[Summands], tuple[Node, Tensor] | None]:
     """Pass the numbers of the samples up from the rows, until an operation adds different samples up.
 
     Args:
@@ -832,7 +832,7 @@ def _levels(
     Raises:
         Unreadable: If some samples are added up, and others elsewhere.
     """
-    levels: list[Level] = []
+    levels: list[Summands] = []
     for step in steps:
         name, shape = operation(step.node), shape_of(step.node, step.number)
         if name in ELEMENTWISE:
@@ -854,11 +854,11 @@ def _levels(
         samples = last.view(shape)
         owned = samples.clamp(min=0)
         counts, every = (by_sample(owned, own.double(), batch_size) for own in (rows, samples >= 0))
-        levels.append(Level(counts, every, shape.numel()))
+        levels.append(Summands(counts, every, shape.numel()))
     return levels, None
 
 
-def _targets(step: Step, shape: torch.Size) -> tuple[Tensor, Tensor]:
+def _targets(step: LinearStep, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """For each input element of a linear operation, whether it is taken, and the position that it is added to."""
     one = torch.ones(shape, dtype=torch.float64, device=torch.device(_metadata(step.node).device))
     weight = pull(step.node, step.number, step.which, one)

@@ -27,10 +27,10 @@ from gradguard.per_sample.loss.graph import (
     Constant,
     Coupled,
     Dependence,
+    LinearStep,
     Path,
     Refused,
     Root,
-    Step,
     Unreadable,
     Verdict,
     mean_of,
@@ -41,7 +41,7 @@ from gradguard.per_sample.loss.graph import (
 )
 from gradguard.per_sample.loss.ledger import Ledger, Page, RowWeights, written
 from gradguard.per_sample.loss.readings import Reading, readings, same_shares
-from gradguard.per_sample.loss.rows import Owner, Rows, Term
+from gradguard.per_sample.loss.rows import LossTerm, Owner, SampleRows
 from gradguard.per_sample.loss.separation import Outputs
 
 NO_PART = "the loss does not depend on the module's outputs"
@@ -67,7 +67,7 @@ class _Loss:
         reduction: What it is said to be over samples.
     """
 
-    terms: Sequence[Term]
+    terms: Sequence[LossTerm]
     totals: Totals
     rows: Sequence[RowWeights]
     returned: float
@@ -81,7 +81,7 @@ class _Loss:
         """Return what rows weigh if samples have these parts, as multiples of their own losses."""
         return written(self.rows, factors, self.returned, self.reduction == "sum")
 
-    def readings(self, term: Term) -> list[Reading]:
+    def readings(self, term: LossTerm) -> list[Reading]:
         """Return what the numbers of a term may be."""
         return readings(term, self.totals, self.reduction == "token_mean")
 
@@ -217,7 +217,7 @@ def _possible(loss: _Loss) -> list[Tensor]:
     return distinct
 
 
-def _right(found: Sequence[Reading], term: Term, reduction: str) -> list[Tensor]:
+def _right(found: Sequence[Reading], term: LossTerm, reduction: str) -> list[Tensor]:
     """Return the factors of those readings by which a term is what it is said to be."""
     right = []
     for reading in found:
@@ -260,7 +260,7 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
     return LossParts("right", factors=factors[0] if factors else None, divided_by=divided_by, page=candidate)
 
 
-def _refuse_cut(found: Sequence[Rows]) -> None:
+def _refuse_cut(found: Sequence[SampleRows]) -> None:
     """Check that the loss cuts or fills no rows at a place that may be the length of the longest sample.
 
     Raises:
@@ -274,7 +274,7 @@ def _refuse_cut(found: Sequence[Rows]) -> None:
         )
 
 
-def _rows(path: Path, outputs: Outputs, depends: Dependence, owner: Owner | None) -> Rows:
+def _rows(path: Path, outputs: Outputs, depends: Dependence, owner: Owner | None) -> SampleRows:
     """Return the rows at the end of a path, or at its end in what the module returned.
 
     Raises:
@@ -283,11 +283,11 @@ def _rows(path: Path, outputs: Outputs, depends: Dependence, owner: Owner | None
     """
     if owner is None or owner.name or path.output is None:
         try:
-            return Rows(path, outputs, depends, owner)
+            return SampleRows(path, outputs, depends, owner)
         except Unreadable:
             if path.output is None:
                 raise
-    return Rows(path.output, outputs, depends, owner, is_output=True)
+    return SampleRows(path.output, outputs, depends, owner, is_output=True)
 
 
 _REDUCTIONS = {"mean": "mean over samples", "sum": "sum over samples", "token_mean": "mean over rows"}
@@ -353,7 +353,7 @@ _SEVERAL_SHARES = (
 )
 
 
-def _joined(found: Sequence[Path], terms: Sequence[Term], kinds: Sequence[tuple[str, ...]]) -> list[Term]:
+def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[tuple[str, ...]]) -> list[LossTerm]:
     """Join terms of one sample each to one of all: those of ``torch.stack([loss(o[i]) for i in range(B)]).mean()``.
 
     Returns:
@@ -387,16 +387,16 @@ def _joined(found: Sequence[Path], terms: Sequence[Term], kinds: Sequence[tuple[
         share = counts * mean if mean != 1 else None
         constants = tuple(constant for constant in mine[0].constants if nodes[constant.node] > 1)
         mean_of_one = int((counts > 0).sum()) == 1 and all(term.mean_of_one for term in mine)
-        joined.append(Term(counts, size, True, False, share, [], constants, counts, mean_of_one=mean_of_one))
+        joined.append(LossTerm(counts, size, True, False, share, [], constants, counts, mean_of_one=mean_of_one))
     return joined
 
 
-def _above(path: Path, nodes: Counter[Node]) -> list[Step]:
+def _above(path: Path, nodes: Counter[Node]) -> list[LinearStep]:
     """The operations, from the root down, that a path shares with others."""
     return list(itertools.takewhile(lambda step: nodes[step.node] > 1, reversed(path.steps)))
 
 
-def _values_given(above: Sequence[Step]) -> int:
+def _values_given(above: Sequence[LinearStep]) -> int:
     """The number of values that a path brings to the last of ``above``, the operations that it shares with others."""
     if not above:
         return 1
@@ -405,9 +405,9 @@ def _values_given(above: Sequence[Step]) -> int:
     return shape_of(child, number).numel()
 
 
-def _averaged_together(terms: Sequence[Term]) -> list[Term]:
+def _averaged_together(terms: Sequence[LossTerm]) -> list[LossTerm]:
     """Join terms that one mean takes side by side: those of ``torch.cat([loss(part) for part in parts]).mean()``."""
-    groups: dict[Node, list[Term]] = defaultdict(list)
+    groups: dict[Node, list[LossTerm]] = defaultdict(list)
     for term in terms:
         if term.mean is not None:
             groups[term.mean[0]].append(term)
@@ -419,7 +419,7 @@ def _averaged_together(terms: Sequence[Term]) -> list[Term]:
             joined += members
             continue
         joined.append(
-            Term(
+            LossTerm(
                 weights=torch.stack([term.weights for term in members]).sum(0),
                 size=sum(term.size for term in members),
                 even=all(term.even for term in members),
@@ -439,7 +439,7 @@ def _nodes(path: Path) -> list[Node]:
     return [step.node for step in path.steps] + [constant.node for constant in path.constants]
 
 
-def _judged(loss: _Loss, term: Term, strict: bool) -> tuple[Reading, Tensor]:
+def _judged(loss: _Loss, term: LossTerm, strict: bool) -> tuple[Reading, Tensor]:
     """Compare one term with what it would be for each sample alone.
 
     Returns:
@@ -456,7 +456,7 @@ def _judged(loss: _Loss, term: Term, strict: bool) -> tuple[Reading, Tensor]:
     return reading, factors
 
 
-def _likeliest(found: Sequence[Reading], term: Term, reduction: str) -> Reading:
+def _likeliest(found: Sequence[Reading], term: LossTerm, reduction: str) -> Reading:
     """Return the reading, of several, by which a term is judged.
 
     Raises:
@@ -494,7 +494,7 @@ def _is_constant(reading: Reading) -> tuple[bool, bool]:
     return constant is not None and constant.origin != "tensor", constant is not None and not constant.divides
 
 
-def _doubt(reading: Reading, found: Sequence[Reading], term: Term, reduction: str, strict: bool) -> str:
+def _doubt(reading: Reading, found: Sequence[Reading], term: LossTerm, reduction: str, strict: bool) -> str:
     """Return why a term that seems right cannot be accepted: its number may be another; "" if it can."""
     if reduction == "sum" and term.mean_of_one:
         return "it is a mean over the rows of the only sample that has some, which may be one over those of all samples"
@@ -513,7 +513,7 @@ def _doubt(reading: Reading, found: Sequence[Reading], term: Term, reduction: st
 
 
 def _doubt_in_private(
-    reading: Reading, found: Sequence[Reading], term: Term, others: Sequence[Constant], reduction: str
+    reading: Reading, found: Sequence[Reading], term: LossTerm, others: Sequence[Constant], reduction: str
 ) -> str:
     """Return which number may be counted from the batch, so that another batch would give a sample another gradient.
 
@@ -548,12 +548,12 @@ def _is_whole(number: float) -> bool:
     return abs(number) >= 1 and math.isclose(number, round(number), rel_tol=1e-9)
 
 
-def _of_row(constant: Constant, term: Term) -> bool:
+def _of_row(constant: Constant, term: LossTerm) -> bool:
     """Tell whether a divisor is the number of values that a row has along some dimensions, which never changes."""
     return constant.divides and any(n > 1 and math.isclose(abs(1 / constant.value), n) for n in term.inner)
 
 
-def _may_be_count(value: float, term: Term) -> bool:
+def _may_be_count(value: float, term: LossTerm) -> bool:
     """Tell whether a number is one of samples, rows, or rows of several values, or its root, or 1 over that."""
     sizes = [
         float(term.weights.sum()),
@@ -578,7 +578,7 @@ def _multiplied(factor: float, batch_size: int) -> str:
     )
 
 
-def _by(reading: Reading, term: Term, reduction: str) -> Tensor:
+def _by(reading: Reading, term: LossTerm, reduction: str) -> Tensor:
     """Return each sample's part in a term, as a multiple of its own loss, as one reading has it.
 
     Raises:
@@ -599,7 +599,7 @@ def _by(reading: Reading, term: Term, reduction: str) -> Tensor:
     return _compared(term, reading.share, reduction)
 
 
-def _compared(term: Term, share: Tensor, reduction: str) -> Tensor:
+def _compared(term: LossTerm, share: Tensor, reduction: str) -> Tensor:
     """Return each sample's part in a term by its share of a mean.
 
     Raises:
@@ -618,7 +618,7 @@ def _compared(term: Term, share: Tensor, reduction: str) -> Tensor:
     raise Coupled(f"{reason}. {_ADVICE}", factors)
 
 
-def _judged_sum(term: Term, reduction: str) -> Tensor:
+def _judged_sum(term: LossTerm, reduction: str) -> Tensor:
     """Return each sample's part in a term that a sum reduced, and that was divided by no number of rows or samples.
 
     Raises:
@@ -652,7 +652,7 @@ def _judged_sum(term: Term, reduction: str) -> Tensor:
     raise Coupled("it is a sum. Use loss_reduction='sum', or divide by the number of samples", ones * batch_size)
 
 
-def _totals(terms: Sequence[Term]) -> Totals:
+def _totals(terms: Sequence[LossTerm]) -> Totals:
     totals: Totals = {}
     for term in terms:
         for node in {constant.node for constant in term.constants}:
@@ -670,7 +670,7 @@ def _distance(factors: Tensor | None) -> float:
     return math.inf if factors is None else max(abs(extreme - 1) for extreme in _extremes(factors))
 
 
-def _common_divisor(divisors: Sequence[Mapping[Node, float]], terms: Sequence[Term]) -> float:
+def _common_divisor(divisors: Sequence[Mapping[Node, float]], terms: Sequence[LossTerm]) -> float:
     """Return the number that all terms are divided by; 1 where a factor undoes that, as a trainer's adapter does."""
     common = set.intersection(*[set(of_term.items()) for of_term in divisors])
     divisor = math.prod(divisor for _, divisor in common)

@@ -15,9 +15,9 @@ from gradguard.monitoring.judge.causes.loop import (
 )
 from gradguard.monitoring.judge.causes.nonfinite import nonfinite
 from gradguard.monitoring.judge.causes.rate import rate_decayed, rate_too_high, rate_too_low, update_rule
-from gradguard.monitoring.judge.signals import Signals
+from gradguard.monitoring.judge.signals import RunSignals
 
-CAUSES: tuple[Callable[[Signals], Cause | None], ...] = (
+CAUSES: tuple[Callable[[RunSignals], Cause | None], ...] = (
     nonfinite,
     clip_before_unscale,
     accumulation,

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.numbers import median, medians, number, plain_threshold
-from gradguard.monitoring.judge.signals import FAR, OUTBURST_TIMES, Curve, Signals, period_of
+from gradguard.monitoring.judge.signals import FAR, OUTBURST_TIMES, Curve, RunSignals, period_of
 from gradguard.monitoring.record.lines import without_none
 
 FEWEST_OUTBURSTS = 3
@@ -44,7 +44,7 @@ AT_ONCE = 0.8
 _SHOWN = 4
 
 
-def bad_batches(signals: Signals) -> Cause | None:
+def bad_batches(signals: RunSignals) -> Cause | None:
     """Return whether single batches are unlike the others: losses and norms leap out of calm, at once."""
     places = signals.outbursts
     period = period_of(places)
@@ -98,7 +98,7 @@ def bad_batches(signals: Signals) -> Cause | None:
     )
 
 
-def _is_usual(signals: Signals, places: Sequence[int]) -> bool:
+def _is_usual(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether from the first leap on so many steps are as high that none of them is an exception."""
     for values in (signals.norms, signals.losses):
         since = without_none(values[places[0] :])
@@ -108,7 +108,7 @@ def _is_usual(signals: Signals, places: Sequence[int]) -> bool:
     return True
 
 
-def _was_lost_before(signals: Signals, place: int) -> bool:
+def _was_lost_before(signals: RunSignals, place: int) -> bool:
     """Whether the loss was thrown up before the first leap, and never came below its start: not by a batch."""
     curve = signals.curve
     if curve is None or not curve.best > 0.85 * curve.start > 0:
@@ -117,7 +117,7 @@ def _was_lost_before(signals: Signals, place: int) -> bool:
     return highest > 1.5 * curve.start + 6 * min(curve.noise, curve.start)
 
 
-def _stay_up(signals: Signals, places: Sequence[int]) -> bool:
+def _stay_up(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether losses stay where most of the leaps took them, and come down by learning: other data, and no batch."""
     stays = 0
     for place in places:
@@ -128,7 +128,7 @@ def _stay_up(signals: Signals, places: Sequence[int]) -> bool:
     return stays > 0.6 * len(places)
 
 
-def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
+def _are_harmless(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether the loss is back at once, and a clip bound on nearly all of them or the leaps were tiny: hard cases."""
     curve = signals.curve
     if curve is not None:
@@ -145,7 +145,7 @@ def _are_harmless(signals: Signals, places: Sequence[int]) -> bool:
     return harmed < 0.4 * len(places)
 
 
-def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:
+def _losses_leap(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether loss and norm of most of these steps stand out, where losses are known: those of a bad batch do."""
     if signals.curve is None:
         return True
@@ -159,7 +159,7 @@ def _losses_leap(signals: Signals, places: Sequence[int]) -> bool:
     return leaps >= 0.6 * len(places)
 
 
-def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
+def _broken_by(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether the first leap, out of calm and too far for any rate, threw the run to where it never came back from."""
     if not _comes_at_once(signals, places[0]) or signals.times(places[0]) < FAR:
         return False
@@ -175,13 +175,13 @@ def _broken_by(signals: Signals, places: Sequence[int]) -> bool:
     return max(after) > 2 * here or any(loss < 0.3 * before for before, loss in pairwise(after))  # else other data
 
 
-def _comes_at_once(signals: Signals, place: int) -> bool:
+def _comes_at_once(signals: RunSignals, place: int) -> bool:
     """Whether the steps before were far below: what a rate does grows from step to step."""
     pairs = ((values[place] or 0.0, values[max(0, place - 3) : place]) for values in (signals.norms, signals.losses))
     return any(value > 3 * max(filter(None, before), default=math.inf) for value, before in pairs)
 
 
-def data_shift(signals: Signals) -> Cause | None:
+def data_shift(signals: RunSignals) -> Cause | None:
     """Return whether the data are others from one step on: losses are at another level at once, and stay there."""
     if signals.takes_turns or signals.count < 60:
         return None
@@ -213,7 +213,7 @@ def data_shift(signals: Signals) -> Cause | None:
     )
 
 
-def _was_thrown(signals: Signals, place: int) -> bool:
+def _was_thrown(signals: RunSignals, place: int) -> bool:
     """Whether one of the two steps before took a gradient larger than any recent one: it moved the loss itself."""
     norms = signals.norms
     for before in range(max(0, place - 2), place):
@@ -223,7 +223,7 @@ def _was_thrown(signals: Signals, place: int) -> bool:
     return False
 
 
-def _fall(signals: Signals) -> int | None:
+def _fall(signals: RunSignals) -> int | None:
     """The place at which the loss leaps up out of calm and soon falls to a fraction of what it was, and stays there."""
     values = signals.losses
     for place in range(30, signals.count - 40):
@@ -239,7 +239,7 @@ def _fall(signals: Signals) -> int | None:
     return None
 
 
-def _level_shift(signals: Signals) -> int | None:
+def _level_shift(signals: RunSignals) -> int | None:
     """The place at which the loss leaps to another level within one step; None where that comes on a schedule."""
     values = signals.losses
     leaps, found = list[int](), list[tuple[float, int]]()
@@ -272,7 +272,7 @@ def _recur(leaps: Sequence[int]) -> bool:
     return len(gaps) >= 3 and max(gaps) < EQUAL * min(gaps)
 
 
-def drift(signals: Signals) -> Cause | None:
+def drift(signals: RunSignals) -> Cause | None:
     """Return whether weights and norms grow step by step, without a jump, where they should settle."""
     curve = signals.curve
     if signals.count < 100 or curve is None:
@@ -308,7 +308,7 @@ def drift(signals: Signals) -> Cause | None:
     )
 
 
-def _growing_weight(signals: Signals) -> tuple[str, float] | None:
+def _growing_weight(signals: RunSignals) -> tuple[str, float] | None:
     """The weight that grows most, step by step, and does not settle; one that began at nearly 0 has to grow."""
     found = []
     for layer in signals.layers:
@@ -325,7 +325,7 @@ def _growing_weight(signals: Signals) -> tuple[str, float] | None:
     return max(found, key=lambda one: one[1]) if found else None
 
 
-def _rising_norms(signals: Signals) -> float | None:
+def _rising_norms(signals: RunSignals) -> float | None:
     """How many times the median norm rose, where it rises all through the run."""
     norms = [norm for norm in signals.norms[: signals.first_lost] if norm]
     levels = medians(norms, max(1, len(norms) // 10))[1:]
@@ -335,7 +335,7 @@ def _rising_norms(signals: Signals) -> float | None:
     return levels[-1] / levels[0]
 
 
-def _runs_away(signals: Signals, curve: Curve) -> str:
+def _runs_away(signals: RunSignals, curve: Curve) -> str:
     """Whether the loss falls below 0, in the end as fast as before or faster, while norms rise: nothing bounds it."""
     levels = curve.levels[: curve.levels.index(curve.best) + 1]
     quarter = len(levels) // 4

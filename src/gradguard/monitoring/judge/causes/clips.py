@@ -9,7 +9,7 @@ from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, cl
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.followed import follows_clip
 from gradguard.monitoring.judge.numbers import capital, from_to, percent, plain_threshold
-from gradguard.monitoring.judge.signals import Signals
+from gradguard.monitoring.judge.signals import RunSignals
 from gradguard.monitoring.record.lines import without_none
 from gradguard.monitoring.record.steps import bound_on, taken_steps
 
@@ -35,7 +35,7 @@ class _Starving:
 
     clips: Sequence[ActingClip]
     of_all: bool
-    signals: Signals
+    signals: RunSignals
 
     @property
     def coefficient(self) -> float:
@@ -73,7 +73,7 @@ class _Starving:
         return f"Raise the threshold to {usual}, which leaves ordinary steps alone, or take the clip away."
 
 
-def clip_starves(signals: Signals) -> Cause | None:
+def clip_starves(signals: RunSignals) -> Cause | None:
     """Return whether clips leave the optimizer too little: below its eps, or as a learning rate that is too low.
 
     Of clips that follow one another on the same gradients none sets alone what the optimizer gets.
@@ -107,7 +107,7 @@ def clip_starves(signals: Signals) -> Cause | None:
     )
 
 
-def _below_eps(signals: Signals, found: _Starving, bound: Evidence) -> Cause | None:
+def _below_eps(signals: RunSignals, found: _Starving, bound: Evidence) -> Cause | None:
     """Whether most elements' gradients are below the eps of the optimizer after the clip, and were not before."""
     # Of which parameters each of several clips is, no record says: the largest gradient stands for all of theirs.
     eps, layers = signals.eps or 0.0, signals.layers
@@ -134,7 +134,7 @@ def _below_eps(signals: Signals, found: _Starving, bound: Evidence) -> Cause | N
     )
 
 
-def clip_twice(signals: Signals) -> Cause | None:
+def clip_twice(signals: RunSignals) -> Cause | None:
     """Return whether two clips act on the same gradients, and one of them binds."""
     if len(clipped_twice(signals.record.steps)) <= SEVERAL * signals.count:
         return None

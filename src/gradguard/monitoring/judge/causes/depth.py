@@ -8,7 +8,7 @@ from itertools import pairwise
 from gradguard.monitoring.judge.cause import Cause
 from gradguard.monitoring.judge.findings import named
 from gradguard.monitoring.judge.numbers import median, number, plain_threshold
-from gradguard.monitoring.judge.signals import Layer, Signals
+from gradguard.monitoring.judge.signals import Layer, RunSignals
 
 FEWEST_LAYERS = 4
 """Fewer weights have no depth to speak of."""
@@ -38,7 +38,7 @@ RECURRENT_USES = 5
 """Operations that take one weight in one forward: fewer may be a shared layer."""
 
 
-def vanishing(signals: Signals) -> Cause | None:
+def vanishing(signals: RunSignals) -> Cause | None:
     """Return whether gradients die out on the way down, judged absolutely and along depth."""
     layers = signals.layers
     if len(layers) < FEWEST_LAYERS:
@@ -88,7 +88,7 @@ def _rising_share(gradients: Sequence[float]) -> float:
     return sum(low < high for low, high in pairwise(gradients)) / (len(gradients) - 1)
 
 
-def exploding_depth(signals: Signals) -> Cause | None:
+def exploding_depth(signals: RunSignals) -> Cause | None:
     """Return whether gradients grow from layer to layer on the way down, from the first steps on."""
     if any(layer.uses >= RECURRENT_USES for layer in signals.layers):
         return None
@@ -118,7 +118,7 @@ def exploding_depth(signals: Signals) -> Cause | None:
     return _exploding(signals, measured, words, times)
 
 
-def _exploding(signals: Signals, layers: list[Layer], words: str, times: float) -> Cause:
+def _exploding(signals: RunSignals, layers: list[Layer], words: str, times: float) -> Cause:
     return Cause(
         "exploding_depth",
         "certain" if times > 10 * EXPLODED else "likely",
@@ -137,7 +137,7 @@ EXPLODES_IN_TIME = 1e4
 """Times the smallest norms: a rate that is too high takes a run that learns not so far."""
 
 
-def exploding_time(signals: Signals) -> Cause | None:
+def exploding_time(signals: RunSignals) -> Cause | None:
     """Return whether a recurrence multiplies gradients, and the loss does not fall with them."""
     recurrent = _recurrent(signals)
     known = [norm for norm in signals.norms if norm]
@@ -177,12 +177,12 @@ def exploding_time(signals: Signals) -> Cause | None:
     )
 
 
-def _recurrent(signals: Signals) -> list[Layer]:
+def _recurrent(signals: RunSignals) -> list[Layer]:
     """The square weights that a sequence runs through again and again, and those of gates."""
     return [layer for layer in signals.layers if layer.uses >= RECURRENT_USES or "weight_hh" in layer.name]
 
 
-def _radius(signals: Signals, layer: Layer) -> float | None:
+def _radius(signals: RunSignals, layer: Layer) -> float | None:
     """By how much a random square matrix of this norm multiplies a vector; None for a weight that is not square."""
     shape = signals.shape(layer.place)
     if len(shape) != 2 or shape[0] != shape[1] or not layer.weights:
@@ -194,7 +194,7 @@ def _multiplies(name: str, radius: float) -> str:
     return f"The weight {name} multiplies what runs through it by about {radius:.2g} at each step of a sequence."
 
 
-def _share_of_large(signals: Signals, layers: list[Layer], low: float) -> float:
+def _share_of_large(signals: RunSignals, layers: list[Layer], low: float) -> float:
     """On which share of the steps with large norms one of these layers has the largest share."""
     places = {layer.place for layer in layers}
     pairs = zip(signals.norms, signals.record.steps.column("top"), strict=True)
@@ -202,7 +202,7 @@ def _share_of_large(signals: Signals, layers: list[Layer], low: float) -> float:
     return sum(top[0] in places for top in tops) / len(tops) if tops else 0.0
 
 
-def _vanishes_in_time(signals: Signals) -> Cause | None:
+def _vanishes_in_time(signals: RunSignals) -> Cause | None:
     """Whether a recurrence multiplies by so little that nothing comes through, while the loss does not fall."""
     curve = signals.curve
     radii = {layer.name: _radius(signals, layer) for layer in _recurrent(signals)}

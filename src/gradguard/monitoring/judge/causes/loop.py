@@ -5,7 +5,7 @@ import statistics
 from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.findings import Finding, named
 from gradguard.monitoring.judge.numbers import capital, number
-from gradguard.monitoring.judge.signals import Signals
+from gradguard.monitoring.judge.signals import RunSignals
 from gradguard.monitoring.record.lines import without_none
 
 MISSING_SHARE = 0.2
@@ -18,7 +18,7 @@ UNUSED_SHARE = 0.05
 """Of all elements: less than that without a gradient may be a head that is not used."""
 
 
-def accumulation(signals: Signals) -> Cause | None:
+def accumulation(signals: RunSignals) -> Cause | None:
     """Return whether each step follows gradients that belong to others."""
     kept = signals.finding("missing_zero_grad")
     if kept is not None:
@@ -49,7 +49,7 @@ def accumulation(signals: Signals) -> Cause | None:
     )
 
 
-def clip_before_unscale(signals: Signals) -> Cause | None:
+def clip_before_unscale(signals: RunSignals) -> Cause | None:
     """Return whether clips saw gradients that were still multiplied by a loss scale."""
     found = signals.finding("clip_before_unscale")
     evidence = Evidence.of(found) if found is not None else _norms_follow_scale(signals)
@@ -65,7 +65,7 @@ def clip_before_unscale(signals: Signals) -> Cause | None:
     )
 
 
-def _norms_follow_scale(signals: Signals) -> Evidence | None:
+def _norms_follow_scale(signals: RunSignals) -> Evidence | None:
     """Whether a clip binds nearly always on norms that are as large as the loss scale, and change with it."""
     if signals.bound_share < 0.9 or not signals.record.steps.has_any("amp_scale"):
         return None
@@ -84,7 +84,7 @@ def _norms_follow_scale(signals: Signals) -> Evidence | None:
     return signals.seen(f"The norms that the clip sees grow with the loss scale{rises}.")
 
 
-def no_gradient(signals: Signals) -> Cause | None:
+def no_gradient(signals: RunSignals) -> Cause | None:
     """Return whether parameters that are to be trained never get a gradient."""
     idle = signals.finding("optimizer_without_gradient")
     if idle is not None and not signals.count:
@@ -136,7 +136,7 @@ def no_gradient(signals: Signals) -> Cause | None:
     return None
 
 
-def _frozen(signals: Signals) -> Cause | None:
+def _frozen(signals: RunSignals) -> Cause | None:
     """Whether most of what the optimizer has was frozen, and hardly anything is learned by the rest."""
     own, curve = signals.own, signals.curve
     frozen = [place for place in own if signals.params[place].get("frozen")]
@@ -159,7 +159,7 @@ def _frozen(signals: Signals) -> Cause | None:
     )
 
 
-def _missing(signals: Signals) -> tuple[list[int], float]:
+def _missing(signals: RunSignals) -> tuple[list[int], float]:
     """The places of the parameters that never had a gradient, and their share of all elements."""
     if not signals.lines:
         return [], 0.0
@@ -168,7 +168,7 @@ def _missing(signals: Signals) -> tuple[list[int], float]:
     return mine, signals.elements(mine) / max(1, signals.elements(range(len(signals.params))))
 
 
-def _starts_at_zero(signals: Signals) -> bool:
+def _starts_at_zero(signals: RunSignals) -> bool:
     """Whether all weights are 0, or the loss is always the same: no gradient comes through, though nothing is cut."""
     curve = signals.curve
     if curve is not None and curve.noise == 0 and max(curve.levels) - min(curve.levels) <= 1e-6 * abs(curve.start):
@@ -176,7 +176,7 @@ def _starts_at_zero(signals: Signals) -> bool:
     return bool(signals.measured) and not any(any(line["weight"]) for line in signals.measured)
 
 
-def _idle(signals: Signals, idle: Finding) -> Cause:
+def _idle(signals: RunSignals, idle: Finding) -> Cause:
     end, leaves = signals.record.end or {}, signals.record.meta.get("leaves")
     steps = end.get("idle_steps") or idle.value or 0
     if any("order" in parameter for parameter in signals.params):
@@ -207,7 +207,7 @@ def _idle(signals: Signals, idle: Finding) -> Cause:
     )
 
 
-def _all_zero(signals: Signals) -> Cause:
+def _all_zero(signals: RunSignals) -> Cause:
     words = f"The gradient norm was exactly 0 on all {signals.count:,} steps."
     return Cause(
         "no_gradient",
@@ -220,7 +220,7 @@ def _all_zero(signals: Signals) -> Cause:
     )
 
 
-def rate_zero(signals: Signals) -> Cause | None:
+def rate_zero(signals: RunSignals) -> Cause | None:
     """Return whether the learning rate is 0."""
     known = without_none(signals.rates)
     zero = sum(rate == 0 for rate in known)
@@ -243,7 +243,7 @@ def rate_zero(signals: Signals) -> Cause | None:
     )
 
 
-def not_started(signals: Signals) -> Cause | None:
+def not_started(signals: RunSignals) -> Cause | None:
     """Return whether nothing moves from the first step on, though every layer is connected."""
     curve = signals.curve
     if curve is None or not signals.count:
@@ -292,7 +292,7 @@ def not_started(signals: Signals) -> Cause | None:
     return None
 
 
-def _zero_from_start(signals: Signals) -> list[str]:
+def _zero_from_start(signals: RunSignals) -> list[str]:
     """Weights whose gradient is exactly 0 on nearly all lines, not because they are absent."""
     lines, found = signals.lines, []
     if len(lines) < 3:

@@ -7,7 +7,7 @@ from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.findings import named
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.rates import lower_rate
-from gradguard.monitoring.judge.signals import Signals
+from gradguard.monitoring.judge.signals import RunSignals
 from gradguard.words import counted
 
 GROWN = 3.0
@@ -23,7 +23,7 @@ _NEVER_OVERFLOW = ("LogSoftmax", "Softmax", "")  # what is not finite in the res
 _SMALL_TYPE = "float16"
 
 
-def nonfinite(signals: Signals) -> Cause | None:
+def nonfinite(signals: RunSignals) -> Cause | None:
     """Return why gradients or losses were not finite, if some were not.
 
     Growth is judged against the recent past: a run that has learned has norms far from its first ones, either way.
@@ -54,7 +54,7 @@ def nonfinite(signals: Signals) -> Cause | None:
     return _by_data(signals, step, seen, "likely", _made_by(origin))
 
 
-def _growth(signals: Signals, place: int) -> tuple[float, tuple[Evidence, ...]]:
+def _growth(signals: RunSignals, place: int) -> tuple[float, tuple[Evidence, ...]]:
     """How far losses and norms had grown when numbers were lost; norms alone grow where learning begins."""
     best, seen = 0.0, ()
     for name, values in (("loss", signals.losses), ("norm", signals.norms)):
@@ -78,13 +78,13 @@ def _growth(signals: Signals, place: int) -> tuple[float, tuple[Evidence, ...]]:
     return best, seen
 
 
-def _origin(signals: Signals, place: int) -> tuple[str, str]:
+def _origin(signals: RunSignals, place: int) -> tuple[str, str]:
     """Where the forward first had a number that is not finite, and its type; empty where the record does not say."""
     origins = [one for one in signals.record.steps.column("origin")[: place + 2] if one]
     return origins[-1] if origins and len(origins[-1]) == 2 else ("", "")
 
 
-def _is_small(signals: Signals, origin: tuple[str, str]) -> bool:
+def _is_small(signals: RunSignals, origin: tuple[str, str]) -> bool:
     """Whether numbers may have left the range of the type of 16 bits."""
     if origin[0] not in _NEVER_OVERFLOW:
         return origin[1] == _SMALL_TYPE
@@ -99,7 +99,7 @@ def _made_by(origin: tuple[str, str]) -> str:
     return origin[0] and f"The operation that first had such a number is {origin[0]}, in {origin[1]}."
 
 
-def _by_data(signals: Signals, step: int, seen: Evidence, certainty: str, why: str) -> Cause:
+def _by_data(signals: RunSignals, step: int, seen: Evidence, certainty: str, why: str) -> Cause:
     calm = Evidence((max(signals.span[0], step - _BEFORE), step), why or "Losses and norms were as usual before.")
     return Cause(
         "nonfinite_data",
@@ -114,7 +114,7 @@ def _by_data(signals: Signals, step: int, seen: Evidence, certainty: str, why: s
     )
 
 
-def _by_range(signals: Signals, step: int, seen: Evidence, small: bool, origin: tuple[str, str]) -> Cause:
+def _by_range(signals: RunSignals, step: int, seen: Evidence, small: bool, origin: tuple[str, str]) -> Cause:
     made = (Evidence((step, step), _made_by(origin)),) if origin[0] else ()
     curve = signals.curve_until(signals.lost.index(True))
     learned = " while the run was learning" if curve is not None and curve.has_fallen else ""
@@ -140,7 +140,7 @@ def _by_range(signals: Signals, step: int, seen: Evidence, small: bool, origin: 
     )
 
 
-def _by_growth(signals: Signals, place: int, seen: Evidence, times: float, growth: tuple[Evidence, ...]) -> Cause:
+def _by_growth(signals: RunSignals, place: int, seen: Evidence, times: float, growth: tuple[Evidence, ...]) -> Cause:
     step, fix = signals.named(place), lower_rate(signals, place)
     leapt = any(map(signals.leaps_out_of_calm, range(max(0, place - _BEFORE), place)))
     return Cause(
@@ -155,7 +155,7 @@ def _by_growth(signals: Signals, place: int, seen: Evidence, times: float, growt
     )
 
 
-def _scale_collapse(signals: Signals) -> Cause | None:
+def _scale_collapse(signals: RunSignals) -> Cause | None:
     """A loss scale that fell and fell: gradients overflow whatever it is."""
     if signals.finding("amp_scale_collapse") is None:
         return None

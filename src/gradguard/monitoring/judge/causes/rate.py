@@ -8,7 +8,7 @@ from gradguard.monitoring.judge.cause import Cause, Evidence
 from gradguard.monitoring.judge.detectors.tensors import LARGE_UPDATE
 from gradguard.monitoring.judge.numbers import capital, number
 from gradguard.monitoring.judge.rates import lower_rate
-from gradguard.monitoring.judge.signals import Curve, Signals, usual_step
+from gradguard.monitoring.judge.signals import Curve, RunSignals, usual_step
 from gradguard.monitoring.record.lines import without_none
 
 GROWN = 2.0
@@ -36,7 +36,7 @@ _OVERSHOT = 1.5  # times its start: a loss that the first steps raised so far
 _ABOVE_CHANCE = 3.0  # times the usual step between two logarithms of losses: further than batches lie apart
 
 
-def rate_too_high(signals: Signals) -> Cause | None:
+def rate_too_high(signals: RunSignals) -> Cause | None:
     """Return whether steps are too long: the loss jumped, stays above its best, goes to and fro, or is stuck."""
     curve = signals.curve
     if signals.ends_lost or signals.rate == 0:
@@ -62,7 +62,7 @@ def rate_too_high(signals: Signals) -> Cause | None:
     )
 
 
-def _headline(signals: Signals, curve: Curve | None) -> str:
+def _headline(signals: RunSignals, curve: Curve | None) -> str:
     rate = f", {signals.rate:g}," if signals.rate else ""
     if curve is None:
         end = "the first steps threw the weights far from where they began"
@@ -75,7 +75,7 @@ def _headline(signals: Signals, curve: Curve | None) -> str:
     return f"The learning rate{rate} is too high: {end}."
 
 
-def _thrown(signals: Signals) -> Evidence | None:
+def _thrown(signals: RunSignals) -> Evidence | None:
     """Whether the first steps of an optimizer that makes them as long as its rate lost what the weights began with."""
     count, first = len(signals.measured), signals.span[0]
     layers = [layer for layer in signals.sized_layers if len(layer.weights) == count]
@@ -92,7 +92,7 @@ def _thrown(signals: Signals) -> Evidence | None:
     return Evidence((signals.span[0], step), words)
 
 
-def _jumped(signals: Signals, curve: Curve) -> Evidence | None:
+def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
     """Whether the first steps threw the loss far above its start, and it ended no better than it began."""
     early = [(loss, place) for place, loss in enumerate(signals.losses[:30]) if loss is not None and place]
     loss, place = max(early, default=(0.0, 0))
@@ -112,14 +112,14 @@ def _jumped(signals: Signals, curve: Curve) -> Evidence | None:
     )
 
 
-def _to_and_fro(signals: Signals, curve: Curve) -> Evidence | None:
+def _to_and_fro(signals: RunSignals, curve: Curve) -> Evidence | None:
     found = signals.finding("oscillation")
     if found is None or curve.fallen > 0.5:
         return None
     return Evidence.of(found)
 
 
-def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
+def _large_updates(signals: RunSignals, curve: Curve) -> Evidence | None:
     """Whether each step changes weights by a large share of themselves, while the loss does not fall."""
     usual = signals.ratio or 0.0
     if usual < LARGE_UPDATE or curve.is_falling or curve.fallen > 0.9 or signals.follows_noise:
@@ -128,7 +128,7 @@ def _large_updates(signals: Signals, curve: Curve) -> Evidence | None:
     return signals.seen(words)
 
 
-def _moved_for_nothing(signals: Signals, curve: Curve) -> Evidence | None:
+def _moved_for_nothing(signals: RunSignals, curve: Curve) -> Evidence | None:
     """Whether weights have become others, and the loss has not fallen for it."""
     grown = signals.growth
     if curve.fallen > 0.1 or grown < GROWN:
@@ -136,7 +136,7 @@ def _moved_for_nothing(signals: Signals, curve: Curve) -> Evidence | None:
     return signals.seen(f"Weights grew {number(grown)} times, and the loss has not fallen for it.")
 
 
-def _risen(signals: Signals, curve: Curve) -> Evidence | None:
+def _risen(signals: RunSignals, curve: Curve) -> Evidence | None:
     """Whether the loss ends far above the best it was, or has risen from the start."""
     rise = curve.final - curve.best
     if rise <= max(4 * curve.error, 0.5 * abs(curve.best), 0.02 * abs(curve.start)) or curve.fallen > 0.5:
@@ -149,7 +149,7 @@ def _risen(signals: Signals, curve: Curve) -> Evidence | None:
     return signals.seen(words, since=signals.named(at))
 
 
-def update_rule(signals: Signals) -> Cause | None:
+def update_rule(signals: RunSignals) -> Cause | None:
     """Return whether steps are not what a rule makes of gradients: bounded the wrong way, or mostly weight decay."""
     found = signals.finding("update_rule")
     if found is None:
@@ -164,7 +164,7 @@ def update_rule(signals: Signals) -> Cause | None:
     )
 
 
-def rate_too_low(signals: Signals) -> Cause | None:
+def rate_too_low(signals: RunSignals) -> Cause | None:
     """Return whether all steps together can hardly have moved the weights, while the loss creeps down or says nothing.
 
     The factor takes the usual step to `RULE_OF_THUMB` of its weight.
@@ -203,7 +203,7 @@ def _creeps(curve: Curve) -> bool:
     return last > max(curve.error, 0.4 * first)
 
 
-def _stays(signals: Signals, curve: Curve) -> bool:
+def _stays(signals: RunSignals, curve: Curve) -> bool:
     """Whether gradients at the end are what they were in the beginning, so that the run is still where it began."""
     norms = [norm for norm in signals.norms if norm]
     size = max(1, len(norms) // 5)
@@ -214,7 +214,7 @@ def _stays(signals: Signals, curve: Curve) -> bool:
     return is_smooth and curve.fallen < 0.2 and 0.9 * first < last < 1.1 * first
 
 
-def rate_decayed(signals: Signals) -> Cause | None:
+def rate_decayed(signals: RunSignals) -> Cause | None:
     """Return whether the rate was taken away while there was still to learn, or leapt up."""
     curve = signals.curve
     rates = [rate or 0.0 for rate in signals.rates]
@@ -250,7 +250,7 @@ def rate_decayed(signals: Signals) -> Cause | None:
     )
 
 
-def _rate_leapt(signals: Signals, curve: Curve, rates: list[float]) -> Cause | None:
+def _rate_leapt(signals: RunSignals, curve: Curve, rates: list[float]) -> Cause | None:
     """Whether the loss broke where the learning rate leapt up."""
     leaps = [place for place, (a, b) in enumerate(pairwise(rates), start=1) if a and b > 5 * a and place > 20]
     for place in leaps:

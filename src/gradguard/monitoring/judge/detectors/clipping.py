@@ -12,7 +12,7 @@ from gradguard.monitoring.judge.norm_statistics import drift_of
 from gradguard.monitoring.judge.numbers import number, only, plain_threshold
 from gradguard.monitoring.judge.scale_free import cancels_scale, is_scale_free
 from gradguard.monitoring.record.lines import Lines
-from gradguard.monitoring.record.steps import BINDS_BELOW, Part, bound_on, rules_on, taken_steps
+from gradguard.monitoring.record.steps import BINDS_BELOW, OptimizerSteps, bound_on, rules_on, taken_steps
 from gradguard.threshold_formulas import LOCK_IN_TOLERANCE, LOCK_IN_WINDOW
 from gradguard.threshold_rules import LockInAlarm
 
@@ -29,7 +29,7 @@ INACTIVE_STEPS = 200
 """Fewer steps say nothing about rare spikes; as many as a recommendation needs."""
 
 
-class Clipping:
+class AlwaysClipped:
     """Whether a clip binds most of the time at one threshold.
 
     A threshold that a rule moves is told of at once; one that is fixed only when it goes on, because many healthy
@@ -92,7 +92,7 @@ class Clipping:
         self._log.begin(kind.name, kind, self._since, i, count=count, numbers=numbers, harmless=harmless)
 
 
-def clipping_of_whole(part: Part) -> list[Episode]:
+def clipping_of_whole(part: OptimizerSteps) -> list[Episode]:
     """Return what can only be said of the clips of a run as a whole.
 
     Args:
@@ -117,7 +117,7 @@ def clipping_of_whole(part: Part) -> list[Episode]:
     return found + _clipped_twice(part, taken) + _drifted(part, clipped)
 
 
-def _clipped_twice(part: Part, taken: Lines) -> list[Episode]:
+def _clipped_twice(part: OptimizerSteps, taken: Lines) -> list[Episode]:
     """Which of several clips bound how often, where more than one acted."""
     twice = clipped_twice(taken)
     if not twice:
@@ -131,7 +131,7 @@ def _clipped_twice(part: Part, taken: Lines) -> list[Episode]:
     return [Episode.over(TWICE, part, twice, text=words, harmless=all(clip.bound == 0 for clip in clips))]
 
 
-def _drifted(part: Part, clipped: Lines) -> list[Episode]:
+def _drifted(part: OptimizerSteps, clipped: Lines) -> list[Episode]:
     """Drift matters where a fixed number is in use; a recommendation tells of it in any run."""
     moved = drift_of(part.record)
     rules = set(zip(rules_on(clipped), clipped.column("threshold"), strict=True))

@@ -56,7 +56,7 @@ _RECENT_BLOCKS = 10
 _FIRST = 5
 
 
-class Level:
+class NormLevel:
     """Whether the norm stays far above or far below what is usual, or is not finite.
 
     What is usual is the median of the medians of each 20 finite norms, without the first 20: neither a spike nor the

@@ -6,7 +6,7 @@ from collections import deque
 
 from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, said
 from gradguard.monitoring.judge.numbers import number
-from gradguard.monitoring.record.steps import Part, taken_steps
+from gradguard.monitoring.record.steps import OptimizerSteps, taken_steps
 
 DIVERGED_TIMES = 2.5
 """A loss this many times the best it was has risen further than harder data, or a restart of the schedule, make it."""
@@ -99,7 +99,7 @@ class Loss:
         self._log.tell("loss", DIVERGING, self._since, i, level, count=self._count * BLOCK, numbers=numbers)
 
 
-def loss_of_whole(part: Part) -> list[Episode]:
+def loss_of_whole(part: OptimizerSteps) -> list[Episode]:
     """Return what can only be said of the losses of a run as a whole.
 
     Args:
@@ -119,7 +119,7 @@ def loss_of_whole(part: Part) -> list[Episode]:
     return [Episode.over(NOT_LEARNING, part, taken, numbers=numbers)]
 
 
-def came_back(found: Episode, part: Part) -> bool:
+def came_back(found: Episode, part: OptimizerSteps) -> bool:
     """Return whether a loss that had risen is back at the end of the run, or nearly so.
 
     Args:

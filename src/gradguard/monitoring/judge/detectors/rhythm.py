@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from gradguard.monitoring.judge.findings import Episode, Kind, Log, said
-from gradguard.monitoring.record.steps import Part, taken_steps
+from gradguard.monitoring.record.steps import OptimizerSteps, taken_steps
 
 OSCILLATING_STEPS = 64
 """Losses looked back upon: noise turns on two of three of them."""
@@ -81,7 +81,7 @@ class Oscillation:
 _ALL = (1 << OSCILLATING_STEPS) - 1
 
 
-def rhythm_of_whole(part: Part) -> list[Episode]:
+def rhythm_of_whole(part: OptimizerSteps) -> list[Episode]:
     """Return whether the last losses and norms of a run recur.
 
     Args:

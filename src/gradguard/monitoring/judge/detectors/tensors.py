@@ -143,7 +143,7 @@ class _Zeros:
     lines: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SPARSE_LINES))
 
 
-class Diagnostics:
+class UnevenTensors:
     """Whether updates are out of proportion to their weights, and whether a layer's units die.
 
     Args:

@@ -129,12 +129,12 @@ def norm_histogram(record: Record, verdict: Verdict, advice: Recommendation) -> 
     return Chart("distribution", "Distribution of norms", _HISTOGRAM, figure.to_json(), summary, _quantiles(norms))
 
 
-def _counts(windows: list[series.Window]) -> dict[str, int]:
+def _counts(windows: list[series.BindingWindow]) -> dict[str, int]:
     found = [regime_of(window.share) for window in windows]
     return {regime: found.count(regime) for regime in REGIMES}
 
 
-def _add_windows(figure: Figure, windows: list[series.Window], regime: str, colour: str, top: float) -> None:
+def _add_windows(figure: Figure, windows: list[series.BindingWindow], regime: str, colour: str, top: float) -> None:
     # A window without a single clip is a line on the axis: it was measured, and is not a gap.
     hover = "steps from %{x:,}: %{customdata[1]} of %{customdata[0]:,} steps<extra>" + regime + "</extra>"
     figure.add_trace(

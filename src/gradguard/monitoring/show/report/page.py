@@ -13,7 +13,7 @@ from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import Part, by_optimizer, usable_steps
+from gradguard.monitoring.record.steps import OptimizerSteps, by_optimizer, usable_steps
 from gradguard.monitoring.show.report import (
     advice,
     clip_figures,
@@ -159,11 +159,11 @@ def _lead(records: Sequence[Record], subjects: Sequence[dict[str, Any]]) -> str:
     return diagnose(records[0]).sentence if len(subjects) > 1 else ""
 
 
-def _label(part: Part, label: str, records: int) -> str:
+def _label(part: OptimizerSteps, label: str, records: int) -> str:
     return label if not part.label else part.label if records == 1 else f"{label}: {part.label}"
 
 
-def _subject(part: Part, whole: Record, label: str, identity: str, among: int) -> dict[str, Any]:
+def _subject(part: OptimizerSteps, whole: Record, label: str, identity: str, among: int) -> dict[str, Any]:
     record = part.record
     judged, recommendation, diagnosis = verdict(record), recommend(record), diagnose(record)
     findings = advice.findings_of(whole, part.index)

@@ -175,7 +175,7 @@ def loss_range(records: Sequence[Record]) -> tuple[float, float] | None:
 
 
 @dataclass(frozen=True)
-class Window:
+class BindingWindow:
     """How often clipping bound in a stretch of steps.
 
     Attributes:
@@ -191,7 +191,7 @@ class Window:
     share: float
 
 
-def clip_windows(record: Record, threshold: Number, most: int = _WINDOWS) -> list[Window]:
+def clip_windows(record: Record, threshold: Number, most: int = _WINDOWS) -> list[BindingWindow]:
     """Share of steps on which clipping bound in each window, or would have bound at ``threshold``.
 
     Args:
@@ -207,7 +207,9 @@ def clip_windows(record: Record, threshold: Number, most: int = _WINDOWS) -> lis
     numbers = steps.column("i")
     places = buckets(len(steps), min(most, max(len(steps) // 10, 1)))
     return [
-        Window(numbers[place[0]], numbers[place[-1]], len(place), sum(acted[place.start : place.stop]) / len(place))
+        BindingWindow(
+            numbers[place[0]], numbers[place[-1]], len(place), sum(acted[place.start : place.stop]) / len(place)
+        )
         for place in places
     ]
 

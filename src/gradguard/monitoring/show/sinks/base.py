@@ -54,14 +54,14 @@ def plain(value: Any) -> Any:
     return value
 
 
-class Window:
+class DashboardWindow:
     r"""What a dashboard shows of several steps: about ten numbers, however many parameters there are.
 
     The norm gives its smallest, mean and largest value, so that a spike between two flushes is seen; NaN and infinity
     are counted and never averaged. A quantity that no step had is left out.
 
     Example:
-        >>> window = Window()
+        >>> window = DashboardWindow()
         >>> for i, norm in enumerate([1.0, 9.0, float("inf")]):
         ...     window.add({"t": "step", "i": i, "norm": norm, "loss": 2.0, "nonfinite": int(norm > 9)})
         >>> window.scalars()
@@ -158,7 +158,7 @@ class Dashboard:
 
     def push(self, lines: Sequence[Line]) -> None:
         """Show ``lines`` in about ten numbers; nothing where there is no step among them."""
-        window = Window()
+        window = DashboardWindow()
         for line in lines:
             window.add(line)
         if window.step is not None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradguard.monitoring.record.file import Line
-from gradguard.monitoring.show.sinks.base import PREFIX, Window, named, required
+from gradguard.monitoring.show.sinks.base import PREFIX, DashboardWindow, named, required
 
 
 class WandbSink:
@@ -28,12 +28,12 @@ class WandbSink:
         self.owned = run is None
         self._run: Any = wandb.init(project=os.environ.get("WANDB_PROJECT", "gradguard")) if run is None else run
         self._run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
-        self._window, self._row = Window(), self._run.step
+        self._window, self._row = DashboardWindow(), self._run.step
 
     def push(self, lines: Sequence[Line]) -> None:
         """Log about ten numbers."""
         if self.owned or self._run.step != self._row:  # the row before is complete
-            self._window, self._row = Window(), self._run.step
+            self._window, self._row = DashboardWindow(), self._run.step
         for line in lines:
             self._window.add(line)
         if self._window.step is not None:
