@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 _THEMES = {  # of paper and ink; each colour has a contrast of at least 3 on its paper
@@ -121,13 +122,21 @@ def terminal(command: str, shown: Sequence[Text], width: int) -> str:
         width: In columns.
 
     Returns:
-        The picture, dark in both themes as terminals are.
+        The picture, dark as terminals are, and light where the reader's theme is.
     """
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(f"[bold green]$[/] [bold]{command}[/]", highlight=False)
     for line in shown:
         console.print(line, soft_wrap=False)
     name = re.sub(r"\W+", "-", command.split(" --")[0])
-    svg = console.export_svg(title=command, unique_id=name.removeprefix("gradguard-").partition("-")[0])
+    own = name.removeprefix("gradguard-").partition("-")[0]
+    light = console.export_svg(title=command, unique_id=own, clear=False, theme=DEFAULT_TERMINAL_THEME)
+    svg = console.export_svg(title=command, unique_id=own)
+    rules = re.findall(rf"\.{own}-r\d+ {{.*}}", light)
+    rules += [".background { fill: #ffffff; stroke: #d0d7de }", f".{own}-title {{ fill: #1b1f24 }}"]
+    svg = svg.replace('<rect fill="#292929"', '<rect class="background" fill="#292929"', 1)
+    svg = svg.replace(
+        "    </style>", "\n".join(["@media (prefers-color-scheme: light) {", *rules, "}", "    </style>"]), 1
+    )
     svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # no font from the network
     return re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE)
