@@ -43,6 +43,7 @@ LOSSES = {
     "normalized": (lambda o, y: ((o - o.mean()) / o.std() * y).square().sum(), lambda n: torch.randn(n, C)),
     "a root": (lambda o, y: F.mse_loss(o, y).sqrt(), lambda n: torch.randn(n, C)),
     "compiled": (torch.compile(F.mse_loss, backend="eager"), lambda n: torch.randn(n, C)),
+    "in place": (lambda o, y: o.sub_(y).relu_().square().mean(), lambda n: torch.randn(n, C)),
     "nested": (lambda o, more, *, scale: scale * F.mse_loss(o, more["y"][0]), lambda n: {"y": [torch.randn(n, C)]}),
 }
 
@@ -93,16 +94,37 @@ def clipper_of(model, **options):
     return gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0), **options)
 
 
+class Normaliser(nn.Module):
+    """A loss over the running mean of losses."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+
+    def forward(self, o, y):
+        loss = (o - y).abs().mean()
+        self.mean = 0.5 * self.mean + 0.5 * loss.detach()
+        return loss / self.mean
+
+
 def of_mean(mean):
     return lambda o, y: F.mse_loss(o - mean, y)
+
+
+def weighted(weights):
+    return lambda o, y: ((o - y)[:, :2].square() * weights).sum()
 
 
 X, Y = torch.randn(C, 3, dtype=torch.float64), torch.randn(C, C, dtype=torch.float64)
 OF_OTHERS = {
     "outputs of the batch": (lambda out: (lambda o, y: F.mse_loss(out, y.expand_as(out)), out, Y), "was not given"),
-    "a mean of outputs": (lambda out: (of_mean(out.mean(0, True)), out, Y), "of another"),
+    "a mean of outputs": (lambda out: (of_mean(out.mean(0, True)), out, Y), "was not given"),
     "targets of the batch": (lambda out: (lambda o, y: F.mse_loss(o.expand_as(Y), Y), out, Y), "was not given"),
     "a number": (lambda out: (of_mean(Y.mean()), out, Y), "call .item"),
+    "a number in a dimension": (lambda out: (of_mean(Y.std((0, 1), keepdim=True)), out, Y), "was not given"),
+    "a count": (lambda out: (weighted((Y > 0).sum()), out, Y), "was not given"),
+    "statistics of columns": (lambda out: (weighted(Y[:, :2].std(0)), out, Y), "was not given"),
+    "a running mean": (lambda out: (Normaliser(), out, Y), "changes a tensor that is bound"),
     "transposed outputs": (lambda out: (F.mse_loss, out.T, Y), "depends on the outputs of another"),
     "other samples' outputs": (lambda out: (F.mse_loss, out.flip(0), Y), "depends on the outputs of another"),
     "normalized outputs": (lambda out: (F.mse_loss, out - out.mean(0), Y), "depends on the outputs of another"),
@@ -128,6 +150,7 @@ MISTAKES = {
     "several numbers": (lambda o, y: (o - y).square(), Y, InvalidValueError, r"a tensor of shape \[1, 4\]. Reduce"),
     "no rows": (F.mse_loss, Y[:3], InvalidValueError, r"expected tensors with 4 samples along dimension 0.*partial"),
     "a number": (F.mse_loss, Y.mean(), InvalidValueError, r"got one of shape \[\]"),
+    "a list": (lambda o, n: o[:, : n[0]].square().mean(), [4, 2, 3, 1], InvalidValueError, "Make it a tensor"),
 }
 
 
@@ -176,6 +199,13 @@ def test_empty_batches_and_time_first():
     for i in range(2):
         loss = F.mse_loss(model(x[:, i : i + 1])[0], y[:, i : i + 1])
         torch.testing.assert_close(found[i], torch.autograd.grad(loss, model.weight_hh_l0)[0])
+    clipper = clipper_of(model, batch_first=False)
+    with pytest.raises(InvalidValueError, match="Begin with a batch in which they differ"):
+        clipper.per_sample_losses(F.mse_loss, model(torch.randn(4, 4, 3).double())[0], torch.randn(4, 4, C).double())
+    for n in (2, 4):
+        y = torch.randn(4, n, C).double()
+        clipper.per_sample_losses(F.mse_loss, model(torch.randn(4, n, 3).double())[0], y).mean().backward()
+        clipper.clip_and_accumulate()
     linear = nn.Linear(3, C)
     clipper = clipper_of(linear)
     clipper.per_sample_losses(F.mse_loss, linear(torch.randn(0, 3)), torch.randn(0, C)).sum().backward()

@@ -174,7 +174,7 @@ class PerSampleGradientClipper:
         self._gradients: dict[str, Tensor] | None = None
         self._clipped_by: tuple[dict[str, Tensor], Tensor | None] | None = None
         self.statistics: PerSampleStatistics | None = None
-        self._looked_at = -1
+        self._looked_at, self._time_first = -1, set[int]()
         self.loss_divisor = 1.0
         self.step_advice = "call clipper.pre_step() before it, or clipper.discard() to drop them"
         self._noise_scale = NoiseScaleMeter(int(noise_scale))
@@ -263,17 +263,20 @@ class PerSampleGradientClipper:
         Call it after the forward of the module, with what the module returned and the batch as it came from the loader.
         Whatever is computed from several samples before is out of sight.
 
-        **Guarantees.** The function is called once for each sample, with one row of each tensor, ``[1, ...]``. On each
-        step, for one sample, it must not take a tensor that was neither given nor bound to it, and is one number or has
-        B entries where samples are. No loss may depend on another sample's outputs: derivatives show that on the first
-        step of each kind and batch size for all samples, and for one on mini-batches 2, 4, 8, ..., one in a thousand.
+        **Guarantees.** The function is called once for each sample, with a copy of its row of each tensor.
+        On each step, for one sample, it must not take a tensor that was neither given nor bound to it; and it must not
+        change one that is bound, as a running mean is. No loss may depend on another sample's outputs: derivatives show
+        that on the first step of each kind and batch size for all samples, and for one on mini-batches 2, 4, 8, ...,
+        one in a thousand.
 
         ============================  ===========================================================================
         Edge case                     What happens
         ============================  ===========================================================================
         a tensor without B rows       refused; bind it by ``functools.partial(loss_fn, weight=weight)``
         a constant with B rows        cut into rows as well; bind it
-        arguments that are no tensor  given to the function as they are, in nested tuples, lists and dicts too
+        ``[B, B]``, time first        refused until a batch has shown that it is ``[T, B]``
+        arguments that are no tensor  given to the function as they are, in nested tuples, lists and dicts too; a list
+                                      of B numbers is refused: make it a tensor
         no samples (B = 0)            a tensor without entries
         a function that draws         draws for one sample after the other
         ============================  ===========================================================================
@@ -314,9 +317,9 @@ class PerSampleGradientClipper:
         if size == 0:
             return torch.cat([tensor.flatten()[:0] for tensor in tensor_leaves((args, kwargs)) if tensor.requires_grad])
         if self._loss_check is None:
-            return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first))
+            return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first, time_first=self._time_first))
         self._looked_at = (self._looked_at + 1) % size
-        losses = own_losses(loss_fn, args, kwargs, size, batch_first, self._looked_at)
+        losses = own_losses(loss_fn, args, kwargs, size, batch_first, self._looked_at, self._time_first)
         due = self._tracker.witness is None or self._tracker.witness.is_due
         return self._loss_check.own_losses(losses, self._looked_at if due else None)
 

@@ -98,7 +98,6 @@ SYMPTOMS = (
     "half_dead_layer",
     "logits_grow",
     "recurring_spikes",
-    "update_spike",
 )
 """Kinds of findings that warn where something is wrong, and are remarks where the run is well."""
 

@@ -246,7 +246,7 @@ class Recorder(Listener):
         self._thread.moving = None
         if self._open_step() is None or not parameters:
             return
-        within = self._watching_updates <= max(FREE, SHARE * (time.perf_counter() - self._started))
+        within = self._watching_updates <= FREE + SHARE * (time.perf_counter() - self._started)
         if within or getattr(self._thread, "diagnosed", None) is not None:
             began = time.thread_time()  # which other programs do not make longer
             self._thread.moving = Moving(optimizer, parameters)

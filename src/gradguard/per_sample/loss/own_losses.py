@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -24,6 +25,7 @@ def own_losses(
     batch_size: int,
     batch_first: bool,
     watched: int = -1,
+    time_first: set[int] | None = None,
 ) -> list[Tensor]:
     """Return each sample's loss, a scalar each.
 
@@ -34,20 +36,26 @@ def own_losses(
         batch_size: Number of samples B.
         batch_first: Whether they are the first dimension of tensors, or the second of those that have two.
         watched: The sample in whose loss is looked at what the function takes from elsewhere; -1 for none.
+        time_first: Which arguments were seen to be ``[T, B, ...]`` where T and B differed; new ones are added.
 
     Raises:
         InvalidTypeError: If the function returns no tensor.
         InvalidValueError: If a tensor has not B rows, or a loss is not one number.
-        UnsupportedGradientError: If the function takes a tensor that may be made of the batch.
+        UnsupportedGradientError: If the function takes a tensor that may be made of the batch, or changes one that is
+            bound to it.
     """
+    _refuse_numbers((tuple(args), dict(kwargs)), batch_size)
     given = Skeleton((tuple(args), dict(kwargs)))
-    rows = [_rows(tensor, batch_size, batch_first) for tensor in given.tensors]
+    bound = _versions(loss_fn)
+    seen = set() if time_first is None else time_first
+    rows = [_rows(tensor, batch_size, batch_first, place, seen) for place, tensor in enumerate(given.tensors)]
     losses: list[Tensor] = []
     for sample in range(batch_size):
-        own = [row[sample] for row in rows]
+        own = [row[sample].clone() for row in rows]  # which the function may change
         own_args, own_kwargs = given.fill(own)
         if sample == watched and batch_size > 1:
-            with _Watch([*own, *_declared(loss_fn)], batch_size, 0 if batch_first else 1):
+            known = [*own, *_declared(loss_fn)]
+            with torch.compiler.set_stance("force_eager"), _Watch(known, batch_size):
                 loss = loss_fn(*own_args, **own_kwargs)
         else:
             loss = loss_fn(*own_args, **own_kwargs)
@@ -61,11 +69,46 @@ def own_losses(
                 f"given, got a tensor of shape {list(loss.shape)}. Reduce it there, as by .mean()."
             )
         losses.append(loss.reshape(()))
+    if batch_size > 1 and _versions(loss_fn) != bound:
+        raise UnsupportedGradientError(
+            "per_sample_losses: the function changes a tensor that is bound to it, such as a running mean. So the loss "
+            "of a sample depends on those before it. Change it between steps, outside of the function."
+        )
     return losses
 
 
-def _rows(tensor: Tensor, batch_size: int, batch_first: bool) -> Sequence[Tensor]:
+def _versions(loss_fn: Any) -> list[tuple[int, int]]:
+    return [(id(tensor), tensor._version) for tensor in _declared(loss_fn)]
+
+
+def _refuse_numbers(tree: Any, batch_size: int) -> None:
+    """Refuse a list of B numbers, which would go whole to each sample."""
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+        lists = False
+    else:
+        lists = isinstance(tree, list | tuple)
+    if not isinstance(tree, list | tuple):
+        return
+    if lists and len(tree) == batch_size > 1 and all(isinstance(one, int | float | str | None) for one in tree):
+        raise InvalidValueError(
+            f"per_sample_losses: {tree!r:.80} has one entry for each of the {batch_size} samples, and only tensors are "
+            "cut into rows. Make it a tensor; or bind it, if it is the same for all samples, by functools.partial."
+        )
+    for one in tree:
+        _refuse_numbers(one, batch_size)
+
+
+def _rows(tensor: Tensor, batch_size: int, batch_first: bool, place: int, time_first: set[int]) -> Sequence[Tensor]:
     dim = 0 if batch_first or tensor.dim() < 2 else 1
+    if dim and not tensor.requires_grad and tensor.shape[1] == batch_size > 1:
+        if tensor.shape[0] != batch_size:
+            time_first.add(place)
+        elif place not in time_first:
+            raise InvalidValueError(
+                f"per_sample_losses: a tensor of shape {list(tensor.shape)} is [T, B, ...] or [B, ...], which cannot "
+                f"be told where both are {batch_size}. Begin with a batch in which they differ."
+            )
     if not tensor.dim() or tensor.shape[dim] != batch_size:
         raise InvalidValueError(
             f"per_sample_losses: expected tensors with {batch_size} samples along dimension {dim}, got one of shape "
@@ -89,18 +132,17 @@ def _declared(loss_fn: Any) -> Iterator[Tensor]:
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses tensors that a function neither was given nor has made, if they may be made of the batch.
+    """Refuses tensors that a function neither was given nor has made: they may be made of the batch.
 
     Args:
         known: What it was given.
-        batch_size: Number of samples, more than 1.
-        dim: Where they are in tensors that have such a dimension.
+        batch_size: Number of samples, for the message.
     """
 
-    def __init__(self, known: Sequence[Tensor], batch_size: int, dim: int) -> None:
+    def __init__(self, known: Sequence[Tensor], batch_size: int) -> None:
         super().__init__()
         self._known = {id(tensor): tensor for tensor in known}  # held, so that no other gets their identities
-        self._batch_size, self._dim = batch_size, dim
+        self._batch_size = batch_size
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -114,11 +156,9 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _refuse(self, tensor: Tensor) -> None:
-        number = not tensor.dim() and tensor.is_floating_point()
-        if number or self._batch_size in tensor.shape[: self._dim + 1]:
-            raise UnsupportedGradientError(
-                f"per_sample_losses: the function takes a tensor of shape {list(tensor.shape)} that it was not given, "
-                f"and that may be made of the {self._batch_size} samples. Give it as an argument, which is cut into "
-                "rows. If it is the same for all batches, bind it: functools.partial(loss_fn, weight=weight), or call "
-                ".item() on a number."
-            )
+        raise UnsupportedGradientError(
+            f"per_sample_losses: the function takes a tensor of shape {list(tensor.shape)} that it was not given, "
+            f"and that may be made of the {self._batch_size} samples. Give it as an argument, which is cut into "
+            "rows. If it is the same for all batches, bind it: functools.partial(loss_fn, weight=weight), or call "
+            ".item() on a number."
+        )

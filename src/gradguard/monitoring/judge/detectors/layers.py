@@ -171,7 +171,7 @@ DOMINATING = Kind(
     "dominating_layer",
     said(
         "warning",
-        "{names} alone makes {share:%} of the squared gradient norm on most steps",
+        "{names} alone makes more than 95 % of the squared gradient norm, on {share:%} of the steps",
         "a clip of the global norm sees only this one: give it its own threshold with gg.Groups, or check its scale",
     ),
     value="share",

@@ -25,6 +25,9 @@ SPIKE_STEPS = 3
 BATCH_TIMES = 1.5
 """Of the median loss: where the first of them has such a loss, it is a batch of another kind that moves the weights."""
 
+RATE_JUMP = 1.5
+"""From one measured step to the next: after it, steps settle anew."""
+
 SETTLED = 60
 """Measured steps before one is judged: the first are the longest of Adam, and the shortest with a momentum."""
 
@@ -48,8 +51,9 @@ SQUARED, OFF_LINE = 0.35, 0.2
 """How far from 2 the exponent of the learning rate may be, and the deviation from the line, in logarithms: of updates,
 and of updates over the gradients that they are made of, since gradients may fall with the learning rate."""
 
-ONLY_DECAY, SHRUNK = 0.7, 0.5
-"""The share of a step that is weight decay, and the share by which the norm of the weight really falls."""
+ONLY_DECAY, IMPOSSIBLE, SHRUNK = 0.7, 1.25, 0.5
+"""The share of a step that is weight decay, that from which on the learning rate of the group is not the one which acts
+(Prodigy's is multiplied by an estimate), and the share by which the norm of the weight really falls."""
 
 LOGIT_STEPS, LARGE_LOGIT, LOGIT_TIMES = 20, 50.0, 4.0
 """Steps in a row whose median logit is so large, and so many times the lowest such median before: a softmax of such
@@ -73,6 +77,7 @@ class UpdateSpikes:
         self._log = log
         self._window, self._losses = SortedWindow(_WINDOW), SortedWindow(_WINDOW)
         self._seen, self._hot, self._since, self._is_batch = 0, 0, 0, False
+        self._rate = 0.0
 
     def follow(self, i: int, update: float, rate: float, loss: float | None) -> None:
         """Follow a step.
@@ -88,6 +93,9 @@ class UpdateSpikes:
             self._losses.add(loss)
         if not (update > 0 and rate > 0):
             return
+        if max(rate, self._rate) > RATE_JUMP * min(rate, self._rate):  # a momentum still moves at the rate before
+            self._window, self._seen = SortedWindow(_WINDOW), 0
+        self._rate = rate
         size, ordered = math.log(update / rate), self._window.ordered
         self._seen += 1
         middle = ordered[len(ordered) // 2] if ordered else size
@@ -256,7 +264,7 @@ class Rule:
             self._weights[place] = i, weight
             share = rates[place] * (self._params[place].get("weight_decay") or 0.0) * weight / update
             falls = math.log(norm / weight) / ((i - before) * update / weight) if i > before else 0.0
-            if share > ONLY_DECAY and falls > SHRUNK:
+            if ONLY_DECAY < share < IMPOSSIBLE and falls > SHRUNK:
                 places.append(place)
                 shares[place] = share
         new = self._decays.follow(i, places)
@@ -294,7 +302,7 @@ def _rule(found: Episode) -> Words:
 SPIKE = Kind(
     "update_spike",
     said(
-        "warning",
+        "info",
         "steps changed the weights by up to {largest} times as much as usual at their learning rate, from step "
         "{found.first} on",
         "such steps come before a loss that rises: lower the learning rate or Adam's beta2, bound the step with "
