@@ -155,7 +155,7 @@ def test_a_failure_of_gradguard_is_told_as_its_own(monkeypatch, kind):
     def fails(*args, **kwargs):
         raise kind("something within")
 
-    monkeypatch.setattr("gradguard.per_sample.rehearsal._Pair.compare", fails)
+    monkeypatch.setattr("gradguard.per_sample.rehearsal._RehearsedPair.compare", fails)
     model = network()
     clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
     words = rf"gradguard could not follow the module: its trial of some samples ended in {kind.__name__}: something"
