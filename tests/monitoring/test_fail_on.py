@@ -37,7 +37,7 @@ GUARDED = steps()
 GUARDED[7] |= {"norm": None, "nonfinite": 2, "skipped": True}  # by a guard, without a loss scale
 LOCKED = steps_of([3.0] * 200, threshold=1.0, coefficient=1 / 3)
 ZEROS = [{"t": "tensors", "i": i, "norm": [0.0, 0.0 if i >= 20 else 1.0, 1.0]} for i in range(40)]
-DEAD = "the gradient of b was exactly 0 on 20 recorded steps in a row"
+DEAD = "the gradient of b was exactly 0 on 20 recorded steps"
 END = {"t": "end", "steps": 400, "wall": 10.0, "overhead_ms": 200.0}
 
 

@@ -131,7 +131,7 @@ class Layers:
         self._weak.begin(WEAK, i, new, smallest=share)
 
 
-_DEAD = "the gradient of {names} was exactly 0 on {found.count} recorded steps in a row"
+_DEAD = "the gradient of {names} was exactly 0 on {found.count} recorded steps"
 DEAD = Kind(
     "dead_layer",
     said("warning", _DEAD, "dead ReLUs or a saturated gate: lower the learning rate, or check the initialisation"),
@@ -161,7 +161,7 @@ WEAK = Kind(
     said(
         "warning",
         "the gradient of {names} {is_} about {smallest:.1g} of the usual weight's, element by element, on "
-        "{found.count} recorded steps in a row",
+        "{found.count} recorded steps",
         "nothing flows back so far: check saturated activations and the initialisation, or add skip connections",
     ),
     value="smallest",

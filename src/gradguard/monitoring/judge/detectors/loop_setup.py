@@ -225,7 +225,7 @@ BELOW_EPS = Kind(
     said(
         "warning",
         "the clip multiplies gradients by {smallest:.1g}, which leaves {names} below the eps of the optimizer on "
-        "{found.count} recorded steps in a row: it hardly moves there",
+        "{found.count} recorded steps: it hardly moves there",
         "find what makes the norm so large, and clip that by itself (gg.Groups, or one optimizer for each), or raise "
         "the threshold",
     ),
