@@ -266,8 +266,8 @@ class PerSampleGradientClipper:
         **Guarantees.** The function is called once for each sample, with a copy of its row of each tensor.
         On each step, for one sample, it must not take a tensor that was neither given nor bound to it; and it must not
         change one that is bound, as a running mean is. No loss may depend on another sample's outputs: derivatives show
-        that on the first step of each kind and batch size for all samples, and for one on mini-batches 2, 4, 8, ...,
-        one in a thousand.
+        that on the first step of each kind and batch size for all samples, and for one where other operations take part
+        than before, and on mini-batches 2, 4, 8, ..., one in a thousand.
 
         ============================  ===========================================================================
         Edge case                     What happens
@@ -321,7 +321,7 @@ class PerSampleGradientClipper:
         self._looked_at = (self._looked_at + 1) % size
         losses = own_losses(loss_fn, args, kwargs, size, batch_first, self._looked_at, self._time_first)
         due = self._tracker.witness is None or self._tracker.witness.is_due
-        return self._loss_check.own_losses(losses, self._looked_at if due else None)
+        return self._loss_check.own_losses(losses, self._looked_at, due)
 
     def refuse_ambiguous_losses(self) -> None:
         """Refuse a loss with a number that may be another in the next batch, instead of waiting for that batch.

@@ -109,6 +109,7 @@ class LossCheck:
         self._known: dict[bytes, _Known] = {}  # losses that were found to be right, by their structure
         self._ledger = Ledger()
         self._declared: set[float] = set()
+        self._own_operations: set[frozenset[str]] = set()
         self._constant_sizes: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self.factors: Tensor | None = None
         self.labels_agree: Tensor | None = None
@@ -153,12 +154,14 @@ class LossCheck:
         if self._calls:
             self._calls[-1].add(tensors, axes)
 
-    def own_losses(self, losses: Sequence[Tensor], watched: int | None) -> Tensor:
+    def own_losses(self, losses: Sequence[Tensor], watched: int, due: bool) -> Tensor:
         """Take the samples' own losses for something that the module has returned: their graph is not read.
 
         Args:
             losses: Of each sample, computed from its own rows.
-            watched: The sample whose loss must depend on its own outputs only, if any; all where the step is verified.
+            watched: The sample whose loss is looked at: must it depend on its own outputs only? All where the step is
+                verified.
+            due: Look at it; else only where it comes from the outputs by other operations than any before.
 
         Returns:
             The losses [B].
@@ -171,8 +174,12 @@ class LossCheck:
         if outputs is None or not joined.requires_grad:
             return joined
         everyone = torch.arange(len(losses), device=joined.device)
-        looked_at = (joined, everyone) if self._verifying else None
-        if looked_at is None and watched is not None:
+        operations = outputs.operations_behind(losses[watched]) if losses[watched].requires_grad else frozenset()
+        due, looked_at = due or operations not in self._own_operations, None
+        self._own_operations.add(operations)
+        if self._verifying:
+            looked_at = joined, everyone
+        elif due and operations:
             looked_at = losses[watched], everyone[watched]
         if looked_at is not None and not _are_separate(outputs, *looked_at):
             words = (

@@ -89,6 +89,18 @@ class Outputs:
         """Tell whether a backward from ``roots`` comes by."""
         return any(_reached(root.node, root.number, [*self._edges, *self._numbers]) for root in roots)
 
+    def operations_behind(self, value: Tensor) -> frozenset[str]:
+        """Return the names of the operations between these outputs and a value."""
+        names, seen, ends = set(), set(), {edge.node for edge in self._edges}
+        stack = [get_gradient_edge(value).node]
+        while stack:
+            node = stack.pop()
+            if node not in seen and node not in ends:
+                seen.add(node)
+                names.add(node.name())
+                stack += [child for child, _ in node.next_functions if child is not None]
+        return frozenset(names)
+
     def and_of(self, other: "Outputs") -> "Outputs":
         """Return these and the ones of another call."""
         both = Outputs(self.batch_size, self.batch_first and other.batch_first, self._pulls and other._pulls)
