@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Skeleton, tensor_leaves
-from gradguard.torch_private import tree_flatten
+from gradguard.torch_private import tree_flatten, version_of
 
 
 def own_losses(
@@ -78,7 +78,7 @@ def own_losses(
 
 
 def _versions(loss_fn: Any) -> list[tuple[int, int]]:
-    return [(id(tensor), tensor._version) for tensor in _declared(loss_fn)]
+    return [(id(tensor), version_of(tensor)) for tensor in _declared(loss_fn)]
 
 
 def _refuse_numbers(tree: Any, batch_size: int) -> None:
