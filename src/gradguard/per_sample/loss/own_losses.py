@@ -82,20 +82,14 @@ def _versions(loss_fn: Any) -> list[tuple[int, int]]:
 
 
 def _refuse_numbers(tree: Any, batch_size: int) -> None:
-    """Refuse a list of B numbers, which would go whole to each sample."""
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-        lists = False
-    else:
-        lists = isinstance(tree, list | tuple)
-    if not isinstance(tree, list | tuple):
-        return
-    if lists and len(tree) == batch_size > 1 and all(isinstance(one, int | float | str | None) for one in tree):
+    """Refuse a list of B numbers or texts, which would go whole to each sample."""
+    is_list = isinstance(tree, list | tuple)
+    if is_list and len(tree) == batch_size > 1 and all(isinstance(one, int | float | str) for one in tree):
         raise InvalidValueError(
             f"per_sample_losses: {tree!r:.80} has one entry for each of the {batch_size} samples, and only tensors are "
             "cut into rows. Make it a tensor; or bind it, if it is the same for all samples, by functools.partial."
         )
-    for one in tree:
+    for one in tree.values() if isinstance(tree, Mapping) else tree if is_list else ():
         _refuse_numbers(one, batch_size)
 
 
