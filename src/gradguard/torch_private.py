@@ -63,6 +63,7 @@ NEEDS = {
     "assert_async": Need("torch", "_assert_async", "a bound that is a tensor", "Pass a number. "),
 
     "version_of": Need("torch.Tensor", "_version", "noticing that a tensor was changed in place"),
+    "base_of": Need("torch.Tensor", "_base", "telling weights of layers from other constants of a loss"),
     "sparse_values": Need("torch.Tensor", "_values", "clipping sparse gradients"),
     "sparse_indices": Need("torch.Tensor", "_indices", "clipping sparse gradients"),
     "are_operations_watched": Need("torch._C", "_len_torch_dispatch_stack", "noticing who sees each operation"),
@@ -225,6 +226,8 @@ versions_of: Callable[[Iterable[Tensor]], list[int]] = _needs(
     lambda tensors: list(map(attrgetter("_version"), tensors)), "version_of"
 )
 """Return that of each of many tensors."""
+base_of: Callable[[Tensor], Tensor | None] = _read("base_of")
+"""Return the tensor that a tensor is a view of; None if it is none."""
 sparse_values: Callable[[Tensor], Tensor] = _needs(lambda tensor: tensor._values(), "sparse_values")
 """Return the values of a sparse COO tensor, coalesced or not, in its memory."""
 sparse_indices: Callable[[Tensor], Tensor] = _needs(lambda tensor: tensor._indices(), "sparse_indices")

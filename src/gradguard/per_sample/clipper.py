@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,8 @@ from gradguard.per_sample.witness import Witness
 from gradguard.tensors.layout import wide_dtype
 from gradguard.tensors.precision import full_float32, outside_autocast
 from gradguard.torch_private import loss_scale_of, parameter_slots
+
+_Value = TypeVar("_Value", Tensor, float)
 
 
 class PerSampleGradientClipper:
@@ -219,20 +221,21 @@ class PerSampleGradientClipper:
         """Remove the clipper from the module; calling it again does nothing."""
         self._attached.close()
 
-    def constant(self, number: float) -> float:
-        r"""Declare a number in the next loss that is not computed from the batch, such as the end of a schedule.
+    def constant(self, value: _Value) -> _Value:
+        r"""Declare a value in the next loss that is not computed from the batch, such as the end of a schedule.
 
-        What a row of a sample weighs in the loss must not change from batch to batch: a number that does may have been
-        counted from who else is there. A weight of yours that changes over training is declared on each step.
+        What all samples share in the loss, and what a row of one weighs, must not change from batch to batch: a value
+        that does may have been computed from who else is there. One of yours that changes over training (a schedule, a
+        queue of earlier features) is declared on each step; in private training a tensor that does not change, too.
 
         Args:
-            number: The number, as it stands in the loss; of Python's.
+            value: The number of Python's, or the tensor, as it stands in the loss.
 
         Returns:
-            The number.
+            It.
 
         Raises:
-            InvalidTypeError: If it is no int and no float; a tensor may have been computed from the batch.
+            InvalidTypeError: If it is neither, or a tensor of one number without a dimension; call .item() on that.
 
         Example:
             >>> import torch, gradguard as gg
@@ -244,11 +247,14 @@ class PerSampleGradientClipper:
             >>> clipper.pre_step().batch_size
             24
         """
-        if type(number) not in (int, float):
-            raise InvalidTypeError(f"constant: expected a float, got {type(number).__name__}. Call .item() on a tensor")
+        if not (isinstance(value, Tensor) and value.dim()) and type(value) not in (int, float):
+            raise InvalidTypeError(
+                f"constant: expected a float, or a tensor with a dimension, got {type(value).__name__}. Call .item() on "
+                "a tensor of one number"
+            )
         if self._loss_check is not None:
-            self._loss_check.declare(float(number))
-        return number
+            self._loss_check.declare(value)
+        return value
 
     def per_sample_losses(self, loss_fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         r"""Compute each sample's loss from its own rows alone: right by construction, whatever the function does.
@@ -319,6 +325,7 @@ class PerSampleGradientClipper:
         if self._loss_check is None:
             return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first, time_first=self._time_first))
         self._looked_at = (self._looked_at + 1) % size
+        self._loss_check.look_at_bound(loss_fn, size)
         losses = own_losses(loss_fn, args, kwargs, size, batch_first, self._looked_at, self._time_first)
         due = self._tracker.witness is None or self._tracker.witness.is_due
         return self._loss_check.own_losses(losses, self._looked_at, due)

@@ -12,10 +12,11 @@ from torch.autograd.graph import get_gradient_edge
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.loss.graph import BackwardRoots, Make, Root, make_of
+from gradguard.per_sample.loss.graph import BackwardRoots, Dependence, Make, Root, make_of
 from gradguard.per_sample.loss.ledger import Ledger
 from gradguard.per_sample.loss.rows import by_sample, has_label
 from gradguard.per_sample.loss.separation import Outputs, of_several
+from gradguard.per_sample.loss.shared import SharedValues, shared_in_function, shared_in_graph
 from gradguard.per_sample.loss.terms import NO_PART, LossParts, explain, loss_parts
 from gradguard.tensors.host_copy import DeviceEvent, copy_to_host
 
@@ -43,6 +44,10 @@ def is_read_at_once(tensor: Tensor) -> bool:
 
 def _pass(saved: Sequence[Tensor], gradients: Sequence[Tensor | None], task: int) -> None:
     """Let gradients pass a tap that is there for who reads the graph."""
+
+
+def _failed(error: Exception) -> str:
+    return f"reading its graph failed ({str(error).split('.')[0]})"
 
 
 def _are_separate(outputs: Outputs, losses: Tensor, samples: Tensor) -> bool:
@@ -109,6 +114,7 @@ class LossCheck:
         self._known: dict[bytes, _Known] = {}  # losses that were found to be right, by their structure
         self._ledger = Ledger()
         self._declared: set[float] = set()
+        self._shared = SharedValues()
         self._own_operations: set[frozenset[str]] = set()
         self._constant_sizes: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self.factors: Tensor | None = None
@@ -199,11 +205,22 @@ class LossCheck:
 
     def refuse_ambiguous(self) -> None:
         """Refuse numbers that may be others in the next batch, instead of waiting for it."""
-        self._ledger.strict = True
+        self._ledger.strict = self._shared.strict = True
 
-    def declare(self, number: float) -> None:
-        """Take a number in the loss for one that is not computed from the batch, until the next loss is judged."""
-        self._declared.add(number)
+    def declare(self, value: Tensor | float) -> None:
+        """Take a value in the loss for one that is not computed from the batch, until the next loss is judged."""
+        self._shared.declare(value)
+        if not isinstance(value, Tensor):
+            self._declared.add(float(value))
+
+    def look_at_bound(self, loss_fn: Callable[..., Tensor], batch_size: int) -> None:
+        """Check that what is bound to a function of one sample's loss is what it was in the batches before.
+
+        Raises:
+            UnsupportedGradientError: If something is not, or may be another in the next batch where that counts.
+        """
+        if words := self._shared.objection(shared_in_function(loss_fn, batch_size)):
+            self._refuse(UnsupportedGradientError(f"per_sample_losses: {words}."), 4)
 
     def judge(self) -> bool:
         """Judge the loss that was looked at.
@@ -218,6 +235,7 @@ class LossCheck:
         if seen is None and self._calls:
             seen = _SeenLoss(Make(), LossParts("unverified", _NOT_SEEN))
         self._declared.clear()
+        self._shared.end(seen is None or seen.parts.verdict == "right")
         self.stop()
         if seen is None:
             return True
@@ -273,6 +291,11 @@ class LossCheck:
         if not calls:  # another model's loss, or a trial of this one
             return
         make = make_of(roots, set().union(*[call.values for call in calls]))
+        outputs = of_several(calls)
+        if words := self._what_changed(roots, outputs, make):
+            self._seen = _SeenLoss(make, LossParts("unknown", words))
+            self.stop()
+            return
         known = None if self._verifying or make.structure is None else self._known.get(make.structure)
         if (
             known is not None
@@ -284,7 +307,6 @@ class LossCheck:
             self.stop()
             return
         complete = all(bool(has_label(node).all()) for node in make.labelled)
-        outputs = of_several(calls)
         if self._too_many:
             most = _MOST_CALLS if self._verifying else _MOST_KNOWN_CALLS
             found = LossParts("unverified", f"it comes after more than {most} calls of the module")
@@ -304,10 +326,19 @@ class LossCheck:
                     declared=self._declared,
                 )
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-                found = LossParts("unverified", f"reading its graph failed ({str(error).split('.')[0]})")
+                found = LossParts("unverified", _failed(error))
         self._seen = _SeenLoss(make, found, complete, outputs is None or outputs.conclusive)
         if found.reason != NO_PART:
             self.stop()
+
+    def _what_changed(self, roots: list[Root], outputs: Outputs | None, make: Make) -> str:
+        """Say which constant in the loss is another than in the batches before; "" if none is."""
+        if outputs is None:
+            return ""
+        try:
+            return self._shared.objection(shared_in_graph(roots, outputs, make.kind, Dependence()))
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            return _failed(error)
 
     def _labels(self, make: Make, known: _Known) -> bool:
         """Whether each sample has as many labels as before, or it will be read later from `labels_agree`."""

@@ -203,7 +203,7 @@ def make_of(roots: Sequence[Root], ends: Container[tuple[Node, int]]) -> Make:
         by_data = by_data or _is_by_data(node)
         if operation(node) in LABELLED:
             labelled.append(node)
-        numbers += _scalars(node)
+        numbers += scalars(node)
         told += [_settings(node), [told_of(*edge) for edge in node.next_functions]]
     structure = None if by_data else hashlib.blake2b(repr(told).encode(), digest_size=16).digest()
     kind = tuple(sorted({node.name() for node in places if operation(node) not in _NOT_TELLING}))
@@ -226,8 +226,8 @@ def data_choose_rows(nodes: Iterable[Node]) -> bool:
     return bool(by_data) and not fills and by_data <= _CHOOSING_ROWS
 
 
-def _scalars(node: Node) -> list[float]:
-    """The scalars by which a node multiplies or divides values that have a gradient."""
+def scalars(node: Node) -> list[float]:
+    """Return the scalars by which a node multiplies or divides values that have a gradient."""
     name = operation(node)
     if name in {"Add", "Sub", "Rsub"}:
         return [float(saved_constant(node, "alpha"))]

@@ -72,12 +72,11 @@ class Outputs:
                 self.values_of_each += tensor.numel() / self.batch_size
                 self._edges.append(get_gradient_edge(tensor))
                 self._axes.append(axis)
-                if self.batch_size in tensor.movedim(axis.dim, 0).shape[1:]:
-                    self._held[self._edges[-1].node, self._edges[-1].output_nr] = tensor.detach(), version_of(tensor)
+                self._held[self._edges[-1].node, self._edges[-1].output_nr] = tensor.detach(), version_of(tensor)
 
     @property
     def held(self) -> dict[tuple[Node, int], Tensor]:
-        """The values themselves, where another dimension than the samples' has as many entries, too."""
+        """The values themselves, but for those that were changed in place."""
         return {edge: tensor for edge, (tensor, version) in self._held.items() if version_of(tensor) == version}
 
     @property

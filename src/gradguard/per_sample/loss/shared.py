@@ -1,0 +1,334 @@
+"""What all samples of a batch share in a loss, beside the rows of their own, must not change from batch to batch.
+
+Weights of classes, a temperature, the columns of a matrix: they are constants, or they were made of the batch, and no
+value tells which. But a constant is the same in the next batch. So everything that a loss takes, and that no sample
+owns, is compared with what it was in the batches before. What has changed is refused, unless the user declares it.
+"""
+
+import contextlib
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from gradguard.per_sample.loss.beside import (
+    added,
+    adds_unseen,
+    adds_unseen_below,
+    constants_beside,
+    is_affine,
+    known_values,
+    own_sizes,
+    places_of,
+    varying_sizes,
+)
+from gradguard.per_sample.loss.graph import (
+    LABELLED,
+    TAPS,
+    Dependence,
+    Root,
+    Unreadable,
+    inputs_of,
+    is_linear,
+    operation,
+    parents,
+    saved,
+    scalars,
+    shape_of,
+    signed,
+)
+from gradguard.per_sample.loss.separation import Outputs, Silent
+from gradguard.torch_private import base_of, saved_constant, saved_settings, tree_flatten, version_of
+
+_NUMBERS = frozenset(["exponent", "min", "max", "min_val", "max_val", "threshold", "p", "value", "margin", "scale"])
+"""Settings of operations that may be whole numbers, and are no sizes or places."""
+
+
+@dataclass(frozen=True)
+class SharedValue:
+    """Something that a loss takes, and that all samples seem to share.
+
+    Attributes:
+        key: Where it stands in the loss.
+        value: It.
+        is_shared: Looks whether samples do share it, which takes time.
+        rounding: How far it may be from what was meant.
+    """
+
+    key: Hashable
+    value: Tensor | float
+    is_shared: Callable[[], bool] = lambda: True
+    rounding: float = 0.0
+
+    def is_of(self, declared: Tensor | float) -> bool:
+        """Tell whether it is a value that was declared, a view or a copy of it, what subtracts it or divides by it."""
+        if isinstance(self.value, Tensor) and isinstance(declared, Tensor):
+            if self.value.untyped_storage().data_ptr() == declared.untyped_storage().data_ptr():
+                return True
+        divisor = [] if isinstance(declared, Tensor) or not declared else [1 / declared]
+        return any(map(self.is_equal, (declared, -declared, *divisor)))
+
+    def is_equal(self, other: Tensor | float) -> bool:
+        """Tell whether it is the same as another, but for rounding; a number is one of every element."""
+        mine, theirs = (one.detach() if isinstance(one, Tensor) else torch.tensor(one) for one in (self.value, other))
+        if theirs.dim() and mine.numel() != theirs.numel():
+            return False
+        theirs = theirs.flatten() if theirs.dim() else theirs
+        return torch.allclose(mine.flatten(), theirs.to(mine), rtol=1e-12, atol=self.rounding, equal_nan=True)
+
+
+@dataclass(frozen=True)
+class _KeptValue:
+    """A value as it was: the tensor, which keeps its memory from being used again, and a copy, as it may change."""
+
+    value: Tensor | float
+    copied: Tensor | float
+    place: Hashable
+
+    def is_same(self, one: SharedValue) -> bool:
+        is_there = isinstance(one.value, Tensor) and _place(one.value) == self.place
+        return is_there or one.is_equal(self.copied)
+
+
+class SharedValues:
+    """The values that samples have shared in the batches that were accepted.
+
+    Attributes:
+        strict: Take no tensor that was not declared, for another batch might have given another.
+    """
+
+    def __init__(self) -> None:
+        self.strict = False
+        self._kept: dict[Hashable, _KeptValue] = {}
+        self._owned: set[Hashable] = set()  # places of what was seen to be each sample's own
+        self._declared: list[Tensor | float] = []
+        self._new: dict[Hashable, _KeptValue] = {}
+
+    def declare(self, value: Tensor | float) -> None:
+        """Take a value for the user's own, until `end`."""
+        self._declared.append(value)
+
+    def end(self, accepted: bool) -> None:
+        """A loss was judged: nothing is declared for the next, which must have the values of one that was accepted."""
+        self._kept |= self._new if accepted else {}
+        self._new = {}
+        self._declared.clear()
+
+    def objection(self, found: Iterable[SharedValue]) -> str:
+        """Return why the values of a batch cannot be accepted; "" if they can."""
+        for one in found:
+            kept = self._kept.get(one.key)
+            known = kept is not None and kept.is_same(one)
+            needs_word = self.strict and isinstance(one.value, Tensor)
+            if one.key in self._owned or any(map(one.is_of, self._declared)) or (known and not needs_word):
+                continue
+            if kept is None and not needs_word:
+                self._new[one.key] = _kept(one.value)
+            elif one.is_shared():
+                return _words(kept, one.value)
+            else:
+                self._owned.add(one.key)
+        return ""
+
+
+def _kept(value: Tensor | float) -> _KeptValue:
+    copied = value.detach().clone() if isinstance(value, Tensor) else value
+    return _KeptValue(value, copied, _place(value) if isinstance(value, Tensor) else None)
+
+
+def _place(value: Tensor) -> Hashable:
+    return value.data_ptr(), value.shape, value.stride(), value.dtype, version_of(value)
+
+
+def _words(kept: _KeptValue | None, value: Tensor | float) -> str:
+    """Say what is wrong with a value that all samples share."""
+    what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"the number {value:.6g}"
+    said = "has changed since an earlier batch" if kept is not None else "may be another in the next batch"
+    was = f", where it was {kept.copied:.6g}" if kept is not None and not isinstance(kept.copied, Tensor) else ""
+    return (
+        f"{what}, which all samples share in the loss, {said}{was}. Was it computed from the batch, such as weights of "
+        "classes, a mean or a length? Then what a sample gives depends on the others: compute it from the sample's own "
+        "rows, or once for all batches. If it is yours, say clipper.constant(value) where it stands in the loss"
+    )
+
+
+# What a graph shows
+
+
+def shared_in_graph(
+    roots: Sequence[Root], outputs: Outputs, kind: Hashable, depends: Dependence
+) -> Iterator[SharedValue]:
+    """Yield what a loss takes beside the rows of the samples, but for factors of rows, which are weighed elsewhere.
+
+    Args:
+        roots: What backward starts from.
+        outputs: What the module returned.
+        kind: Tells losses of other operations apart.
+        depends: Knows which values depend on the samples.
+    """
+    if outputs.batch_size < 2:  # everything may be the only sample's own
+        return
+    counted: Counter[Hashable] = Counter()
+
+    def keyed(*place: Hashable) -> Hashable:
+        counted[place] += 1
+        return kind, *place, counted[place]
+
+    nodes = list(_nodes(roots, outputs, depends))
+    for node, is_behind in nodes:
+        name = operation(node)
+        if name in LABELLED and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
+            yield SharedValue(keyed(name, weight.shape), weight)
+        for (value, number), constant in constants_beside(node, depends) if name not in LABELLED else ():
+            places = places_of(shape_of(value, number), outputs.batch_size)
+            sizes = own_sizes(constant)
+            if any(sizes[dim] > 1 for dim in places) or (constant.numel() == 1 and not is_behind):
+                continue
+            if not _is_of_parameter(constant):
+                owned = functools.partial(_is_shared, outputs, value, number, sizes)
+                yield SharedValue(keyed(name, constant.shape), constant, owned)
+        for dim, columns in _columns_of(node):
+            sizes = [len(columns) if i == dim else 1 for i in range(len(shape_of(node)))]
+            owned = functools.partial(_is_shared, outputs, node, 0, sizes)
+            yield SharedValue(keyed(name, columns.shape), columns, owned)
+        for place, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
+            owned = functools.partial(_is_shared, outputs, node, 0, [1] * len(shape_of(node)))
+            yield SharedValue(keyed(name, place, outputs.values_of_each), value, owned)
+    for node, constant, rounding in _added([node for node, _ in nodes], outputs, depends):
+        yield SharedValue(keyed(operation(node), "added", constant.shape), constant, rounding=rounding)
+
+
+def _added(nodes: Sequence[Node], outputs: Outputs, depends: Dependence) -> Iterator[tuple[Node, Tensor, float]]:
+    """Yield the constants that operations add and do not save, where they are alike for all samples.
+
+    Whole numbers are left out: targets and masks of all samples may be alike by chance.
+    """
+    if not any(adds_unseen(node, depends) for node in nodes):
+        return
+    known = outputs.held | known_values(nodes)
+    ends = {edge: None for node in nodes if not is_affine(node, depends) for edge in parents(node) if edge in known}
+    for value in ends:
+        places = places_of(shape_of(*value), outputs.batch_size)
+        if not places or not adds_unseen_below(value, known, depends):
+            continue
+        if (found := added(value, known, depends)) is None:
+            continue
+        constant, _, rounding = found
+        sizes = varying_sizes(constant, rounding)
+        if all(sizes[dim] == 1 for dim in places):
+            for dim in places:
+                constant = constant.narrow(dim, 0, 1)
+            if bool(((constant - constant.round()).abs() > rounding).any()):
+                yield value[0], constant, float(2 * rounding)
+
+
+def _is_of_parameter(constant: Tensor) -> bool:
+    """Tell whether a constant is the weight of a layer, or a view of one: it may be trained elsewhere."""
+    return isinstance(constant, nn.Parameter) or isinstance(base_of(constant), nn.Parameter)
+
+
+def _nodes(roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> Iterator[tuple[Node, bool]]:
+    """Yield the operations between a loss and the module, each with whether it is behind what is not linear."""
+    pending = [(root.node, root.number, False) for root in roots]
+    seen: set[tuple[Node, bool]] = set()
+    while pending:
+        node, number, is_behind = pending.pop()
+        if (node, number) in outputs.values or node.name() in TAPS or not depends(node):
+            continue
+        is_behind = is_behind or not is_linear(operation(node), inputs_of(node, depends))
+        if (node, is_behind) in seen:
+            continue
+        if (node, not is_behind) not in seen:
+            yield node, is_behind
+        seen.add((node, is_behind))
+        pending += [(child, output, is_behind) for child, output in parents(node)]
+
+
+def _numbers_of(node: Node) -> Iterator[tuple[Hashable, float]]:
+    """Yield the numbers that an operation takes, but for sizes and places."""
+    yield from enumerate(scalars(node))
+    for name, value in [*saved_settings(node).items(), ("beta", saved_constant(node, "beta"))]:
+        if isinstance(value, float) and not math.isnan(value):
+            yield name, value
+        elif name in _NUMBERS and type(value) is int:
+            yield name, float(value)
+
+
+def _columns_of(node: Node) -> Iterator[tuple[int, Tensor]]:
+    """Yield the list by which an operation takes the same places along a dimension of all that lies there."""
+    if operation(node) == "IndexSelect":
+        yield signed(saved(node, "dim")) % len(shape_of(node)), saved(node, "index")
+    elif operation(node) == "Index":
+        given = [(dim, index) for dim, index in enumerate(saved(node, "indices")) if isinstance(index, Tensor)]
+        if len(given) == 1 and given[0][1].dim() == 1 and given[0][1].dtype != torch.bool:
+            yield given[0]
+
+
+def _is_shared(outputs: Outputs, node: Node, number: int, sizes: Sequence[int]) -> bool:
+    """Tell whether an element of a constant of some sizes lies beside values of several samples."""
+    try:
+        samples = outputs.samples_of(node, number)
+    except Silent:
+        return len(sizes) > 0 and bool(places_of(shape_of(node, number), outputs.batch_size))
+    except Unreadable:
+        return True
+    alike = [dim for dim in range(samples.dim()) if dim >= len(sizes) or sizes[dim] == 1]
+    return bool(alike) and not torch.equal(samples.amin(alike), samples.amax(alike))
+
+
+# What is bound to a function
+
+
+_DEEPEST = 4
+"""Functions within functions that are looked into."""
+
+
+def bound_values(loss_fn: Any, place: tuple[Hashable, ...] = ()) -> Iterator[tuple[Hashable, Tensor | float]]:
+    """Yield the tensors and numbers that are bound to a function, each with its place.
+
+    A module has its parameters and buffers, `functools.partial` what it gives. Code takes numbers from what it closes
+    over, from its file, and from the object that it is a method of.
+    """
+    if isinstance(loss_fn, functools.partial):
+        yield from bound_values(loss_fn.func, (*place, "func"))
+        for i, leaf in enumerate(tree_flatten((loss_fn.args, loss_fn.keywords))[0]):
+            yield from bound_values(leaf, (*place, i))
+    elif isinstance(loss_fn, nn.Module):
+        for name, module in loss_fn.named_modules():
+            yield from (((*place, name, slot), one) for slot, one in module.named_parameters(recurse=False))
+            yield from (((*place, name, slot), one) for slot, one in module.named_buffers(recurse=False))
+            yield from _numbers_in(module.forward, (*place, name))
+    elif isinstance(loss_fn, FunctionType | MethodType):
+        yield from _numbers_in(loss_fn, place)
+    elif isinstance(loss_fn, Tensor) or type(loss_fn) in (int, float):
+        yield place, loss_fn
+
+
+def _numbers_in(code: Any, place: tuple[Hashable, ...]) -> Iterator[tuple[Hashable, float]]:
+    """Yield the numbers that code takes from elsewhere; torch's own takes none."""
+    function = getattr(code, "__func__", code)
+    if not isinstance(function, FunctionType) or (function.__module__ or "").startswith("torch.nn.functional"):
+        return
+    named = {**function.__globals__, **getattr(getattr(code, "__self__", None), "__dict__", {})}
+    taken = {name: named[name] for name in function.__code__.co_names if name in named}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not filled yet
+            taken[name] = cell.cell_contents
+    taken |= {str(i): value for i, value in enumerate(function.__defaults__ or ())}
+    for name, value in (taken | (function.__kwdefaults__ or {})).items():
+        if len(place) < _DEEPEST:
+            found = bound_values(value, (*place, function.__code__, name))
+            yield from ((where, one) for where, one in found if not isinstance(one, Tensor))
+
+
+def shared_in_function(loss_fn: Any, batch_size: int) -> Iterator[SharedValue]:
+    """Yield what is bound to a function of one sample's loss, but for weights of layers, which are trained."""
+    if batch_size > 1:
+        yield from (SharedValue(p, one) for p, one in bound_values(loss_fn) if not isinstance(one, nn.Parameter))

@@ -1,0 +1,168 @@
+"""What all samples share in a loss is the same in each batch, or the user has said that it is no statistic of it."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gradguard as gg
+from gradguard.errors import InvalidTypeError, UnsupportedGradientError
+
+V = 3
+
+
+def clipper_of(**options):
+    torch.manual_seed(0)
+    return gg.PerSampleGradientClipper(nn.Linear(4, V).double(), gg.FlatNormClipper(1e9), mode="exact", **options)
+
+
+class Batch:
+    """Targets of ``size`` samples: ``y`` numbers, ``labels`` classes."""
+
+    def __init__(self, size, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(size, 4, generator=generator, dtype=torch.float64)
+        self.y = torch.rand(size, V, generator=generator, dtype=torch.float64)
+        self.labels = torch.randint(0, V, (size,), generator=generator)
+
+
+def step(clipper, loss, batch):
+    clipper.module.zero_grad()
+    loss(clipper, clipper.module(batch.x), batch).backward()
+    clipper.clip_and_accumulate()
+    found = clipper.per_sample_gradients()
+    clipper.pre_step()
+    return found
+
+
+def bound(loss_fn, labels=False):
+    return lambda clipper, out, b: clipper.per_sample_losses(loss_fn(b), out, b.labels if labels else b.y).mean()
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, out, y):
+        return self.scale * F.mse_loss(out, y)
+
+
+def scaled(scale, out, y):
+    return scale * F.mse_loss(out, y)
+
+
+OF_THE_BATCH = {
+    "weights of labels": lambda c, out, b: F.binary_cross_entropy_with_logits(out, b.y.round(), pos_weight=b.y.mean(0)),
+    "weights of classes": lambda c, out, b: F.cross_entropy(out, b.labels, weight=b.y.mean(0), reduction="none").mean(),
+    "a temperature": lambda c, out, b: F.cross_entropy(out / float(b.y.mean()), b.labels),
+    "a threshold": lambda c, out, b: F.huber_loss(out, b.y, delta=float(b.y.mean())),
+    "a smooth threshold": lambda c, out, b: F.smooth_l1_loss(out, b.y, beta=float(b.y.mean())),
+    "an upper bound": lambda c, out, b: (out - b.y).square().clamp(max=float(b.y.mean())).mean(),
+    "weights of columns": lambda c, out, b: ((out - b.y).square() * b.y.std(0)).mean(),
+    "a matrix": lambda c, out, b: (out @ (b.y.T @ b.y)).square().mean(),
+    "means of columns": lambda c, out, b: (out - b.y.mean(0)).square().mean(),
+    "a mean": lambda c, out, b: (out - float(b.y.mean())).abs().mean(),
+    "columns": lambda c, out, b: (out - b.y)[:, b.y.mean(0).argsort()[:2]].square().mean(),
+    "bound weights": bound(lambda b: functools.partial(F.cross_entropy, weight=b.y.mean(0)), labels=True),
+    "a module's weights": bound(lambda b: nn.BCEWithLogitsLoss(pos_weight=b.y.mean(0))),
+    "a bound number": bound(lambda b: functools.partial(scaled, float(b.y.mean()))),
+    "a number that is closed over": bound(lambda b, mean=None: (lambda s: lambda o, y: scaled(s, o, y))(b.y.mean().item())),
+    "a default": bound(lambda b: lambda o, y, scale=b.y.mean().item(): scaled(scale, o, y)),
+    "a module's number": bound(lambda b: Scaled(float(b.y.mean()))),
+    "a method's number": bound(lambda b: Scaled(float(b.y.mean())).forward),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_THE_BATCH)
+def test_a_statistic_of_the_batch_is_refused_as_soon_as_it_changes(name):
+    clipper, loss = clipper_of(), OF_THE_BATCH[name]
+    step(clipper, loss, Batch(5, 0))
+    for size, seed in ((5, 1), (6, 2), (4, 3)):
+        with pytest.raises(UnsupportedGradientError, match="all samples share in the loss, has changed"):
+            step(clipper, loss, Batch(size, seed))
+        clipper.discard()
+    step(clipper, loss, Batch(5, 0))
+
+
+PRIVATE = [name for name in OF_THE_BATCH if "number" not in name and name not in
+           ("a temperature", "a threshold", "a smooth threshold", "an upper bound", "a default")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_in_private_training_a_shared_tensor_is_declared_or_refused(name):
+    clipper = clipper_of()
+    clipper.refuse_ambiguous_losses()
+    with pytest.raises(UnsupportedGradientError, match="all samples share in the loss, may be another"):
+        step(clipper, OF_THE_BATCH[name], Batch(5, 0))
+
+
+YOURS = torch.tensor([0.5, 1.5, 0.7], dtype=torch.float64)
+CONSTANT = {
+    "weights of labels": lambda c, out, b: F.binary_cross_entropy_with_logits(
+        out, b.y.round(), pos_weight=c.constant(YOURS)
+    ),
+    "a prior": lambda c, out, b: (out - c.constant(YOURS)).square().mean(),
+    "a copy": lambda c, out, b: (out * c.constant(YOURS).clone()).square().mean(),
+    "bound": lambda c, out, b: c.per_sample_losses(
+        functools.partial(F.cross_entropy, weight=c.constant(YOURS)), out, b.labels
+    ).mean(),
+    "targets alone": lambda c, out, b: F.mse_loss(out, b.y),
+    "targets by hand": lambda c, out, b: ((out - b.y) * b.y.sqrt()).abs().mean(),
+    "a loop": lambda c, out, b: torch.stack([F.mse_loss(o[:1] / float(y[1]), y[:1]) for o, y in zip(out, b.y)]).mean(),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", CONSTANT)
+def test_what_is_declared_or_each_samples_own_is_taken(name, strict):
+    clipper, loss = clipper_of(), CONSTANT[name]
+    twin = copy.deepcopy(clipper.module)
+    if strict:
+        clipper.refuse_ambiguous_losses()
+    for size, seed in ((5, 0), (5, 1), (1, 2), (6, 3)):
+        batch = Batch(size, seed)
+        found = torch.cat([rows.flatten(1) for rows in step(clipper, loss, batch).values()], 1)
+        for i in range(size if name != "bound" else 0):
+            one = Batch(1, 0)
+            one.x, one.y, one.labels = batch.x[i : i + 1], batch.y[i : i + 1], batch.labels[i : i + 1]
+            alone = torch.autograd.grad(loss(clipper, twin(one.x), one), [*twin.parameters()])
+            torch.testing.assert_close(found[i], torch.cat([g.flatten() for g in alone]))
+
+
+def test_a_schedule_is_declared():
+    clipper = clipper_of()
+    for number in range(3):
+        step(clipper, lambda c, out, b: F.cross_entropy(out / c.constant(1 + number / 7), b.labels), Batch(5, number))
+        queue = torch.rand(2, V, dtype=torch.float64)
+        step(clipper, lambda c, out, b: (out @ c.constant(queue).T).logsumexp(1).mean(), Batch(5, number))
+    with pytest.raises(InvalidTypeError, match="expected a float, or a tensor with a dimension, got Tensor"):
+        clipper.constant(torch.tensor(0.5))
+
+
+def test_a_layer_that_is_trained_elsewhere_is_no_constant():
+    clipper, critic = clipper_of(), nn.Linear(V, 2).double().requires_grad_(False)
+    for number in range(3):
+        step(clipper, lambda c, out, b: critic(out).square().mean(), Batch(5, number))
+        step(clipper, lambda c, out, b: c.per_sample_losses(lambda o: critic(o).square().mean(), out).mean(), Batch(5, 1))
+        with torch.no_grad():
+            critic.weight += 0.1
+
+
+def test_classes_that_are_as_many_as_the_samples_later():
+    torch.manual_seed(0)
+    model, fixed = nn.Linear(4, 4).double(), torch.rand(4, dtype=torch.float64)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
+    for size in (3, 4, 4):
+        x, labels = torch.randn(size, 4).double(), torch.randint(0, 4, (size,))
+        weight = fixed if size == 3 else torch.rand(size, dtype=torch.float64)  # one of each of the 4 samples
+        F.cross_entropy(model(x), labels, weight=weight, reduction="none").mean().backward()
+        if size == 3:
+            clipper.clip_and_accumulate()
+            continue
+        with pytest.raises(UnsupportedGradientError, match="has changed since an earlier batch"):
+            clipper.clip_and_accumulate()
+        clipper.discard()
