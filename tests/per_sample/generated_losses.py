@@ -514,7 +514,8 @@ class Term:
         select = ROWS.get(self.rows, as_they_are)
         if self.combine.startswith("loop"):
             return self.loop(p, b, case)
-        weight = class_weight(p)
+        weight = class_weight(p, b, case)
+        p = of_the_batch(p, b, case)
         targets = Targets(select(b.y, b), select(b.cls, b), select(b.sign, b), weight)
         rows = torch.where(b.valid.unsqueeze(-1), p, b.y) if self.rows == "where" else select(p, b)
         if self.combine == "fused mean":
@@ -637,12 +638,12 @@ class Term:
         return mine.mean() if self.combine == "own mean, mean" else mine.sum() / b.size
 
     def loop(self, p, b, case):
-        losses = []
+        losses, weight = [], class_weight(p, b, case)
         for i in range(b.size):
             valid = b.valid[i : i + 1]
             if not valid.any():
                 continue
-            one = Targets(b.y[i : i + 1][valid], b.cls[i : i + 1][valid], b.sign[i : i + 1][valid], class_weight(p))
+            one = Targets(b.y[i : i + 1][valid], b.cls[i : i + 1][valid], b.sign[i : i + 1][valid], weight)
             losses.append(FUSED[self.fn](p[i : i + 1][valid], one, "mean"))
         if not losses:
             return p.sum() * 0
@@ -749,8 +750,20 @@ NORMALISED = Term("hand squares", "as_they_are", "sum", "normalised", "nothing")
 OVER_ALL_ROWS = Term("hand squares", "bool_index", "mean", "none", "B")
 
 
-def class_weight(p):
-    return torch.linspace(0.5, 2.0, p.shape[-1], dtype=p.dtype)
+def class_weight(p, b, case):
+    """Weights of classes that are the user's, which private training is told, or a statistic of the batch."""
+    if case.statistic == "weights":
+        return b.y.detach().abs().flatten(0, -2).mean(0).to(p.dtype) + 0.5
+    weight = torch.linspace(0.5, 2.0, p.shape[-1], dtype=p.dtype)
+    return case.constant(weight) if case.private else weight
+
+
+def of_the_batch(p, b, case):
+    """Values of the samples after a statistic of the batch has acted on them, in some cases."""
+    y = b.y.detach().to(p.dtype)
+    if case.statistic == "temperature":
+        return p / (0.5 + float(y.abs().mean()))
+    return p - y.flatten(0, -2).mean(0) if case.statistic == "centre" else p
 
 
 def _by_sample(fn, p, b, combine):
@@ -803,7 +816,8 @@ class Case:
     time_first: bool = False  # the module is called with, and returns, [time, batch, ...]
     two: bool = False  # the second term is of a second output
     square: bool = False  # there are as many samples as rows, and as values
-    constant: object = float  # `PerSampleGradientClipper.constant`
+    constant: object = field(default=lambda value: value, repr=False)  # `PerSampleGradientClipper.constant`
+    statistic: str = "no"  # what the loss takes that was made of the whole batch
     given: list = field(default_factory=list)  # norms of samples that the clipper told, until they are looked at
 
     def __str__(self):
@@ -816,6 +830,7 @@ class Case:
         words += [
             name for name in ("private", "scaled", "collated", "time_first", "two", "square") if getattr(self, name)
         ]
+        words += [f"{self.statistic} of the batch"] if self.statistic != "no" else []
         text = ", ".join(words) + " || " + "  ++  ".join(map(str, self.terms))
         return text + (" // " + "  ++  ".join(map(str, self.others)) if self.others else "")
 
@@ -858,8 +873,8 @@ class Case:
 
     @property
     def out_of_sight(self):
-        """What nobody can see: weights or masks made from the whole batch, rows chosen by their place in it."""
-        return any(
+        """What nobody can see: weights, masks or targets of the whole batch, rows chosen by their place in it."""
+        return self.statistic == "centre" or any(
             term.weight == "normalised"
             or term.rows in BY_PLACE
             or term.combine == "above the mean"
@@ -949,6 +964,9 @@ def draw_widely(seed):
     case.collated = r.random() < 0.2 and case.sequence and not case.inside
     case.two = r.random() < 0.25 and len(case.terms) > 1 and not case.inside
     case.time_first = r.random() < 0.08 and case.sequence and not case.inside
+    r = random.Random(seed + 3 * 10**7)
+    if r.random() < 0.15 and not case.inside and case.reduction != "token_mean":
+        case.statistic = r.choice(["weights", "centre"] if case.private else ["weights", "temperature", "centre"])
     return case
 
 
@@ -1395,7 +1413,7 @@ class Checked:
         check.add_outputs([out], [BatchAxis(0)])
         case.constant = self._declare
         case.loss(out.float() if case.autocast else out, collate(self._fields, ids, length), number).backward()
-        case.constant = float
+        case.constant = lambda value: value
         if check.judge():
             self._sizes.add(len(ids))
         rows = leaf.grad.double().flatten(1)

@@ -66,6 +66,7 @@ OF_THE_BATCH = {
     "a matrix": lambda c, out, b: (out @ (b.y.T @ b.y)).square().mean(),
     "means of columns": lambda c, out, b: (out - b.y.mean(0)).square().mean(),
     "a mean": lambda c, out, b: (out - float(b.y.mean())).abs().mean(),
+    "a prior of logits": lambda c, out, b: F.cross_entropy(out - b.y.mean(0).log(), b.labels),
     "columns": lambda c, out, b: (out - b.y)[:, b.y.mean(0).argsort()[:2]].square().mean(),
     "bound weights": bound(lambda b: functools.partial(F.cross_entropy, weight=b.y.mean(0)), labels=True),
     "a module's weights": bound(lambda b: nn.BCEWithLogitsLoss(pos_weight=b.y.mean(0))),
@@ -89,7 +90,7 @@ def test_a_statistic_of_the_batch_is_refused_as_soon_as_it_changes(name):
 
 
 PRIVATE = [name for name in OF_THE_BATCH if "number" not in name and name not in
-           ("a temperature", "a threshold", "a smooth threshold", "an upper bound", "a default")]  # fmt: skip
+           ("a temperature", "a threshold", "a smooth threshold", "an upper bound", "a default", "a mean")]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRIVATE)

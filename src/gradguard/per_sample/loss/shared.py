@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradguard.per_sample.loss.beside import (
+    Value,
     added,
     adds_unseen,
     adds_unseen_below,
@@ -202,17 +203,23 @@ def shared_in_graph(
             owned = functools.partial(_is_shared, outputs, node, 0, [1] * len(shape_of(node)))
             yield SharedValue(keyed(name, place, outputs.values_of_each), value, owned)
     for node, constant, rounding in _added([node for node, _ in nodes], outputs, depends):
-        yield SharedValue(keyed(operation(node), "added", constant.shape), constant, rounding=rounding)
+        yield SharedValue(keyed(operation(node), "added", getattr(constant, "shape", ())), constant, rounding=rounding)
 
 
-def _added(nodes: Sequence[Node], outputs: Outputs, depends: Dependence) -> Iterator[tuple[Node, Tensor, float]]:
-    """Yield the constants that operations add and do not save, where they are alike for all samples.
+def _added(
+    nodes: Sequence[Node], outputs: Outputs, depends: Dependence
+) -> Iterator[tuple[Node, Tensor | float, float]]:
+    """Yield the constants that operations add and do not save, where they are alike for all samples, with rounding.
 
     Whole numbers are left out: targets and masks of all samples may be alike by chance.
     """
     if not any(adds_unseen(node, depends) for node in nodes):
         return
     known = outputs.held | known_values(nodes)
+    normalized: dict[Value, int] = {}  # of these the result is known: they themselves but for a number of each row
+    for node in nodes:
+        if operation(node) == "LogSoftmax" and (value := parents(node)[0]) not in known:
+            known[value], normalized[value] = saved(node, "result").detach(), signed(saved(node, "dim"))
     ends = {edge: None for node in nodes if not is_affine(node, depends) for edge in parents(node) if edge in known}
     for value in ends:
         places = places_of(shape_of(*value), outputs.batch_size)
@@ -221,12 +228,17 @@ def _added(nodes: Sequence[Node], outputs: Outputs, depends: Dependence) -> Iter
         if (found := added(value, known, depends)) is None:
             continue
         constant, _, rounding = found
+        if value in normalized:
+            constant = constant - constant.mean(normalized[value], keepdim=True)
         sizes = varying_sizes(constant, rounding)
         if all(sizes[dim] == 1 for dim in places):
             for dim in places:
                 constant = constant.narrow(dim, 0, 1)
+            one = constant.flatten()[0]
+            if bool(((constant - one).abs() <= rounding).all()):
+                constant = one
             if bool(((constant - constant.round()).abs() > rounding).any()):
-                yield value[0], constant, float(2 * rounding)
+                yield value[0], constant if constant.dim() else float(one), float(2 * rounding)
 
 
 def _is_of_parameter(constant: Tensor) -> bool:
