@@ -227,10 +227,3 @@ def varying_sizes(constant: Tensor, rounding: Tensor | None = None) -> list[int]
         (constant - constant.roll(1, dim)).abs() > rounding + rounding.roll(1, dim) for dim in range(constant.dim())
     ]  # no NaN is greater
     return [size if bool(change.any()) else 1 for size, change in zip(constant.shape, changes, strict=True)]
-
-
-def has_two_values(constant: Tensor, rounding: Tensor | None = None) -> bool:
-    """Tell whether a constant has two values at most, as a mask or a target of two classes, but for rounding."""
-    bar = 0.0 if rounding is None else rounding
-    values = constant.double()
-    return bool((((values - values.min()).abs() <= bar) | ((values.max() - values).abs() <= bar)).all())

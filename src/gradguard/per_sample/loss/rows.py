@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,6 @@ from gradguard.per_sample.loss.beside import (
     adds_unseen,
     adds_unseen_below,
     constants_beside,
-    has_two_values,
     hides_constant,
     is_affine,
     known_values,
@@ -123,13 +122,11 @@ class Owner:
         name: The operation that reduces the rows by itself, or another; "" for values that the module returned.
         samples: The sample of each row; can be broadcast to the rows.
         sure: Whether it is known to be, or only likely.
-        own: Which of the constants beside values were seen to be other ones for each sample.
     """
 
     name: str
     samples: Tensor
     sure: bool
-    own: tuple[bool, ...] = ()
 
 
 class SampleRows:
@@ -326,21 +323,15 @@ class SampleRows:
             Unreadable: If it cannot be told.
         """
         depends, nodes, outputs = self._depends, [*self._nodes, *self.path.weighing], self._outputs
-        own: list[bool] = []
-
-        def alike_by_chance(constant: Tensor, rounding: Tensor | None = None) -> bool:
-            return self.owner.own[len(own) : len(own) + 1] == (True,) and has_two_values(constant, rounding)
-
         for node in nodes:
             for value, constant in constants_beside(node, depends):
                 shape, sizes = shape_of(*value), own_sizes(constant)
                 places = places_of(shape, outputs.batch_size)
                 outputs.coincide |= self._is_doubtful(shape, shape)  # the next constant may be of other sizes
                 varying = varying_sizes(constant) if self._is_doubtful(shape, sizes) else []
-                if varying and max(varying) > 1 and not alike_by_chance(constant):
+                if varying and max(varying) > 1:
                     sizes = varying
                 self._refuse_constant(node, value, sizes, sizes)
-                own.append(bool(varying) and bool(places) and all(varying[dim] > 1 for dim in places))
                 if all(sizes[dim] == 1 for dim in places):
                     self._learn(sizes)
         unseen = [node for node in self._behind if adds_unseen(node, depends)]
@@ -365,11 +356,7 @@ class SampleRows:
                 continue
             constant, each, most = found
             surely = varying_sizes(constant, most)
-            if not alike_by_chance(constant, most):
-                self._refuse_constant(value[0], value, varying_sizes(constant, each), surely)
-            own.append(all(surely[dim] > 1 for dim in places_of(shape, outputs.batch_size)))
-        if is_new:
-            self.owner = replace(self.owner, own=tuple(own))
+            self._refuse_constant(value[0], value, varying_sizes(constant, each), surely)
 
     def _learn(self, sizes: Sequence[int]) -> None:
         """Remember sizes of constants that are made of no samples; beside a single sample any may be."""
