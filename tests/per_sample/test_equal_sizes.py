@@ -123,6 +123,16 @@ def test_a_constant_of_other_samples_is_refused(beside, shape):
         checked(lambda out, y: BESIDE[beside](out[..., 0], OF_OTHERS[shape](y)), range(B))
 
 
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy", "weight=",
+                                  "weights", "weights of outputs", "divisors", "power", "maximum", "cosine"])  # fmt: skip
+def test_transposed_targets_are_refused(name, later):
+    """The graph keeps views as they are; what is subtracted, or copied, does not show it."""
+    lies = [lambda y: y, lambda y: y.T] if later else [lambda y: y.T, None]
+    with pytest.raises(UnsupportedGradientError, match="transposed constant of shape"):
+        checked(lambda out, y: BESIDE[name](out[..., 0], lies.pop(0)(y[..., 0])), range(B), range(B))
+
+
 @pytest.mark.parametrize("name", TIME_FIRST)
 def test_samples_may_lie_along_the_second_dimension(name):
     checked(lambda out, y: TIME_FIRST[name](out[..., 0], y.mean((1, 2)).expand(B, B).T), range(B))

@@ -126,6 +126,7 @@ OF_OTHERS = {
     "statistics of columns": (lambda out: (weighted(Y[:, :2].std(0)), out, Y), "was not given"),
     "a running mean": (lambda out: (Normaliser(), out, Y), "changes a tensor that is bound"),
     "transposed outputs": (lambda out: (F.mse_loss, out.T, Y), "depends on the outputs of another"),
+    "transposed targets": (lambda out: (F.mse_loss, out, Y.T), "is a transposed view"),
     "other samples' outputs": (lambda out: (F.mse_loss, out.flip(0), Y), "depends on the outputs of another"),
     "normalized outputs": (lambda out: (F.mse_loss, out - out.mean(0), Y), "depends on the outputs of another"),
 }
@@ -248,3 +249,22 @@ def test_half_precision_with_a_scaler():
         clipper.clip_and_accumulate()
     expected = 2 / C * (F.linear(X.float(), model.weight, model.bias) - Y.float())
     torch.testing.assert_close(found, expected.detach(), rtol=0.05, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+@pytest.mark.parametrize("targets", [lambda: Y.to_sparse(), lambda: torch.nested.nested_tensor([*Y])])
+def test_sparse_and_nested_targets_are_refused_in_words(targets):
+    model = network()
+    with pytest.raises(UnsupportedGradientError, match="tensor is not cut into rows"):
+        clipper_of(model).per_sample_losses(F.mse_loss, model(X), targets())
+
+
+def test_validation_has_batches_of_its_own_size():
+    model = network()
+    clipper = clipper_of(model)
+    clipper.per_sample_losses(F.mse_loss, model(X), Y).mean().backward()
+    clipper.clip_and_accumulate()
+    with torch.no_grad():
+        losses = clipper.per_sample_losses(F.mse_loss, model(X[:3]), Y[:3])
+        torch.testing.assert_close(losses, F.mse_loss(model(X[:3]), Y[:3], reduction="none").mean(1))
+    assert clipper.pre_step().batch_size == C

@@ -148,7 +148,9 @@ def test_a_layer_that_is_trained_elsewhere_is_no_constant():
     clipper, critic = clipper_of(), nn.Linear(V, 2).double().requires_grad_(False)
     for number in range(3):
         step(clipper, lambda c, out, b: critic(out).square().mean(), Batch(5, number))
-        step(clipper, lambda c, out, b: c.per_sample_losses(lambda o: critic(o).square().mean(), out).mean(), Batch(5, 1))
+        step(
+            clipper, lambda c, out, b: c.per_sample_losses(lambda o: critic(o).square().mean(), out).mean(), Batch(5, 1)
+        )
         with torch.no_grad():
             critic.weight += 0.1
 

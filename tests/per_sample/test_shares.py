@@ -134,7 +134,7 @@ def test_a_module_that_returns_its_loss_is_refused():
 
     model = Loss()
     clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0), loss_reduction="share")
-    with pytest.raises(UnsupportedGradientError, match="Loss returns the loss as a number"):
+    with pytest.raises(UnsupportedGradientError, match="Loss returns a number that the loss uses"):
         taken(clipper, model(drawn(4)[0]))
 
 

@@ -285,6 +285,7 @@ class PerSampleGradientClipper:
                                       of B numbers is refused: make it a tensor
         no samples (B = 0)            a tensor without entries
         a function that draws         draws for one sample after the other
+        under ``torch.no_grad()``     of as many samples as the first tensor has; nothing is looked at
         ============================  ===========================================================================
 
         Args:
@@ -318,6 +319,10 @@ class PerSampleGradientClipper:
             8
         """
         size, batch_first = self._tracker.batch_size, self._tracker.batch_first
+        if not torch.is_grad_enabled():  # of validation: nothing will be clipped
+            first = tensor_leaves((args, kwargs))[0]
+            size = first.shape[0 if batch_first or first.dim() < 2 else 1]
+            return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first))
         if size < 0:
             raise InvalidValueError("per_sample_losses: call the module first, with the batch that the losses are of.")
         if size == 0:

@@ -378,8 +378,9 @@ class _RehearsedPair:
         """Try out a number as the loss: None if it is the mean (or sum) of what samples give by themselves."""
         if self._reduction == "share":
             return (
-                f"{type(self._pattern.module).__name__} returns the loss as a number, in which no sample's share can "
-                "be counted. Compute it outside, from what the module returns for each token or sample."
+                f"{type(self._pattern.module).__name__} returns a number that the loss uses, and its gradient is no "
+                "sample's. If it is the loss, compute it outside, from what the module returns for each token or "
+                "sample. If it is a scale, as CLIP's logit_scale, multiply by it inside the module."
             )
         if self._reduction == "token_mean" and self._pattern.looped:
             return (

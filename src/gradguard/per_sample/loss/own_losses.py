@@ -5,8 +5,7 @@ happen then, for the function gets no other sample's rows. What it takes from el
 depend on its own sample's outputs, and a tensor that the function was not given may be made of the batch.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Skeleton, tensor_leaves
-from gradguard.torch_private import tree_flatten, version_of
+from gradguard.per_sample.loss.shared import bound_values
+from gradguard.torch_private import version_of
 
 
 def own_losses(
@@ -54,7 +54,7 @@ def own_losses(
         own = [row[sample].clone() for row in rows]  # which the function may change
         own_args, own_kwargs = given.fill(own)
         if sample == watched and batch_size > 1:
-            known = [*own, *_declared(loss_fn)]
+            known = [*own, *_bound_tensors(loss_fn)]
             with torch.compiler.set_stance("force_eager"), _Watch(known, batch_size):
                 loss = loss_fn(*own_args, **own_kwargs)
         else:
@@ -78,7 +78,7 @@ def own_losses(
 
 
 def _versions(loss_fn: Any) -> list[tuple[int, int]]:
-    return [(id(tensor), version_of(tensor)) for tensor in _declared(loss_fn)]
+    return [(id(tensor), version_of(tensor)) for tensor in _bound_tensors(loss_fn)]
 
 
 def _refuse_numbers(tree: Any, batch_size: int) -> None:
@@ -94,6 +94,11 @@ def _refuse_numbers(tree: Any, batch_size: int) -> None:
 
 
 def _rows(tensor: Tensor, batch_size: int, batch_first: bool, place: int, time_first: set[int]) -> Sequence[Tensor]:
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise UnsupportedGradientError(
+            f"per_sample_losses: a {'nested' if tensor.is_nested else 'sparse'} tensor is not cut into rows. Give it as "
+            "a padded, dense one, as by .to_padded_tensor(0.0) or .to_dense()."
+        )
     dim = 0 if batch_first or tensor.dim() < 2 else 1
     if dim and not tensor.requires_grad and tensor.shape[1] == batch_size > 1:
         if tensor.shape[0] != batch_size:
@@ -109,20 +114,19 @@ def _rows(tensor: Tensor, batch_size: int, batch_first: bool, place: int, time_f
             f"{list(tensor.shape)}. Bind what is the same for all samples to the function, as by "
             "functools.partial(loss_fn, weight=weight)."
         )
+    square = dim == 0 and tensor.shape[:2] == (batch_size, batch_size) and not tensor.requires_grad
+    if square and 0 < tensor.stride(0) < tensor.stride(1):
+        raise UnsupportedGradientError(
+            f"per_sample_losses: a tensor of shape {list(tensor.shape)} is a transposed view, as target.T, so that its "
+            "rows are of other samples. Leave it as it came from the loader; if its rows are samples, copy it, "
+            ".contiguous()."
+        )
     return tensor.split(1, dim)
 
 
-def _declared(loss_fn: Any) -> Iterator[Tensor]:
-    """Yield what is bound to a function: a module's parameters and buffers, what `functools.partial` gives."""
-    if isinstance(loss_fn, functools.partial):
-        yield from _declared(loss_fn.func)
-        for leaf in tree_flatten((loss_fn.args, loss_fn.keywords))[0]:
-            yield from _declared(leaf)
-    elif isinstance(loss_fn, nn.Module):
-        yield from loss_fn.parameters()
-        yield from loss_fn.buffers()
-    elif isinstance(loss_fn, Tensor):
-        yield loss_fn
+def _bound_tensors(loss_fn: Any) -> list[Tensor]:
+    """Return the tensors that are bound to a function: a module's, and those that `functools.partial` gives."""
+    return [one for _, one in bound_values(loss_fn) if isinstance(one, Tensor)]
 
 
 class _Watch(TorchFunctionMode):

@@ -329,6 +329,8 @@ class SampleRows:
                 places = places_of(shape, outputs.batch_size)
                 outputs.coincide |= self._is_doubtful(shape, shape)  # the next constant may be of other sizes
                 varying = varying_sizes(constant) if self._is_doubtful(shape, sizes) else []
+                if varying:
+                    self._refuse_transposed(node, value, constant)
                 if varying and max(varying) > 1:
                     sizes = varying
                 self._refuse_constant(node, value, sizes, sizes)
@@ -415,6 +417,24 @@ class SampleRows:
                 f"of shape {list(shape)}. Is it made of the {batch_size} samples? Then each value belongs to two of "
                 "them: give it a dimension for the samples, as by target.unsqueeze(1). If it is not, begin with a "
                 "batch of another size, or let clipper.per_sample_losses compute each sample's loss from its own rows"
+            )
+
+    def _refuse_transposed(self, node: Node, value: tuple[Node, int], constant: Tensor) -> None:
+        """Check that a constant is no transposed view whose samples lie along another dimension than the value's.
+
+        Raises:
+            Coupled: If it is.
+        """
+        places = [dim for dim in places_of(shape_of(*value), len(constant)) if constant.shape[dim] == len(constant)]
+        if len(places) < 2 or constant.is_contiguous():
+            return
+        outermost = max(places, key=constant.stride)  # of a batch the samples are
+        samples = self._dim_of_samples(value, places)
+        if samples is not None and samples != outermost and constant.stride(outermost) > constant.stride(samples) > 0:
+            raise Coupled(
+                f"{node.name()} puts a transposed constant of shape {list(constant.shape)} beside values whose samples "
+                f"lie along dimension {samples}, as target.T: so each value belongs to two samples. Leave it as it came "
+                "from the loader; if its samples lie there, copy it, .contiguous()"
             )
 
     def _dim_of_samples(self, value: tuple[Node, int], places: Sequence[int]) -> int | None:
