@@ -445,6 +445,31 @@ def test_stale_master_weights_are_found(folder):
     assert all(p.startswith("master weights of") for f in report.findings for p in f.parameters)
 
 
+def averaging(decay):
+    def script(world):
+        net = network()
+        optimizer = adamw(net)
+        average = torch.optim.swa_utils.AveragedModel(
+            net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay)
+        )
+        world.modules, world.optimizers = [net, average], [optimizer]
+        for i in range(len(X)):
+            plain(net, X[i], Y[i], i)
+            clipped(net, optimizer, i)
+            average.update_parameters(net)
+
+    return script
+
+
+def test_an_average_of_the_weights_is_compared(folder):
+    right = whole(averaging(0.9), folder)
+    assert not right.left_out
+    assert compare(right, whole(averaging(0.9), folder)).verdict == "PASS"
+    report = compare(right, whole(averaging(0.5), folder))
+    assert {f.stage for f in report.findings} == {"state after step 2"}, str(report)
+    assert all(p.startswith("AveragedModel.module of") for f in report.findings for p in f.parameters)
+
+
 class Critic(nn.Linear):
     pass
 

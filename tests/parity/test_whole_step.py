@@ -614,9 +614,25 @@ def test_a_scheduler_that_is_not_named_is_put_back():
     assert report.verdict == "PASS", str(report)
 
 
+def test_an_average_of_the_weights_is_compared():
+    assert compare(normed(decay=0.9, steps=2), normed(decay=0.9, steps=2)).verdict == "PASS"
+    report = compare(normed(decay=0.9, steps=2), normed(decay=0.5, steps=2))  # the first update copies the weights
+    assert (report.verdict, report.findings[0].stage) == ("FAIL", "state after step 2"), str(report)
+    assert report.findings[0].parameters[0].startswith("AveragedModel.module of ")
+    assert not any("not compared" in note for note in report.notes)
+
+
 def test_what_others_hold_is_named_as_not_compared(tmp_path):
-    report = compare(normed(decay=0.9), normed(decay=0.5))
-    assert any("not compared: the state of AveragedModel" in note for note in report.notes)
+    class Counter:
+        state_dict, load_state_dict = staticmethod(lambda: {"count": torch.ones(2)}), staticmethod(lambda state: None)
+
+    def step():
+        F.mse_loss(model(X), Y).backward()
+
+    model = nn.Linear(6, 6)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = gg.save_gradients(None, model, step, perturbed=1, optimizer=optimizer, others=[Counter()])
+    assert found.left_out == ("the state of Counter",)
     saved(file=tmp_path / "ref")
     assert read(tmp_path / "ref").left_out == ()
 

@@ -736,7 +736,8 @@ def test_another_order_between_two_witnesses_is_seen_on_its_step(change, monkeyp
         model.order = made(other)
     with pytest.raises(UnsupportedGradientError, match=MIXED) as refused:
         go()
-    assert "was run alone" not in str(refused.value)
+    # What an array holds are numbers: of other numbers all samples run alone on that step, and nothing is tried out.
+    assert ("was run alone" in str(refused.value)) == (change in BY_VALUE)
 
 
 def _of_positions(x):
@@ -779,3 +780,30 @@ def test_what_is_made_of_sizes_alone_reads_no_values(positions, runs):
     counted.clear()
     step(model, clipper, batch())
     assert len(counted) == runs
+
+
+def test_another_length_is_tried_out_a_few_times_and_no_more():
+    """A `torch.Size` holds numbers as a tuple does; with operations that are known the samples run alone, at most."""
+    counted = []
+
+    class Lengths(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1, 3)
+
+        def forward(self, x):
+            counted.append(len(x))
+            h = self.layer(x[..., None]).view(torch.Size((*x.shape, 3))).tanh().sum(1)
+            return h if bool((x < 9).all()) else 2 * h
+
+    model = Lengths().double()
+    clipper = clipper_of(model)
+    runs = []
+    for length in (*range(3, 9), *range(9, 19)):
+        counted.clear()
+        step(model, clipper, torch.randn(B, length, dtype=torch.float64))
+        runs.append(len(counted))
+    alone = 1 + B
+    assert runs[0] > alone  # tried out
+    assert max(runs[1:]) <= alone
+    assert min(runs[8:]) == 1  # not even that

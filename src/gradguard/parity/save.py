@@ -90,8 +90,8 @@ def save_gradients(
             the optimizers' ``step`` and ``zero_grad``.
         steps: How many updates, each after another call of ``step``.
         others: What else ``update`` changes, with ``state_dict`` and ``load_state_dict``: an average of the weights, a
-            scheduler that is not PyTorch's. It is put back, and not compared. What is forgotten here stays changed, and
-            is refused only if it makes updates differ.
+            scheduler that is not PyTorch's. It is put back; its tensors of the name and the shape of a parameter are
+            compared. What is forgotten here stays changed, and is refused only if it makes updates differ.
 
     Returns:
         What was saved, the same on all processes.

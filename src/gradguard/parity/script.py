@@ -153,8 +153,10 @@ class ScriptGradients(Listener):
         self._forward.close()
         self._dtypes = [self._stack.enter_context(precision_of(root)) for _, root, _ in named]
         self._stack.enter_context(backwards(self._run.scale))
-        self._notes = StepNotes(self._local, self._stepping, [(front, root) for front, root, _ in named])
-        self._notes.left_out |= self._copies_of([root for _, root, _ in named])
+        copies = self._copies_of([root for _, root, _ in named])
+        models = [(front, root) for front, root, _ in named]
+        self._notes = StepNotes(self._local, self._stepping, models, copies if self._run.steps else ())
+        self._notes.left_out |= {} if self._run.steps else dict.fromkeys(words for words, _ in copies)
         for one in self._known:
             self._watch(one)
         self._start_step()
@@ -426,12 +428,12 @@ class ScriptGradients(Listener):
         left = [p.name for p in self._local if p.name not in step.about and p.parameter.requires_grad]
         return {f"{name}, which is in no optimizer": None for name in left}
 
-    def _copies_of(self, trained: Sequence[nn.Module]) -> dict[str, None]:
-        """Return the other models with as many weights of the same shapes, such as averages, in words."""
+    def _copies_of(self, trained: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+        """Return the other models with as many weights of the same shapes, such as averages, each with words for it."""
         shapes = [_shapes_of(root) for root in trained]
         others = [one for one in self._modules() if not any(one is root for root in trained)]
-        copies = [type(one).__name__ for one in others if (own := _shapes_of(one)) and own in shapes]
-        return {f"the weights of a second model, {name} (an average, a target?)": None for name in copies}
+        copies = [one for one in others if (own := _shapes_of(one)) and own in shapes]
+        return [(f"the weights of a second model, {type(one).__name__} (an average, a target?)", one) for one in copies]
 
     def _leave_if_over(self) -> None:
         """End the process if the script has caught what should have ended it, and goes on."""

@@ -118,6 +118,7 @@ class StepNotes:
         local: This process' parts of the model's parameters.
         optimizers: Those that step.
         models: For their buffers: each with what stands in front of their names.
+        others: Objects with a ``state_dict``, such as averages of the weights, each with words for it.
 
     Attributes:
         stepped: The tensors that optimizers step: master weights, where a parameter names some.
@@ -126,12 +127,17 @@ class StepNotes:
     """
 
     def __init__(
-        self, local: Sequence[LocalParameter], optimizers: Sequence[Optimizer], models: Sequence[tuple[str, nn.Module]]
+        self,
+        local: Sequence[LocalParameter],
+        optimizers: Sequence[Optimizer],
+        models: Sequence[tuple[str, nn.Module]],
+        others: Sequence[tuple[str, Any]] = (),
     ) -> None:
         self._local, self._optimizers, self._models = local, optimizers, models
+        self._others = [(f"{type(one).__name__}{i or ''}", one) for i, (_, one) in enumerate(others)]
         self.stepped = [_master(p) for p in local]
         self.settings: dict[str, dict[str, float]] = {}
-        self.left_out: dict[str, None] = {}
+        self.left_out = {words: None for words, one in others if not [*self._averages("", one)]}
         self._before: dict[str, Tensor] = {}
         self._taken: dict[str, Tensor] = {}
 
@@ -199,6 +205,20 @@ class StepNotes:
                 yield replace(model, name=f"weights of {p.name}")
         for front, one in self._models:
             yield from local_buffers(one, front)
+        for kind, one in self._others:
+            yield from self._averages(kind, one)
+
+    def _averages(self, kind: str, other: Any) -> Iterator[LocalParameter]:
+        """The tensors of ``other`` that have the name and the shape of a parameter, as averages of the weights have."""
+        known = {p.name: p for p in self._local}
+        for key, value in _leaves(other.state_dict()):
+            words = key.split(".")
+            fronts = (i for i in range(len(words)) if ".".join(words[i:]) in known)
+            if isinstance(value, Tensor) and (at := next(fronts, None)) is not None:
+                name = ".".join(words[at:])
+                one = _part(known[name], f"{'.'.join([kind, *words[:at]])} of {name}", value.detach())
+                if one is not None and value.dim() == known[name].parameter.dim():
+                    yield one
 
 
 @dataclass
@@ -311,10 +331,9 @@ class TrainingSteps:
         model: nn.Module | None,
     ) -> None:
         self._local, self._optimizers, self._update, self._steps = local, optimizers, update, steps
-        self._notes, self._stages = (
-            StepNotes(local, optimizers, [] if model is None else [("", model)]),
-            ComparedStages(),
-        )
+        of_others = [(f"the state of {type(one).__name__}", one) for one in others]
+        self._notes = StepNotes(local, optimizers, [] if model is None else [("", model)], of_others)
+        self._stages = ComparedStages()
         known = {id(p.parameter) for p in self._notes.stepped}
         for one in optimizers:
             given = [p for p in parameters_of(one) if p.requires_grad]
@@ -328,7 +347,6 @@ class TrainingSteps:
         self._scalers = enabled_scalers((*others, *found))
         self._state = TrainingState(local, optimizers, (*others, *found))
         self._scale, self._unscaled = 1.0, set[int]()
-        self._notes.left_out |= dict.fromkeys(f"the state of {type(one).__name__}" for one in others)
         if model is None:
             self._notes.left_out["buffers, because of shard_of="] = None
         self._settings: list[Mapping[str, Mapping[str, float]]] = []

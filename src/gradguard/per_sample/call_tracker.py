@@ -343,7 +343,11 @@ class CallTracker:
         if call.pattern.operations.is_new(trace, call.batch_size):
             number = min(2, call.batch_size)
             few = len(call.finite_samples(self.batch_first, number)) < number
-            self._look_again(call, Skeleton(output).tensors, tries=not few)
+            all_alone = call.batch_size <= MANY and call.pattern.operations.knows(
+                trace
+            )  # which shows as much as a trial
+            tries = not few and not all_alone
+            self._look_again(call, Skeleton(output).tensors, tries)
             if few:
                 return True
         elif trace.by_value and self._witnessed is not None:

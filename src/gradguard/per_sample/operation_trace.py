@@ -21,7 +21,7 @@ from numbers import Number
 from types import FunctionType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
@@ -144,7 +144,7 @@ class OperationTrace(TorchFunctionMode):
         if kind is int or kind is float:
             self.numbers.append(value)
             return kind
-        if kind is tuple or kind is list:
+        if kind is tuple or kind is list or kind is Size:
             return kind, *map(self._form, value)
         if kind is slice:
             return kind, self._form(value.start), self._form(value.stop), self._form(value.step)
@@ -220,6 +220,10 @@ class KnownOperations:
         self._changes: Counter[tuple[int, int, int]] = Counter()
         self._pairs: set[Any] = set()
         self._news = 0
+
+    def knows(self, trace: OperationTrace) -> bool:
+        """Tell whether a forward has done the same with other numbers, or with other values in a trial."""
+        return trace.way in self._ways
 
     def is_new(self, trace: OperationTrace, batch_size: int) -> bool:
         """Whether a forward is to be looked at, for it did what none has done that was."""
