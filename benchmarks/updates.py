@@ -11,7 +11,8 @@ the last 50 (1.3 times under `logits`).
     healthy  the eight scenarios of `muon_and_clipping.py` without a clip, five seeds each: what was told of updates
              while a run went on, and what stands as a warning on its page, which knows the whole run
     rules    updates that are not what their rule makes of gradients, the two public bugs first, each beside its twin
-    logits   Muon moves queries and keys too far: steps from `logits_grow` to where the loss breaks, and healthy twins
+    logits   Muon moves queries and keys too far, the first ten seeds whose loss breaks: whether `logits_grow` was told
+             50 steps before or more; and ten healthy twins
 """
 
 import argparse
@@ -192,18 +193,33 @@ def rules(_: int) -> None:
     print()
 
 
+def of_logits(seed: int, rate: float, normalised: bool) -> tuple[list[float], list[Event]]:
+    """A run whose queries and keys Muon moves at ``rate``."""
+    model, loss = language(seed, normalised)
+    of_pairs = [p for key, p in model.named_parameters() if "q_proj" in key or "k_proj" in key]
+    known = set(map(id, of_pairs))
+    others = AdamW([p for p in model.parameters() if id(p) not in known], 0.01, weight_decay=0.0)
+    watch = gg.LogitWatch(model)
+    found = trained(model, [Muon(of_pairs, rate, weight_decay=0.0), others], loss, 600, lambda _: 1.0)
+    watch.detach()
+    return found
+
+
 def logits(seeds: int) -> None:
     print("| queries and keys | seed | warned on step | the loss breaks on step |\n|---|---|---|---|")
-    for name, rate, normalised in (("too far", 0.3, False), ("as usual", 0.02, True)):
-        for seed in range(200, 200 + seeds):
-            model, loss = language(seed, normalised)
-            of_pairs = [p for key, p in model.named_parameters() if "q_proj" in key or "k_proj" in key]
-            known = set(map(id, of_pairs))
-            others = AdamW([p for p in model.parameters() if id(p) not in known], 0.01, weight_decay=0.0)
-            watch = gg.LogitWatch(model)
-            losses, events = trained(model, [Muon(of_pairs, rate, weight_decay=0.0), others], loss, 600, lambda _: 1.0)
-            watch.detach()
-            print(f"| {name} | {seed} | {first(events, 'logits_grow')} | {broke(losses, 1.3)} |", flush=True)
+    leads: list[bool] = []
+    for seed in range(200, 200 + 3 * seeds):
+        losses, events = of_logits(seed, 0.3, normalised=False)
+        told, at = first(events, "logits_grow"), broke(losses, 1.3)
+        print(f"| too far | {seed} | {told} | {at} |", flush=True)
+        if at is not None:
+            leads.append(told is not None and at - told >= 50)
+        if len(leads) == seeds:
+            break
+    print(f"told 50 steps before the loss or more: {sum(leads)} of {len(leads)}")
+    for seed in range(200, 200 + seeds):
+        losses, events = of_logits(seed, 0.02, normalised=True)
+        print(f"| as usual | {seed} | {first(events, 'logits_grow')} | {broke(losses, 1.3)} |", flush=True)
 
 
 PARTS: dict[str, Callable[[int], None]] = {"spikes": spikes, "healthy": healthy, "rules": rules, "logits": logits}

@@ -1,5 +1,10 @@
-"""The largest attention logit of each head, from what `scaled_dot_product_attention` is called with."""
+"""The largest attention logit of each head, from what attentions are called with.
 
+Of `scaled_dot_product_attention` the queries and keys are looked at. FlexAttention's kernel tells the largest logit by
+itself when it is asked to.
+"""
+
+import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -14,7 +19,7 @@ from gradguard.distributed.placements import any_sharded
 from gradguard.errors import UnsupportedGradientError
 from gradguard.listeners import tell_logits
 from gradguard.module_hooks import ForwardHook
-from gradguard.replacements import Replacement
+from gradguard.replacements import Replacement, once
 from gradguard.tensors.precision import full_float32
 from gradguard.torch_private import never_compiled
 
@@ -146,29 +151,42 @@ def _by_head(largest: Tensor) -> Tensor:
 
 
 class _Stack(threading.local):
-    """The modules that run in this thread, outermost first: who listens, name, if in training, what ends listening."""
+    """What runs in this thread.
+
+    Attributes:
+        open: The modules, outermost first: who listens, name, if in training, what ends listening.
+        largest: The largest logits of calls of FlexAttention that have not been told yet; None where it cannot tell.
+    """
 
     def __init__(self) -> None:
         self.open: list[tuple[AttentionListener, str, bool, Callable[[], None]]] = []
+        self.largest: list[Tensor | None] = []
 
 
 _running = _Stack()
 
 
 class AttentionListener:
-    """Hears of each call of `scaled_dot_product_attention` that a training forward of ``model`` makes.
+    """Hears of each attention that a training forward of ``model`` computes.
 
     While a module of the model runs, `torch.nn.functional.scaled_dot_product_attention` is a function that tells the
-    call and makes it. A call counts where gradients are on and the innermost module of the model is in training mode:
-    so not in an evaluation, and of a checkpointed block once gradients are on.
+    call and makes it, and FlexAttention asks its kernel for the largest logits as well. A call counts where gradients
+    are on and the innermost module of the model is in training mode: so not in an evaluation, and of a checkpointed
+    block once gradients are on.
 
     Args:
         model: The model.
         heard: Called with the names of the modules that are running, the outermost first, and the call.
+        heard_largest: Called with these names and the largest logit of each head, for a call of FlexAttention.
     """
 
-    def __init__(self, model: nn.Module, heard: Callable[[Sequence[str], AttentionCall], None]) -> None:
-        self._heard = heard
+    def __init__(
+        self,
+        model: nn.Module,
+        heard: Callable[[Sequence[str], AttentionCall], None],
+        heard_largest: Callable[[Sequence[str], Tensor], None] | None = None,
+    ) -> None:
+        self._heard, self._heard_largest = heard, heard_largest
         self._hooks: list[RemovableHandle] = []
         for name, module in model.named_modules():
             if not _never_attends(module):
@@ -184,11 +202,13 @@ class AttentionListener:
     @never_compiled
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         del args
-        _running.open.append((self, name, module.training, _attention.use()))
+        _tell_largest()
+        _running.open.append((self, name, module.training, once(_attention.use(), _flex_attention.use())))
 
     @never_compiled
     def _leave(self, name: str, module: nn.Module, args: Any, result: Any) -> None:
         del module, args, result
+        _tell_largest()
         places = [i for i, one in enumerate(_running.open) if one[:2] == (self, name)]
         if not places:  # another hook raised before this module was entered
             return
@@ -201,8 +221,8 @@ class AttentionListener:
         Raises:
             UnsupportedGradientError: If it is not torch's own function, or is called with parts of the sequence.
         """
-        names, training = zip(*[one[1:3] for one in _running.open if one[0] is self], strict=True)
-        if not (torch.is_grad_enabled() and training[-1]):
+        names = self._names_in_training()
+        if not (names and torch.is_grad_enabled()):
             return
         if not isinstance(attention, BuiltinFunctionType):
             raise UnsupportedGradientError(
@@ -211,6 +231,28 @@ class AttentionListener:
                 "of the sequence: the largest logit is not known. Attend without it, or detach() the watch."
             )
         self._heard(names, _call_of(*args, **kwargs))
+
+    def tell_largest(self, largest: Tensor | None) -> None:
+        """Tell the largest logit of each head of a call of FlexAttention; None if its kernel cannot tell.
+
+        Raises:
+            UnsupportedGradientError: If it cannot tell.
+        """
+        names = self._names_in_training()
+        if self._heard_largest is None or not names:
+            return
+        if largest is None:
+            raise UnsupportedGradientError(
+                f"{names[-1] or 'the model'} calls flex_attention with the kernel 'FLASH' or on a device for which no "
+                "kernel of it tells the largest logit. Expected kernel_options without BACKEND='FLASH', or detach() "
+                "the watch."
+            )
+        self._heard_largest(names, largest)
+
+    def _names_in_training(self) -> Sequence[str]:
+        """Return the names of the modules of the model that run now; none if the innermost is in eval mode."""
+        running = [one[1:3] for one in _running.open if one[0] is self]
+        return [name for name, _ in running] if running[-1][1] else ()
 
 
 def _tell_and_attend(attention: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -223,6 +265,54 @@ def _tell_and_attend(attention: Callable[..., Tensor], *args: Any, **kwargs: Any
 _attention = Replacement(
     "torch.nn.functional", "scaled_dot_product_attention", _tell_and_attend, decorate=never_compiled
 )
+
+
+_KERNELS_THAT_TELL = ("cpu", "cuda", "xpu")
+
+
+def _ask_and_attend(
+    attention: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float,
+    options: dict[str, Any],
+    *more: Any,
+) -> Any:
+    """Call the operator of FlexAttention so that it returns the largest logits as well, and keep those of each head."""
+    if not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad) and query.numel()):
+        return attention(query, key, value, score_mod, block_mask, scale, options, *more)
+    tells = query.device.type in _KERNELS_THAT_TELL and options["BACKEND"] != "FLASH"
+    options = {**options, "OUTPUT_MAX": options["OUTPUT_MAX"] or tells}
+    result = attention(query, key, value, score_mod, block_mask, scale, options, *more)
+    _running.largest.append(result[2].detach().amax((0, 2)) * math.log(2) if tells else None)  # which has log2 in it
+    return result
+
+
+def _traced_as_it_is(replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `_ask_and_attend` in place of ``replacement``: FlexAttention calls its operator from compiled code."""
+    attention = replacement.__wrapped__  # pyright: ignore
+
+    @functools.wraps(replacement)
+    def ask_and_attend(*args: Any) -> Any:
+        return _ask_and_attend(attention, *args)
+
+    return ask_and_attend
+
+
+_flex_attention = Replacement(
+    "torch.nn.attention.flex_attention", "flex_attention_hop", _ask_and_attend, decorate=_traced_as_it_is
+)
+
+
+def _tell_largest() -> None:
+    """Tell the calls of FlexAttention since the last module began or ended."""
+    while _running.largest:
+        largest = _running.largest.pop(0)
+        for listener in dict.fromkeys(one[0] for one in _running.open):
+            listener.tell_largest(largest)
 
 
 def _never_attends(module: nn.Module) -> bool:
@@ -240,6 +330,7 @@ class LogitWatch:
     Logits that grow without end make the softmax one-hot and a run diverge, often long before its loss shows it; 16-bit
     training of large models watches them. Of each call of `torch.nn.functional.scaled_dot_product_attention` in a
     training forward the query and the key are looked at: any mask, ``is_causal``, ``scale``, ``enable_gqa``, any dtype.
+    FlexAttention's kernel is asked for the largest logit, eager or compiled, however the script has imported it.
 
     **Guarantees.** The forward computes what it did. A maximum is taken over micro-batches, over calls of one module,
     and over both forwards of a checkpoint. Evaluations (gradients off, or the module in eval mode) do not count. The
@@ -261,9 +352,16 @@ class LogitWatch:
     nested tensors, DTensors, a         an error
     function in place of torch's, as
     under ``context_parallel``
-    FlexAttention, flash_attn, softmax  not seen: no entry. So is `torch.nn.MultiheadAttention` with its default
-    by hand, a function that was        ``need_weights=True``
-    imported by its name
+    FlexAttention with a ``score_mod``  its result is the logit: a soft cap bounds it, a bias is a part of it. Positions
+                                        that the block mask takes out do not count
+    FlexAttention, ``exact=False``      exact all the same
+    FlexAttention whose queries and     not seen: these logits do not change
+    keys need no gradient
+    FlexAttention's kernel ``FLASH``,   an error: it does not tell
+    devices other than CPU, CUDA, XPU
+    flash_attn, softmax by hand,        not seen: no entry. So is `torch.nn.MultiheadAttention` with its default
+    scaled_dot_product_attention that   ``need_weights=True``
+    was imported by its name
     ==================================  ========================================================================
 
     Args:
@@ -289,7 +387,7 @@ class LogitWatch:
     def __init__(self, model: nn.Module, *, exact: bool = True) -> None:
         self._exact = exact
         self._largest: dict[str, Tensor] = {}
-        self._listener = AttentionListener(model, self._heard)
+        self._listener = AttentionListener(model, self._heard, self._join)
 
     @property
     def max_logits(self) -> dict[str, Tensor]:
@@ -305,9 +403,11 @@ class LogitWatch:
         self._listener.remove()
 
     def _heard(self, names: Sequence[str], call: AttentionCall) -> None:
-        if call.is_empty:
-            return
-        largest, known = largest_logits(call, self._exact), self._largest.get(names[-1])
+        if not call.is_empty:
+            self._join(names, largest_logits(call, self._exact))
+
+    def _join(self, names: Sequence[str], largest: Tensor) -> None:
+        known = self._largest.get(names[-1])
         tell_logits(names[-1], largest)
         if known is not None and known.shape != largest.shape:
             raise UnsupportedGradientError(
