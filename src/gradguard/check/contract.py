@@ -12,7 +12,7 @@ backwards read memory is left to PyTorch's tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,8 +88,6 @@ class Contract:
         self.findings: list[Finding] = []
         self.notes: list[Finding] = []
         self.shaped = function.shaped(cotangent)
-        self.has_own_code = True
-        """Whether a node of the graph was written by somebody else than PyTorch."""
         self.is_odd = True
         """Whether the gradient of -1 times the cotangent is -1 times its own, bit for bit."""
 
@@ -112,7 +110,6 @@ class Contract:
         function = self.function
         leaves, outputs = self._record()
         self.usual_values = function.flatten(outputs)
-        self.has_own_code = _has_own_code(outputs)
         overwritten = self._take_gradients(leaves, outputs)
         function.keeps_inputs = not self.findings
         calls = [] if self.findings else self._other_calls()
@@ -125,7 +122,7 @@ class Contract:
         if not self._is_undisturbed(calls, before, leaves, outputs):
             return
         self._scaled(leaves, outputs)
-        if self.has_own_code:
+        if function.has_own_code:
             self._laid_out(leaves, outputs)
             self._stride_0(leaves, outputs)
         self._single_outputs(leaves, outputs)
@@ -135,7 +132,7 @@ class Contract:
         del outputs, leaves
         if not self.findings:
             self._other_inputs()
-            if self.has_own_code:
+            if self.function.has_own_code:
                 self._shared_memory()
             if self.findings and self._draws_random_numbers():  # in the order of memory, which was another one
                 self.findings = [one for one in self.findings if one.kind != "layout"]
@@ -237,7 +234,7 @@ class Contract:
         leaves = [one.clone().requires_grad_() for one in inputs]
         try:
             outputs = self.function.record(leaves)
-            if self.has_own_code:
+            if self.function.has_own_code:
                 self.function.gradients(outputs, leaves, [torch.ones_like(o) for o in outputs], keep=False)
         except Exception:  # outside of the domain, or the sizes belong together
             return False
@@ -284,7 +281,7 @@ class Contract:
         for times in ([] if self.is_odd else [-1.0]) + [2.0**power for power in _POWERS[self.dtype]]:
             found = self._backward(outputs, leaves, [v * times for v in self.shaped])
             self._compare("linearity", f"grad_output times {_power(times)}", found, self.first * times, times)
-        if self.has_own_code:
+        if self.function.has_own_code:
             zeros = self._backward(outputs, leaves, [torch.zeros_like(v) for v in self.shaped])
             self._compare("linearity", "a grad_output of zeros", zeros, self.first * 0.0, 0.0)
 
@@ -364,7 +361,7 @@ class Contract:
     def _other_inputs(self) -> None:
         """Give the same numbers in other places in memory, and let only some inputs need a gradient."""
         arguments = [one.value for one in self.function.inputs if one.is_argument]
-        layouts = layouts_of(arguments) if self.has_own_code else orders_of(arguments)
+        layouts = layouts_of(arguments) if self.function.has_own_code else orders_of(arguments)
         for layout in layouts if arguments else []:
             if (wrong := self._of_inputs(layout, None)) is not None:
                 self.findings.append(wrong)
@@ -613,26 +610,6 @@ def _are_the_same(first: Tensor, second: Tensor) -> bool:
 
 def _power(factor: float) -> str:
     return f"2^{round(math.log2(factor))}" if factor > 0 else f"{factor:g}"
-
-
-def nodes_of(outputs: Sequence[Tensor]) -> Iterator[Any]:
-    """Yield each node of the graph of ``outputs`` once."""
-    waiting: list[Any] = [o.grad_fn for o in outputs]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [other for other, _ in node.next_functions]
-
-
-def _has_own_code(outputs: Sequence[Tensor]) -> bool:
-    """Tell whether a node of the graph was written by somebody else than PyTorch, whose own nodes have a type each."""
-    return any(
-        isinstance(node, torch.autograd.function.BackwardCFunction) or type(node).__name__ == "CppFunction"
-        for node in nodes_of(outputs)
-    )
 
 
 def _shorter(value: Tensor, length: int, dim: int | None) -> Tensor:
