@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -166,3 +167,40 @@ def test_the_class_of_a_function_is_taken_for_its_apply():
             return 2 * v
 
     assert gg.gradcheck(Twice, normal(3)).verdict == "PASS"
+
+
+def hooked(hook):
+    """Return a sine of PyTorch's own nodes alone, whose gradient a hook changes on its way."""
+
+    def fn(x):
+        y = x.sin()
+        if y.requires_grad:
+            y.register_hook(hook)
+        return y * 1.0
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind"),
+    [
+        (hooked(lambda grad: grad.clamp(-5, 5)), "linearity"),
+        (hooked(lambda grad: torch.where(grad.abs() < 1e-3, 0.0, grad)), "linearity"),
+        (lambda x: x.sin() if x.is_contiguous() else x.detach().sin() + 0.0 * x, "layout"),
+    ],
+    ids=["a hook clamps", "a hook drops little gradients", "transposed inputs are detached"],
+)
+def test_code_around_pytorchs_own_nodes_is_probed(fn, kind):
+    report = gg.gradcheck(fn, normal(4, 3))
+    assert report.verdict == "FAIL"
+    assert {one.kind for one in report.findings} == {kind}
+
+
+@pytest.mark.parametrize("left_over", [0, 1])
+def test_numpys_generator_is_as_before(left_over):
+    np.random.seed(3)
+    np.random.randn(left_over)
+    before = np.random.get_state()
+    gg.gradcheck(lambda x: x.sin() + 0.0 * float(np.random.randn()), normal(3))
+    for now, then in zip(np.random.get_state(), before, strict=True):
+        np.testing.assert_array_equal(now, then)

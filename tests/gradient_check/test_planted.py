@@ -7,7 +7,16 @@ import torch
 
 import gradguard as gg
 from gradient_check.healthy import HEALTHY
-from gradient_check.planted import FORWARD_MODE, PLANTED, kernel, only_float32, planted, scaled_element
+from gradient_check.planted import (
+    FORWARD_MODE,
+    PLANTED,
+    kernel,
+    only_float32,
+    planted,
+    right_jvp,
+    scaled_element,
+    sine_with,
+)
 from gradient_check.problem import Case
 
 
@@ -68,7 +77,9 @@ def test_a_tie_says_between_what_and_the_power_leaves_it_out():
 
 def test_forward_mode_is_reported():
     x = normal(8)
-    assert gg.gradcheck(torch.sin, x).forward_mode == "agrees"
+    assert gg.gradcheck(torch.sin, x).forward_mode == "not checked"  # which is PyTorch's own
+    right = gg.gradcheck(sine_with(right_jvp), x)
+    assert (right.verdict, right.forward_mode) == ("PASS", "agrees")
     without = gg.gradcheck(kernel(torch.sin, lambda ctx, v: v * ctx.given[0].cos()), x)
     assert (without.verdict, without.forward_mode) == ("PASS", "not defined")
     assert "float64, forward mode not defined" in str(without)

@@ -3,12 +3,16 @@
 No differences are taken here: backward runs are compared with one another. The gradient is linear in ``grad_output``
 and belongs to the numbers, not to where they lie, nor to what else needs a gradient. So one gradient says what every
 other run owes.
+
+A graph of PyTorch's own nodes has no backward that somebody else wrote. Of such a function it is asked what its forward
+decides (by strides, state, and which inputs need a gradient) and what a hook could break (linearity). How PyTorch's own
+backwards read memory is left to PyTorch's tests.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gradguard.check.function import Function
-from gradguard.check.layouts import FLAGGED, InputLayout, layouts_of
+from gradguard.check.layouts import FLAGGED, InputLayout, layouts_of, orders_of
 from gradguard.check.report import Finding
 from gradguard.torch_private import each_operation
 
@@ -118,7 +122,9 @@ class Contract:
         if not self._is_undisturbed(calls, before, leaves, outputs):
             return
         self._scaled(leaves, outputs)
-        self._stride_0(leaves, outputs)
+        if function.has_own_code:
+            self._laid_out(leaves, outputs)
+            self._stride_0(leaves, outputs)
         self._single_outputs(leaves, outputs)
         if self.findings and calls:
             wrong = self._lasting(calls, leaves, outputs)
@@ -126,7 +132,8 @@ class Contract:
         del outputs, leaves
         if not self.findings:
             self._other_inputs()
-            self._shared_memory()
+            if self.function.has_own_code:
+                self._shared_memory()
             if self.findings and self._draws_random_numbers():  # in the order of memory, which was another one
                 self.findings = [one for one in self.findings if one.kind != "layout"]
         self._hidden_float32()
@@ -227,7 +234,8 @@ class Contract:
         leaves = [one.clone().requires_grad_() for one in inputs]
         try:
             outputs = self.function.record(leaves)
-            self.function.gradients(outputs, leaves, [torch.ones_like(o) for o in outputs], keep=False)
+            if self.function.has_own_code:
+                self.function.gradients(outputs, leaves, [torch.ones_like(o) for o in outputs], keep=False)
         except Exception:  # outside of the domain, or the sizes belong together
             return False
         return True
@@ -269,7 +277,16 @@ class Contract:
         return "stale saved tensor: that of the last forward" if is_last else ""
 
     def _scaled(self, leaves: list[Tensor], outputs: list[Tensor]) -> None:
-        """Give grad_outputs in all layouts, with other signs and sizes, and zeros."""
+        """Give grad_outputs with other signs and sizes, and zeros."""
+        for times in ([] if self.is_odd else [-1.0]) + [2.0**power for power in _POWERS[self.dtype]]:
+            found = self._backward(outputs, leaves, [v * times for v in self.shaped])
+            self._compare("linearity", f"grad_output times {_power(times)}", found, self.first * times, times)
+        if self.function.has_own_code:
+            zeros = self._backward(outputs, leaves, [torch.zeros_like(v) for v in self.shaped])
+            self._compare("linearity", "a grad_output of zeros", zeros, self.first * 0.0, 0.0)
+
+    def _laid_out(self, leaves: list[Tensor], outputs: list[Tensor]) -> None:
+        """Give grad_outputs in all layouts; one that another has at once is not tried where that goes wrong."""
         wrong: list[InputLayout] = []
         for layout in layouts_of(self.shaped):
             words = layout.words.format("grad_output")
@@ -279,18 +296,14 @@ class Contract:
                 found = self._backward(outputs, leaves, [layout.place(v) for v in self.shaped])
                 is_right = self._compare("layout", words, found, self.first, guess=_STRIDED)
             except Exception as error:
-                is_right = layout is FLAGGED or self._refused(words, error)  # to refuse such a bit is no fault
+                is_right = layout is FLAGGED  # to refuse such a bit is no fault
+                if not is_right:
+                    self._refused(words, error)
             wrong += [] if is_right else [layout]
-        for times in ([] if self.is_odd else [-1.0]) + [2.0**power for power in _POWERS[self.dtype]]:
-            found = self._backward(outputs, leaves, [v * times for v in self.shaped])
-            self._compare("linearity", f"grad_output times {_power(times)}", found, self.first * times, times)
-        zeros = self._backward(outputs, leaves, [torch.zeros_like(v) for v in self.shaped])
-        self._compare("linearity", "a grad_output of zeros", zeros, self.first * 0.0, 0.0)
 
-    def _refused(self, words: str, error: Exception) -> bool:
-        """Note that the backward raises for such a grad_output; tell whether that is no fault of ``fn``."""
+    def _refused(self, words: str, error: Exception) -> None:
         said = f"{words}: the backward raises {type(error).__name__}: {error}"
-        return self._note_or_find(Finding("layout", said), is_rare=True)
+        self.findings.append(Finding("layout", said))
 
     def _stride_0(self, leaves: list[Tensor], outputs: list[Tensor]) -> None:
         """Give a grad_output of stride 0, in all dimensions or along one, as sums make it.
@@ -348,9 +361,10 @@ class Contract:
     def _other_inputs(self) -> None:
         """Give the same numbers in other places in memory, and let only some inputs need a gradient."""
         arguments = [one.value for one in self.function.inputs if one.is_argument]
-        for layout in layouts_of(arguments) if arguments else []:
+        layouts = layouts_of(arguments) if self.function.has_own_code else orders_of(arguments)
+        for layout in layouts if arguments else []:
             if (wrong := self._of_inputs(layout, None)) is not None:
-                self._note_or_find(wrong, is_rare=layout is FLAGGED)
+                self.findings.append(wrong)
                 return
         self._some_needed()
 
@@ -444,15 +458,8 @@ class Contract:
         wrong = wrong or self._difference("layout", shared.words, found[1], expected[1], guess=guess)
         if wrong is None or not self._is_regular(shared, which, expected):
             return True
-        self._note_or_find(wrong, is_rare=True)
+        self.findings.append(wrong)
         return False
-
-    def _note_or_find(self, wrong: Finding, *, is_rare: bool) -> bool:
-        """Note what PyTorch's own operators do wrong with numbers that are rarely laid out so: no fault of ``fn``."""
-        is_torchs = is_rare and not _has_own_code(self._record()[1])
-        message = f"PyTorch's own operators are wrong here: {wrong.message}"
-        (self.notes if is_torchs else self.findings).append(replace(wrong, message=message) if is_torchs else wrong)
-        return is_torchs
 
     def _of_shared(self, shared: _Shared, *, is_copied: bool, moved: float = 0.0) -> tuple[Tensor, Tensor]:
         """Return outputs and gradient; copies may be ``moved``, relative to their size or its mean if that is more."""
@@ -603,26 +610,6 @@ def _are_the_same(first: Tensor, second: Tensor) -> bool:
 
 def _power(factor: float) -> str:
     return f"2^{round(math.log2(factor))}" if factor > 0 else f"{factor:g}"
-
-
-def nodes_of(outputs: Sequence[Tensor]) -> Iterator[Any]:
-    """Yield each node of the graph of ``outputs`` once."""
-    waiting: list[Any] = [o.grad_fn for o in outputs]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [other for other, _ in node.next_functions]
-
-
-def _has_own_code(outputs: Sequence[Tensor]) -> bool:
-    """Tell whether a node of the graph was written by somebody else than PyTorch."""
-    return any(
-        isinstance(node, torch.autograd.function.BackwardCFunction) or "CppNode" in node.name()
-        for node in nodes_of(outputs)
-    )
 
 
 def _shorter(value: Tensor, length: int, dim: int | None) -> Tensor:

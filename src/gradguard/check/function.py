@@ -8,7 +8,7 @@ call changes is put back before the next.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeGuard
 
@@ -98,6 +98,8 @@ class Function:
         """The positions of parameters, which no call changes."""
         self._learn_inputs()
         self.outputs: list[OutputPlace] = []
+        self.has_own_code = True
+        """Whether a node of its graph was written by somebody else than PyTorch."""
         self.recorded: tuple[list[Tensor], list[Tensor]] | None = None
         """Leaves and outputs of the first call, with its graph."""
         self.learnt: Tensor | None = None
@@ -277,6 +279,7 @@ class Function:
 
     def learn_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Remember what the outputs look like."""
+        self.has_own_code = any(map(_is_own_code, nodes_of(outputs)))
         names = [f"output {i}" if len(outputs) > 1 else "the output" for i in range(len(outputs))]
         for name, output in zip(names, outputs, strict=True):
             refuse_unfit(f"{name} of {name_of(self.fn)}", output, "output")
@@ -322,6 +325,23 @@ class Function:
             return value
         value = value.detach()
         return value.to(WIDE[value.dtype]) if self.wide and value.dtype in WIDE else value
+
+
+def nodes_of(outputs: Sequence[Tensor]) -> Iterator[Any]:
+    """Yield each node of the graph of ``outputs`` once."""
+    waiting: list[Any] = [o.grad_fn for o in outputs]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [other for other, _ in node.next_functions]
+
+
+def _is_own_code(node: Any) -> bool:
+    """Tell whether a node of the graph was written by somebody else than PyTorch, whose own nodes have a type each."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction) or type(node).__name__ == "CppFunction"
 
 
 def element_of(parts: Sequence[tuple[str, Any]], position: int) -> tuple[str, tuple[int, ...]]:

@@ -24,14 +24,20 @@ class InputLayout:
     parts: tuple[InputLayout, ...] = ()
 
 
+def orders_of(tensors: Sequence[Tensor]) -> list[InputLayout]:
+    """Return the orders of dimensions in which at least one of ``tensors`` lies elsewhere; if none, strided ones."""
+    with_order = [one for one in tensors if one.dim() > 1]
+    orders = [order for order in _ORDERS if any(map(order.moves, with_order))]
+    return orders or ([STRIDED] if any(one.numel() > 1 for one in tensors) else [])
+
+
 def layouts_of(tensors: Sequence[Tensor]) -> list[InputLayout]:
     """Return the layouts in which at least one of ``tensors`` lies elsewhere."""
     strided = [STRIDED] if any(one.numel() > 1 for one in tensors) else []
     flagged = [FLAGGED] if any(map(_has_flag, tensors)) else []
-    with_order = [one for one in tensors if one.dim() > 1]
     rows = [ROWS_APART] if any(one.dim() > 1 and one.shape[:-1].numel() > 1 for one in tensors) else []
     blocks = [BLOCKS_APART] if any(one.dim() > 2 and one.shape[0] > 1 for one in tensors) else []
-    orders = [order for order in _ORDERS if any(map(order.moves, with_order))]
+    orders = [order for order in orders_of(tensors) if order is not STRIDED]
     return [*strided, WITHIN, *rows, *blocks, *orders, *flagged]
 
 
