@@ -69,8 +69,8 @@ def test_a_rule_of_ones_own_shows_what_it_keeps():
     [
         ({}, "Guard(optimizer, ClipByMedian())"),
         (
-            {"nonfinite": "raise", "max_consecutive_skips": None, "tensor_norms": True},
-            "Guard(optimizer, ClipByMedian(), nonfinite='raise', max_consecutive_skips=None, tensor_norms=True)",
+            {"nonfinite": "raise", "max_consecutive_skips": None},
+            "Guard(optimizer, ClipByMedian(), nonfinite='raise', max_consecutive_skips=None)",
         ),
     ],
 )

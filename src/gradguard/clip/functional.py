@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_interval, check_order, check_threshold
-from gradguard.clip.adaptive import clip_adaptive, selector_of
+from gradguard.clip.adaptive import ClipAdaptive, selector_of
 from gradguard.clip.clipper import ClipResult
 from gradguard.clip.gradients import (
     Parameters,
@@ -317,14 +317,15 @@ def apply_gradient_clipping(
         raise InvalidValueError(f"clipping_type={clipping_type!r}: expected 'norm', 'value' or 'adaptive'.")
     policy = check_policy(nonfinite)
     threshold = check_threshold("clipping_threshold", clipping_threshold)
-    if clipping_type == "adaptive":
-        return clip_adaptive(model, threshold, exclude=exclude, nonfinite=policy).result()
-    if selector_of(exclude) is not None:
+    if clipping_type != "adaptive" and selector_of(exclude) is not None:
         raise InvalidValueError(
             f"exclude= goes with clipping_type='adaptive', and this is {clipping_type!r}: gradguard.Groups leaves "
             "parameters out of the other rules."
         )
-    clipper = ClipByGlobalNorm(threshold) if clipping_type == "norm" else ClipByValue(threshold)
+    if clipping_type == "adaptive":
+        clipper = ClipAdaptive(threshold, exclude=exclude)
+    else:
+        clipper = ClipByGlobalNorm(threshold) if clipping_type == "norm" else ClipByValue(threshold)
     return replace(clipper(model, nonfinite=policy), locked_in=None)  # nobody counts
 
 

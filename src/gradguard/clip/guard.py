@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, load_all, with_culprits
-from gradguard.clip.gradients import Gradients, Stages, asking, gradients_of, refuse_nonfinite_in, refused_by_name
+from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, load_all
+from gradguard.clip.gradients import Gradients, Stages, gradients_of, refuse_nonfinite_in, refused_by_name
 from gradguard.clip.guard_counts import Counts, LateReader
 from gradguard.clip.guard_spikes import SpikeWatch, check_spikes, refuse_other_state, refuse_shared
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward, tell_what_has_stepped
 from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.optimizer_proxy import OptimizerProxy, OptimizerSnapshot
 from gradguard.clip.reach import with_reach
-from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.wrappers import follow_backwards
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_steps
@@ -142,9 +141,6 @@ class Guard:
         process_group: Where parameters differ along a process group, as pipeline stages do, as for `clip_grad_norm_`.
         mesh: The same as a device mesh of one dimension.
         shared: Weights that several stages hold, as for `clip_grad_norm_`.
-        tensor_norms: Whether ``last.tensor_norms`` is wanted where processes hold parts of the gradients: they then
-            send each other the norm of each tensor, not only what the clip needs. It is enough that one of them wants
-            it: they agree at the first step. A `Monitor` of the guard asks for it by itself.
         spikes: What to do about steps that are finite and stand far above the recent past; None for nothing.
 
     Attributes:
@@ -184,7 +180,6 @@ class Guard:
         process_group: Any = None,
         mesh: Any = None,
         shared: Any = None,
-        tensor_norms: bool = False,
         spikes: SkipSpikes | None = None,
     ) -> None:
         self._stages = Stages.named(process_group, mesh, shared)
@@ -195,8 +190,6 @@ class Guard:
         self._model, self._model_names = model, names_in(model, optimizer)
         self._parameters: list[Tensor] = []
         self._stages_known = False
-        self._tensor_norms = tensor_norms
-        self._agreed: tuple[Any, bool] | None = None  # for which reducer, and what
         self._names: list[str] = []
         self._counts = Counts(max_consecutive_skips)
         self.spikes = check_spikes(spikes)
@@ -221,8 +214,6 @@ class Guard:
             more["nonfinite"] = repr(self._policy)
         if self._counts.limit != 20:
             more["max_consecutive_skips"] = repr(self._counts.limit)
-        if self._tensor_norms:
-            more["tensor_norms"] = "True"
         if self.spikes is not None:
             more["spikes"] = repr(self.spikes)
         given = "".join(f", {name}={text}" for name, text in more.items())
@@ -265,7 +256,7 @@ class Guard:
         grads = self._gradients()
         with refused_by_name(grads):
             decide = self.clipper.decide_at_once if self._clips_before_it_skips else self.clipper.decide
-            decision = with_culprits(decide(grads, 1.0 if scale is None else scale))
+            decision = decide(grads, 1.0 if scale is None else scale)
         self.last, self._outcome = decision.result, TAKEN
         if number == 0:
             self._counts.begin(decision.result)
@@ -312,9 +303,6 @@ class Guard:
             self._spike_watch.undo_clipper()
             return self._skip_on_host(StepOutcome(True, "spike", True))
         if skip:
-            if self._proxy is None or not self._proxy.is_fused():  # then the host of every process looks
-                self.last = with_culprits(decision, host_looks=True).result
-                self._counts.complete(self.last)
             return self._skip_on_host(StepOutcome(True, reason))
         self._clip_or_not(decision, folds, scale, skips_bad)
         return StepOutcome(False, reason)
@@ -382,7 +370,7 @@ class Guard:
         bad, grads = decision.result.nonfinite, decision.gradients
         norm = torch.where(bad, torch.nan, 0.0)
         if self._policy == "raise":
-            refuse_nonfinite_in(grads, norm, decision.result.norms)
+            refuse_nonfinite_in(grads, norm, decision.result.tensor_norms)
         if self._policy != "zero" or (are_readable(bad) and not bool(bad)):
             self._clip(decision, folds, scale)
             return
@@ -450,17 +438,7 @@ class Guard:
         if self._stages.group is not None and (new or not self._stages_known):
             self.clipper.learn(ListedParameters(grads, self._model))  # those of all stages
             self._stages_known = True
-        grads = asking(grads, self._agree_on_tensor_norms(grads))
         return self.clipper.compared(with_reach(grads, self.clipper, self.optimizer), self._policy)
-
-    def _agree_on_tensor_norms(self, grads: Gradients) -> bool:
-        """Whether any process wants the norm of each tensor; asked once, because only then all are sure to answer."""
-        if grads.reduction is None:
-            return False
-        reducer = grads.reduction.reducer
-        if self._agreed is None or self._agreed[0] is not reducer:
-            self._agreed = reducer, any(largest_of(reducer.union, [int(self._tensor_norms)], reducer.device))
-        return self._agreed[1]
 
     # -- GradScaler -------------------------------------------------------------------------------------------------
 
@@ -475,7 +453,7 @@ class Guard:
         if not self._attached or self._reached or step.skipped is None:
             return
         with torch.no_grad():
-            decision = with_culprits(self.clipper.decide(self._gradients()))
+            decision = self.clipper.decide(self._gradients())
         self.last = decision.result
         self._counts.begin(self.last)
         self._outcome = StepOutcome(True, "grad_scaler")
@@ -495,27 +473,6 @@ class Guard:
         self._counts.check(int(skips_in_a_row))
 
     # -- between steps ----------------------------------------------------------------------------------------------
-
-    @property
-    def tensor_norms(self) -> bool:
-        """Whether ``last.tensor_norms`` is wanted where processes hold parts of the gradients.
-
-        It may be set on one process or several, before the first step.
-
-        Raises:
-            InvalidValueError: If it is set after a step for which nobody had asked.
-        """
-        return self._tensor_norms
-
-    @tensor_norms.setter
-    def tensor_norms(self, wanted: bool) -> None:
-        if wanted and self._agreed is not None and not self._agreed[1]:
-            raise InvalidValueError(
-                "this Guard has stepped already, and its processes have agreed not to send each other the norm of each "
-                "tensor: ask before the first step, with Guard(optimizer, clipper, tensor_norms=True) or by making the "
-                "Monitor before it."
-            )
-        self._tensor_norms = wanted
 
     @property
     def steps(self) -> int:
