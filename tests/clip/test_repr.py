@@ -17,7 +17,6 @@ CLIPPERS = [
     "ClipByRMS(max_rms=2.0)",
     "ClipByValue(max=1.0)",
     "ClipByValue(max=1.0, min=-0.5)",
-    "ClipByPreviousNorm(max_norm=1.0)",
     "ClipAdaptive()",
     "ClipAdaptive(threshold=0.1, eps=0.01, exclude='fc')",
     "ClipAdaptive(exclude=('fc', '*.bias'))",

@@ -204,8 +204,6 @@ class Clipper(ABC):
     """Whether `decide` asks how far the optimizer moves the weights (``grads.reach``)."""
 
     _per_tensor = False
-    serves_several_guards = False
-    """Whether one object may belong to the guards of several optimizers although it remembers."""
 
     @torch.no_grad()
     @keeping_subnormals

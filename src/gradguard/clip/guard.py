@@ -125,7 +125,7 @@ class Guard:
     two guards on one optimizer         an error: use ``Chain`` or ``Groups``
     a spike (``spikes=``)               the step does not happen, nor does the clipper's state see it; a GradScaler's
                                         scale is as after any finite step; ``max_consecutive_skips`` ignores it
-    a step inside a backward pass       right for rules that treat each tensor by itself and `ClipByPreviousNorm`,
+    a step inside a backward pass       right for rules that treat each tensor by itself,
                                         refused for others; ``"skip"`` skips this optimizer's step, others stay stepped
     parameters without a gradient       left out
     ==================================  ========================================================================
@@ -606,7 +606,7 @@ def take(owner: Any) -> None:
     taken = {id(leaf): other for other in _owners for leaf in other.clipper.leaves()}
     for leaf in owner.clipper.leaves():
         other = taken.get(id(leaf))
-        if other is not None and not leaf.serves_several_guards and leaf.state_dict():
+        if other is not None and leaf.state_dict():
             kind = "Guard" if isinstance(other, Guard) else type(other).__name__
             which = "this" if other.optimizer is owner.optimizer else "another"
             raise InvalidValueError(
