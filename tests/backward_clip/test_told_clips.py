@@ -94,12 +94,12 @@ def test_each_block_tells_what_its_statistics_count(told, clipped, rule, name, t
 
 
 def test_counts_on_a_device_are_told_as_a_tensor_of_it(told, monkeypatch):
-    from gradguard.backward_clip.statistics import _NodeCounts
+    from gradguard.backward_clip.statistics import NodeCounts
 
     def on_device(self, grad, apply, bounds):
         return self._on_device(grad, apply) if self.arrive(grad) else apply(grad)
 
-    monkeypatch.setattr(_NodeCounts, "clip", on_device)
+    monkeypatch.setattr(NodeCounts, "clip", on_device)
     stats = gg.ErrorClipStats()
     in_a_block(made(), gg.ErrorClipByNorm(0.05), stats)
     (event,) = told.events

@@ -236,7 +236,7 @@ def count_collectives(layout):
 @pytest.mark.parametrize("layout", ["rows", MIXED])
 def test_one_all_reduce_and_nothing_else(pool, layout):
     for calls in pool(4).run(count_collectives, layout):
-        assert calls == {name: {"all_reduce": 2} for name in ONE_CALL}
+        assert calls == {name: {"all_reduce": 4 if "raise" in name else 2} for name in ONE_CALL}  # which looks first
 
 
 # --- Clippers ---------------------------------------------------------------------------------------------------------

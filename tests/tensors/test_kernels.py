@@ -484,7 +484,7 @@ def test_clipping_at_once_is_deciding_and_writing_to_the_bit(dtypes, threshold):
     layouts = [{id(p): layout for p, (_, layout) in zip(ps, UNITS.values(), strict=True)} for ps in clipped]
     lists = [gradients_of(None, params) for params in clipped]
     at_once = decide_units(lists[0], layouts[0], range(len(clipped[0])), threshold, 1e-3, at_once=True)
-    assert not at_once.units.steps
+    assert not at_once.units.left
     decided = decide_units(lists[1], layouts[1], range(len(clipped[1])), threshold, 1e-3)
     decided.write()
     for p, q in zip(*clipped, strict=True):

@@ -42,7 +42,6 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.policies import NonFinitePolicy
 from gradguard.tensors.layout import coalesce_, meeting_device, move
 from gradguard.tensors.norms import joined_norms, norm_of_norms, tensor_norms
-from gradguard.tensors.scaling import steps_of
 from gradguard.tensors.units import WHOLE, UnitLayout, clip_units_, layout_of, scale_units_, unit_norms
 from gradguard.torch_private import (
     flattened_by_fsdp1,
@@ -350,8 +349,7 @@ class Units:
         norms: Those of their units, one vector for each of ``rows``.
         weights: The norms of the units of the weights, also where the gradient of a split unit is missing.
         factors: What units that lie whole here are multiplied by.
-        steps: The same in the steps in which that is done, one after the other: one mostly, as `steps_of` says. None
-            where it has been done.
+        left: What ``rows`` are still to be multiplied by; empty where that has been done.
     """
 
     rows: Mapping[int, Tensor]
@@ -359,7 +357,7 @@ class Units:
     norms: Mapping[int, Tensor]
     weights: Mapping[int, Tensor]
     factors: Mapping[int, Tensor]
-    steps: Mapping[int, Sequence[Tensor]]
+    left: Mapping[int, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -385,12 +383,10 @@ class UnitClip:
     @torch.no_grad()
     def write(self) -> None:
         """Clip the gradients in place, unless that has been done."""
-        units, parameters = self.units, self.grads.parameters
-        rows = {i: writable(parameters[i], row) if i in units.steps else row for i, row in units.rows.items()}
-        for group in _by_device({i: rows[i] for i in units.steps}):
-            for k in range(max([len(units.steps[i]) for i in group])):
-                each = [(rows[i], units.layouts[i], units.steps[i][k]) for i in group if k < len(units.steps[i])]
-                scale_units_(*map(list, zip(*each, strict=True)))
+        units = self.units
+        rows = {i: writable(self.grads.parameters[i], units.rows[i]) for i in units.left}
+        for group in _by_device(rows):
+            scale_units_([rows[i] for i in group], [units.layouts[i] for i in group], [units.left[i] for i in group])
 
 
 @torch.no_grad()
@@ -467,7 +463,8 @@ def _measured(
     norms = _norms_by_device(rows, layouts, 0.0 if isinstance(threshold, Tensor) else threshold * eps)
     bounds = _norms_by_device(weights, layouts, eps)
     whole = {i: n for i, n in norms.items() if i not in split}
-    return Units(rows, layouts, norms, bounds, *_factors(whole, bounds, threshold, eps))
+    factors = _factors(whole, bounds, threshold, eps)
+    return Units(rows, layouts, norms, bounds, factors, factors)
 
 
 def _norms_by_device(
@@ -482,27 +479,22 @@ def _norms_by_device(
 
 def _factors(
     whole: Mapping[int, Tensor], weights: Mapping[int, Tensor], threshold: float | Tensor, eps: float
-) -> tuple[dict[int, Tensor], dict[int, Sequence[Tensor]]]:
-    """The factors of units that lie whole here, from their norms, and the steps in which they are applied."""
+) -> dict[int, Tensor]:
+    """The factors of units that lie whole here, from their norms."""
     factors: dict[int, Tensor] = {}
-    steps: dict[int, Sequence[Tensor]] = {}
     for group in _by_device(whole):
-        joined = torch.cat([whole[i] for i in group]), torch.cat([weights[i] for i in group])
-        found, together = unit_factors(*joined, threshold, eps)
-        sizes = [whole[i].shape[0] for i in group]
-        factors.update(zip(group, found.split(sizes), strict=True))
-        steps.update(zip(group, zip(*[step.split(sizes) for step in together], strict=True), strict=True))
-    return factors, steps
+        found = unit_factors(
+            torch.cat([whole[i] for i in group]), torch.cat([weights[i] for i in group]), threshold, eps
+        )
+        factors.update(zip(group, found.split([len(whole[i]) for i in group]), strict=True))
+    return factors
 
 
-def unit_factors(
-    norms: Tensor, weights: Tensor, threshold: float | Tensor, eps: float
-) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return what units of these norms are multiplied by, and the steps in which that is done."""
+def unit_factors(norms: Tensor, weights: Tensor, threshold: float | Tensor, eps: float) -> Tensor:
+    """Return what units of these norms are multiplied by."""
     fraction = move(threshold, norms.device) if isinstance(threshold, Tensor) else threshold
     bound = weights.clamp(min=eps) * fraction
-    factors = torch.where(norms > bound, bound / norms, 1.0)
-    return factors, steps_of(factors, bound, norms, epsilon=0.0)
+    return torch.where(norms > bound, bound / norms, 1.0)
 
 
 def _left(units: Units) -> dict[int, Tensor]:
@@ -543,10 +535,10 @@ def _added_up(
     vector, (weights, shares) = torch.cat([*here, *slots]), plan.weights_and_shares(part)
     (added,), there = part.reducer.reduce([(vector, 2.0)], weights, shares, part.balance, part.settings)
     before, after, binds, gradients, bounds = added.split([*map(len, here), *map(len, slots)])
-    factors, steps = unit_factors(gradients, bounds, *rule)
+    factors = unit_factors(gradients, bounds, *rule)
     left = norm_of_norms(torch.cat([after, gradients * factors]))
     clipped = (binds > 0).any() | (factors < 1).any()
-    done = replace(units, steps={**units.steps, **plan.take(steps, units.rows)})
+    done = replace(units, left={**units.left, **plan.take(factors, units.rows)})
     return UnitClip(grads, done, before, left, clipped, there[: len(before)])
 
 
@@ -663,10 +655,10 @@ class UnitPlan:
         pieces = torch.cat([move(norms[i], home, torch.float64) for i in some])
         return joined_norms(pieces, torch.cat([self._at(i, home) for i in some]), self.offsets[-1])
 
-    def take(self, steps: Sequence[Tensor], rows: Mapping[int, Tensor]) -> dict[int, Sequence[Tensor]]:
-        """Return what the pieces of ``rows`` are multiplied by, beside each, from the steps of all split units."""
+    def take(self, factors: Tensor, rows: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return what the pieces of ``rows`` are multiplied by, beside each, from the factors of all split units."""
         some = [i for i in self.split if i in rows]
-        return {i: [move(step[self._at(i, step.device)], rows[i].device) for step in steps] for i in some}
+        return {i: move(factors[self._at(i, factors.device)], rows[i].device) for i in some}
 
     def _at(self, index: int, device: torch.device) -> Tensor:
         if (index, device) not in self._places:

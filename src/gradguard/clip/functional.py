@@ -33,7 +33,7 @@ from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import coalesce_, public_dtype
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
 from gradguard.tensors.norms import norm_of_norms, total_norm
-from gradguard.tensors.scaling import clamp_, clip_coefficient, scale_in_, steps_of
+from gradguard.tensors.scaling import clamp_, clip_coefficient, scale_
 
 
 @keeping_subnormals
@@ -134,7 +134,7 @@ def clip_grad_norm_(
         refuse_nonfinite_in(grads, norm)
     coefficient = clip_coefficient(norm, max_norm)
     if isinstance(max_norm, Tensor) or not math.isinf(max_norm):
-        scale_in_(grads.gradients, steps_of(coefficient, max_norm, norm))
+        scale_(grads.gradients, coefficient)
     if policy == "zero":
         zero_if_nonfinite_(norm, grads.gradients)
     if heard:

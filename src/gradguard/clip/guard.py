@@ -62,23 +62,6 @@ class StepOutcome:
 TAKEN = StepOutcome()
 
 
-@dataclass(slots=True)
-class _Running:
-    """The step that is running; each begins with a new one.
-
-    Attributes:
-        cancelled: Whether it is to do nothing, or is undone when it ends.
-        undecided: Whether it has been counted and nothing has said yet whether it is taken.
-        on_device: Whether the device decides, inside the optimizer's kernel.
-        before: The weights and the optimizer's state before it, where it may have to be undone.
-    """
-
-    cancelled: bool = False
-    undecided: bool = False
-    on_device: bool = False
-    before: OptimizerSnapshot | None = None
-
-
 class Guard:
     r"""Clip the gradients at each real step of ``optimizer``, whatever calls the step; skip steps that are not finite.
 
@@ -199,7 +182,8 @@ class Guard:
         self._detector = ScaledClipDetector()
         self._late = LateReader(self._read_late)
         self._proxy = OptimizerProxy(optimizer) if OptimizerProxy.serves(optimizer) else None
-        self._running, self._outcome = _Running(), TAKEN  # the step that is running; what became of the last
+        self._outcome = TAKEN  # what became of the step that is running, or of the last one
+        self._snapshot: OptimizerSnapshot | None = None  # of the optimizer, for a step that may have to be undone
         self._scaler_step: ScalerStep | None = None  # the ``scaler.step`` that is running
         self._reached = False  # whether it has called the optimizer's step
         self._attached = False
@@ -222,7 +206,7 @@ class Guard:
     # -- while training ---------------------------------------------------------------------------------------------
 
     def _enter(self, optimizer: Optimizer, closure: bool) -> Optimizer | None:
-        self._running, self._reached = _Running(), True
+        self._outcome, self._snapshot, self._reached = TAKEN, None, True
         if not self._attached:
             return None
         if self._proxy is not None:
@@ -230,7 +214,7 @@ class Guard:
         if closure and (
             self._policy in ("skip", "raise") or self._spike_watch.acts
         ):  # it may be evaluated when weights have moved already
-            self._running.before = OptimizerSnapshot(optimizer)
+            self._snapshot = OptimizerSnapshot(optimizer)
         return None
 
     def __reduce__(self) -> NoReturn:
@@ -245,7 +229,7 @@ class Guard:
     def _before(self, optimizer: Optimizer, number: int) -> bool:
         if not self._attached:
             return False
-        if self._running.cancelled:  # an evaluation after the one that ended the step
+        if self._outcome.skipped is True:  # an evaluation after the one that ended the step
             self._cancel()
             return True
         in_backward = is_in_backward()
@@ -265,11 +249,11 @@ class Guard:
         except NonFiniteGradientError as error:
             if in_backward:
                 tell_what_has_stepped(error)
-            if self._running.before is not None:
-                self._running.before.restore()
+            if self._snapshot is not None:
+                self._snapshot.restore()
             raise
         self._tell(decision)
-        return self._running.cancelled
+        return self._outcome.skipped is True
 
     def _tell(self, decision: Decision) -> None:
         if is_heard() and self.last is not None:
@@ -298,7 +282,6 @@ class Guard:
             skipped = self._act_on_device(decision, folds, scale, bad, cast("Tensor | None", spike), skips_bad)
             return StepOutcome(skipped, reason, False if spike is None else spike)
         skip, spiked = self._look(decision.result, bad, spike, readable)
-        self._running.undecided = number == 0 or self._running.undecided
         if spiked:
             self._spike_watch.undo_clipper()
             return self._skip_on_host(StepOutcome(True, "spike", True))
@@ -318,7 +301,6 @@ class Guard:
     ) -> Tensor:
         """Let the optimizer's kernel clip, or leave the step out; return whether it does, which the device knows."""
         skipped = bad if spike is None else bad | spike
-        self._running.on_device = True
         folds.skip_if(skipped)
         self._clip_or_not(decision, folds, scale, skips_bad)
         if spike is not None:
@@ -354,7 +336,6 @@ class Guard:
 
     def _skip_on_host(self, outcome: StepOutcome) -> StepOutcome:
         self._outcome = outcome  # also where the next lines raise, because there were too many
-        self._running.cancelled, self._running.undecided = True, False
         self._cancel()
         self._counts.decided(skip=True, spike=bool(outcome.spike))
         return outcome
@@ -400,22 +381,23 @@ class Guard:
         if self._proxy is not None:
             self._proxy.skip()
             return
-        if self._running.before is None:  # nothing has moved yet; a foreign step may do anything: it is undone later
-            self._running.before = OptimizerSnapshot(self.optimizer)
+        if self._snapshot is None:  # nothing has moved yet; a foreign step may do anything: it is undone later
+            self._snapshot = OptimizerSnapshot(self.optimizer)
         elif isinstance(self.optimizer, torch.optim.LBFGS):
-            self._running.before.hide_gradients()  # so that its search ends
+            self._snapshot.hide_gradients()  # so that its search ends
 
     def _after(self, optimizer: Optimizer) -> None:
         if not self._attached:
             return
         if self._proxy is not None:
             self._proxy.leave()
-        ended, self._running = self._running, _Running()
-        if ended.cancelled and ended.before is not None:
-            ended.before.restore()
-        if ended.undecided and not ended.cancelled:
+        snapshot, self._snapshot = self._snapshot, None
+        if self._outcome.skipped is False:
             self._counts.decided(skip=False)
-        if ended.on_device and self.last is not None and self.last.counter is not None:
+        elif self._outcome.skipped is True:
+            if snapshot is not None:
+                snapshot.restore()
+        elif self.last is not None and self.last.counter is not None:
             self.last.counter.gradients_are_unchanged()
         self._spike_watch.forget_loss()
         del optimizer

@@ -21,7 +21,7 @@ from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import are_readable, coalesce_, meeting_device, move
 from gradguard.tensors.norms import tensor_norms, total_norm
-from gradguard.tensors.scaling import clamp_, clip_coefficient, exceeds, scale_in_, steps_of
+from gradguard.tensors.scaling import clamp_, clip_coefficient, exceeds
 from gradguard.tensors.units import scale_each_
 
 
@@ -105,10 +105,7 @@ class ClipByGlobalNorm(FixedRule):
             threshold=limit,
             locked_in=self._lock_in.follow(clipped, limit, norm < math.inf),
         )
-        steps = steps_of(coefficient, limit, norm)
-        if len(steps) == 1:
-            return Decision(grads, result, coefficient)
-        return Decision(grads, result, None, lambda: scale_in_(grads.gradients, steps))
+        return Decision(grads, result, coefficient)
 
 
 class ClipByNorm(FixedRule):
@@ -243,12 +240,7 @@ def _decide_each(
         threshold=threshold,
         locked_in=rule._lock_in.follow(clipped, threshold, before < math.inf),
     )
-
-    def write() -> None:
-        for step in steps_of(coefficients, limits, norms):
-            scale_each_(grads.gradients, step)
-
-    return Decision(grads, result, None, write)
+    return Decision(grads, result, None, lambda: scale_each_(grads.gradients, coefficients))
 
 
 class ClipByValue(FixedRule):

@@ -192,8 +192,8 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
         increment_version(list(compress(tensors, binding)))
         return
     narrow, wide, is_tiny = together.float(), together, False
-    if are_readable(together) and is_below(together, LEAST[torch.float32]):
-        tiny = (together > 0) & (together < LEAST[torch.float32])
+    if are_readable(together) and is_below(together, LEAST):
+        tiny = (together > 0) & (together < LEAST)
         narrow, is_tiny = torch.where(tiny, together, narrow.double()), True
     each = zip(tensors, layouts, binding, narrow.split(sizes), wide.split(sizes), strict=True)
     for tensor, layout, binds, short, long in each:
