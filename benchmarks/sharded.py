@@ -216,7 +216,6 @@ def simulate(world: int, count: int) -> None:
         "of buffers": (lambda: gg.clip_grad_norm_(made, 1e9), 16),
         "clipper": (lambda: clipper(made), 1),
         "binds": (lambda: gg.clip_grad_norm_(made, 1e-3), 1),
-        "with tensor_norms": (lambda: clipper(made, tensor_norms=True), 1),
         "get_total_norm": (lambda: gg.get_total_norm([p.grad for p in made]), 1),
     }
     for name, (call, together) in calls.items():

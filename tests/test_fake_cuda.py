@@ -79,14 +79,6 @@ def tensor(value=1.0, device=SECOND):
     return torch.full((), value, device=device)
 
 
-def step_by_step(rule):
-    def call(ps):
-        rule(ps)
-        rule.end_step()
-
-    return call
-
-
 def by_name(rule):
     return lambda ps: rule([(str(i), p) for i, p in enumerate(ps)])
 
@@ -123,7 +115,6 @@ CALLS = {
     "ClipAdaptive": (lambda: gg.ClipAdaptive(0.01), 5, 5),
     "ClipByMedian": (lambda: gg.ClipByMedian(), 0, 0),
     "ClipByMedian, what steps do": (lambda: under_sgd(gg.ClipByMedian()), 0, 2),
-    "ClipByPreviousNorm": (lambda: step_by_step(gg.ClipByPreviousNorm(1.0)), 2, 2),
     "ZClip": (lambda: gg.ZClip(), 0, 0),
     "AdaGC": (lambda: by_name(gg.AdaGC()), 2, 2),
     "AutoClip": (lambda: gg.AutoClip(window=100), 0, 0),

@@ -11,7 +11,6 @@ from gradguard.audit.norm import audit_norm as audit_norm
 from gradguard.backward_clip.append_backward import append_backward as append_backward
 from gradguard.backward_clip.append_backward import minimize as minimize
 from gradguard.backward_clip.block import error_clip as error_clip
-from gradguard.backward_clip.calibration import calibrate_error_clip as calibrate_error_clip
 from gradguard.backward_clip.compiled import attach_error_clip as attach_error_clip
 from gradguard.backward_clip.rules import BaseErrorClip as BaseErrorClip
 from gradguard.backward_clip.rules import ErrorClipByNorm as ErrorClipByNorm
@@ -30,7 +29,6 @@ from gradguard.clip.functional import clip_grad_value_ as clip_grad_value_
 from gradguard.clip.functional import get_total_norm as get_total_norm
 from gradguard.clip.guard import Guard as Guard
 from gradguard.clip.logits import LogitWatch as LogitWatch
-from gradguard.clip.previous_norm import ClipByPreviousNorm as ClipByPreviousNorm
 from gradguard.clip.qk_clip import QKClip as QKClip
 from gradguard.clip.rules import ClipByGlobalNorm as ClipByGlobalNorm
 from gradguard.clip.rules import ClipByNorm as ClipByNorm
@@ -68,7 +66,6 @@ __all__ = [
     "ClipByGlobalNorm",
     "ClipByMedian",
     "ClipByNorm",
-    "ClipByPreviousNorm",
     "ClipByRMS",
     "ClipByValue",
     "ClipFraction",
@@ -96,7 +93,6 @@ __all__ = [
     "apply_gradient_clipping",
     "attach_error_clip",
     "audit_norm",
-    "calibrate_error_clip",
     "check_grad",
     "clip_grad_adaptive_",
     "clip_grad_norm_",

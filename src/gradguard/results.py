@@ -1,7 +1,6 @@
 """The types that calls return: results, reports and statistics, for annotations and `isinstance`."""
 
 from gradguard.audit.report import NormAudit, NormClass, NormFinding
-from gradguard.backward_clip.calibration import Calibration
 from gradguard.backward_clip.statistics import FirstNonfinite, OpStatistics
 from gradguard.check.report import Finding, GradientReport
 from gradguard.clip.clipper import ClipResult
@@ -12,7 +11,6 @@ from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreSt
 from gradguard.spikes.base import SpikeVerdict
 
 __all__ = [
-    "Calibration",
     "ClipResult",
     "ClippedSums",
     "Finding",

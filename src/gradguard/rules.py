@@ -6,7 +6,7 @@ for finite spikes, and `gradguard.BaseErrorClip` for the error clip. The common 
 
 from gradguard.backward_clip.rules import ErrorClipBySampleNorm, ErrorClipNonfinite, ErrorClipZeroAbove
 from gradguard.clip.clipper import Clipper, Decision, describe
-from gradguard.clip.gradients import Gradients, global_norm, norms_of
+from gradguard.clip.gradients import Gradients, norms_of, total_of
 from gradguard.clip.thresholds.base import ThresholdClipper
 from gradguard.per_sample.clipping_rule import NormClipper
 from gradguard.spikes.base import Detector
@@ -22,6 +22,6 @@ __all__ = [
     "NormClipper",
     "ThresholdClipper",
     "describe",
-    "global_norm",
     "norms_of",
+    "total_of",
 ]

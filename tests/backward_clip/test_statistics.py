@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradguard as gg
-from gradguard.backward_clip.statistics import _NodeCounts
+from gradguard.backward_clip.statistics import NodeCounts
 from gradguard.errors import InvalidTypeError
 
 KEEP = gg.rules.ErrorClipNonfinite("keep")
@@ -19,7 +19,7 @@ KEEP = gg.rules.ErrorClipNonfinite("keep")
 @pytest.fixture
 def on_device(monkeypatch):
     """Count as on an accelerator, though the tensors lie on the CPU."""
-    monkeypatch.setattr(_NodeCounts, "clip", lambda self, grad, apply, bounds: _count_on_device(self, grad, apply))
+    monkeypatch.setattr(NodeCounts, "clip", lambda self, grad, apply, bounds: _count_on_device(self, grad, apply))
 
 
 def _count_on_device(shown, grad, apply):
@@ -375,3 +375,17 @@ def test_something_else_than_statistics_is_refused(stats):
         gg.error_clip(loss, KEEP, stats=stats),
     ):
         pass
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("scale", [1.0, -3.0, math.nan, math.inf])
+def test_the_largest_element_of_each_operation(place, scale, request):
+    if place == "device":
+        request.getfixturevalue("on_device")
+    weight, stats = torch.ones(3, requires_grad=True), gg.ErrorClipStats()
+    for factor in (2.0, scale, 0.5):
+        loss = ((weight * 1).exp() * torch.tensor([0.0, factor, -1.0])).sum()
+        with gg.error_clip(loss, None, stats=stats):
+            loss.backward()
+    largest = {row.op: float(row.largest) for row in stats.rows()}
+    assert largest["ExpBackward0"] == (max(2.0, abs(scale)) if math.isfinite(scale) else math.inf)

@@ -40,8 +40,6 @@ def trained(make, sizes, clipper=None, guarded=True, **options):
         if math.isnan(size):
             spoil(net)
         optimizer.step()
-        if isinstance(guard.clipper, gg.ClipByPreviousNorm):
-            guard.clipper.end_step()
         reasons.append(guard.last_skip)
     return net, optimizer, guard, reasons
 
@@ -90,7 +88,6 @@ CLIPPERS = {
     "auto": lambda: gg.AutoClip(50),
     "fraction": lambda: gg.ClipFraction(0.1),
     "adagc": lambda: gg.AdaGC(warmup=2),
-    "previous": lambda: gg.ClipByPreviousNorm(0.5),
     "chain": lambda: gg.Chain(gg.ClipByValue(5.0), gg.ClipByMedian(warmup=4)),
     "groups": lambda: gg.Groups({"*[[]0]": gg.ClipByMedian(warmup=4)}, rest=gg.ClipByGlobalNorm(0.5)),
     "agc": lambda: gg.ClipAdaptive(0.1),

@@ -17,7 +17,6 @@ CLIPPERS = [
     "ClipByRMS(max_rms=2.0)",
     "ClipByValue(max=1.0)",
     "ClipByValue(max=1.0, min=-0.5)",
-    "ClipByPreviousNorm(max_norm=1.0)",
     "ClipAdaptive()",
     "ClipAdaptive(threshold=0.1, eps=0.01, exclude='fc')",
     "ClipAdaptive(exclude=('fc', '*.bias'))",
@@ -69,8 +68,8 @@ def test_a_rule_of_ones_own_shows_what_it_keeps():
     [
         ({}, "Guard(optimizer, ClipByMedian())"),
         (
-            {"nonfinite": "raise", "max_consecutive_skips": None, "tensor_norms": True},
-            "Guard(optimizer, ClipByMedian(), nonfinite='raise', max_consecutive_skips=None, tensor_norms=True)",
+            {"nonfinite": "raise", "max_consecutive_skips": None},
+            "Guard(optimizer, ClipByMedian(), nonfinite='raise', max_consecutive_skips=None)",
         ),
     ],
 )

@@ -16,7 +16,6 @@ OTHER = {
     "ClipByNorm": {"max_norm": (1.0, 2.0), "norm_type": (2.0, 3.0)},
     "ClipByRMS": {"max_rms": (1.0, torch.tensor(2.0))},
     "ClipByGlobalNorm": {"max_norm": (1.0, torch.tensor(2.0)), "norm_type": (2.0, 1.0)},
-    "ClipByPreviousNorm": {"max_norm": (1.0, 2.0), "norm_type": (2.0, 1.0)},
     "ClipAdaptive": {"threshold": (0.01, 0.02), "eps": (1e-3, 1e-2), "exclude": ((), "head")},
     "ClipByMedian": {
         "k": (4.0, 5.0),

@@ -31,8 +31,6 @@ CONFIGURATIONS = {
     "adaptive, eps": lambda: gg.ClipAdaptive(0.1, eps=1.0),
     "adaptive, without a layer": lambda: gg.ClipAdaptive(0.3, exclude="2"),
     "adaptive, without biases": lambda: gg.ClipAdaptive(0.3, exclude="*.bias"),
-    "previous norm": lambda: gg.ClipByPreviousNorm(1.0),
-    "previous norm, inf": lambda: gg.ClipByPreviousNorm(0.5, INF),
     "median": lambda: gg.ClipByMedian(k=2.0, window=4, warmup=2),
     "median, k = 0": lambda: gg.ClipByMedian(k=0.0, window=4, warmup=1),
     "median, 1": lambda: gg.ClipByMedian(k=1.0, window=4, warmup=2, norm_type=1.0),

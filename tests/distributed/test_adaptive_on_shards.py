@@ -236,7 +236,7 @@ def count_collectives(layout):
 @pytest.mark.parametrize("layout", ["rows", MIXED])
 def test_one_all_reduce_and_nothing_else(pool, layout):
     for calls in pool(4).run(count_collectives, layout):
-        assert calls == {name: {"all_reduce": 2} for name in ONE_CALL}
+        assert calls == {name: {"all_reduce": 4 if "raise" in name else 2} for name in ONE_CALL}  # which looks first
 
 
 # --- Clippers ---------------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_clippers_do_and_tell_the_same_as_on_one_process(pool):
 def guarded(layout, scale):
     layers = model(layout)
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
-    guard = gg.Guard(optimizer, gg.ClipAdaptive(THRESHOLD), model=layers, nonfinite="skip", tensor_norms=True)
+    guard = gg.Guard(optimizer, gg.ClipAdaptive(THRESHOLD), model=layers, nonfinite="skip")
     results, came = [], [p.grad.clone() for p in layers.parameters()]
     for factor in (1.0, scale, 1.0):  # a skipped step may have clipped them
         for p, gradient in zip(layers.parameters(), came, strict=True):

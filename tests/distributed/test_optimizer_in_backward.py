@@ -22,7 +22,6 @@ CLIPPERS = {
     "value": lambda: gg.ClipByValue(0.01),
     "adaptive": lambda: gg.ClipAdaptive(0.01),
     "AdaGC": lambda: gg.AdaGC(absolute=math.inf, warmup=2),
-    "previous norm": lambda: gg.ClipByPreviousNorm(0.1),
 }
 
 
@@ -47,10 +46,9 @@ def models(way):
 
 
 def step_in_backward(model, make):
-    """An optimizer and a guard for each parameter; returns the guards and the clipper that was made last."""
-    shared = make()
+    """An optimizer and a guard for each parameter; returns the guards."""
     optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
-    guards = [gg.Guard(o, shared if shared.serves_several_guards else make(), model=model) for o in optimizers.values()]
+    guards = [gg.Guard(o, make(), model=model) for o in optimizers.values()]
 
     def step(p):
         optimizers[p].step()
@@ -58,7 +56,7 @@ def step_in_backward(model, make):
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(step)
-    return guards, shared
+    return guards
 
 
 def loss_of(model, step, own):
@@ -76,16 +74,13 @@ def train_with(way, make):
     share = 8 // (1 if way == "TP" else dist.get_world_size())
     own = slice(None) if way == "TP" else slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
     ours, theirs, bound = [], [], 0
-    guards, shared = step_in_backward(model, make)
-    twins, shared_twin = step_in_backward(twin, make)
+    guards = step_in_backward(model, make)
+    twins = step_in_backward(twin, make)
     for step in range(STEPS):
         loss_of(model, step, own).backward()
         loss_of(twin, step, slice(None)).backward()
         ours += [float(guard.last.norm) for guard in guards]
         theirs += [float(guard.last.norm) for guard in twins]
-        if isinstance(shared, gg.ClipByPreviousNorm):
-            ours.append(float(shared.end_step()))
-            theirs.append(float(shared_twin.end_step()))
         bound += sum(bool(guard.last.clipped) for guard in guards)
     return ours, theirs, [whole(p).detach() for p in model.parameters()], [*twin.parameters()], bound
 
@@ -93,7 +88,7 @@ def train_with(way, make):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "way", "names"),
-    [(2, "FSDP2", [*CLIPPERS]), (2, "TP", ["norm", "previous norm"]), (4, "HSDP", ["norm", "previous norm"])],
+    [(2, "FSDP2", [*CLIPPERS]), (2, "TP", ["norm"]), (4, "HSDP", ["norm"])],
 )
 def test_each_step_is_that_of_one_process(pool, world, way, names):
     for outcome in pool(world).run(train, way, names):

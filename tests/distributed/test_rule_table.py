@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.utils._pytree import tree_flatten
 
-import gradguard as gg
 from cases import random
 from sharded import mesh
 
@@ -55,9 +54,6 @@ class Twins:
     def differences(self, policy="propagate"):
         """Clip both, and say what differs: in what is told, and in this process' part of each gradient."""
         ours, theirs = self.ours(self.model, nonfinite=policy), self.theirs(self.whole, nonfinite=policy)
-        for clipper in (self.ours, self.theirs):
-            if isinstance(clipper, gg.ClipByPreviousNorm):
-                clipper.end_step()
         found = [name for name in TOLD if not same(getattr(ours, name), getattr(theirs, name))]
         for (name, p), q in zip(self.model.named_parameters(), self.whole.parameters(), strict=True):
             if (p.grad is None) is not (q.grad is None):

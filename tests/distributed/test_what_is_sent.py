@@ -1,4 +1,4 @@
-"""What a clip sends: what its decision needs; the norm of each tensor only if a rule or the user asks for it."""
+"""What a clip sends: the norm and the share of each tensor, in one all-reduce; so every rank can name what was bad."""
 
 import math
 
@@ -11,12 +11,10 @@ from torch import nn
 
 import gradguard as gg
 from cases import random
-from gradguard.errors import DistributedError
 from sharded import Entry, laid_out, parameter
 
 COUNT = 6
 ENTRIES = [Entry(random(5, 3, seed=i), "rows" if i % 2 else "hsdp") for i in range(COUNT)]
-NOT_SENT = r"the norm of each tensor is not known: .* clipper\(model, tensor_norms=True\) or Guard"
 
 
 class Model(nn.Module):
@@ -58,60 +56,48 @@ EACH = 2 * COUNT + 5
 """A norm and a share of each tensor; whether replicas agree; which list it is, and by which rule."""
 
 SENT = {
-    "global norm": (lambda: gg.ClipByGlobalNorm(0.1), {}, 2 * 2 + 5),  # two replication factors
-    "a rule that remembers": (lambda: gg.ClipByMedian(), {}, 2 * 2 + 5),
-    "chain": (lambda: gg.Chain(gg.ClipByGlobalNorm(0.1), gg.ClipByMedian(norm_type=1.0)), {}, 3 * 2 + 5),
-    "value": (lambda: gg.ClipByValue(0.1), {}, 4 * 2 + 5),
-    "three groups and the rest": (lambda: gg.Groups(GROUPS, rest=None), {}, 2 * (3 + 2) + 5),
-    "a group whose rule needs each": (
-        lambda: gg.Groups({"layer[0-3]": gg.ClipByNorm(0.1)}, rest=gg.ClipByGlobalNorm(0.1)),
-        {},
-        2 * (4 + 2) + 5,
-    ),
-    "rows that are whole": (lambda: gg.ClipAdaptive(0.01), {}, 2 * (2 + 2 + 1) + 5),
-    "a rule that needs each": (lambda: gg.ClipByNorm(0.1), {}, EACH),
-    "another one": (lambda: gg.AdaGC(), {}, EACH),
-    "on demand": (lambda: gg.ClipByGlobalNorm(0.1), {"tensor_norms": True}, EACH),
-    "groups, on demand": (lambda: gg.Groups(GROUPS, rest=None), {"tensor_norms": True}, EACH),
+    "global norm": (lambda: gg.ClipByGlobalNorm(0.1), EACH),
+    "a rule that remembers": (lambda: gg.ClipByMedian(), EACH),
+    "chain": (lambda: gg.Chain(gg.ClipByGlobalNorm(0.1), gg.ClipByMedian(norm_type=1.0)), EACH + COUNT),
+    "value": (lambda: gg.ClipByValue(0.1), EACH + 2 * COUNT),
+    "three groups and the rest": (lambda: gg.Groups(GROUPS, rest=None), EACH),
+    "rows that are whole": (lambda: gg.ClipAdaptive(0.01), 2 * (2 * COUNT + 1) + 5),
+    "a rule for each": (lambda: gg.ClipByNorm(0.1), EACH),
+    "another one": (lambda: gg.AdaGC(), EACH),
 }
 
 
 def sent(name):
-    make, options, _ = SENT[name]
+    make, _ = SENT[name]
     model, clipper = Model(), make()
-    clipper(model, **options)
+    clipper(model)
     model.renew()
-    return lengths(lambda: clipper(model, **options))
+    return lengths(lambda: clipper(model))
 
 
 @pytest.mark.parametrize("name", SENT)
 def test_how_many_numbers_a_clip_sends(pool, name):
-    assert pool(4).run(sent, name) == [[SENT[name][2]]] * 4
+    assert pool(4).run(sent, name) == [[SENT[name][1]]] * 4
 
 
 def read_on_one_rank():
     """The others do not wait for it, and it does not wait for them."""
     model, clipper = Model(), gg.ClipByGlobalNorm(0.1)
     result = clipper(model)
-    said = None
+    norms = None
     if dist.get_rank() == 0:
         with Collectives() as ran:
-            said = refusal(lambda: result.tensor_norms)
+            norms = result.tensor_norms.tolist()
         assert ran.names == []
-    model.renew()
-    asked = clipper(model, tensor_norms=True)
-    return said, result.culprits(), asked.tensor_norms.tolist(), float(result.norm)
+    return norms, result.culprits(), float(result.norm)
 
 
-def test_reading_what_was_not_sent_is_an_error_in_words(pool):
-    first, *_ = found = pool(4).run(read_on_one_rank)
-    assert first[0][0] == "DistributedError"
-    with pytest.raises(DistributedError, match=NOT_SENT):
-        raise DistributedError(first[0][1])
+def test_one_rank_may_read_the_norm_of_each_tensor_alone(pool):
     expected = [e.gradient.norm().item() for e in ENTRIES]
-    for _, culprits, norms, norm in found:
+    found = pool(4).run(read_on_one_rank)
+    assert found[0][0] == pytest.approx(expected, rel=1e-6)
+    for _, culprits, norm in found:
         assert culprits == {}
-        assert norms == pytest.approx(expected, rel=1e-6)
         assert norm == pytest.approx(math.hypot(*expected), rel=1e-6)
 
 
@@ -136,42 +122,20 @@ def test_a_sick_step_names_its_parameters_on_every_rank(pool, policy):
             assert found == {"layer3.weight": int(rank == 1)}
 
 
-def guarded(asks, policy="skip", bad=False, limit=20):
+def guarded(policy="skip", limit=20):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = gg.Guard(
-        optimizer,
-        gg.ClipByGlobalNorm(0.1),
-        model=model,
-        nonfinite=policy,
-        tensor_norms=dist.get_rank() in asks,
-        max_consecutive_skips=limit,
-    )
+    guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(0.1), model=model, nonfinite=policy, max_consecutive_skips=limit)
     model.renew()
-    if bad:
-        model.spoil()
+    model.spoil()
     if policy == "raise" or limit == 0:
         return refusal(optimizer.step)
     optimizer.step()
-    return (
-        refusal(lambda: guard.last.tensor_norms),
-        guard.last.culprits(),
-        refusal(lambda: setattr(guard, "tensor_norms", True)),
-    )
-
-
-@pytest.mark.parametrize("asks", [(), (0,), (0, 1, 2, 3)])
-def test_a_guard_sends_norms_of_each_if_any_rank_wants_them_at_its_first_step(pool, asks):
-    """Rank 0 alone may have a monitor."""
-    for norms, culprits, late in pool(4).run(guarded, asks):
-        assert norms[0] == ("no error" if asks else "DistributedError")
-        assert culprits == {}
-        assert late[0] == ("no error" if asks else "InvalidValueError")
-        assert asks or "this Guard has stepped already" in late[1]
+    return guard.last.culprits()
 
 
 def test_what_a_guard_skips_is_named(pool):
-    for rank, (_, culprits, _) in enumerate(pool(4).run(guarded, (), "skip", True)):
+    for rank, culprits in enumerate(pool(4).run(guarded)):
         assert culprits == {"layer3.weight": int(rank == 1)}
 
 
@@ -180,7 +144,7 @@ def test_what_a_guard_skips_is_named(pool):
     [("raise", 20, "`layer3.weight`: "), ("skip", 0, "norm nan, not finite: layer3.weight")],
 )
 def test_errors_of_a_guard_name_what_was_not_finite(pool, policy, limit, words):
-    for kind, said in pool(4).run(guarded, (), policy, True, limit):
+    for kind, said in pool(4).run(guarded, policy, limit):
         assert kind == "NonFiniteGradientError"
         assert words in said
 
@@ -188,28 +152,19 @@ def test_errors_of_a_guard_name_what_was_not_finite(pool, policy, limit, words):
 def monitored_on_rank_0():
     model, lines = Model(), []
     guard = gg.Guard(torch.optim.SGD(model.parameters(), lr=0.1), gg.ClipByGlobalNorm(0.1), model=model)
-    monitor = gg.Monitor(guard, lines.append, model=model, every=1) if dist.get_rank() == 0 else None
+    monitor = None
     for _ in range(2):
         model.renew()
         guard.optimizer.step()
+        if dist.get_rank() == 0 and monitor is None:  # from the second step on
+            monitor = gg.Monitor(guard, lines.append, model=model, every=1)
     if monitor is not None:
         monitor.close()
-    late = refusal(lambda: gg.Monitor(unwatched(), [].append))
-    return [line["norm"] for line in lines if line["t"] == "tensors"], late
+    return [line["norm"] for line in lines if line["t"] == "tensors"]
 
 
-def unwatched():
-    model = Model()
-    guard = gg.Guard(torch.optim.SGD(model.parameters(), lr=0.1), gg.ClipByGlobalNorm(0.1), model=model)
-    guard.optimizer.step()
-    return guard
-
-
-def test_a_monitor_of_a_guard_on_rank_0_gets_the_norms(pool):
+def test_a_monitor_of_a_guard_on_rank_0_gets_the_norms_whenever_it_is_made(pool):
     expected = [e.gradient.norm().item() for e in ENTRIES]
-    (tensors, _), *others = found = pool(4).run(monitored_on_rank_0)
-    assert tensors == [pytest.approx(expected, rel=1e-3)] * 2
-    assert [t for t, _ in others] == [[]] * 3
-    for _, (kind, said) in found:
-        assert kind == "InvalidValueError"
-        assert "this Guard has stepped already" in said
+    tensors, *others = pool(4).run(monitored_on_rank_0)
+    assert tensors == [pytest.approx(expected, rel=1e-3)]
+    assert others == [[]] * 3

@@ -5,9 +5,8 @@ from contextlib import contextmanager, nullcontext
 
 from torch import Tensor, nn
 
-from gradguard.backward_clip.calibration import Calibration
 from gradguard.backward_clip.graph import raise_if_freed
-from gradguard.backward_clip.hooks import Clipping, GradientObserver
+from gradguard.backward_clip.hooks import Clipping
 from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipNonfinite, check_thresholds
 from gradguard.backward_clip.scopes import LossScale, LossScope, Scope, Target, TargetScope, active
 from gradguard.backward_clip.statistics import ErrorClipStats
@@ -96,7 +95,8 @@ def error_clip(
         PaddlePaddle, Error Clip (2018).
     """
     rule = checked_rule(rule)
-    clipping = Clipping(rule, leaves=leaves, observer=_observer(rule, stats))
+    observer = None if stats is None else checked_stats(stats).observer(rule)
+    clipping = Clipping(rule, leaves=leaves, observer=observer)
     scope = _scope(target, clipping, scale)
     try:
         active[scope.serial] = scope
@@ -139,14 +139,6 @@ def _scope(target: object, clipping: Clipping, scale: LossScale | None) -> Scope
     if not targets:
         raise InvalidValueError("target is an empty list: expected tensors or modules.")
     return TargetScope(clipping, scale, targets)
-
-
-def _observer(rule: BaseErrorClip, stats: object) -> GradientObserver | None:
-    if isinstance(rule, Calibration):
-        if stats is not None:
-            raise InvalidTypeError("a calibration is its own statistics: leave stats= out.")
-        return rule
-    return None if stats is None else checked_stats(stats).observer(rule)
 
 
 def checked_stats(stats: object) -> ErrorClipStats:

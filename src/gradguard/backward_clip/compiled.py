@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from gradguard.backward_clip.block import checked_rule, checked_stats
-from gradguard.backward_clip.calibration import Calibration
 from gradguard.backward_clip.graph import COMPILED, operation, root_of, walk
-from gradguard.backward_clip.hooks import Clipping, GradientObserver, Gradients, Roots
+from gradguard.backward_clip.hooks import Clipping, Gradients, Roots
 from gradguard.backward_clip.rules import BaseErrorClip, Kind, decode_rule, encode_rule
 from gradguard.backward_clip.scopes import LossScale, loss_scale
-from gradguard.backward_clip.statistics import ErrorClipStats
+from gradguard.backward_clip.statistics import BlockCounts, ErrorClipStats
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.torch_private import (
     call_after_backward,
@@ -127,8 +126,6 @@ def attach_error_clip(
         # A graph that was compiled in part, unless the user has put eager code around compiled code.
         if is_within_compiled_code() and _holds_compiled([root_of(t) for t in tensors if t.grad_fn is not None]):
             raise InvalidValueError(_BROKEN)
-    if isinstance(rule, Calibration):
-        raise InvalidTypeError("a calibration records what passes in a block: use it in `with gg.error_clip(loss, …)`.")
     if stats is not None and torch.compiler.is_compiling():
         _refuse_counts()
     rule = checked_rule(rule)
@@ -158,7 +155,7 @@ def _attach(
     kind: Kind,
     thresholds: tuple[Tensor, ...],
     scale: float | Tensor | None,
-    observer: GradientObserver | None,
+    observer: BlockCounts | None,
     values: list[Tensor],
 ) -> list[Tensor]:
     """Install the hooks: called in eager code, and by the tracers of the compiler, which may call it several times."""
@@ -181,7 +178,7 @@ def _attach(
 class _BeginBackward:
     """Tells statistics where a backward through an attached clip begins and ends."""
 
-    def __init__(self, observer: GradientObserver) -> None:
+    def __init__(self, observer: BlockCounts) -> None:
         self.observer, self.task = observer, -1
 
     def __call__(self, grads: Gradients) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
@@ -13,38 +12,12 @@ from gradguard.backward_clip.graph import Graph, Slot, is_leaf, refuse_reentrant
 from gradguard.backward_clip.plan import steps_through
 from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipNonfinite, apply_rule, clamp_bounds
 from gradguard.backward_clip.source_lines import makers_with_lines
+from gradguard.backward_clip.statistics import BlockCounts, NodeCounts
 from gradguard.errors import InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
 
 Gradients = tuple[Tensor | None, ...]
 _LARGE = 2**16
 Roots = Sequence[tuple[Node, int]]
-
-
-class NodeObserver(Protocol):
-    """The line of an observer's notes about one operation in one module."""
-
-    @property
-    def module(self) -> str:
-        """The name of the module, empty if not known."""
-        ...
-
-    def clip(self, grad: Tensor, apply: Callable[[Tensor], Tensor], bounds: tuple[float, float] | None) -> Tensor:
-        """Return ``apply(grad)``, or ``grad`` where the clamp to ``bounds`` would not change it."""
-        ...
-
-
-class GradientObserver:
-    """Something that is shown each gradient on its way through a rule: statistics, a calibration."""
-
-    def row(self, node: Node, name: str, sources: str) -> NodeObserver:
-        """Return where the gradients of the output of ``node`` are written down."""
-        raise NotImplementedError
-
-    def begin(self, loss: Tensor | None) -> None:
-        """A block begins."""
-
-    def end(self) -> None:
-        """A block ends."""
 
 
 @dataclass
@@ -60,7 +33,7 @@ class Clipping:
 
     unscaled_rule: BaseErrorClip
     leaves: bool = False
-    observer: GradientObserver | None = None
+    observer: BlockCounts | None = None
     rule: BaseErrorClip = field(init=False)
     scale: float | Tensor | None = None
     overflow_stays: bool = False
@@ -136,7 +109,7 @@ class Clipping:
         row = self.observer.row(node, name, sources) if self.observer is not None else None
         return partial(self._clip_all, claim, row, name, sources)
 
-    def _clip_all(self, claim: Claim, row: NodeObserver | None, name: str, sources: str, grads: Gradients) -> Gradients:
+    def _clip_all(self, claim: Claim, row: NodeCounts | None, name: str, sources: str, grads: Gradients) -> Gradients:
         """Return the gradients of one node, those of the claimed slots clipped."""
         try:
             result = list(grads)
@@ -145,7 +118,7 @@ class Clipping:
                     result[number] = self._apply(grad) if row is None else row.clip(grad, self._apply, self._bounds())
             return tuple(result)
         except Exception as error:
-            place = row.module if row is not None else ""
+            place = row.row.module if row is not None else ""
             raise explained(error, self.rule, name, place, grads, sources) from error.__cause__
 
     def _bounds(self) -> tuple[float, float] | None:

@@ -298,8 +298,8 @@ class ErrorClipByValue(BaseErrorClip):
 
     Args:
         max: The upper bound, in units of the gradient of the unscaled loss. A mean loss over B samples and T steps
-            has activation gradients of about 1/(B·T); the 5.0 of the literature is for sum losses. See
-            `calibrate_error_clip`.
+            has activation gradients of about 1/(B·T); the 5.0 of the literature is for sum losses.
+            `ErrorClipStats` shows the largest.
         min: The lower bound; -``max`` if None, and then also after ``rule.max = …``.
 
     Raises:

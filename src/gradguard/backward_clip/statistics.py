@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.hooks import GradientObserver
 from gradguard.backward_clip.module_timeline import ModuleTimeline
 from gradguard.backward_clip.rules import BaseErrorClip, clamp_bounds
 from gradguard.listeners import ClipEvent, is_heard, rule_of, tell
@@ -28,6 +27,9 @@ class OpStatistics:
     elements: int
     clipped: Tensor
     nonfinite: Tensor
+    largest: Tensor
+    """The largest magnitude of an element before the clip, loss scale included: infinite if one was not finite, 0 where
+    all were of a subclass of Tensor, such as DTensor."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,9 @@ class ErrorClipStats:
         self._loss: Tensor | None = None
         self._blocks = 0
 
-    def observer(self, rule: BaseErrorClip) -> GradientObserver:
+    def observer(self, rule: BaseErrorClip) -> "BlockCounts":
         """Return what the gradients of blocks with ``rule`` are shown to; who listens hears of each at its end."""
-        return _Block(self, rule)
+        return BlockCounts(self, rule)
 
     def detach(self) -> None:
         """Remove the hooks that name modules."""
@@ -198,20 +200,21 @@ class _OpCounts:
     elements: int = 0
     clipped: Count = 0
     nonfinite: Count = 0
+    largest: float | Tensor = 0.0
 
     def add(self, clipped: Count, nonfinite: Count) -> None:
         self.clipped = self.clipped + clipped
         self.nonfinite = self.nonfinite + nonfinite
 
     def frozen(self) -> OpStatistics:
-        clipped, nonfinite = (
-            count if isinstance(count, Tensor) else torch.tensor(count, device="cpu")
-            for count in (self.clipped, self.nonfinite)
+        numbers = (
+            number if isinstance(number, Tensor) else torch.tensor(number, device="cpu")
+            for number in (self.clipped, self.nonfinite, self.largest)
         )
-        return OpStatistics(self.op, self.module, self.gradients, self.elements, clipped, nonfinite)
+        return OpStatistics(self.op, self.module, self.gradients, self.elements, *numbers)
 
 
-class _Block(GradientObserver):
+class BlockCounts:
     """Counts the clips of one block, or of one backward through an attached clip, and tells those who listen."""
 
     def __init__(self, stats: ErrorClipStats, rule: BaseErrorClip) -> None:
@@ -219,14 +222,17 @@ class _Block(GradientObserver):
         self.elements = 0
         self.clipped: list[Count] = []
 
-    def row(self, node: Node, name: str, sources: str) -> "_NodeCounts":
-        return _NodeCounts(self, self.stats.line(node, name), sources)
+    def row(self, node: Node, name: str, sources: str) -> "NodeCounts":
+        """Return where the gradients of the output of ``node`` are written down."""
+        return NodeCounts(self, self.stats.line(node, name), sources)
 
     def begin(self, loss: Tensor | None) -> None:
+        """A block begins."""
         self.elements, self.clipped = 0, []  # of a backward that raised an error before its end
         self.stats.begin(loss)
 
     def end(self) -> None:
+        """A block ends."""
         self.stats.end()
         elements, clipped = self.elements, self.clipped
         self.elements, self.clipped = 0, []
@@ -245,18 +251,15 @@ class _Block(GradientObserver):
 
 
 @dataclass
-class _NodeCounts:
+class NodeCounts:
     """One node's view of its row."""
 
-    block: _Block
+    block: BlockCounts
     row: _OpCounts
     made_by: str
 
-    @property
-    def module(self) -> str:
-        return self.row.module
-
     def clip(self, grad: Tensor, apply: Callable[[Tensor], Tensor], bounds: tuple[float, float] | None) -> Tensor:
+        """Return ``apply(grad)``, or ``grad`` where the clamp to ``bounds`` would not change it."""
         elements = self.arrive(grad)
         if elements == 0:
             return apply(grad)
@@ -265,6 +268,7 @@ class _NodeCounts:
         seen = grad.detach() if grad.requires_grad else grad
         low, high = (extreme.item() for extreme in seen.aminmax())
         finite = -math.inf < low and high < math.inf
+        self.row.largest = max(self.row.largest, -low, high) if finite else math.inf
         if finite and bounds is not None and bounds[0] <= low and high <= bounds[1]:
             return grad
         clipped = apply(grad)
@@ -282,6 +286,9 @@ class _NodeCounts:
         return elements
 
     def _on_device(self, grad: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
+        if type(grad) is Tensor:
+            largest = grad.detach().abs().amax().nan_to_num(nan=math.inf, posinf=math.inf)
+            self.row.largest = torch.maximum(torch.as_tensor(self.row.largest).to(largest.device), largest)
         clipped = apply(grad)
         return self._counted(clipped, *_count_changes(grad.detach(), clipped.detach()))
 

@@ -21,43 +21,27 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.arguments import check_threshold
-from gradguard.clip.clipper import ClipResult, Decision, ListedParameters, choice, describe
+from gradguard.clip.clipper import Decision, ListedParameters, choice, describe
 from gradguard.clip.gradients import (
-    ONE_STAGE,
-    GlobalNorm,
     Gradients,
     MeasuredGradients,
     Parameters,
-    Stages,
-    global_norm,
-    gradients_of,
-    host_sees_norms,
-    module_of,
-    named_tensors,
-    nonfinite_in,
-    refuse_nonfinite_in,
-    refused_by_name,
-    to_clip_by,
+    norms_of,
     total_of,
     with_norms,
 )
 from gradguard.clip.rules import FixedRule, at_scale
 from gradguard.clip.selection import KnownNames, Selection, Selector
 from gradguard.distributed.agreement import largest_of
-from gradguard.distributed.classes import Classes
 from gradguard.distributed.local_shard import is_told, shard_of
 from gradguard.distributed.placements import is_sharded, local_part
 from gradguard.distributed.plan import NormReduction
 from gradguard.distributed.reduction import Reducer
 from gradguard.distributed.settings import Settings
 from gradguard.errors import UnsupportedGradientError
-from gradguard.listeners import ClipEvent, announce, is_heard, tell
-from gradguard.policies import NonFinitePolicy, check_policy
-from gradguard.tensors.admission import keeping_subnormals
-from gradguard.tensors.layout import coalesce_, meeting_device, move, public_dtype
-from gradguard.tensors.nonfinite import zero_if_nonfinite_
+from gradguard.policies import NonFinitePolicy
+from gradguard.tensors.layout import coalesce_, meeting_device, move
 from gradguard.tensors.norms import joined_norms, norm_of_norms, tensor_norms
-from gradguard.tensors.scaling import steps_of
 from gradguard.tensors.units import WHOLE, UnitLayout, clip_units_, layout_of, scale_units_, unit_norms
 from gradguard.torch_private import (
     flattened_by_fsdp1,
@@ -132,7 +116,7 @@ def clip_grad_adaptive_(
         shared: Weights that several stages hold, as for `clip_grad_norm_`.
 
     Returns:
-        The 2-norm of all gradients that were not excluded, before the clip: 0-dim, float32 or float64.
+        The 2-norm of all gradients before the clip, those excluded too: 0-dim, float32 or float64.
 
     Raises:
         InvalidValueError: If a number is negative or NaN, or an excluded thing is not among ``parameters``.
@@ -156,81 +140,9 @@ def clip_grad_adaptive_(
         Brock, De, Smith, Simonyan (2021), High-performance large-scale image recognition without normalization,
         arXiv 2102.06171.
     """
-    stages = Stages.named(process_group, mesh, shared)
-    clip = clip_adaptive(parameters, clipping_threshold, eps=eps, exclude=exclude, nonfinite=nonfinite, stages=stages)
-    return clip.public_norm()
-
-
-@torch.no_grad()
-@keeping_subnormals
-def clip_adaptive(
-    parameters: Parameters,
-    clipping_threshold: float | Tensor,
-    *,
-    eps: float = 1e-3,
-    exclude: Selection = (),
-    nonfinite: NonFinitePolicy = "propagate",
-    stages: Stages = ONE_STAGE,
-) -> "UnitClip":
-    """Do what `clip_grad_adaptive_` says, and return what is known of it."""
     threshold = check_threshold("clipping_threshold", clipping_threshold)
-    eps = float(check_threshold("eps", eps))
-    policy = check_policy(nonfinite)
-    module = module_of(parameters)
-    layouts = {} if module is None else unit_layouts(module)
-    names, tensors = named_tensors(parameters, "parameters")
-    grads, left_out = _without_excluded(exclude, names, tensors, stages, module)
-    heard = is_heard()
-    acted_on = [p for p in grads.parameters if id(p) not in left_out]
-    if heard:
-        announce(acted_on)
-    compared = to_clip_by(grads, "clip_grad_adaptive_", threshold, eps, policy)
-    with refused_by_name(grads):
-        clip = decide_units(compared, layouts, range(len(grads.gradients)), threshold, eps, at_once=policy != "raise")
-        spread = compared.reduction is not None
-        if policy == "raise":
-            refuse_nonfinite_in(compared, clip.norm, clip.outcome().each if spread else None)
-        if spread and host_sees_norms(compared) and clip.outcome().each is None and not bool(clip.norm.isfinite()):
-            clip = replace(clip, bad=nonfinite_in(compared))
-        written = clip.write()
-        if policy == "zero":
-            zero_if_nonfinite_(clip.norm, written)
-            clip = replace(clip, zeroes=True)
-    if heard:
-        result = clip.result()
-        norms = result.norms if len(acted_on) == len(grads.parameters) else None
-        tell(ClipEvent("adaptive", acted_on, threshold, result.norm, result.coefficient, norms))
-    return clip
-
-
-def _without_excluded(
-    exclude: Selection,
-    names: Sequence[str] | None,
-    tensors: Sequence[Tensor],
-    stages: Stages,
-    module: nn.Module | None,
-) -> tuple[Gradients, set[int]]:
-    """Return the gradients to clip, and the identities of excluded parameters that are still listed.
-
-    Across pipeline stages an excluded parameter stays in the list, with an empty gradient: a pattern that fits nothing
-    on one stage may fit on another, so all stages must agree on their lists first.
-    """
-    selector = selector_of(exclude)
-    if selector is None:
-        return gradients_of(names, tensors, stages, module), set()
-    if stages.group is None:
-        selector.require_match(tensors, names, complete=True)
-        excluded = selector.chosen(tensors, names)
-        kept = [i for i, t in enumerate(tensors) if id(t) not in excluded]
-        names = [names[i] for i in kept] if names else None
-        return gradients_of(names, [tensors[i] for i in kept], stages, module), set()
-    selector.refuse_identities()
-    grads = gradients_of(names, tensors, stages, module)
-    all_names = None if names is None else grads.plain_names()
-    selector.require_match(grads.parameters, all_names, complete=True)
-    excluded = selector.chosen(grads.parameters, all_names)
-    pairs = zip(grads.parameters, grads.gradients, strict=True)
-    return replace(grads, gradients=[g.new_empty(0) if id(p) in excluded else g for p, g in pairs]), excluded
+    clipper = ClipAdaptive(threshold, eps, exclude)
+    return clipper(parameters, nonfinite=nonfinite, process_group=process_group, mesh=mesh, shared=shared).norm
 
 
 def selector_of(exclude: Selection) -> Selector | None:
@@ -281,7 +193,7 @@ class ClipAdaptive(FixedRule):
         arXiv 2102.06171.
     """
 
-    measures_itself, needs_tensor_norms = True, False
+    measures_itself = True
 
     _per_tensor = True
 
@@ -344,13 +256,13 @@ class ClipAdaptive(FixedRule):
         limit = check_threshold("threshold", self.threshold)
         kept = [i for i, out in enumerate(self._excluded(grads)) if not out]
         clip = decide_units(grads, self._units(), kept, at_scale(limit, scale), self.eps, at_once=at_once)
-        outcome = clip.outcome()
         if not isinstance(grads, MeasuredGradients):
-            grads = with_norms(grads, outcome.norms, there=outcome.there, classes=outcome.classes)
-        norms = global_norm(grads, scale)
-        coefficient = torch.where(outcome.clipped, outcome.after / total_of(grads.norms), 1.0)
-        locked_in = self._lock_in.follow(outcome.clipped, limit, norms.value.isfinite())
-        result = describe(grads, norms, coefficient, outcome.clipped, threshold=limit, locked_in=locked_in)
+            grads = with_norms(grads, clip.norms, there=clip.there)
+        norms = norms_of(grads, scale)
+        norm = total_of(norms)
+        coefficient = torch.where(clip.clipped, clip.after / total_of(grads.norms), 1.0)
+        locked_in = self._lock_in.follow(clip.clipped, limit, norm.isfinite())
+        result = describe(grads, norms, coefficient, clip.clipped, norm=norm, threshold=limit, locked_in=locked_in)
         return Decision(grads, result, None, clip.write)
 
     def _excluded(self, grads: Gradients) -> list[bool]:
@@ -427,30 +339,6 @@ def rows_like(gradient: Tensor, parameter: Tensor) -> Tensor:
 # The rule.
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptiveOutcome:
-    """The outcome of an adaptive clip for all gradients.
-
-    Attributes:
-        norms: The norm of each gradient, or of each class of gradients, before the clip.
-        after: The norm of all gradients after it: 0-dim.
-        clipped: Whether any unit is clipped on any process: 0-dim bool.
-        there: Which of ``norms`` any process has, bool; None where that is all of them.
-        classes: Which gradients one norm stands for; None where each has its own.
-    """
-
-    norms: Tensor
-    after: Tensor
-    clipped: Tensor
-    there: Tensor | None = None
-    classes: Classes | None = None
-
-    @property
-    def each(self) -> Tensor | None:
-        """The norm of each gradient, None where it is not known."""
-        return self.norms if self.classes is None else None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
     """Of the tensors whose units are bounded, by position: the part that this process holds.
@@ -461,8 +349,7 @@ class Units:
         norms: Those of their units, one vector for each of ``rows``.
         weights: The norms of the units of the weights, also where the gradient of a split unit is missing.
         factors: What units that lie whole here are multiplied by.
-        steps: The same in the steps in which that is done, one after the other: one mostly, as `steps_of` says. None
-            where it has been done.
+        left: What ``rows`` are still to be multiplied by; empty where that has been done.
     """
 
     rows: Mapping[int, Tensor]
@@ -470,7 +357,7 @@ class Units:
     norms: Mapping[int, Tensor]
     weights: Mapping[int, Tensor]
     factors: Mapping[int, Tensor]
-    steps: Mapping[int, Sequence[Tensor]]
+    left: Mapping[int, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -480,41 +367,26 @@ class UnitClip:
     Attributes:
         grads: The gradients.
         units: What it does that to.
-        norm: The norm of all gradients before the clip: 0-dim.
-        outcome: Tells what it does to all of them, before it is done or after.
-        zeroes: Whether it made all gradients 0 if one was not finite.
-        bad: Which gradients were not finite, where only that was asked of the processes.
+        norms: The norm of each gradient before the clip.
+        after: The norm of all gradients after it: 0-dim.
+        clipped: Whether any unit is clipped on any process: 0-dim bool.
+        there: Which gradients any process has, bool; None where that is all of them.
     """
 
     grads: Gradients
     units: Units
-    norm: Tensor
-    outcome: Callable[[], AdaptiveOutcome]
-    zeroes: bool = False
-    bad: Tensor | None = None
+    norms: Tensor
+    after: Tensor
+    clipped: Tensor
+    there: Tensor | None = None
 
     @torch.no_grad()
-    def write(self) -> Sequence[Tensor]:
-        """Clip the gradients in place, unless that has been done, and return what was written."""
-        units, parameters = self.units, self.grads.parameters
-        rows = {i: writable(parameters[i], row) if i in units.steps else row for i, row in units.rows.items()}
-        for group in _by_device({i: rows[i] for i in units.steps}):
-            for k in range(max([len(units.steps[i]) for i in group])):
-                each = [(rows[i], units.layouts[i], units.steps[i][k]) for i in group if k < len(units.steps[i])]
-                scale_units_(*map(list, zip(*each, strict=True)))
-        return list(rows.values())
-
-    def public_norm(self) -> Tensor:
-        """Return the 2-norm of all gradients before the clip, in the dtype that users see."""
-        return self.norm.to(public_dtype(self.grads.gradients))
-
-    def result(self) -> ClipResult:
-        """Return everything that a user may ask for."""
-        outcome, zeroed = self.outcome(), ~torch.isfinite(self.norm) & self.zeroes
-        coefficient = torch.where(outcome.clipped, outcome.after / self.norm, 1.0)
-        norms = GlobalNorm(self.norm, outcome.each)
-        result = describe(self.grads, norms, torch.where(zeroed, 0.0, coefficient), outcome.clipped | zeroed)
-        return replace(result, bad=self.bad)
+    def write(self) -> None:
+        """Clip the gradients in place, unless that has been done."""
+        units = self.units
+        rows = {i: writable(self.grads.parameters[i], units.rows[i]) for i in units.left}
+        for group in _by_device(rows):
+            scale_units_([rows[i] for i in group], [units.layouts[i] for i in group], [units.left[i] for i in group])
 
 
 @torch.no_grad()
@@ -530,8 +402,7 @@ def decide_units(
     """Return what an adaptive clip will do; where gradients are spread over processes, in one all-reduce.
 
     Args:
-        grads: The gradients; if they are spread, all processes decide at the same time. These may want the norm of each
-            gradient, which the clip does not need.
+        grads: The gradients; if they are spread, all processes decide at the same time.
         layouts: By identity, the units of parameters that are not what the shape tells.
         kept: The positions of the gradients to clip; the others are measured and left alone.
         threshold: λ, at least 0.
@@ -544,29 +415,27 @@ def decide_units(
             tell which elements a process holds.
         DistributedError: If another process does not come, or comes with something else.
     """
-    if grads.reduction is not None:
-        plan = unit_plan_for(grads.reduction, grads.parameters, layouts, kept, grads.name)
-        units = _measured(grads, {i: plan.units[i].layout for i in kept}, {*plan.split}, threshold, eps)
-        outcome, split = _outcome_everywhere(grads, plan, units, threshold, eps)
-        done = replace(units, steps={**units.steps, **split})
-        return UnitClip(grads, done, norm_of_norms(outcome.norms), lambda: outcome)
-    parameters = grads.parameters
-    cut = {i: layouts.get(id(parameters[i])) or layout_of(parameters[i]) for i in kept}
-    clipped = _clipped_at_once(grads, cut, threshold, eps) if at_once else None
-    if clipped is not None:
-        norm, units = clipped
-        if len(cut) < len(grads.gradients):
-            norm = _total([norm.view(1), *_norms_alone(grads, units)])
+    parameters, home, plan = grads.parameters, meeting_device(grads.gradients), None
+    if grads.reduction is None:
+        cut, split = {i: layouts.get(id(parameters[i])) or layout_of(parameters[i]) for i in kept}, []
     else:
-        units = _measured(grads, cut, (), threshold, eps)
-        norm = _total([*_joined(units.norms), *_norms_alone(grads, units)])
-    return UnitClip(grads, units, norm, lambda: _outcome_here(grads, units, norm))
+        plan = unit_plan_for(grads.reduction, parameters, layouts, kept, grads.name)
+        cut, split = {i: plan.units[i].layout for i in kept}, plan.split
+    units = _clipped_at_once(grads, cut, threshold, eps) if at_once and plan is None else None
+    units = units or _measured(grads, cut, set(split), threshold, eps)
+    before = tensor_norms([units.norms.get(i, g) for i, g in enumerate(grads.gradients)])
+    left = _left(units) | {i: units.norms[i][:0] for i in split if i in units.norms}
+    after = tensor_norms([left.get(i, g) for i, g in enumerate(grads.gradients)])
+    binds = _binds(units.factors, home)
+    if plan is None:
+        return UnitClip(grads, units, before, norm_of_norms(after), (binds > 0).any())
+    return _added_up(grads, plan, units, (move(before, home), move(after, home), binds), (threshold, eps))
 
 
 def _clipped_at_once(
     grads: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float
-) -> tuple[Tensor, Units] | None:
-    """Clip in one pass over memory; return the norm of all units before, and what was done, or None if nothing was."""
+) -> Units | None:
+    """Clip in one pass over memory, and return what was done; None if nothing was."""
     rows = {i: grads.gradients[i] for i in layouts if grads.gradients[i].numel()}
     if isinstance(threshold, Tensor) or not rows:
         return None
@@ -574,9 +443,8 @@ def _clipped_at_once(
     done = clip_units_(list(rows.values()), parameters, cut, threshold, eps)
     if done is None:
         return None
-    norm, norms, factors = done
-    by_place = dict(zip(rows, norms, strict=True)), {}, dict(zip(rows, factors, strict=True)), {}
-    return norm, Units(rows, layouts, *by_place)
+    norms, factors = (dict(zip(rows, vectors, strict=True)) for vectors in done)
+    return Units(rows, layouts, norms, {}, factors, {})
 
 
 def _measured(
@@ -595,7 +463,8 @@ def _measured(
     norms = _norms_by_device(rows, layouts, 0.0 if isinstance(threshold, Tensor) else threshold * eps)
     bounds = _norms_by_device(weights, layouts, eps)
     whole = {i: n for i, n in norms.items() if i not in split}
-    return Units(rows, layouts, norms, bounds, *_factors(whole, bounds, threshold, eps))
+    factors = _factors(whole, bounds, threshold, eps)
+    return Units(rows, layouts, norms, bounds, factors, factors)
 
 
 def _norms_by_device(
@@ -610,90 +479,67 @@ def _norms_by_device(
 
 def _factors(
     whole: Mapping[int, Tensor], weights: Mapping[int, Tensor], threshold: float | Tensor, eps: float
-) -> tuple[dict[int, Tensor], dict[int, Sequence[Tensor]]]:
-    """The factors of units that lie whole here, from their norms, and the steps in which they are applied."""
+) -> dict[int, Tensor]:
+    """The factors of units that lie whole here, from their norms."""
     factors: dict[int, Tensor] = {}
-    steps: dict[int, Sequence[Tensor]] = {}
     for group in _by_device(whole):
-        joined = torch.cat([whole[i] for i in group]), torch.cat([weights[i] for i in group])
-        found, together = unit_factors(*joined, threshold, eps)
-        sizes = [whole[i].shape[0] for i in group]
-        factors.update(zip(group, found.split(sizes), strict=True))
-        steps.update(zip(group, zip(*[step.split(sizes) for step in together], strict=True), strict=True))
-    return factors, steps
+        found = unit_factors(
+            torch.cat([whole[i] for i in group]), torch.cat([weights[i] for i in group]), threshold, eps
+        )
+        factors.update(zip(group, found.split([len(whole[i]) for i in group]), strict=True))
+    return factors
 
 
-def unit_factors(
-    norms: Tensor, weights: Tensor, threshold: float | Tensor, eps: float
-) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return what units of these norms are multiplied by, and the steps in which that is done."""
+def unit_factors(norms: Tensor, weights: Tensor, threshold: float | Tensor, eps: float) -> Tensor:
+    """Return what units of these norms are multiplied by."""
     fraction = move(threshold, norms.device) if isinstance(threshold, Tensor) else threshold
     bound = weights.clamp(min=eps) * fraction
-    factors = torch.where(norms > bound, bound / norms, 1.0)
-    return factors, steps_of(factors, bound, norms, epsilon=0.0)
+    return torch.where(norms > bound, bound / norms, 1.0)
 
 
-def _joined(vectors: Mapping[int, Tensor]) -> list[Tensor]:
-    """The vectors of each device as one."""
-    return [torch.cat([vectors[i] for i in group]) for group in _by_device(vectors)]
-
-
-def _norms_alone(grads: Gradients, units: Units) -> list[Tensor]:
-    """The norms of gradients that are measured and left alone, if there are any."""
-    alone = [g for i, g in enumerate(grads.gradients) if i not in units.rows and g.numel()]
-    return [tensor_norms(alone)] if alone else []
+def _left(units: Units) -> dict[int, Tensor]:
+    """The norms of the units that lie whole here, as the clip leaves them."""
+    left: dict[int, Tensor] = {}
+    for group in _by_device(units.factors):
+        joined = torch.cat([units.norms[i] for i in group]) * torch.cat([units.factors[i] for i in group])
+        left.update(zip(group, joined.split([len(units.norms[i]) for i in group]), strict=True))
+    return left
 
 
 def _binds(factors: Mapping[int, Tensor], home: torch.device) -> Tensor:
     """1 if a unit that lies whole here is clipped, else 0: float64, of one element."""
-    found = [move((vector < 1).any(), home, torch.float64).view(1) for vector in _joined(factors)]
+    joined = [torch.cat([factors[i] for i in group]) for group in _by_device(factors)]
+    found = [move((vector < 1).any(), home, torch.float64).view(1) for vector in joined]
     return torch.cat([torch.zeros(1, dtype=torch.float64, device=home), *found]).amax(0, True)
 
 
-def _outcome_here(grads: Gradients, units: Units, norm: Tensor) -> AdaptiveOutcome:
-    """Clip gradients that this process holds whole; ``norm`` is their norm."""
-    after = [n * f for n, f in zip(_joined(units.norms), _joined(units.factors), strict=True)]
-    each = tensor_norms([units.norms.get(i, g) for i, g in enumerate(grads.gradients)])
-    return AdaptiveOutcome(
-        each, _total([*after, *_norms_alone(grads, units)]), (_binds(units.factors, norm.device) > 0).any()
-    )
+def _added_up(
+    grads: Gradients,
+    plan: "UnitPlan",
+    units: Units,
+    here: tuple[Tensor, Tensor, Tensor],
+    rule: tuple[float | Tensor, float],
+) -> UnitClip:
+    """Return what the clip does on all processes: one all-reduce of what was measured on each.
 
-
-def _total(vectors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm over vectors of norms that may lie on several devices."""
-    if not vectors:
-        return torch.zeros((), device="cpu")
-    device = meeting_device(vectors)
-    total = torch.linalg.vector_norm(torch.stack([move(torch.linalg.vector_norm(n), device) for n in vectors]))
-    safe = norm_of_norms(torch.stack([move(norm_of_norms(n), device) for n in vectors]))
-    # squares of float64 norms may leave its range
-    return torch.where(total.isfinite() & (total > 1e-140), total, safe)
-
-
-def _outcome_everywhere(
-    grads: Gradients, plan: "UnitPlan", units: Units, threshold: float | Tensor, eps: float
-) -> tuple[AdaptiveOutcome, dict[int, Sequence[Tensor]]]:
-    """Add up what all processes hold; return what the clip does, and the steps of the split units held here."""
-    part, home = grads.reduction, meeting_device(grads.gradients)
+    Args:
+        grads: The gradients, of which processes hold parts.
+        plan: Where split units stand in the vector.
+        units: What this process holds.
+        here: The norm of each gradient before and after the clip, without split units, and whether a unit is clipped.
+        rule: λ and ε.
+    """
+    part, home = grads.reduction, here[0].device
     assert part is not None
-    classes = None if grads.wants_each or part.reducer.is_alone else part.classes
-    parts = [units.norms.get(i, g) for i, g in enumerate(grads.gradients)]
-    left = [
-        p * units.factors[i] if i in units.factors else p[:0] if i in units.norms else p for i, p in enumerate(parts)
-    ]
-    before, after = move(tensor_norms(parts), home), move(tensor_norms(left), home)
-    if classes is not None:
-        before, after = classes.joined(before, 2.0), classes.joined(after, 2.0)
     slots = plan.place(units.norms, home), plan.place(units.weights, home)
-    vector = torch.cat([before, after, _binds(units.factors, home), *slots])
-    weights, shares = plan.weights_and_shares(part, classes)
+    vector, (weights, shares) = torch.cat([*here, *slots]), plan.weights_and_shares(part)
     (added,), there = part.reducer.reduce([(vector, 2.0)], weights, shares, part.balance, part.settings)
-    count = len(before)
-    before, after, binds, gradients, bounds = added.split([count, count, 1, *map(len, slots)])
-    split, steps = unit_factors(gradients, bounds, threshold, eps)
-    total = norm_of_norms(torch.cat([after, gradients * split]))
-    clipped = (binds > 0).any() | (split < 1).any()
-    return AdaptiveOutcome(before, total, clipped, there[:count], classes), plan.take(steps, units.rows)
+    before, after, binds, gradients, bounds = added.split([*map(len, here), *map(len, slots)])
+    factors = unit_factors(gradients, bounds, *rule)
+    left = norm_of_norms(torch.cat([after, gradients * factors]))
+    clipped = (binds > 0).any() | (factors < 1).any()
+    done = replace(units, left={**units.left, **plan.take(factors, units.rows)})
+    return UnitClip(grads, done, before, left, clipped, there[: len(before)])
 
 
 def _by_device(tensors: Mapping[int, Tensor]) -> list[list[int]]:
@@ -791,15 +637,12 @@ class UnitPlan:
         self._weights = self._each(weights)
         self._places: dict[tuple[int, torch.device], Tensor] = {}
 
-    def weights_and_shares(self, part: NormReduction, classes: Classes | None) -> tuple[Tensor, Tensor]:
+    def weights_and_shares(self, part: NormReduction) -> tuple[Tensor, Tensor]:
         """Return those of the whole vector, which `Reducer.reduce` wants."""
         one, none = part.weights.new_ones(1), part.weights.new_zeros(1 + self.offsets[-1])
-        own, shares = part.weights, part.shares
-        if classes is not None:
-            own, shares = classes.weights, classes.shares(part.shares)
-        weights = torch.cat([own, own, one, self._weights, self._weights])
+        weights = torch.cat([part.weights, part.weights, one, self._weights, self._weights])
         # A weight is there whether the gradient is or not.
-        return weights, torch.cat([shares, shares, none[:1], self._each(part.shares), none[1:]])
+        return weights, torch.cat([part.shares, part.shares, none[:1], self._each(part.shares), none[1:]])
 
     def _each(self, values: Tensor) -> Tensor:
         return values.repeat_interleave(self._slots, output_size=self.offsets[-1])
@@ -812,10 +655,10 @@ class UnitPlan:
         pieces = torch.cat([move(norms[i], home, torch.float64) for i in some])
         return joined_norms(pieces, torch.cat([self._at(i, home) for i in some]), self.offsets[-1])
 
-    def take(self, steps: Sequence[Tensor], rows: Mapping[int, Tensor]) -> dict[int, Sequence[Tensor]]:
-        """Return what the pieces of ``rows`` are multiplied by, beside each, from the steps of all split units."""
+    def take(self, factors: Tensor, rows: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return what the pieces of ``rows`` are multiplied by, beside each, from the factors of all split units."""
         some = [i for i in self.split if i in rows]
-        return {i: [move(step[self._at(i, step.device)], rows[i].device) for step in steps] for i in some}
+        return {i: move(factors[self._at(i, factors.device)], rows[i].device) for i in some}
 
     def _at(self, index: int, device: torch.device) -> Tensor:
         if (index, device) not in self._places:

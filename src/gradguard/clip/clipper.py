@@ -13,26 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.clip.gradients import (
-    GlobalNorm,
     Gradients,
     MeasuredGradients,
     Parameters,
     Stages,
-    asking,
     current_gradients,
     gradients_of,
-    host_sees_norms,
     measured,
     module_of,
     named_tensors,
-    nonfinite_in,
     refuse_nonfinite_in,
     refused_by_name,
     to_clip_by,
     total_of,
 )
 from gradguard.distributed.settings import Settings, as_setting
-from gradguard.errors import DistributedError
 from gradguard.listeners import ClipEvent, SkipReason, announce, is_heard, rule_of, tell
 from gradguard.policies import NonFinitePolicy, check_policy
 from gradguard.tensors.admission import keeping_subnormals
@@ -53,8 +48,7 @@ class ClipResult:
             what every gradient was multiplied by. Where a rule clamps or scales parts, it is 1 until that is done.
         clipped: Whether the clip binds on this step; 0-dim bool.
         nonfinite: Whether any gradient held NaN or infinity; 0-dim bool.
-        norms: Norm of each gradient before the clip, of the same order; ``[len(names)]``, float64. None where they were
-            not sent between processes: read `tensor_norms`, which says so.
+        tensor_norms: Norm of each gradient before the clip, of the same order; ``[len(names)]``, float64.
         names: The parameter that each entry of ``tensor_norms`` belongs to.
         threshold: What the rule compared with on this step, for gradients without a loss scale; 0-dim, or None where
             there is not one number.
@@ -62,7 +56,6 @@ class ClipResult:
             None where nobody counts. See `LockIn`.
         group_norms: 2-norm before the clip of each group of `Groups`, 0-dim each; None without groups.
         counter: Counts the non-finite elements for `culprits`; None where the host has seen that there are none.
-        bad: Which gradients held NaN or infinity, ``[len(names)]``, bool, where only that was asked of the processes.
 
     Example:
         >>> import gradguard as gg, torch
@@ -77,32 +70,12 @@ class ClipResult:
     coefficient: Tensor
     clipped: Tensor
     nonfinite: Tensor
-    norms: Tensor | None
+    tensor_norms: Tensor
     names: Sequence[str]
     threshold: Tensor | None = None
     locked_in: Tensor | None = None
     group_norms: Mapping[str, Tensor] | None = None
     counter: "NonfiniteCounter | None" = field(default=None, repr=False)
-    bad: Tensor | None = field(default=None, repr=False)
-
-    @property
-    def tensor_norms(self) -> Tensor:
-        """Norm of each gradient before the clip, of the order of ``norm``: ``[len(names)]``, float64.
-
-        Where processes hold parts of the gradients, they send each other one number a group of gradients, which is what
-        the decision needs, unless a rule needs each tensor or the call or the guard was given ``tensor_norms=True``.
-        Reading never starts a collective: one process may read alone.
-
-        Raises:
-            DistributedError: If they were not sent.
-        """
-        if self.norms is None:
-            raise DistributedError(
-                "the norm of each tensor is not known: processes hold parts of the gradients, and sent each other only "
-                "what the clip needed. Ask for it before the step, on every rank: clipper(model, tensor_norms=True) or "
-                "Guard(optimizer, clipper, tensor_norms=True)."
-            )
-        return self.norms
 
     def culprits(self) -> dict[str, int | None]:
         """Return which parameters held NaN or infinity, with the number of such elements. The host waits.
@@ -110,33 +83,19 @@ class ClipResult:
         The names come from the norms before the clip, so they stay right for ever. The numbers are counted in the
         gradients, when asked (on the CPU at once, on the rare step that needs it): a number is None where the gradient
         has been freed or overwritten since. Nothing keeps a gradient alive. Where processes hold parts of a gradient,
-        the names are those of all, and each number is of this process' part.
-
-        Raises:
-            DistributedError: If nobody knows the names: on an accelerator, where the host does not read the norm at a
-                step, processes that hold parts of the gradients tell each other only under ``tensor_norms=True``. They
-                do under ``"raise"``, under the ``"skip"`` of an optimizer that is not fused, and always on the CPU.
+        the names are those of all, and each number is of this process' part. Reading starts no collective: one process
+        may read alone.
         """
         bad = self._bad_positions()
-        if bad is None:
-            raise DistributedError(
-                "which gradients were not finite is not known: processes hold parts of them, and the host did not look "
-                "at this step. Ask for it before the step, on every rank: clipper(model, tensor_norms=True) or "
-                "Guard(optimizer, clipper, tensor_norms=True)."
-            )
         counts = self.counter.count(bad) if self.counter is not None else [None] * len(bad)
         return {self.names[i]: count for i, count in zip(bad, counts, strict=True)}
 
-    def known_culprits(self) -> list[str]:
-        """Return the names of `culprits`, none where nobody knows them."""
-        return [self.names[i] for i in self._bad_positions() or ()]
+    def culprit_names(self) -> list[str]:
+        """Return the names of `culprits`."""
+        return [self.names[i] for i in self._bad_positions()]
 
-    def _bad_positions(self) -> list[int] | None:
-        if self.bad is not None:
-            return self.bad.nonzero().flatten().tolist()
-        if self.norms is not None:
-            return (~self.norms.isfinite()).nonzero().flatten().tolist()
-        return None if bool(self.nonfinite) else []
+    def _bad_positions(self) -> list[int]:
+        return (~self.tensor_norms.isfinite()).nonzero().flatten().tolist()
 
 
 class NonfiniteCounter:
@@ -241,17 +200,10 @@ class Clipper(ABC):
     measures_itself = False
     """Whether `decide` measures parts of gradients in a way of its own, so that norms taken before would be wasted."""
 
-    needs_tensor_norms: bool = True
-    """Whether `decide` asks for the norm of each tensor (`norms_of`); else only for that of all (`global_norm`).
-
-    Where processes hold parts of the gradients, they then send each other one number instead of one for each."""
-
     uses_reach = False
     """Whether `decide` asks how far the optimizer moves the weights (``grads.reach``)."""
 
     _per_tensor = False
-    serves_several_guards = False
-    """Whether one object may belong to the guards of several optimizers although it remembers."""
 
     @torch.no_grad()
     @keeping_subnormals
@@ -263,7 +215,6 @@ class Clipper(ABC):
         process_group: Any = None,
         mesh: Any = None,
         shared: Any = None,
-        tensor_norms: bool = False,
     ) -> ClipResult:
         """Clip the gradients of ``parameters`` in place.
 
@@ -273,8 +224,6 @@ class Clipper(ABC):
             process_group: Pipeline stages, as for `clip_grad_norm_`.
             mesh: Pipeline stages, as for `clip_grad_norm_`.
             shared: Weights that several stages hold, as for `clip_grad_norm_`.
-            tensor_norms: Whether ``result.tensor_norms`` is wanted where processes hold parts of the gradients: they
-                then send each other the norm of each tensor. The same on every process. Elsewhere it is always there.
 
         Returns:
             What the clip did.
@@ -294,16 +243,16 @@ class Clipper(ABC):
         else:
             listed = tensors if names is None else list(zip(names, tensors, strict=True))
             self.learn(parameters if isinstance(parameters, nn.Module) else listed)
-        grads = self.compared(asking(grads, tensor_norms), policy)
+        grads = self.compared(grads, policy)
         if policy == "raise":
             with refused_by_name(grads):
                 grads = self.measure(grads)
-            refuse_nonfinite_in(grads, total_of(grads.norms), grads.norms if grads.classes is None else None)
+            refuse_nonfinite_in(grads, total_of(grads.norms), grads.norms)
         heard = is_heard()
         if heard:
             announce(tensors, tells_norms=grads.reduction is None and self.orders() == {2.0})
         with refused_by_name(grads):
-            decision = with_culprits(self.decide_at_once(grads))
+            decision = self.decide_at_once(grads)
             decision.apply()
         result = _zeroed(decision) if policy == "zero" else decision.result
         if heard:
@@ -325,7 +274,7 @@ class Clipper(ABC):
 
     def measure(self, grads: Gradients) -> "MeasuredGradients":
         """Return ``grads`` with the norms that `decide` will ask for."""
-        return measured(grads, self.orders(), each=self.needs_tensor_norms)
+        return measured(grads, self.orders())
 
     def orders(self) -> set[float]:
         """Return the orders of the norms that `decide` will ask for, so that `Groups` measures all of them at once."""
@@ -400,7 +349,7 @@ class Clipper(ABC):
             skipped: Whether that step is left out.
             skip_reason: Why, if it is.
         """
-        norms = result.norms if self.orders() == {2.0} else None
+        norms = result.tensor_norms if self.orders() == {2.0} else None
         told = result.threshold, result.norm, result.coefficient, norms
         order = float(getattr(self, "norm_type", 2.0))
         return ClipEvent(
@@ -480,23 +429,25 @@ class ListedParameters(list[tuple[str, Tensor]]):
 
 def describe(
     grads: Gradients,
-    norms: Tensor | GlobalNorm,
+    norms: Tensor,
     coefficient: Tensor,
     clipped: Tensor,
     *,
     order: float = 2.0,
+    norm: Tensor | None = None,
     threshold: float | Tensor | None = None,
     locked_in: Tensor | None = None,
     group_norms: Mapping[str, Tensor] | None = None,
 ) -> ClipResult:
-    """Return the result of a clip from what `norms_of` or `global_norm` measured.
+    """Return the result of a clip from what `norms_of` measured.
 
     Args:
         grads: The gradients.
-        norms: What one of them returned, with the same ``order``.
+        norms: What it returned, with the same ``order``.
         coefficient: The norm after the clip over the norm before, 0-dim.
         clipped: Whether the clip binds, 0-dim bool.
         order: The order of the norms.
+        norm: Their `total_of`, where the rule has it already.
         threshold: What the rule compared with.
         locked_in: What `LockIn.follow` returned.
         group_norms: The norm of each group.
@@ -517,9 +468,8 @@ def describe(
         >>> float(HalveLarge()([weight]).norm), weight.grad
         (5.0, tensor([1.5000, 2.0000]))
     """
-    if isinstance(norms, Tensor):
-        norms = GlobalNorm(total_of(norms, order), norms)
-    norm = norms.value
+    if norm is None:
+        norm = total_of(norms, order)
     if threshold is not None and not isinstance(threshold, Tensor):
         threshold = torch.full_like(norm, threshold)
     return ClipResult(
@@ -527,32 +477,12 @@ def describe(
         coefficient=coefficient,
         clipped=clipped,
         nonfinite=~(norm < math.inf),
-        norms=norms.of_each,
+        tensor_norms=norms,
         names=grads.plain_names(),
         threshold=threshold,
         locked_in=locked_in,
         group_norms=group_norms,
     )
-
-
-@torch.no_grad()
-def with_culprits(decision: Decision, *, host_looks: bool = False) -> Decision:
-    """Let all processes tell each other which gradients are not finite, on a step on which one is not.
-
-    That is a second all-reduce, which all of them take part in because all of them see the same norm. A healthy step
-    costs nothing. Where the host would have to wait for the norm, nothing is done.
-
-    Args:
-        decision: Before anything is written.
-        host_looks: Whether the host looks at the norm at this step anyway, on every process.
-
-    Returns:
-        The decision, whose result knows its culprits if it was sick.
-    """
-    result, grads = decision.result, decision.gradients
-    if result.norms is not None or result.bad is not None or not (host_looks or host_sees_norms(grads)):
-        return decision
-    return replace(decision, result=replace(result, bad=nonfinite_in(grads))) if bool(result.nonfinite) else decision
 
 
 def _zeroed(decision: Decision) -> ClipResult:

@@ -14,13 +14,12 @@ from gradguard.clip.gradients import (
     MeasuredGradients,
     Parameters,
     current_gradients,
-    global_norm,
     measured,
+    norms_of,
     total_of,
     with_norms,
 )
 from gradguard.clip.selection import KnownNames, Selection, Selector, listed
-from gradguard.distributed.classes import Classes
 from gradguard.distributed.settings import Settings
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.tensors.layout import move
@@ -122,11 +121,6 @@ class Chain(_Composite):
         """Return the call that makes such a chain."""
         return f"Chain({', '.join(map(repr, self.members))})"
 
-    @property
-    def needs_tensor_norms(self) -> bool:  # type: ignore[override]
-        """Whether a member asks for the norm of each tensor."""
-        return any(member.needs_tensor_norms for member in self.members)
-
     def settings(self) -> Settings:
         """Return those of all members."""
         return "Chain", *(setting for member in self.members for setting in member.settings())
@@ -159,8 +153,7 @@ class Chain(_Composite):
 
 def _decide(members: Sequence[Clipper], grads: Gradients, scale: float | Tensor) -> Decision:
     if grads.reduction is None or not members[0].measures_itself:
-        orders = {2.0}.union(*(member.orders() for member in members))
-        grads = measured(grads, orders, each=any(member.needs_tensor_norms for member in members))
+        grads = measured(grads, {2.0}.union(*(member.orders() for member in members)))
     decisions: list[Decision] = []
     product, seen_scale = None, scale
     for member in members:
@@ -198,12 +191,12 @@ def _decide(members: Sequence[Clipper], grads: Gradients, scale: float | Tensor)
 
 def _left(grads: Gradients, gradients: Sequence[Tensor], written: Decision, product: Tensor | None) -> Gradients:
     """The gradients after a write: unmeasured, unless the one who wrote knew what norms it would leave."""
-    known = {"reduction": grads.reduction, "wants_each": grads.wants_each, "reach": grads.reach}
-    after = Gradients(grads.parameters, gradients, grads.positions, grads.names, **known)
+    after = Gradients(
+        grads.parameters, gradients, grads.positions, grads.names, reduction=grads.reduction, reach=grads.reach
+    )
     if written.left is None:
         return after
-    norms = written.left if product is None else written.left * product
-    return with_norms(after, norms, classes=getattr(written.gradients, "classes", None))
+    return with_norms(after, written.left if product is None else written.left * product)
 
 
 def _joined(results: Sequence[ClipResult]) -> ClipResult:
@@ -295,7 +288,6 @@ class Groups(_Composite):
         self._names = KnownNames()
         self._checked: object = None  # the parameters that `learn` has last seen
         self._known: tuple[object, list[int]] | None = None  # the gradients that came last, and the group of each
-        self._classes: tuple[Classes, list[int], list[bool], Classes] | None = None  # of those
 
     def __repr__(self) -> str:
         """Return the call that makes such groups; a group of parameters or modules themselves cannot be typed."""
@@ -339,14 +331,14 @@ class Groups(_Composite):
         """Measure all gradients once, and let each group's rule decide on its own."""
         grads = self.measure(grads)
         parts = self._parts_of(grads)
-        norms = global_norm(grads, scale)
-        group_norms = {label: global_norm(p, scale).value for label, p in zip(self.members, parts, strict=True)}
+        norms = norms_of(grads, scale)
+        group_norms = {label: total_of(norms_of(p, scale)) for label, p in zip(self.members, parts, strict=True)}
         decisions = {
             label: member.decide(part, scale)
             for (label, member), part in zip(self.members.items(), parts, strict=True)
             if member is not None and part.is_there()
         }
-        norm = norms.value
+        norm = total_of(norms)
         coefficient, clipped = torch.ones_like(norm), norm > norm
         alarms = any(decision.result.locked_in is not None for decision in decisions.values())
         locked_in = norm > norm if alarms else None
@@ -369,29 +361,14 @@ class Groups(_Composite):
             tell()
 
         tell()
-        result = describe(grads, norms, coefficient, clipped, locked_in=locked_in, group_norms=group_norms)
+        result = describe(grads, norms, coefficient, clipped, norm=norm, locked_in=locked_in, group_norms=group_norms)
         return Decision(grads, result, None, write)
-
-    def measure(self, grads: Gradients) -> MeasuredGradients:
-        """Measure all gradients: of each group one norm, or that of each tensor if its rule asks for them."""
-        return measured(grads, self.orders(), each=False, classes=self._classes_of(grads))
-
-    def _classes_of(self, grads: Gradients) -> Classes | None:
-        """The classes of gradients that processes hold parts of; made again only for other gradients or rules."""
-        root = None if grads.reduction is None else grads.reduction.classes
-        if root is None:
-            return None
-        places, each = self._places_of(grads), [m is not None and m.needs_tensor_norms for m in self.members.values()]
-        known = self._classes
-        if known is None or known[0] is not root or known[1] is not places or known[2] != each:
-            known = self._classes = root, places, each, root.grouped(places, each)
-        return known[3]
 
     def _parts_of(self, grads: MeasuredGradients) -> list[MeasuredGradients]:
         positions: list[list[int]] = [[] for _ in self.members]
         for i, place in enumerate(self._places_of(grads)):
             positions[place].append(i)
-        return [grads.group(k, own) for k, own in enumerate(positions)]
+        return [grads.group(own) for own in positions]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each group's clipper, by the label of the group."""

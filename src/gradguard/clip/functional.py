@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_interval, check_order, check_threshold
-from gradguard.clip.adaptive import clip_adaptive, selector_of
+from gradguard.clip.adaptive import ClipAdaptive, selector_of
 from gradguard.clip.clipper import ClipResult
 from gradguard.clip.gradients import (
     Parameters,
@@ -33,7 +33,7 @@ from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import coalesce_, public_dtype
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
 from gradguard.tensors.norms import norm_of_norms, total_norm
-from gradguard.tensors.scaling import clamp_, clip_coefficient, scale_in_, steps_of
+from gradguard.tensors.scaling import clamp_, clip_coefficient, scale_
 
 
 @keeping_subnormals
@@ -134,7 +134,7 @@ def clip_grad_norm_(
         refuse_nonfinite_in(grads, norm)
     coefficient = clip_coefficient(norm, max_norm)
     if isinstance(max_norm, Tensor) or not math.isinf(max_norm):
-        scale_in_(grads.gradients, steps_of(coefficient, max_norm, norm))
+        scale_(grads.gradients, coefficient)
     if policy == "zero":
         zero_if_nonfinite_(norm, grads.gradients)
     if heard:
@@ -317,14 +317,15 @@ def apply_gradient_clipping(
         raise InvalidValueError(f"clipping_type={clipping_type!r}: expected 'norm', 'value' or 'adaptive'.")
     policy = check_policy(nonfinite)
     threshold = check_threshold("clipping_threshold", clipping_threshold)
-    if clipping_type == "adaptive":
-        return clip_adaptive(model, threshold, exclude=exclude, nonfinite=policy).result()
-    if selector_of(exclude) is not None:
+    if clipping_type != "adaptive" and selector_of(exclude) is not None:
         raise InvalidValueError(
             f"exclude= goes with clipping_type='adaptive', and this is {clipping_type!r}: gradguard.Groups leaves "
             "parameters out of the other rules."
         )
-    clipper = ClipByGlobalNorm(threshold) if clipping_type == "norm" else ClipByValue(threshold)
+    if clipping_type == "adaptive":
+        clipper = ClipAdaptive(threshold, exclude=exclude)
+    else:
+        clipper = ClipByGlobalNorm(threshold) if clipping_type == "norm" else ClipByValue(threshold)
     return replace(clipper(model, nonfinite=policy), locked_in=None)  # nobody counts
 
 

@@ -4,14 +4,11 @@ import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from gradguard.distributed.classes import Classes
 from gradguard.distributed.megatron import refuse_main_gradients
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
 from gradguard.distributed.plan import NormReduction, called, first_places, plan_for, plan_for_gradients
@@ -242,17 +239,6 @@ def to_clip_by(grads: Gradients, *settings: Setting) -> Gradients:
     return grads if grads.reduction is None else replace(grads, reduction=replace(grads.reduction, settings=settings))
 
 
-def host_sees_norms(grads: Gradients) -> bool:
-    """Tell whether the host knows norms that processes have added up without a wait; all of them say the same."""
-    return grads.reduction is None or grads.reduction.reducer.device.type == "cpu"
-
-
-@torch.no_grad()
-def nonfinite_in(grads: Gradients) -> Tensor:
-    """Return which gradients hold NaN or infinity on any process: one all-reduce, for steps on which one does."""
-    return ~norms_in(grads).isfinite()
-
-
 @torch.no_grad()
 def norms_in(grads: Gradients, order: float = 2.0) -> Tensor:
     """Return the norm of each gradient, of all its parts on all processes: ``[len(grads.gradients)]``, float64."""
@@ -282,7 +268,7 @@ def refuse_nonfinite_in(grads: Gradients, norm: Tensor, norms: Tensor | None = N
 def norm_in(grads: Gradients, order: float = 2.0) -> Tensor:
     """Return the norm of all gradients as one vector, on all processes: 0-dim, float64."""
     return (
-        total_norm(grads.gradients, order) if grads.reduction is None else grads.reduction.total(grads.gradients, order)
+        total_norm(grads.gradients, order) if grads.reduction is None else norm_of_norms(norms_in(grads, order), order)
     )
 
 
@@ -341,17 +327,14 @@ class MeasuredGradients(Gradients):
     """Gradients with their norms, so that several rules share one measurement.
 
     Attributes:
-        norms: 2-norm of each gradient as it is in memory, loss scale included; ``[len(gradients)]``. Or of several
-            together, ``[len(classes)]``.
+        norms: 2-norm of each gradient as it is in memory, loss scale included; ``[len(gradients)]``.
         others: Norms of other orders, by order, where they were measured with the first.
-        there: Which gradients (or classes) any process has, bool; None where that is all of them.
-        classes: Which gradients one norm stands for; None where each has its own.
+        there: Which gradients any process has, bool; None where that is all of them.
     """
 
     norms: Tensor
     others: Mapping[float, Tensor] = field(default_factory=dict, kw_only=True)
     there: Tensor | None = field(default=None, kw_only=True)
-    classes: Classes | None = field(default=None, kw_only=True)
 
     def is_there(self) -> bool:
         """Tell whether there is any gradient; where Python may not look, there may be."""
@@ -359,106 +342,46 @@ class MeasuredGradients(Gradients):
             return len(self.gradients) > 0
         return bool(self.there.any())
 
-    def group(self, number: int, positions: Sequence[int]) -> "MeasuredGradients":
-        """Return the gradients at ``positions``, one group of ``classes`` if there are any, with their norms."""
-        classes, taken = self.classes, partial(_entries, positions=positions)
-        if classes is not None:
-            taken, classes = itemgetter(classes.of_group[number]), None if classes.each[number] else classes
-        parameters, gradients = ([one[i] for i in positions] for one in (self.parameters, self.gradients))
-        reduction = None if self.reduction is None else self.reduction.of(positions)
-        known = {"reduction": reduction, "wants_each": self.wants_each, "reach": self.reach}
-        part = Gradients(parameters, gradients, [self.positions[i] for i in positions], self.names, **known)
-        others = {order: taken(norms) for order, norms in self.others.items()}
-        there = None if self.there is None else taken(self.there)
-        return with_norms(part, taken(self.norms), others=others, there=there, classes=classes)
+    def group(self, places: Sequence[int]) -> "MeasuredGradients":
+        """Return the gradients at ``places``, with their norms."""
+        parameters, gradients = ([one[i] for i in places] for one in (self.parameters, self.gradients))
+        return MeasuredGradients(
+            parameters,
+            gradients,
+            [self.positions[i] for i in places],
+            self.names,
+            _entries(self.norms, places),
+            reduction=None if self.reduction is None else self.reduction.of(places),
+            reach=self.reach,
+            others={order: _entries(norms, places) for order, norms in self.others.items()},
+            there=None if self.there is None else _entries(self.there, places),
+        )
 
 
 def with_norms(grads: Gradients, norms: Tensor, **known: Any) -> MeasuredGradients:
     """Return a `MeasuredGradients` of ``grads``; ``known`` are the other fields that it has beside the norms."""
     lists = grads.parameters, grads.gradients, grads.positions, grads.names
-    kept = {"reduction": grads.reduction, "wants_each": grads.wants_each, "reach": grads.reach}
-    return MeasuredGradients(*lists, norms, **kept, **known)
+    return MeasuredGradients(*lists, norms, reduction=grads.reduction, reach=grads.reach, **known)
 
 
 @torch.no_grad()
-def measured(
-    grads: Gradients, orders: Iterable[float] = (), *, each: bool = True, classes: Classes | None = None
-) -> MeasuredGradients:
+def measured(grads: Gradients, orders: Iterable[float] = ()) -> MeasuredGradients:
     """Return ``grads`` with its norms, measured now unless they are known.
 
     Args:
         grads: The gradients.
         orders: Other orders of norms that will be asked for. Where gradients are spread over processes, these add up
             in the same all-reduce; else they are measured when they are asked for.
-        each: Whether the norm of each gradient is needed; else that of all is enough.
-        classes: Of which gradients norms are needed together, where processes hold parts of them.
     """
-    part, each = grads.reduction, each or asks_for_each(grads)
-    if isinstance(grads, MeasuredGradients) and (
-        grads.classes is None or (not each and classes in (None, grads.classes))
-    ):
+    if isinstance(grads, MeasuredGradients):
         return grads
-    if part is None or each:
-        classes = None
-    elif classes is None:
-        classes = part.classes
-    others = sorted(set(orders) - {2.0}) if part is not None else []
-    there = None
-    if classes is not None and part is not None:
-        local = [(classes.norms(grads.gradients, order), order) for order in (2.0, *others)]
-        (norms, *rest), there = part.measure_classes(classes, *local)
-    else:
-        local = [(tensor_norms(grads.gradients, order), order) for order in (2.0, *others)]
-        (norms, *rest), there = ([local[0][0]], None) if part is None else part.measure(*local)
-    return with_norms(grads, norms, others=dict(zip(others, rest, strict=True)), there=there, classes=classes)
-
-
-def asks_for_each(grads: Gradients) -> bool:
-    """Tell whether the result shall have the norm of each gradient: if asked, or where no other process is needed."""
-    return grads.wants_each or grads.reduction is None or grads.reduction.reducer.is_alone
-
-
-def asking(grads: Gradients, for_each: bool) -> Gradients:
-    """Return ``grads``, of which the user wants the norm of each if ``for_each`` is true."""
-    return replace(grads, wants_each=True) if for_each and not grads.wants_each else grads
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalNorm:
-    """The norm of all gradients.
-
-    Attributes:
-        value: 0-dim, float64.
-        of_each: The norm of each gradient; None where processes hold parts of them and nobody asked.
-    """
-
-    value: Tensor
-    of_each: Tensor | None
-
-
-@torch.no_grad()
-def global_norm(grads: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) -> GlobalNorm:
-    """Return the norm of all gradients as one vector, without their loss scale.
-
-    Args:
-        grads: The gradients; if `Groups` or `Chain` has measured them already, they are not read again.
-        scale: What a GradScaler has multiplied them by.
-        order: The order p of the norm.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> global_norm(gradients_of(["weight"], [weight])).value
-        tensor(5., dtype=torch.float64)
-    """
-    if isinstance(grads, MeasuredGradients) and grads.classes is not None:
-        norms = grads.norms if order == 2 else grads.others.get(order)
-        if norms is not None:
-            return GlobalNorm(_unscaled(total_of(norms, order), scale), None)
-    if asks_for_each(grads) or (isinstance(grads, MeasuredGradients) and grads.classes is None):
-        norms = norms_of(grads, scale, order)
-        return GlobalNorm(total_of(norms, order), norms)
-    return GlobalNorm(_unscaled(norm_in(grads, order), scale), None)
+    if grads.reduction is None:
+        return with_norms(grads, tensor_norms(grads.gradients))
+    others = sorted(set(orders) - {2.0})
+    (norms, *rest), there = grads.reduction.measure(
+        *((tensor_norms(grads.gradients, order), order) for order in (2.0, *others))
+    )
+    return with_norms(grads, norms, others=dict(zip(others, rest, strict=True)), there=there)
 
 
 @torch.no_grad()
@@ -477,7 +400,7 @@ def norms_of(grads: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) 
         tensor([5.], dtype=torch.float64)
     """
     known = None
-    if isinstance(grads, MeasuredGradients) and grads.classes is None:
+    if isinstance(grads, MeasuredGradients):
         known = grads.norms if order == 2 else grads.others.get(order)
     return _unscaled(norms_in(grads, order) if known is None else known, scale)
 
@@ -490,7 +413,16 @@ def _unscaled(norms: Tensor, scale: float | Tensor) -> Tensor:
 
 @torch.no_grad()
 def total_of(norms: Tensor, order: float = 2.0) -> Tensor:
-    """Return the norm of all gradients as one vector from the norm of each: 0-dim, no overflow, no underflow."""
+    """Return the norm of all gradients as one vector from the norm of each: 0-dim, no overflow, no underflow.
+
+    Args:
+        norms: What `norms_of` returned, of the same order.
+        order: The order p of the norm.
+
+    Example:
+        >>> total_of(torch.tensor([3.0, 4.0]))
+        tensor(5.)
+    """
     return norm_of_norms(norms, order)
 
 

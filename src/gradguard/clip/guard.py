@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, load_all, with_culprits
-from gradguard.clip.gradients import Gradients, Stages, asking, gradients_of, refuse_nonfinite_in, refused_by_name
+from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, load_all
+from gradguard.clip.gradients import Gradients, Stages, gradients_of, refuse_nonfinite_in, refused_by_name
 from gradguard.clip.guard_counts import Counts, LateReader
 from gradguard.clip.guard_spikes import SpikeWatch, check_spikes, refuse_other_state, refuse_shared
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward, tell_what_has_stepped
 from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.optimizer_proxy import OptimizerProxy, OptimizerSnapshot
 from gradguard.clip.reach import with_reach
-from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.wrappers import follow_backwards
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_steps
@@ -61,23 +60,6 @@ class StepOutcome:
 
 
 TAKEN = StepOutcome()
-
-
-@dataclass(slots=True)
-class _Running:
-    """The step that is running; each begins with a new one.
-
-    Attributes:
-        cancelled: Whether it is to do nothing, or is undone when it ends.
-        undecided: Whether it has been counted and nothing has said yet whether it is taken.
-        on_device: Whether the device decides, inside the optimizer's kernel.
-        before: The weights and the optimizer's state before it, where it may have to be undone.
-    """
-
-    cancelled: bool = False
-    undecided: bool = False
-    on_device: bool = False
-    before: OptimizerSnapshot | None = None
 
 
 class Guard:
@@ -126,7 +108,7 @@ class Guard:
     two guards on one optimizer         an error: use ``Chain`` or ``Groups``
     a spike (``spikes=``)               the step does not happen, nor does the clipper's state see it; a GradScaler's
                                         scale is as after any finite step; ``max_consecutive_skips`` ignores it
-    a step inside a backward pass       right for rules that treat each tensor by itself and `ClipByPreviousNorm`,
+    a step inside a backward pass       right for rules that treat each tensor by itself,
                                         refused for others; ``"skip"`` skips this optimizer's step, others stay stepped
     parameters without a gradient       left out
     ==================================  ========================================================================
@@ -142,9 +124,6 @@ class Guard:
         process_group: Where parameters differ along a process group, as pipeline stages do, as for `clip_grad_norm_`.
         mesh: The same as a device mesh of one dimension.
         shared: Weights that several stages hold, as for `clip_grad_norm_`.
-        tensor_norms: Whether ``last.tensor_norms`` is wanted where processes hold parts of the gradients: they then
-            send each other the norm of each tensor, not only what the clip needs. It is enough that one of them wants
-            it: they agree at the first step. A `Monitor` of the guard asks for it by itself.
         spikes: What to do about steps that are finite and stand far above the recent past; None for nothing.
 
     Attributes:
@@ -184,7 +163,6 @@ class Guard:
         process_group: Any = None,
         mesh: Any = None,
         shared: Any = None,
-        tensor_norms: bool = False,
         spikes: SkipSpikes | None = None,
     ) -> None:
         self._stages = Stages.named(process_group, mesh, shared)
@@ -195,8 +173,6 @@ class Guard:
         self._model, self._model_names = model, names_in(model, optimizer)
         self._parameters: list[Tensor] = []
         self._stages_known = False
-        self._tensor_norms = tensor_norms
-        self._agreed: tuple[Any, bool] | None = None  # for which reducer, and what
         self._names: list[str] = []
         self._counts = Counts(max_consecutive_skips)
         self.spikes = check_spikes(spikes)
@@ -206,7 +182,8 @@ class Guard:
         self._detector = ScaledClipDetector()
         self._late = LateReader(self._read_late)
         self._proxy = OptimizerProxy(optimizer) if OptimizerProxy.serves(optimizer) else None
-        self._running, self._outcome = _Running(), TAKEN  # the step that is running; what became of the last
+        self._outcome = TAKEN  # what became of the step that is running, or of the last one
+        self._snapshot: OptimizerSnapshot | None = None  # of the optimizer, for a step that may have to be undone
         self._scaler_step: ScalerStep | None = None  # the ``scaler.step`` that is running
         self._reached = False  # whether it has called the optimizer's step
         self._attached = False
@@ -221,8 +198,6 @@ class Guard:
             more["nonfinite"] = repr(self._policy)
         if self._counts.limit != 20:
             more["max_consecutive_skips"] = repr(self._counts.limit)
-        if self._tensor_norms:
-            more["tensor_norms"] = "True"
         if self.spikes is not None:
             more["spikes"] = repr(self.spikes)
         given = "".join(f", {name}={text}" for name, text in more.items())
@@ -231,7 +206,7 @@ class Guard:
     # -- while training ---------------------------------------------------------------------------------------------
 
     def _enter(self, optimizer: Optimizer, closure: bool) -> Optimizer | None:
-        self._running, self._reached = _Running(), True
+        self._outcome, self._snapshot, self._reached = TAKEN, None, True
         if not self._attached:
             return None
         if self._proxy is not None:
@@ -239,7 +214,7 @@ class Guard:
         if closure and (
             self._policy in ("skip", "raise") or self._spike_watch.acts
         ):  # it may be evaluated when weights have moved already
-            self._running.before = OptimizerSnapshot(optimizer)
+            self._snapshot = OptimizerSnapshot(optimizer)
         return None
 
     def __reduce__(self) -> NoReturn:
@@ -254,7 +229,7 @@ class Guard:
     def _before(self, optimizer: Optimizer, number: int) -> bool:
         if not self._attached:
             return False
-        if self._running.cancelled:  # an evaluation after the one that ended the step
+        if self._outcome.skipped is True:  # an evaluation after the one that ended the step
             self._cancel()
             return True
         in_backward = is_in_backward()
@@ -265,7 +240,7 @@ class Guard:
         grads = self._gradients()
         with refused_by_name(grads):
             decide = self.clipper.decide_at_once if self._clips_before_it_skips else self.clipper.decide
-            decision = with_culprits(decide(grads, 1.0 if scale is None else scale))
+            decision = decide(grads, 1.0 if scale is None else scale)
         self.last, self._outcome = decision.result, TAKEN
         if number == 0:
             self._counts.begin(decision.result)
@@ -274,11 +249,11 @@ class Guard:
         except NonFiniteGradientError as error:
             if in_backward:
                 tell_what_has_stepped(error)
-            if self._running.before is not None:
-                self._running.before.restore()
+            if self._snapshot is not None:
+                self._snapshot.restore()
             raise
         self._tell(decision)
-        return self._running.cancelled
+        return self._outcome.skipped is True
 
     def _tell(self, decision: Decision) -> None:
         if is_heard() and self.last is not None:
@@ -307,14 +282,10 @@ class Guard:
             skipped = self._act_on_device(decision, folds, scale, bad, cast("Tensor | None", spike), skips_bad)
             return StepOutcome(skipped, reason, False if spike is None else spike)
         skip, spiked = self._look(decision.result, bad, spike, readable)
-        self._running.undecided = number == 0 or self._running.undecided
         if spiked:
             self._spike_watch.undo_clipper()
             return self._skip_on_host(StepOutcome(True, "spike", True))
         if skip:
-            if self._proxy is None or not self._proxy.is_fused():  # then the host of every process looks
-                self.last = with_culprits(decision, host_looks=True).result
-                self._counts.complete(self.last)
             return self._skip_on_host(StepOutcome(True, reason))
         self._clip_or_not(decision, folds, scale, skips_bad)
         return StepOutcome(False, reason)
@@ -330,7 +301,6 @@ class Guard:
     ) -> Tensor:
         """Let the optimizer's kernel clip, or leave the step out; return whether it does, which the device knows."""
         skipped = bad if spike is None else bad | spike
-        self._running.on_device = True
         folds.skip_if(skipped)
         self._clip_or_not(decision, folds, scale, skips_bad)
         if spike is not None:
@@ -366,7 +336,6 @@ class Guard:
 
     def _skip_on_host(self, outcome: StepOutcome) -> StepOutcome:
         self._outcome = outcome  # also where the next lines raise, because there were too many
-        self._running.cancelled, self._running.undecided = True, False
         self._cancel()
         self._counts.decided(skip=True, spike=bool(outcome.spike))
         return outcome
@@ -382,7 +351,7 @@ class Guard:
         bad, grads = decision.result.nonfinite, decision.gradients
         norm = torch.where(bad, torch.nan, 0.0)
         if self._policy == "raise":
-            refuse_nonfinite_in(grads, norm, decision.result.norms)
+            refuse_nonfinite_in(grads, norm, decision.result.tensor_norms)
         if self._policy != "zero" or (are_readable(bad) and not bool(bad)):
             self._clip(decision, folds, scale)
             return
@@ -412,22 +381,23 @@ class Guard:
         if self._proxy is not None:
             self._proxy.skip()
             return
-        if self._running.before is None:  # nothing has moved yet; a foreign step may do anything: it is undone later
-            self._running.before = OptimizerSnapshot(self.optimizer)
+        if self._snapshot is None:  # nothing has moved yet; a foreign step may do anything: it is undone later
+            self._snapshot = OptimizerSnapshot(self.optimizer)
         elif isinstance(self.optimizer, torch.optim.LBFGS):
-            self._running.before.hide_gradients()  # so that its search ends
+            self._snapshot.hide_gradients()  # so that its search ends
 
     def _after(self, optimizer: Optimizer) -> None:
         if not self._attached:
             return
         if self._proxy is not None:
             self._proxy.leave()
-        ended, self._running = self._running, _Running()
-        if ended.cancelled and ended.before is not None:
-            ended.before.restore()
-        if ended.undecided and not ended.cancelled:
+        snapshot, self._snapshot = self._snapshot, None
+        if self._outcome.skipped is False:
             self._counts.decided(skip=False)
-        if ended.on_device and self.last is not None and self.last.counter is not None:
+        elif self._outcome.skipped is True:
+            if snapshot is not None:
+                snapshot.restore()
+        elif self.last is not None and self.last.counter is not None:
             self.last.counter.gradients_are_unchanged()
         self._spike_watch.forget_loss()
         del optimizer
@@ -450,17 +420,7 @@ class Guard:
         if self._stages.group is not None and (new or not self._stages_known):
             self.clipper.learn(ListedParameters(grads, self._model))  # those of all stages
             self._stages_known = True
-        grads = asking(grads, self._agree_on_tensor_norms(grads))
         return self.clipper.compared(with_reach(grads, self.clipper, self.optimizer), self._policy)
-
-    def _agree_on_tensor_norms(self, grads: Gradients) -> bool:
-        """Whether any process wants the norm of each tensor; asked once, because only then all are sure to answer."""
-        if grads.reduction is None:
-            return False
-        reducer = grads.reduction.reducer
-        if self._agreed is None or self._agreed[0] is not reducer:
-            self._agreed = reducer, any(largest_of(reducer.union, [int(self._tensor_norms)], reducer.device))
-        return self._agreed[1]
 
     # -- GradScaler -------------------------------------------------------------------------------------------------
 
@@ -475,7 +435,7 @@ class Guard:
         if not self._attached or self._reached or step.skipped is None:
             return
         with torch.no_grad():
-            decision = with_culprits(self.clipper.decide(self._gradients()))
+            decision = self.clipper.decide(self._gradients())
         self.last = decision.result
         self._counts.begin(self.last)
         self._outcome = StepOutcome(True, "grad_scaler")
@@ -495,27 +455,6 @@ class Guard:
         self._counts.check(int(skips_in_a_row))
 
     # -- between steps ----------------------------------------------------------------------------------------------
-
-    @property
-    def tensor_norms(self) -> bool:
-        """Whether ``last.tensor_norms`` is wanted where processes hold parts of the gradients.
-
-        It may be set on one process or several, before the first step.
-
-        Raises:
-            InvalidValueError: If it is set after a step for which nobody had asked.
-        """
-        return self._tensor_norms
-
-    @tensor_norms.setter
-    def tensor_norms(self, wanted: bool) -> None:
-        if wanted and self._agreed is not None and not self._agreed[1]:
-            raise InvalidValueError(
-                "this Guard has stepped already, and its processes have agreed not to send each other the norm of each "
-                "tensor: ask before the first step, with Guard(optimizer, clipper, tensor_norms=True) or by making the "
-                "Monitor before it."
-            )
-        self._tensor_norms = wanted
 
     @property
     def steps(self) -> int:
@@ -649,7 +588,7 @@ def take(owner: Any) -> None:
     taken = {id(leaf): other for other in _owners for leaf in other.clipper.leaves()}
     for leaf in owner.clipper.leaves():
         other = taken.get(id(leaf))
-        if other is not None and not leaf.serves_several_guards and leaf.state_dict():
+        if other is not None and leaf.state_dict():
             kind = "Guard" if isinstance(other, Guard) else type(other).__name__
             which = "this" if other.optimizer is owner.optimizer else "another"
             raise InvalidValueError(

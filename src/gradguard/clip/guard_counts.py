@@ -43,10 +43,6 @@ class Counts:
         self.steps += 1
         self._history.append((self.steps, result))
 
-    def complete(self, result: ClipResult) -> None:
-        """Note the same result with the names of what was not finite."""
-        self._history[-1] = (self.steps, result)
-
     def decided(self, skip: bool, spike: bool = False) -> None:
         """Note a decision that the host knows.
 
@@ -151,6 +147,6 @@ def _line(step: int, result: ClipResult) -> str:
     """Say which gradients of a step were not finite; empty if all were."""
     if not bool(result.nonfinite):
         return ""
-    bad = result.known_culprits() or ["Guard(..., tensor_norms=True) tells which"]
+    bad = result.culprit_names()
     more = f" and {len(bad) - _NAMED_AT_MOST} more" if len(bad) > _NAMED_AT_MOST else ""
     return f"step {step}: norm {float(result.norm)}, not finite: {', '.join(bad[:_NAMED_AT_MOST])}{more}"

@@ -28,8 +28,7 @@ def refuse_in_backward(clipper: Clipper, parameters: Sequence[Tensor], stages: S
         raise UnsupportedGradientError(
             f"the optimizer steps inside a backward pass, where {type(clipper).__name__} would see the gradients of "
             "this optimizer and not those that are still to come: each tensor would be clipped by its own norm, and "
-            f"not by that of all. Use a rule for each tensor ({_ALONE}), ClipByPreviousNorm (the norm of the step "
-            "before), or step after backward()."
+            f"not by that of all. Use a rule for each tensor ({_ALONE}), or step after backward()."
         )
     if stages.group is not None:
         raise UnsupportedGradientError(

@@ -61,13 +61,7 @@ class Reach:
 
 def _total(grads: Gradients, norms: Tensor, order: float) -> Tensor:
     """The norm over all processes, of what each holds."""
-    part = grads.reduction
-    if part is None:
-        return norm_of_norms(norms, order)
-    if part.classes is None or math.isinf(order):
-        return norm_of_norms(part.add_up((norms, order))[0], order)
-    (joined,), _ = part.measure_classes(part.classes, (part.classes.joined(norms, order), order))
-    return norm_of_norms(joined, order)
+    return norm_of_norms(norms if grads.reduction is None else grads.reduction.add_up((norms, order))[0], order)
 
 
 def with_reach(grads: Gradients, clipper: Clipper, optimizer: Optimizer) -> Gradients:

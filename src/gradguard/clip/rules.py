@@ -11,8 +11,6 @@ from gradguard.arguments import check_interval, check_order, check_threshold
 from gradguard.clip.clipper import Clipper, Decision, describe
 from gradguard.clip.gradients import (
     Gradients,
-    asks_for_each,
-    global_norm,
     measured,
     norms_of,
     total_of,
@@ -23,7 +21,7 @@ from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import are_readable, coalesce_, meeting_device, move
 from gradguard.tensors.norms import tensor_norms, total_norm
-from gradguard.tensors.scaling import clamp_, clip_coefficient, exceeds, scale_in_, steps_of
+from gradguard.tensors.scaling import clamp_, clip_coefficient, exceeds
 from gradguard.tensors.units import scale_each_
 
 
@@ -89,21 +87,25 @@ class ClipByGlobalNorm(FixedRule):
         self.max_norm = check_threshold("max_norm", max_norm)
         self.norm_type = check_order(norm_type)
 
-    needs_tensor_norms = False
-
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure the norm of all gradients and decide on one coefficient."""
         limit = check_threshold("max_norm", self.max_norm)
-        norm = global_norm(grads, scale, self.norm_type)
-        coefficient = clip_coefficient(norm.value, limit)
+        norms = norms_of(grads, scale, self.norm_type)
+        norm = total_of(norms, self.norm_type)
+        coefficient = clip_coefficient(norm, limit)
         clipped = coefficient < 1
-        locked_in = self._lock_in.follow(clipped, limit, norm.value < math.inf)
-        result = describe(grads, norm, coefficient, clipped, order=self.norm_type, threshold=limit, locked_in=locked_in)
-        steps = steps_of(coefficient, limit, norm.value)
-        if len(steps) == 1:
-            return Decision(grads, result, coefficient)
-        return Decision(grads, result, None, lambda: scale_in_(grads.gradients, steps))
+        result = describe(
+            grads,
+            norms,
+            coefficient,
+            clipped,
+            order=self.norm_type,
+            norm=norm,
+            threshold=limit,
+            locked_in=self._lock_in.follow(clipped, limit, norm < math.inf),
+        )
+        return Decision(grads, result, coefficient)
 
 
 class ClipByNorm(FixedRule):
@@ -238,12 +240,7 @@ def _decide_each(
         threshold=threshold,
         locked_in=rule._lock_in.follow(clipped, threshold, before < math.inf),
     )
-
-    def write() -> None:
-        for step in steps_of(coefficients, limits, norms):
-            scale_each_(grads.gradients, step)
-
-    return Decision(grads, result, None, write)
+    return Decision(grads, result, None, lambda: scale_each_(grads.gradients, coefficients))
 
 
 class ClipByValue(FixedRule):
@@ -280,7 +277,7 @@ class ClipByValue(FixedRule):
         Mikolov (2012), Statistical language models based on neural networks, PhD thesis.
     """
 
-    measures_itself, needs_tensor_norms = True, False
+    measures_itself = True
 
     _per_tensor = True
 
@@ -328,18 +325,10 @@ class ClipByValue(FixedRule):
         for i in suspect:
             outside[i] = exceeds([grads.gradients[i]], *bounds).to(outside)
         after = _norms_clamped(grads.gradients, before, suspect, bounds)
-        local, classes = (
-            [(before, 2.0), (after, 2.0), (outside, 1.0)],
-            None if asks_for_each(grads) else grads.reduction.classes,
-        )
-        if classes is None:
-            before, after, outside = grads.reduction.add_up(*local)
-        else:
-            joined = [(classes.joined(norms, order), order) for norms, order in local]
-            (before, after, outside), _ = grads.reduction.measure_classes(classes, *joined)
-        grads = with_norms(grads, before, classes=classes)
-        norms = global_norm(grads, scale)
-        norm, clipped = norms.value, (outside > 0).any()
+        before, after, outside = grads.reduction.add_up((before, 2.0), (after, 2.0), (outside, 1.0))
+        grads = with_norms(grads, before)
+        norms = norms_of(grads, scale)
+        norm, clipped = total_of(norms), (outside > 0).any()
         coefficient = torch.where(clipped, total_of(after) / total_of(before), 1.0)
         locked_in = self._lock_in.follow(clipped, high if isinstance(high, Tensor) else abs(high), norm < math.inf)
         result = describe(grads, norms, coefficient, clipped, threshold=high, locked_in=locked_in)

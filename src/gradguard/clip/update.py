@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, with_culprits
+from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters
 from gradguard.clip.gradients import Stages, gradients_of, refused_by_name
 from gradguard.clip.guard import check_attachable, give_back, take
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward
@@ -212,7 +212,7 @@ class ClipUpdate:
         reach = Reach([{"params": [p]} for p in parameters], self._rates)
         grads = self.clipper.compared(replace(grads, reach=reach), "update")
         with refused_by_name(grads):
-            return with_culprits(self.clipper.decide(grads, largest))
+            return self.clipper.decide(grads, largest)
 
 
 _OF_GRADIENTS_ALONE = (ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue)

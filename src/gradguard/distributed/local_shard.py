@@ -1,4 +1,12 @@
-"""`LocalShard`: which elements of a whole tensor this process holds, read from its layout."""
+"""`LocalShard`: which elements of a whole tensor this process holds, read from its layout.
+
+A `Placement` is the other half of a layout, and stays a value of its own. It says who holds a tensor and how often,
+which is all that a norm needs; it is one for all tensors of a mesh and placements, so that a plan for 23,460 tensors
+makes a handful, and it exists where no elements can be told, as of FSDP1's flat parameters. A `LocalShard` is one for
+each tensor, costs index vectors, and is made only by those who look at single elements: units that are split, the
+audit, parity. Neither can be worked out from the other: two replicas have equal shards, and one placement has as many
+shards as there are shapes.
+"""
 
 import math
 from collections.abc import Iterator, Sequence

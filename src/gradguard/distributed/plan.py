@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradguard.distributed.agreement import gather_objects
-from gradguard.distributed.classes import Classes
 from gradguard.distributed.megatron import (
     megatron_placements,
     refuse_megatron_gradients,
@@ -48,7 +47,6 @@ from gradguard.distributed.settings import Settings
 from gradguard.distributed.stages import Names, Shared, StageLists, check_shared, details_of
 from gradguard.distributed.wrappers import FLAT, check_wrappers, flat_placements, refuse_flat_gradients
 from gradguard.tensors.layout import meeting_device, move
-from gradguard.tensors.norms import norm_of_norms, tensor_norms
 from gradguard.torch_private import grads_of, layouts_of, local_tensors, specs_of
 
 _WIDE = (torch.float64, torch.complex128)
@@ -132,7 +130,6 @@ class NormPlan:
             shares[place] = weights[place] if whole[place] else -weights[place]  # see `NormReduction`
         self.weights = torch.tensor(weights, dtype=torch.float64, device=device)
         self._shares = torch.tensor(shares, dtype=torch.float64, device=device)
-        self._classes = Classes(weights, whole, device)
         copied = [i for i, is_copied in enumerate(whole) if is_copied]
         self._copies = Copies(
             torch.tensor(copied, dtype=torch.int64, device="cpu"), [called(self.names, i) for i in copied]
@@ -183,7 +180,7 @@ class NormPlan:
             now = specs_of(gradients)
             self._specs = [known if spec is None else spec for spec, known in zip(now, self._specs, strict=True)]
         shares, balance = self._of_present(gradients)
-        part = NormReduction(self.reducer, self.weights, shares, balance, self._classes, copies=self._copies)
+        part = NormReduction(self.reducer, self.weights, shares, balance, copies=self._copies)
         if self._alike:
             parts = _parts(gradients, self._fillers)
             return HeldParts(tensors, parts, names, part)
@@ -248,7 +245,6 @@ class NormReduction:
         weights: One over the number of processes that hold the same part of each.
         shares: ``weights`` where this process has a gradient, negative unless every process holds all of it; else 0.
         balance: What adds up to 0 over the processes if replicas have the same gradients.
-        classes: Which gradients of the full list add up alike; None for some of them.
         settings: What the norms are for, which must be the same on all processes.
         copies: Which gradients must be equal on the processes that hold them.
     """
@@ -257,7 +253,6 @@ class NormReduction:
     weights: Tensor
     shares: Tensor
     balance: Tensor
-    classes: Classes | None = None
     settings: Settings = ()
     copies: Copies = NO_COPIES
 
@@ -269,34 +264,11 @@ class NormReduction:
         """Return what `add_up` does, and which tensors have a gradient on any process: ``[len]``, bool."""
         return self.reducer.reduce(measured, self.weights, self.shares, self.balance, self.settings, self.copies)
 
-    def total(self, parts: Sequence[Tensor], order: float) -> Tensor:
-        """Return the norm of all gradients as one vector: 0-dim. Sends one number a class instead of one a gradient.
-
-        Args:
-            parts: What this process holds of each gradient of the full list.
-            order: The order of the norm.
-        """
-        if self.classes is None:
-            return norm_of_norms(self.add_up((tensor_norms(parts, order), order))[0], order)
-        (norms,), _ = self.measure_classes(self.classes, (self.classes.norms(parts, order), order))
-        return norm_of_norms(norms, order)
-
-    def measure_classes(self, classes: Classes, *measured: tuple[Tensor, float]) -> tuple[list[Tensor], Tensor]:
-        """Return the norms of whole classes, and of which of them any process has a gradient: ``[len(classes)]``.
-
-        Args:
-            classes: Of the gradients; the same on every process.
-            measured: Norms of what this process holds of each class, with their orders.
-        """
-        shares = classes.shares(self.shares)
-        copies = Copies(classes.of(self.copies.at), self.copies.names)
-        return self.reducer.reduce(measured, classes.weights, shares, self.balance, self.settings, copies)
-
     def of(self, positions: Sequence[int]) -> "NormReduction":
         """Return the reduction of some of the gradients; every process must take the same ones."""
         at = move(torch.tensor(list(positions), dtype=torch.int64, device="cpu"), self.weights.device)
         weights, shares, copies = self.weights[at], self.shares[at], self.copies.taken(positions)
-        return replace(self, weights=weights, shares=shares, classes=None, copies=copies)
+        return replace(self, weights=weights, shares=shares, copies=copies)
 
 
 def plan_for(

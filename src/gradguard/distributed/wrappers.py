@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradguard.distributed.agreement import warn_of_waiting
 from gradguard.distributed.megatron import refuse_experts, refuse_parts
 from gradguard.distributed.placements import Placement
+from gradguard.distributed.processes import largest_over
 from gradguard.errors import DistributedError, InvalidValueError, UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
 from gradguard.torch_private import (
@@ -189,9 +190,8 @@ def _refuse_own_gradients(wrapper: DistributedDataParallel, parameters: Sequence
     grads = [p.new_zeros(()) if p.grad is None else p.grad.detach() for p in parameters]
     norms = [torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g).double() for g in grads]
     of_all = torch.stack([norm.to(norms[0].device) for norm in norms])
-    largest = torch.cat([of_all, -of_all]).nan_to_num(0.0, 0.0, 0.0)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, wrapper.process_group)
-    most, least = largest.chunk(2)
+    here = torch.cat([of_all, -of_all]).nan_to_num(0.0, 0.0, 0.0)
+    most, least = largest_over(here, wrapper.process_group, "compare the gradients of replicas").chunk(2)
     if bool((most + least > _REPLICAS_APART * most).any()):
         raise UnsupportedGradientError(
             "the last backward of DistributedDataParallel ran inside no_sync(), so that each process has gradients of "

@@ -187,9 +187,9 @@ def deviations(value: float, usual: Sequence[float], floor: float = 0.05) -> flo
 
 def largest_parameters(result: ClipResult | None, count: int = 5) -> tuple[tuple[str, float], ...]:
     """Return the parameters with the largest norms, with their share of the squared norm; none where nobody knows."""
-    if result is None or result.norms is None:
+    if result is None:
         return ()
-    norms = dict(zip(result.names, result.norms.tolist(), strict=True))
+    norms = dict(zip(result.names, result.tensor_norms.tolist(), strict=True))
     wrong = [(name, math.nan) for name, norm in norms.items() if not math.isfinite(norm)]
     top = max(norms.values(), default=0.0)
     if wrong or not top:

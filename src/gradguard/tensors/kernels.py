@@ -188,18 +188,18 @@ class UnitBlocks(_Collected):
         """Multiply every unit by its factor, a float64 each; those that are 1 write nothing. Versions are not told."""
         self._library.call("gg_unit_scale", self._where, factors.data_ptr())
 
-    def clip_(self, weights: "UnitBlocks", units: int, threshold: float, eps: float) -> tuple[float, Tensor, Tensor]:
+    def clip_(self, weights: "UnitBlocks", units: int, threshold: float, eps: float) -> tuple[Tensor, Tensor]:
         """Hold the norm of each unit to ``threshold * max(eps, norm of the unit of the weights)``, reading it once.
 
         Versions are not told.
 
         Returns:
-            The norm of all before, that of each unit before, and what each was multiplied by.
+            The norm of each unit before, and what each was multiplied by.
         """
         norm, norms = ctypes.c_double(), torch.empty(2, units, dtype=torch.float64, device="cpu")
         rows = norms.data_ptr(), norms[1].data_ptr(), ctypes.addressof(norm)
         self._library.call("gg_unit_clip", weights._where, self._where, threshold, eps, *rows)
-        return norm.value, norms[0], norms[1]
+        return norms[0], norms[1]
 
 
 @lru_cache(maxsize=64)

@@ -30,8 +30,8 @@ SMALL = 1 << 20
 TOGETHER = 1 << 24
 """How many elements of small tensors are copied at a time for that."""
 
-LEAST = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
-"""Smaller positive numbers have fewer digits."""
+LEAST = torch.finfo(torch.float32).tiny
+"""Smaller positive numbers have fewer digits in float32."""
 
 
 @torch.no_grad()
@@ -48,35 +48,6 @@ def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
         return torch.clamp(max_norm / (norm + EPSILON), max=1.0)
     limit = move(max_norm.detach(), norm.device, norm.dtype)
     return torch.where(limit.isposinf(), 1.0, torch.clamp(limit / (norm + EPSILON), max=1.0))
-
-
-@torch.no_grad()
-def steps_of(coefficients: Tensor, bounds: float | Tensor, norms: Tensor, epsilon: float = EPSILON) -> Sequence[Tensor]:
-    r"""Return what to multiply by, one after the other, so that no digits of bound / (norm + epsilon) are lost.
-
-    That is ``coefficients`` alone, unless one is so small that float64 has not all digits of it. Such a one comes as
-    :math:`2^{-1021}` and what is left.
-
-    Args:
-        coefficients: min(1, bound / (norm + epsilon)), none negative.
-        bounds: One for each, or one for all.
-        norms: One for each.
-        epsilon: What was added to the norms.
-    """
-    if not are_readable(coefficients, norms) or not is_below(coefficients, LEAST[torch.float64]):
-        return [coefficients]
-    bounds = torch.as_tensor(bounds, dtype=torch.float64, device=norms.device)
-    tiny = (coefficients < LEAST[torch.float64]) & (bounds > 0) & norms.isfinite()
-    if not bool(tiny.any()):
-        return [coefficients]
-    rest = torch.where(tiny, bounds * 2.0**1021 / (norms + epsilon), 1.0)
-    return [torch.where(tiny, 2.0**-1021, coefficients), rest]
-
-
-def scale_in_(tensors: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
-    """Multiply every element of ``tensors`` by the 0-dim ``steps``, one after the other."""
-    for step in steps:
-        scale_(tensors, step)
 
 
 def is_below(coefficients: Tensor, least: float) -> bool:
@@ -102,7 +73,7 @@ def scale_(tensors: Sequence[Tensor], coefficient: Tensor) -> None:
     for (device, dtype), group in grouped(values).items():
         alike = values if len(group) == len(values) else [values[i] for i in group]
         factor = move(coefficient, device, torch.float64 if dtype is torch.float64 else torch.float32)
-        if dtype is not torch.float64 and are_readable(coefficient) and 0 < float(coefficient) < LEAST[torch.float32]:
+        if dtype is not torch.float64 and are_readable(coefficient) and 0 < float(coefficient) < LEAST:
             for tensor in alike:
                 tensor.copy_(tensor.double().mul_(coefficient))
         elif dtype in HALVES and not are_readable(*alike):

@@ -192,8 +192,8 @@ def scale_units_(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], facto
         increment_version(list(compress(tensors, binding)))
         return
     narrow, wide, is_tiny = together.float(), together, False
-    if are_readable(together) and is_below(together, LEAST[torch.float32]):
-        tiny = (together > 0) & (together < LEAST[torch.float32])
+    if are_readable(together) and is_below(together, LEAST):
+        tiny = (together > 0) & (together < LEAST)
         narrow, is_tiny = torch.where(tiny, together, narrow.double()), True
     each = zip(tensors, layouts, binding, narrow.split(sizes), wide.split(sizes), strict=True)
     for tensor, layout, binds, short, long in each:
@@ -220,7 +220,7 @@ def scale_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
 @torch.no_grad()
 def clip_units_(
     grads: Sequence[Tensor], weights: Sequence[Tensor], layouts: Sequence[UnitLayout], threshold: float, eps: float
-) -> tuple[Tensor, list[Tensor], list[Tensor]] | None:
+) -> tuple[list[Tensor], list[Tensor]] | None:
     r"""Hold each unit's norm to ``threshold * max(norm of its weight, eps)``, in place.
 
     One pass over memory on the CPU.
@@ -235,8 +235,8 @@ def clip_units_(
         eps: At least 0.
 
     Returns:
-        The norm of all before (0-dim float64), those of the units of each tensor, and their factors; None, and nothing
-        done, where no kernel takes all of these tensors.
+        The norms of the units of each tensor before, and their factors; None, and nothing done, where no kernel takes
+        all of these tensors.
     """
     if any([g.shape != w.shape for g, w in zip(grads, weights, strict=True)]):
         return None
@@ -244,10 +244,10 @@ def clip_units_(
     blocks, limits = _blocks_of(grads, layouts), _blocks_of(weights, layouts)
     if blocks is None or limits is None:
         return None
-    norm, norms, factors = blocks.clip_(limits, sum(counts), threshold, eps)
+    norms, factors = blocks.clip_(limits, sum(counts), threshold, eps)
     written = compress(grads, _any_below_one(factors, counts))
     increment_version(list(written))
-    return torch.tensor(norm, dtype=torch.float64, device="cpu"), list(norms.split(counts)), list(factors.split(counts))
+    return list(norms.split(counts)), list(factors.split(counts))
 
 
 def _any_below_one(factors: Tensor, sizes: Sequence[int]) -> list[bool]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradguard.arguments import check_order, check_threshold
 from gradguard.clip.clipper import Clipper, Decision, describe
-from gradguard.clip.gradients import Gradients, global_norm
+from gradguard.clip.gradients import Gradients, norms_of, total_of
 from gradguard.clip.lock_in import LockIn
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.host_copy import refuse_capture
@@ -150,7 +150,6 @@ class ThresholdClipper(StatefulClipper):
     """
 
     strict_paper = False
-    needs_tensor_norms = False
 
     def __init__(self, norm_type: float = 2.0, **state: Tensor) -> None:
         super().__init__(**state)
@@ -192,8 +191,8 @@ class ThresholdClipper(StatefulClipper):
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
         """Measure the gradients, choose, and let the state follow; write to no gradient."""
-        norms = global_norm(grads, scale, self.norm_type)
-        norm = norms.value
+        norms = norms_of(grads, scale, self.norm_type)
+        norm = total_of(norms, self.norm_type)
         if not grads.gradients:
             one = torch.ones_like(norm)
             return Decision(grads, describe(grads, norms, one, one < 1, order=self.norm_type), one)
@@ -205,7 +204,7 @@ class ThresholdClipper(StatefulClipper):
         clipped = coefficient < 1
         locked_in = self.lock_in.follow(clipped, threshold, finite)
         self._count(clipped, ~finite)
-        found_out = {"order": self.norm_type, "threshold": threshold, "locked_in": locked_in}
+        found_out = {"order": self.norm_type, "norm": norm, "threshold": threshold, "locked_in": locked_in}
         return Decision(grads, describe(grads, norms, coefficient, clipped, **found_out), coefficient)
 
 

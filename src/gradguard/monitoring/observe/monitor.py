@@ -145,8 +145,6 @@ class Monitor(Recorder):
         facts = program_facts(clip=None if clipper is None else type(clipper).__name__)
         writes = rank_and_world()[0] == 0
         sinks = Sinks(sink if writes else [])
-        if self._guard is not None and hasattr(self._guard, "tensor_norms"):
-            self._guard.tensor_norms = True  # processes send each other the norm of each only if one of them asks
         self._lines = RecordBuffer(
             sinks, every, arrived=self._arrived, failed=self._fail, keeps_rows=True,
             on_finding=on_finding if writes else None,
