@@ -209,7 +209,8 @@ CASES = {
     "clips of different parameters that starve SGD": (
         changed(clipped(0.01, [2.0 - i / 2000 for i in range(COUNT)]), lambda step: step.update(
             clips_disjoint=True, clips=[["norm", 0.01, 0.02], ["norm", 0.01, 0.004], ["norm", 0.03, 0.01]])),
-        "clip_starves", "^Each of 3 clips of different parameters at 0.01 to 0.03 starve.*rate by 0.01.*clip all parameters"),
+        "clip_starves",
+        "^Each of 3 clips of different parameters at 0.01 to 0.03 starve.*rate by 0.01.*clip all parameters"),
     "clips of different parameters, one of which is harmless, below eps": (
         changed(clipped(1.0, flat(), "Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH)), lambda step: step.update(
             clips_disjoint=True, clips=[["norm", 1e-8, 1e-8], ["norm", 1e-8, 2e-8], ["norm", 1.0, 0.9]])),
