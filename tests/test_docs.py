@@ -167,7 +167,6 @@ def test_every_option_that_is_shown_exists(page):
         "--seeds",
         "--record",
         "--json",
-        "--on-finding",
         "--launch",
         "--port",
         "--metric",

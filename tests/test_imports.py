@@ -56,7 +56,6 @@ def test_a_clip_loads_clipping_alone():
         ["report", "--text", "--fail-on", "nonfinite_steps>1e9", "RECORD"],
         ["replay", "RECORD"],
         ["tail", "--once", "RECORD"],
-        ["serve", "-h"],
         ["tune", "-h"],
         ["parity", "-h"],
     ],

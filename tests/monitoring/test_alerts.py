@@ -1,8 +1,6 @@
 """`on_finding=` and ``--on-finding``: a fault is told to somebody while the run goes on, and harms nothing."""
 
-import json
 import os
-import sys
 import threading
 
 import pytest
@@ -10,11 +8,10 @@ import torch
 from torch import nn
 
 import gradguard as gg
-from gradguard.cli import main
-from gradguard.errors import CommandError, InvalidTypeError
+from gradguard.errors import InvalidTypeError
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.record.file import read_record
-from gradguard.monitoring.show.alerts import AlertCommand, Alerts
+from gradguard.monitoring.show.alerts import Alerts
 
 pytestmark = pytest.mark.usefixtures("others_unseen")
 LONG = 60.0
@@ -176,88 +173,3 @@ def test_where_no_thread_can_begin_it_is_called_at_once(monkeypatch):
     alerts.tell(event(value=float("inf")))
     alerts.close()
     assert [found.value for found in told] == [None]
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-SCRIPT = """
-import torch
-p = torch.nn.Parameter(torch.ones(2))
-optimizer = torch.optim.SGD([p], lr=0.1)
-for i in range(4):
-    p.grad = torch.full((2,), float("nan") if i == 2 else 1.0)
-    optimizer.step()
-"""
-KEEP = (
-    "import json, sys, pathlib; pathlib.Path('told.json').write_text(json.dumps([sys.argv[1:], json.load(sys.stdin)]))"
-)
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Run the script with a command for its findings."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    tmp_path.joinpath("train.py").write_text(SCRIPT)
-    tmp_path.joinpath("keep.py").write_text(KEEP)
-    tmp_path.joinpath("fail.py").write_text("import sys; sys.exit(7)")
-    return lambda command: main(["run", "--out", "out", "--on-finding", command, "train.py"])
-
-
-@pytest.mark.slow
-def test_the_command_gets_json_and_words_that_no_shell_sees(run, tmp_path, capfd):
-    assert run(f"'{sys.executable}' keep.py '$HOME; touch hazard' --level=3") == 0
-    arguments, told = json.loads(tmp_path.joinpath("told.json").read_text(encoding="utf-8"))
-    (line,) = [line for line in read_record("out").events if line["kind"] == "nonfinite"]
-    assert arguments == ["$HOME; touch hazard", "--level=3", f"error nonfinite: {line['message']}"]
-    assert told == {
-        "kind": "nonfinite", "severity": "error", "message": line["message"], "advice": line["advice"], "first_step": 2,
-        "last_step": 2, "params": ["parameter 0"], "optimizer": None, "value": None, "confidence": "high",
-    }  # fmt: skip
-    assert not tmp_path.joinpath("hazard").exists()
-    assert "on-finding" not in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_command_that_fails_is_told_once_at_the_end(run, capfd):
-    command = f"{sys.executable} fail.py"
-    assert run(command) == 0
-    error = capfd.readouterr().err
-    assert error.count(f"gradguard: --on-finding {command} failed 1 of 1 times, the first time with exit code 7") == 1
-
-
-def test_a_command_that_takes_too_long_is_ended(monkeypatch):
-    monkeypatch.setattr("gradguard.monitoring.show.alerts.COMMAND_SECONDS", 0.05)
-    command = AlertCommand(f"{sys.executable} -c 'import time; time.sleep(600)'")
-    command(Finding("exploding", "error", "up\0", "down", 0, 0))
-    assert command.report().endswith("failed 1 of 1 times, the first time with it was ended after 0.05 s")
-
-
-def test_a_program_that_has_gone_is_counted(tmp_path):
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    command = AlertCommand(str(program))
-    program.unlink()
-    for _ in range(3):
-        command(Finding("exploding", "error", "up", "down", 0, 0))
-    assert "failed 3 of 3 times, the first time with FileNotFoundError" in command.report()
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "--on-finding: it is empty. Expected a command, as in"),
-        ("  ", "it is empty"),
-        ("say 'hello", "No closing quotation. Expected a command, as in --on-finding 'notify-send training'"),
-        ("no-such-program-here now", "there is no program 'no-such-program-here' to run"),
-    ],
-)
-def test_a_command_that_cannot_be_run_is_refused_before_the_script_begins(run, tmp_path, capsys, text, words):
-    with pytest.raises(CommandError, match=words):
-        AlertCommand(text)
-    assert run(text) == 2
-    assert words in capsys.readouterr().err
-    assert not tmp_path.joinpath("out").exists()

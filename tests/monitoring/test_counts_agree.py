@@ -143,10 +143,6 @@ PATTERNS: dict[str, tuple[str, Callable[[Counts], list[tuple]]]] = {
         r"\(([\d.e+]+ %) of the ([\d,]+) that it acted on\)",
         lambda c: [(c.share(c.bound, c.acted), f"{c.acted:,}")],
     ),
-    "where clipping bound": (
-        rf"Where clipping bound, on ([\d.e+]+ %) of {STEPS} that were taken and finite, .* coefficient was (\S+)\.",
-        lambda c: [(c.share(c.bound, c.taken), f"{c.taken:,}", number(c.coefficient))],
-    ),
     "never bound": (rf"never bound in {STEPS}", lambda c: [(f"{c.taken:,}",), (f"{c.acted:,}",)]),
     "no clipping": (rf"No clipping in {STEPS}", lambda c: [(f"{c.steps:,}",)]),
     "together": (r"Together they bound on ([\d.e+]+ %)", lambda c: [(c.share(c.bound, c.taken),)]),

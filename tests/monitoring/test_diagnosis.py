@@ -9,8 +9,7 @@ from functools import cache
 import pytest
 from synthetic import changed, log_normal, make_record, steps_of, write_char_rnn, write_gan, write_sick
 
-from gradguard.monitoring.judge.cause import KEYS
-from gradguard.monitoring.judge.causes import CAUSES
+from gradguard.monitoring.judge.causes import CAUSES, KEYS
 from gradguard.monitoring.judge.diagnosis import SYMPTOMS, Cause, diagnose, weighed_findings
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.recommend import recommend
@@ -162,7 +161,7 @@ CASES = {
     "bad batches among steps that are mostly noise": (
         run([2.0 + x for x in with_bad_batches()[0]], with_bad_batches()[1], meta=FLAT_META,
             tensors=[line | {"norm": [calm()[line["i"]] / 10**0.5] * 10} for line in lines(TENTH, ratio=0.2)]),
-        "bad_batches", r"clip at 0\.0\d+, below the norm of an ordinary step, which is mostly noise"),
+        "bad_batches", r"clip at 0\.0\d+\."),
     "a batch that broke the run": (
         run([*falling(100), 300.0, 9000.0, 40.0, 700.0, *flat(296, 50.0)], [*calm(100), 900.0, *calm(299)]),
         "bad_batches", "One batch .* that of step 100"),
@@ -210,11 +209,12 @@ CASES = {
     "clips of different parameters that starve SGD": (
         changed(clipped(0.01, [2.0 - i / 2000 for i in range(COUNT)]), lambda step: step.update(
             clips_disjoint=True, clips=[["norm", 0.01, 0.02], ["norm", 0.01, 0.004], ["norm", 0.03, 0.01]])),
-        "clip_starves", "^3 clips of different parameters at 0.01 to 0.03 starve.*rate by 0.01.*clip all parameters"),
+        "clip_starves",
+        "^Each of 3 clips of different parameters at 0.01 to 0.03 starve.*rate by 0.01.*clip all parameters"),
     "clips of different parameters, one of which is harmless, below eps": (
         changed(clipped(1.0, flat(), "Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH)), lambda step: step.update(
             clips_disjoint=True, clips=[["norm", 1e-8, 1e-8], ["norm", 1e-8, 2e-8], ["norm", 1.0, 0.9]])),
-        "clip_starves", "^2 clips of different parameters at 1e-08 starve.*below its eps.*at most; eps"),
+        "clip_starves", "^Each of 2 clips of different parameters at 1e-08 starve.*below its eps.*at most; eps"),
     "one of two clips of different parameters, below eps": (
         changed(clipped(1.0, flat(), "Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH)), lambda step: step.update(
             clips_disjoint=True, clips=[["norm", 1e-8, 1e-8], ["norm", 1.0, 0.9]])),
@@ -515,8 +515,8 @@ def test_no_record_is_contradicted(seed):
         meta={"params": params(NAMES[:6])},
     )  # fmt: skip
     check_no_contradiction(record)
-    for look in CAUSES:
-        assert look.__doc__
+    for row in CAUSES:
+        assert row.sign.__doc__
     assert recommend(record).headline.endswith(".")
 
 

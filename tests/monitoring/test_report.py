@@ -118,7 +118,6 @@ def test_one_run_has_every_figure(tmp_path):
     assert [title.strip() for title in re.findall(r"<h2.*?>(.*?)</h2>", page)] == [
         "Norms over time",
         "How often clipping binds",
-        "How hard clipping binds",
         "Along depth",
         "Layers",
         "Who dominates",

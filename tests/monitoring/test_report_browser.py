@@ -5,15 +5,12 @@ import csv
 import os
 import shutil
 import struct
-import threading
 
 import pytest
 from playwright.sync_api import sync_playwright
 from synthetic import log_normal, make_record, steps_of, wide_meta, write_char_rnn, write_gan, write_sick
 
-from gradguard.monitoring.record.file import RecordWriter
 from gradguard.monitoring.show.report import write_report
-from gradguard.monitoring.show.serve import LivePage, page_server
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 EVIL = "</script><img src=x onerror=alert(1)>&'\""
@@ -371,65 +368,3 @@ def test_names_are_told_apart_on_a_telephone(open_page):
         labels = page.evaluate(f"document.querySelector('#{name}-plot').layout.yaxis.ticktext")
         assert len(set(labels)) == 4
         assert max(map(len, labels)) <= 16
-
-
-def until(page, condition):
-    """Wait for it; Playwright's own would evaluate a text, which the policy of the page forbids."""
-    for _ in range(2000):
-        if page.evaluate(condition):
-            return
-        page.wait_for_timeout(100)
-    raise AssertionError(condition)
-
-
-def test_a_live_page_follows_its_record_and_keeps_what_the_reader_did(browser, tmp_path):
-    live = LivePage([tmp_path])
-    with page_server(live, 0) as server, browser.new_context(viewport={"width": 1200, "height": 900}) as context:
-        live.look()
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            context.set_default_timeout(200_000)
-            page, said = context.new_page(), []
-            page.on("console", lambda message: said.append(message.text))
-            page.on("pageerror", lambda error: said.append(str(error)))
-            page.goto(f"http://127.0.0.1:{server.server_port}/")
-            assert page.inner_text("#live").startswith("Waiting for")
-            with RecordWriter(tmp_path / "run.jsonl") as writer:
-                write_steps(writer, 0, 300)
-                live.look()
-                page.wait_for_selector("html[data-ready=yes]")
-                page.click("#why-run-0 summary")
-                page.get_by_label("norm", exact=True).click()
-                page.focus("#layers-plot")
-                page.evaluate("document.querySelector('#layers-plot').mark = 'the same drawing'")
-                write_steps(writer, 300, 900)
-                live.look()
-                until(page, "document.querySelector('#norms-plot').layout.xaxis.range[1] > 800")
-                assert page.evaluate("document.activeElement.mark") == "the same drawing"
-                assert page.evaluate("document.querySelector('#layers-plot').layout.xaxis.range[1]") > 800
-                assert page.is_checked("input[value=absolute]")
-                assert page.evaluate("document.getElementById('why-run-0').open")
-                page.keyboard.press("+")  # what is zoomed stays where it is
-                until(page, "document.querySelector('#norms-plot').layout.xaxis.range[0] > 100")
-                zoomed = ranges(page)
-                write_steps(writer, 900, 1500)
-                writer.write("end", steps=1500, wall=1.0, exit=0)
-            live.look()
-            until(page, "document.getElementById('live').textContent === 'The run has ended.'")
-            assert "1,500 steps" in page.inner_text(".verdict")
-            assert ranges(page) == [pytest.approx(one) for one in zoomed]
-            assert said == []
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def write_steps(writer, first, last):
-    if not first:
-        writer.write("meta", **{key: value for key, value in wide_meta(4).items() if key != "t"})
-    for i in range(first, last):
-        writer.write("step", i=i, norm=1.0 + i % 7, loss=2.0)
-        if i % 10 == 0:
-            writer.write("tensors", i=i, norm=[1.0, 2.0, 3.0, 4.0 + i % 3])
-    writer.flush()

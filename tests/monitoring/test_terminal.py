@@ -104,10 +104,10 @@ def test_a_table_of_any_width_holds_every_number_and_every_letter(width):
 @pytest.mark.parametrize("width", [20, 60, 120])
 def test_a_usage_is_broken_between_options(width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
-    usage = "gradguard run [--out DIR] [--on-finding COMMAND] (script.py | -m module) [args ...]"
+    usage = "gradguard run [--out DIR] [--save-gradients FILE] (script.py | -m module) [args ...]"
     lines = in_lines(usage).splitlines()
     assert " ".join(line.strip() for line in lines) == usage
-    for option in ("[--out DIR]", "[--on-finding COMMAND]", "(script.py | -m module)", "[args ...]"):
+    for option in ("[--out DIR]", "[--save-gradients FILE]", "(script.py | -m module)", "[args ...]"):
         assert sum(option in line for line in lines) == 1
 
 

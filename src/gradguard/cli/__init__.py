@@ -6,13 +6,13 @@ import sys
 from collections.abc import Sequence
 
 from gradguard import __version__
-from gradguard.cli import check, demo, env, pages, parity, replay, replay_step, report, run, serve, tail, tune
+from gradguard.cli import check, demo, env, pages, parity, replay, replay_step, report, run, tail, tune
 from gradguard.cli.program import cut
 from gradguard.errors import GradguardError
 from gradguard.monitoring.observe.termination import BySignal, LastWord
 from gradguard.monitoring.record.text import drop_output, encodable, printable
 
-_COMMANDS = (demo, run, tune, report, pages, serve, replay, tail, check, parity, replay_step, env)
+_COMMANDS = (demo, run, tune, report, pages, replay, tail, check, parity, replay_step, env)
 
 _PAGES = {
     "demo": "index",
@@ -21,7 +21,6 @@ _PAGES = {
     "report": "report",
     "explain": "causes",
     "skill": "skill",
-    "serve": "report",
     "replay": "recommendation",
     "tail": "watching",
     "check": "gradient_check",

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TAKES_VALUE = {
-    "--on-finding",
     "--out",
     "--every",
     "--clip",
@@ -76,7 +75,7 @@ def first_given(options: argparse.Namespace, *names: str) -> str:
     return f"--{given[0].replace('_', '-')}" if given else ""
 
 
-RECORDING = ("out", "force", "argv", "every", "clip", "resilient", "no_report", "on_finding")
+RECORDING = ("out", "force", "argv", "every", "clip", "resilient", "no_report")
 """The options of `run` that say what is recorded and done, and how."""
 
 

@@ -21,23 +21,18 @@ if TYPE_CHECKING:
     from gradguard.monitoring.observe.observer import Observer
     from gradguard.monitoring.observe.script import Program
     from gradguard.monitoring.observe.termination import SignalHandlers
-    from gradguard.monitoring.show.alerts import AlertCommand
     from gradguard.named_rules import NamedRule
     from gradguard.resilience.each_optimizer import GuardEachOptimizer
 
 _USAGE = (
     "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] [--resilient] [--steps N] [--seed N] "
-    "[--no-report] [--on-finding COMMAND] [--argv] [--audit-norm] [--save-gradients FILE] [--at N] "
+    "[--no-report] [--argv] [--audit-norm] [--save-gradients FILE] [--at N] "
     "[--perturbed N] [--launch COMMAND] (script.py | -m module) [args ...]"
 )
 _AUDIT_HELP = (
     "compare the norm that the script clips by with the true one, for 3 steps or --steps, record nothing, and then end "
     "the script; with an option of a record, such as --out, record the whole run too. "
     "Exit code: 0 for PASS, 1 for FAIL, 3 for INCONCLUSIVE, 2 if the script fails before"
-)
-_ON_FINDING_HELP = (
-    "run this in the background for each health finding: the finding as JSON on its stdin, and in words as its last "
-    "argument. No shell sees it"
 )
 _CLIP_HELP = (
     "clip before each step: by a threshold (norm=1.0, value=0.5, adaptive=0.01, or adaptive=0.01,exclude=fc to leave "
@@ -79,7 +74,6 @@ def add_to(commands) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help=_STEPS_HELP)
     parser.add_argument("--seed", type=int, metavar="N", help="seed random, numpy and torch before the script starts")
     parser.add_argument("--no-report", action="store_true", help="write the record and nothing else")
-    parser.add_argument("--on-finding", metavar="COMMAND", help=_ON_FINDING_HELP)
     parser.add_argument("--audit-norm", action="store_true", help=_AUDIT_HELP)
     parser.add_argument("--save-gradients", type=Path, metavar="FILE", help=_SAVE_HELP)
     parser.add_argument("--at", type=int, metavar="N", help="save the gradients of optimizer step N (default: 1)")
@@ -117,10 +111,7 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     from gradguard.monitoring.observe.meta import rank_and_world
     from gradguard.monitoring.observe.script import load
     from gradguard.monitoring.observe.termination import BySignal, SignalHandlers
-    from gradguard.monitoring.show.alerts import AlertCommand
 
-    command = options.on_finding if rank_and_world()[0] == 0 else None
-    alert = None if command is None else AlertCommand(command)
     loaded = load(program.words, program.is_module)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = "run.jsonl" if restarts == "0" else f"run.restart-{restarts}.jsonl"
@@ -131,7 +122,7 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
         raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
     followed = None if record is None else _followed(options.clip or "", folder, program.typed)
     with SignalHandlers(acting=record is not None) as signals:
-        code = _observe(loaded, program.typed, record, rule, options, alert, signals, followed)
+        code = _observe(loaded, program.typed, record, rule, options, signals, followed)
     return code if signals.second is None or isinstance(code, BySignal) else BySignal.of(signals.second)
 
 
@@ -236,7 +227,6 @@ def _observe(
     record: Path | None,
     rule: "NamedRule | None",
     options: argparse.Namespace,
-    alert: "AlertCommand | None",
     signals: "SignalHandlers",
     followed: dict[str, Any] | None,
 ) -> int:
@@ -279,7 +269,6 @@ def _observe(
         clip if guards is None or clip is None else guards.clip,
         options.every,
         last_step=options.steps,
-        on_finding=alert,
         in_child=in_child,
     )
     code, process, here = 1, os.getpid(), Path.cwd()
@@ -302,8 +291,6 @@ def _observe(
                     before.discard(record)  # a process of rank 0 has replaced it
                 new = [path for path in records_beside(record) if path not in before]
                 _tell_of_records(new, record, observer, code, options, signals, here)
-                if alert is not None and alert.failures:
-                    on_stderr(alert.report())
     if audit is None or isinstance(code, BySignal) or os.getpid() != process:
         return code
     verdict = _audited(audit, code, sys.stderr)  # beside a record standard output is the script's

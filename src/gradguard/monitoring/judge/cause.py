@@ -1,44 +1,14 @@
 """A cause: one thing that explains what a run did, with how sure it is, what to do, and where it shows."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.numbers import capital
 
 CERTAINTIES = ("certain", "likely", "possible")
 """How sure a cause is: the record leaves no other reading; it is the likely reading; it may be."""
-
-_FALLS_BEHIND = ("rate_too_low", "not_started")
-
-EXPLAINS: Mapping[str, tuple[str, ...]] = {
-    "nonfinite_data": ("nonfinite_range", "vanishing", "rate_too_high"),
-    "nonfinite_range": ("vanishing", "rate_too_high"),
-    "nonfinite_growth": ("vanishing", "rate_too_high", "drift", "bad_batches", "data_shift"),
-    "clip_before_unscale": (*_FALLS_BEHIND, "clip_starves", "clip_twice"),
-    "accumulation": ("vanishing", "rate_too_high", "nonfinite_growth", "drift", "data_shift", "bad_batches"),
-    "no_gradient": ("vanishing", *_FALLS_BEHIND),
-    "rate_zero": ("vanishing", *_FALLS_BEHIND, "rate_decayed"),
-    "clip_starves": _FALLS_BEHIND,
-    "clip_twice": (*_FALLS_BEHIND, "clip_starves"),
-    "bad_batches": (
-        "vanishing", "rate_too_high", "data_shift", "drift", "exploding_time", "exploding_depth", "nonfinite_growth",
-    ),
-    "exploding_time": ("rate_too_high", "bad_batches", "nonfinite_growth", "drift"),
-    "exploding_depth": ("rate_too_high", "nonfinite_growth", "bad_batches", "drift"),
-    "vanishing": (*_FALLS_BEHIND, "rate_too_high"),
-    "not_started": ("vanishing", "no_gradient"),
-    "update_rule": (*_FALLS_BEHIND, "rate_too_high", "rate_decayed", "vanishing"),
-    "rate_decayed": ("rate_too_high", *_FALLS_BEHIND, "data_shift", "bad_batches"),
-    "drift": ("nonfinite_growth", "rate_too_high", "data_shift"),
-    "rate_too_high": ("vanishing", "drift", "not_started"),
-    "rate_too_low": ("not_started", "drift"),
-    "data_shift": ("rate_too_high", "drift", "bad_batches", "exploding_time"),
-}  # fmt: skip
-"""The causes that a cause produces by itself."""
-
-KEYS = (*EXPLAINS, "healthy", "unknown")
-"""Every key of a cause. Of two causes that are as sure, the one that stands first here leads."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +40,7 @@ class Cause:
     """A cause that explains a run.
 
     Attributes:
-        key: One of `KEYS`.
+        key: One of `causes.KEYS`.
         certainty: ``"certain"``, ``"likely"`` or ``"possible"``.
         sentence: One sentence on the run.
         advice: What to do, in whole sentences that can be followed literally.
@@ -78,6 +48,7 @@ class Cause:
         rules_out: What the evidence excludes, in whole sentences.
         rate_factor: What to multiply the learning rate by, where that is the advice.
         threshold: The norm to clip at, where that is part of the advice.
+        explains: The keys of the causes that this cause produces by itself.
         optimizer: What to call the optimizer that it is about, where the record has several.
     """
 
@@ -89,12 +60,8 @@ class Cause:
     rules_out: tuple[str, ...] = ()
     rate_factor: float | None = None
     threshold: float | None = None
+    explains: tuple[str, ...] = ()
     optimizer: str = ""
-
-    @property
-    def explains(self) -> tuple[str, ...]:
-        """The keys of the causes that this cause produces by itself."""
-        return EXPLAINS.get(self.key, ())
 
     def of(self, optimizer: str) -> "Cause":
         """Return this cause as one of an optimizer among several.
@@ -104,3 +71,64 @@ class Cause:
         """
         sentence = f"{capital(optimizer)}: {self.sentence}"
         return replace(self, optimizer=optimizer, sentence=sentence)
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What shows in a record that a cause is there.
+
+    Attributes:
+        evidence: Where it shows, the strongest first.
+        words: What fills the gaps in the words of the row.
+        certainty: How sure it is; empty for what the row says.
+        rate_factor: What to multiply the learning rate by, where that is the advice.
+        threshold: The norm to clip at, where that is part of the advice.
+    """
+
+    evidence: tuple[Evidence, ...]
+    words: Mapping[str, Any] = field(default_factory=dict)
+    certainty: str = ""
+    rate_factor: float | None = None
+    threshold: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table of causes.
+
+    Attributes:
+        key: The cause.
+        sign: The evidence that it needs: what it shows by, or None where it does not show.
+        certainty: How sure it is, unless the sign says otherwise.
+        sentence: One sentence on the run, with gaps in braces.
+        advice: What to do, with gaps in braces.
+        rules_out: What the evidence excludes; a cause that is only possible excludes nothing.
+    """
+
+    key: str
+    sign: Callable[[Any], Sign | None]
+    certainty: str
+    sentence: str
+    advice: str
+    rules_out: str = ""
+
+    def cause(self, sign: Sign, explains: tuple[str, ...]) -> Cause:
+        """Return the cause that a sign shows.
+
+        Args:
+            sign: What shows.
+            explains: The keys of the causes that it produces by itself.
+        """
+        certainty = sign.certainty or self.certainty
+        excludes = certainty != "possible" and self.rules_out
+        return Cause(
+            self.key,
+            certainty,
+            self.sentence.format(**sign.words),
+            self.advice.format(**sign.words),
+            sign.evidence,
+            (excludes,) if excludes else (),
+            sign.rate_factor,
+            sign.threshold,
+            explains,
+        )

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gradguard.monitoring.judge.cause import CERTAINTIES, KEYS, Cause, Evidence
-from gradguard.monitoring.judge.causes import CAUSES
+from gradguard.monitoring.judge.cause import CERTAINTIES, Cause, Evidence
+from gradguard.monitoring.judge.causes import KEYS, causes_of
 from gradguard.monitoring.judge.findings import Finding, steps, worst_first
 from gradguard.monitoring.judge.followed import helped
 from gradguard.monitoring.judge.health import findings
@@ -52,7 +52,7 @@ class Diagnosis:
 def diagnose(record: Record) -> Diagnosis:
     """Find what is the matter with a run.
 
-    Each cause is looked for by itself (`causes.CAUSES`). They are ranked by one rule: a cause that another one
+    Each cause is looked for by itself (`causes.table`). They are ranked by one rule: a cause that another one
     explains, which is at least as sure, stands behind it; then the surest first; then the order of `KEYS`. Where
     nothing is at least likely, the run is well, or too short to say.
 
@@ -121,8 +121,8 @@ def weighed_findings(record: Record) -> list[Finding]:
 
 
 def _ranked(signals: RunSignals) -> tuple[Cause, ...]:
-    causes = [cause for look in CAUSES if (cause := look(signals)) is not None]
-    causes = sorted(causes, key=lambda cause: _rank(cause, causes))
+    found = causes_of(signals)
+    causes = sorted(found, key=lambda cause: _rank(cause, found))
     if not causes or causes[0].certainty == "possible":
         causes.insert(0, _without_cause(signals))
     return tuple(causes)
@@ -132,9 +132,7 @@ def _progress(signals: RunSignals, cause: Cause) -> str:
     """Return what speaks against a cause that is only likely: the loss falls, and no finding warns."""
     curve = signals.curve
     warned = any(one.severity != "info" for one in signals.found)
-    if cause.key in ("healthy", "unknown") or cause.certainty != "likely" or warned or curve is None:
-        return ""
-    if not curve.has_fallen:
+    if cause.key in ("healthy", "unknown") or cause.certainty != "likely" or warned or not curve.has_fallen:
         return ""
     went = f"from {number(curve.start)} to {number(curve.final)}"
     return f"Your run learns: its loss fell {went}, and no finding warns. What may stand in its way:"
@@ -167,7 +165,7 @@ def _without_cause(signals: RunSignals) -> Cause:
 def _well(signals: RunSignals) -> Cause:
     curve, certainty, ruled = signals.curve, "likely", ()
     sentence, advice = "Your run is well.", "Nothing is to be done."
-    if curve is None:
+    if not curve.is_known:
         words = f"Norms and layers are as they should be on {signals.count:,} steps; losses were not judged."
         return Cause("healthy", certainty, sentence, advice, (signals.seen(words),))
     went = f"from {number(curve.start)} to {number(curve.final)}"

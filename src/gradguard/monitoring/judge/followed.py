@@ -30,8 +30,8 @@ def facts_of(record: Record, cause: Cause, rule: str | None) -> dict[str, Any]:
         "rate": signals.rate,
         "steps": signals.count,
         "lost": signals.ends_lost or None,
-        "loss": None if curve is None or signals.ends_lost else curve.final,
-        "error": None if curve is None else curve.error,
+        "loss": curve.final if curve.is_known and not signals.ends_lost else None,
+        "error": curve.error if curve.is_known else None,
     }
     return known_fields(facts)
 
@@ -53,10 +53,12 @@ def helped(signals: RunSignals) -> str:
         again = " again" if before.get("lost") else ""
         return f"Against {whose}, it did not help: numbers are not finite{again}."
     place = min(signals.count, int(before.get("steps") or signals.count))
-    curve, loss = None if signals.takes_turns else signals.curve_until(place), before.get("loss")
-    if curve is not None and before.get("lost"):
+    curve, loss = signals.curve_until(place), before.get("loss")
+    if not curve.is_known or signals.takes_turns:
+        return ""
+    if before.get("lost"):
         return f"Against {whose}, it helped: the loss is finite and ends at {number(curve.final)}."
-    if curve is None or loss is None:
+    if loss is None:
         return ""
     noise = math.hypot(curve.error, before.get("error") or 0.0)
     difference = loss - curve.final

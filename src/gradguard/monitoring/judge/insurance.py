@@ -107,7 +107,7 @@ def _outliers(norms: Sequence[float]) -> set[int]:
 def _learns(record: Record) -> bool:
     """Whether the loss falls and stays near its best: that of moving targets, of returns or of a rival says little."""
     curve = signals_of(record).curve
-    if curve is None or not curve.has_fallen:
+    if not curve.has_fallen:
         return False
     since = curve.levels[curve.levels.index(curve.best) :]
     return not curve.is_positive or max(since) < CAME_BACK * curve.best

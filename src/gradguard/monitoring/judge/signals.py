@@ -77,6 +77,11 @@ class Curve:
     count: int
 
     @property
+    def is_known(self) -> bool:
+        """Whether it was measured; of `UNKNOWN` every number is NaN, and nothing else is true."""
+        return self.count > 0
+
+    @property
     def error(self) -> float:
         """How far chance may have moved a level: two standard errors."""
         return 2 * 1.25 * self.noise / math.sqrt(max(1, self.count // BLOCKS))
@@ -117,6 +122,10 @@ class Curve:
         third = len(self.levels) // 3
         before = statistics.median(self.levels[-2 * third : -third])
         return before - statistics.median(self.levels[-third:]) > self.error
+
+
+UNKNOWN = Curve(math.nan, (math.nan,) * BLOCKS, math.nan, math.nan, math.nan, math.nan, 0)
+"""The curve of losses that are not known or mean no progress: it has not fallen, does not stand still, and so on."""
 
 
 @dataclass(frozen=True)
@@ -206,19 +215,19 @@ class RunSignals:
     # --- the loss -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def curve(self) -> Curve | None:
-        """How the loss went; None where it is not known or means no progress."""
-        found = None if self.takes_turns else self.curve_until(self.count)
-        if found is None:
-            return None
+    def curve(self) -> Curve:
+        """How the loss went; `UNKNOWN` where it means no progress."""
+        found = self.curve_until(self.count)
+        if self.takes_turns or not found.is_known:
+            return UNKNOWN
         first = without_none(self.losses)[:10]  # before a rate or a batch can have moved it
         has_no_floor = min(first) < 0 < max(first) + 2 * found.noise and found.final > 0.5 * min(found.best, 0.0)
         if max(map(abs, found.levels)) < (_ROUND_ZERO if has_no_floor else 2.0) * found.noise:
-            return None  # around 0, as where returns are compared with their mean: it says nothing of what is learned
+            return UNKNOWN  # around 0, as where returns are compared with their mean
         return found
 
-    def curve_until(self, place: int) -> Curve | None:
-        """Return how the loss went before a step.
+    def curve_until(self, place: int) -> Curve:
+        """Return how the loss went before a step; `UNKNOWN` where fewer than ten losses are known.
 
         Args:
             place: The place of the step.
@@ -227,7 +236,7 @@ class RunSignals:
             loss for loss, out in zip(self.losses[:place], self.skipped, strict=False) if loss is not None and not out
         ]
         if len(known) < 10:
-            return None
+            return UNKNOWN
         start = min(known[0], statistics.median(known[:5]))
         levels = tuple(medians(known, max(1, len(known) // BLOCKS)))
         steps = [abs(after - before) for before, after in pairwise(known)]
@@ -236,16 +245,14 @@ class RunSignals:
         return Curve(start, levels, min(levels), statistics.median(last), max(known), noise, len(known))
 
     @property
-    def fallen(self) -> float:
-        """Which share of its start the loss has lost; NaN where how it went is not known."""
-        return math.nan if self.curve is None else self.curve.fallen
+    def learns(self) -> bool:
+        """Whether the loss has fallen, and not only at once while weights shrank."""
+        return self.curve.has_fallen and not (self.curve.stands_still and self.growth < 1)
 
     @cached_property
     def is_stuck(self) -> bool:
         """Whether the loss stands still for a third of the run, and not because it has nearly all been learned."""
         curve = self.curve
-        if curve is None:
-            return False
         wide, needed = max(3 * curve.error, 0.03 * abs(curve.start)), round(0.3 * len(curve.levels))
         windows = [curve.levels[k : k + needed] for k in range(1, len(curve.levels) - needed + 1)]
         still = any(window and max(window) - min(window) <= wide for window in windows)
@@ -317,6 +324,11 @@ class RunSignals:
         """Whether the learning rate still rises at the end of the run."""
         known = without_none(self.rates)
         return len(known) > 10 and known[-1] == max(known) > 3 * statistics.median(known[: len(known) // 4])
+
+    @property
+    def leaves(self) -> int | None:
+        """How many tensors the backward pass reached; None where that is not known."""
+        return self.record.meta.get("leaves")
 
     # --- layers -------------------------------------------------------------------------------------------------------
 

@@ -7,21 +7,18 @@ from typing import TYPE_CHECKING, Any
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.record.steps import regime_of
 from gradguard.monitoring.record.text import printable
-from gradguard.monitoring.show.run_state import Bucket, OptimizerProgress, RunState
+from gradguard.monitoring.show.run_state import OptimizerProgress, RunState
 from gradguard.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.table import Table
     from rich.text import Text
 
 REGIME_STYLES = {"never": "blue", "guard": "green", "shaping": "yellow", "normalising": "red"}
 SEVERITY_STYLES = {"info": "cyan", "warning": "yellow", "error": "bold red"}
-_DETAILS = ((8, 5, 99), (6, 5, 5), (4, 3, 3), (3, 3, 2), (2, 2, 1), (0, 0, 0))  # rows of chart, layers, events
-_AXIS = 9
-_MOST_FACTS, _GAP = 6, 3
-_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character, by column, from the top
-_ASCII_LEVELS = " .:-=+*#%@"
+_DETAILS = ((5, 99), (5, 5), (3, 3), (3, 2), (2, 1), (0, 0))  # layers, events
+_GAP = 3
+_LEVELS, _ASCII_LEVELS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 
 
 def duration(seconds: float) -> str:
@@ -122,35 +119,32 @@ def fitting_view(
     Returns:
         Something that rich prints.
     """
-    found = view(run, status, title, (_DETAILS[0][0], _DETAILS[0][1], events), console)
-    for chart, layers, most in _DETAILS[1:]:
+    found = view(run, status, title, (_DETAILS[0][0], events), console)
+    for layers, most in _DETAILS[1:]:
         if not console.is_terminal or len(console.render_lines(found, pad=False)) <= console.height:
             return found
-        found = view(run, status, title, (chart, layers, min(most, events)), console)
+        found = view(run, status, title, (layers, min(most, events)), console)
     return found
 
 
 def view(
-    run: RunState, status: tuple[str, str], title: str, detail: tuple[int, int, int], console: "Console"
+    run: RunState, status: tuple[str, str], title: str, detail: tuple[int, int], console: "Console"
 ) -> "RenderableType":
-    """Return the view with given rows of chart, numbers of layers and of events; arguments as in `fitting_view`."""
+    """Return the view with given numbers of layers and of events; arguments as in `fitting_view`."""
     from rich import box
     from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
 
-    width = max(10, console.width - 4)
+    width, ascii_only = max(10, console.width - 4), console.options.ascii_only
     parts: list[RenderableType] = [Text(printable(run.diagnosis), style="bold")] if run.diagnosis else []
-    parts += [] if run.last else [Text("no step yet", style="dim")]
-    states = list(run.states.values())
-    if len(states) == 1:
-        parts += [_facts_table(facts(run) + optimizer_facts(states[0]), width)]
-    elif states:
-        parts += [_facts_table(facts(run), width)]
-    for state in states:
-        parts += _state_part(state, width, detail[0] // len(states), console, alone=len(states) == 1)
-    parts += _layers_part(run, width, detail[1], console.options.ascii_only) if detail[1] else []
-    parts += _events_part(run, detail[2]) if detail[2] else []
+    parts += [_in_columns(facts(run))] if run.last else [Text("no step yet", style="dim")]
+    for state in run.states.values():
+        parts += [Text(f"\n{state.label}", style="bold")] if state.label else []
+        parts += [_in_columns(optimizer_facts(state))]
+        parts += [chart(state, width, ascii_only=ascii_only)] if any(detail) else []
+    parts += _layers_part(run, width, detail[0], ascii_only) if detail[0] else []
+    parts += _events_part(run, detail[1]) if detail[1] else []
     words = Text(printable(status[0]), style=status[1])
     if words.cell_len > width - 4:  # too long for the frame, and nothing of it may be lost
         parts.append(words)
@@ -167,143 +161,45 @@ def view(
     )
 
 
-def _facts_table(known: list[Fact], width: int) -> "Table":
-    from rich.table import Table
+def _in_columns(known: list[Fact]) -> "RenderableType":
+    from rich.columns import Columns
     from rich.text import Text
 
-    cells = []
-    for label, value, style in known:
-        cell = Text(no_wrap=True, overflow="ellipsis").append(f"{label} ", style="dim").append(value, style=style)
-        cells.append(cell)
-    fits = [count for count in range(_MOST_FACTS, 1, -1) if _row_width(cells, count) <= width]
-    count = fits[0] if fits else 1
-    table = Table.grid(padding=(0, _GAP, 0, 0))
-    for _ in range(count):
-        table.add_column(no_wrap=True, overflow="ellipsis")
-    for start in range(0, len(cells), count):
-        table.add_row(*cells[start : start + count])
-    return table
+    cells = [
+        Text(no_wrap=True, overflow="ellipsis").append(f"{label} ", style="dim").append(value, style=style)
+        for label, value, style in known
+    ]
+    return Columns(cells, padding=(0, _GAP, 0, 0))
 
 
-def _row_width(cells: "list[Text]", count: int) -> int:
-    """How wide ``count`` columns of cells are."""
-    columns = [cells[start::count] for start in range(count)]
-    return sum(max((cell.cell_len for cell in column), default=0) + _GAP for column in columns)
-
-
-def _state_part(
-    state: OptimizerProgress, width: int, rows: int, console: "Console", *, alone: bool
-) -> "list[RenderableType]":
-    """The chart of one optimizer, below its numbers where it is not alone."""
-    from rich.text import Text
-
-    known = [] if alone else optimizer_facts(state)
-    parts: list[RenderableType] = [] if alone else [Text(f"\n{state.label}", style="bold")]
-    parts += [_facts_table(known, width)] if known else []
-    return parts + (_chart_part(state, width, rows, console, gap=alone) if rows else [])
-
-
-def _chart_part(
-    state: OptimizerProgress, width: int, rows: int, console: "Console", *, gap: bool
-) -> "list[RenderableType]":
-    from rich.text import Text
-
-    steps = f"steps {state.first_step or 0:,} to {state.last['i']:,}"
-    heading = Text(
-        "\n" * gap + f"norm before any clip, {steps}, log scale", style="dim", no_wrap=True, overflow="ellipsis"
-    )
-    of_norms = state.last.get("rule", "norm") == "norm"  # else a bound on something else
-    threshold = state.last.get("threshold") if of_norms else None
-    return [heading, chart(state, max(4, width - _AXIS), rows, threshold, ascii_only=console.options.ascii_only)]
-
-
-def chart(
-    state: OptimizerProgress, width: int, rows: int, threshold: float | None = None, *, ascii_only: bool = False
-) -> "Text":
-    """Return the norms of ``state`` on a log scale, from the smallest to the largest of the steps of each column.
+def chart(state: OptimizerProgress, width: int, *, ascii_only: bool = False) -> "Text":
+    """Return the norms of ``state`` as one row on a log scale: the largest norm of the steps of each character.
 
     Args:
         state: An optimizer.
-        width: Columns of characters; each holds two columns of dots.
-        rows: Rows of characters; each holds four dots.
-        threshold: Where to draw a line, if it is within the norms.
-        ascii_only: Draw one row of ASCII characters, for terminals that have no others.
+        width: Characters of the row.
+        ascii_only: Draw it in ASCII, for terminals that have no other characters.
 
     Returns:
-        The chart with its axis.
+        The steps and norms between which it goes, and the row.
     """
     from rich.text import Text
 
-    columns = state.history.columns(width if ascii_only else 2 * width)
-    limits = _limits(columns, threshold)
-    if limits is None:
+    columns = state.history.columns(width)
+    known = [norm for bucket in columns for norm in (bucket.low, bucket.high) if 0 < norm < math.inf]
+    if not known:
         return Text("no finite norm yet", style="dim")
-    if ascii_only:
-        marks = [_ascii_mark(bucket, limits) for bucket in columns]
-        return Text(f"{number(10 ** limits[0])} to {number(10 ** limits[1])}\n{''.join(marks)}", no_wrap=True)
-    masks = _dots(columns, limits, rows)
-    line_row = None if threshold is None else _row_of(threshold, limits, rows) // 4
-    labels = {0: number(10 ** limits[1]), rows - 1: number(10 ** limits[0])}
-    if line_row is not None and threshold is not None:
-        labels[line_row] = plain_threshold(threshold)
+    low, high = min(known), max(known)
+    steps = f"steps {state.first_step or 0:,} to {state.last['i']:,}, log scale"
     text = Text(no_wrap=True, overflow="crop")
-    for row in range(rows):
-        style = "yellow" if row == line_row else "dim"
-        text.append(f"{labels.get(row, ''):>{_AXIS - 2}.{_AXIS - 2}} ", style=style)
-        _draw_row(text, masks[row], columns, width if row == line_row else 0, first=row == 0)
-        text.append("\n" if row < rows - 1 else "")
+    text.append(f"norm before any clip, {number(low)} to {number(high)}, {steps}\n", style="dim")
+    levels, lost = (_ASCII_LEVELS, "!") if ascii_only else (_LEVELS, "✕")
+    span = (math.log10(high) - math.log10(low)) or 1.0
+    for bucket in columns:
+        share = (math.log10(bucket.high) - math.log10(low)) / span if 0 < bucket.high < math.inf else 0.0
+        mark = lost if bucket.nonfinite else levels[round(share * (len(levels) - 1))]
+        text.append(mark, style="bold red" if bucket.nonfinite else "cyan")
     return text
-
-
-def _draw_row(text: "Text", masks: list[int], columns: list[Bucket], line: int, *, first: bool) -> None:
-    """One row of the chart; ``line`` is how long the line of the threshold is in it."""
-    for k in range(max(len(masks), line)):
-        mask = masks[k] if k < len(masks) else 0
-        if first and any(bucket.nonfinite for bucket in columns[2 * k : 2 * k + 2]):
-            text.append("✕", style="bold red")
-        elif mask:
-            text.append(chr(0x2800 + mask), style="cyan")
-        else:
-            text.append("┄" if k < line else " ", style="yellow")
-
-
-def _limits(columns: list[Bucket], threshold: float | None) -> tuple[float, float] | None:
-    """The logarithms between which everything lies; None without a positive norm."""
-    lows = [bucket.low for bucket in columns if 0 < bucket.low < math.inf]
-    highs = [bucket.high for bucket in columns if 0 < bucket.high < math.inf]
-    if not lows or not highs:
-        return None
-    low, high = math.log10(min(lows)), math.log10(max(highs))
-    if threshold is not None and 0 < threshold < math.inf and low - 1.5 < math.log10(threshold) < high + 1.5:
-        low, high = min(low, math.log10(threshold)), max(high, math.log10(threshold))
-    middle = (low + high) / 2
-    return min(low, middle - 0.15), max(high, middle + 0.15)  # a constant norm is no noise
-
-
-def _row_of(norm: float, limits: tuple[float, float], rows: int) -> int:
-    """The row of dots, from the top, that a norm is in."""
-    position = (math.log10(norm) - limits[0]) / (limits[1] - limits[0]) if norm > 0 else 0.0
-    return round((1 - min(1.0, max(0.0, position))) * (4 * rows - 1))
-
-
-def _dots(columns: list[Bucket], limits: tuple[float, float], rows: int) -> list[list[int]]:
-    """The braille pattern of every character."""
-    masks = [[0] * ((len(columns) + 1) // 2) for _ in range(rows)]
-    for k, bucket in enumerate(columns):
-        if bucket.low > bucket.high:
-            continue
-        for dot in range(_row_of(bucket.high, limits, rows), _row_of(bucket.low, limits, rows) + 1):
-            masks[dot // 4][k // 2] |= _DOTS[k % 2][dot % 4]
-    return masks
-
-
-def _ascii_mark(bucket: Bucket, limits: tuple[float, float]) -> str:
-    if bucket.nonfinite:
-        return "!"
-    if bucket.low > bucket.high:
-        return " "
-    levels = len(_ASCII_LEVELS) - 1
-    return _ASCII_LEVELS[max(1, levels - _row_of(bucket.high, limits, 4) * levels // 15)]
 
 
 def _layers_part(run: RunState, width: int, count: int, ascii_only: bool) -> "list[RenderableType]":

@@ -1,11 +1,11 @@
-"""Causes that lie in the data: batches unlike the others, data that change, and numbers that drift."""
+"""Signs that lie in the data: batches unlike the others, data that change, and numbers that drift."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 
-from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.cause import Evidence, Sign
 from gradguard.monitoring.judge.numbers import median, medians, number, plain_threshold
 from gradguard.monitoring.judge.signals import FAR, OUTBURST_TIMES, Curve, RunSignals, period_of
 from gradguard.monitoring.record.lines import without_none
@@ -44,7 +44,7 @@ AT_ONCE = 0.8
 _SHOWN = 4
 
 
-def bad_batches(signals: RunSignals) -> Cause | None:
+def bad_batches(signals: RunSignals) -> Sign | None:
     """Return whether single batches are unlike the others: losses and norms leap out of calm, at once."""
     places = signals.outbursts
     period = period_of(places)
@@ -54,48 +54,42 @@ def bad_batches(signals: RunSignals) -> Cause | None:
     if not places or _was_lost_before(signals, places[0]) or _stay_up(signals, places):
         return None
     broken = _broken_by(signals, places)
-    if not broken:
-        at_once = sum(_comes_at_once(signals, place) for place in places)
-        if (
-            _is_usual(signals, places)
-            or at_once < max(FEWEST_OUTBURSTS, 0.5 * len(places))
-            or not _losses_leap(signals, places)
-        ):
-            return None
+    if not broken and not _are_exceptions(signals, places):
+        return None
+    sure = period or (broken and signals.ends_lost and signals.leaps_out_of_calm(places[0]))
+    certainty = "possible" if _are_harmless(signals, places) else "certain" if sure else "likely"
     numbers = [signals.named(place) for place in places]
     times = statistics.median(signals.times(place) for place in places)
     steps = ", ".join(map(str, numbers[:_SHOWN])) + " …" * (len(numbers) > _SHOWN)
-    which, certainty = f"the batch of step {steps}", "likely"
-    sentence = f"One batch is far unlike the others: that of step {steps}."
-    where = "for wrong labels, inputs that are not normalised, or samples that are far too long"
-    if len(numbers) > 1:
-        which = f"the batches of steps {steps}"
-        sentence = f"{len(numbers)} batches are far unlike the others: those of steps {steps}."
+    which, those = f"{len(numbers)} batches are", f"those of steps {steps}"
+    where = "wrong labels, inputs that are not normalised, or samples that are far too long"
+    if len(numbers) == 1:
+        which, those = "One batch is", f"that of step {steps}"
     if period:
-        sentence = f"A batch every {period} steps is far unlike the others: those of steps {steps}."
-        where = f"something comes back every {period} steps, such as one bad file or shard of an epoch"
-    if period or (broken and signals.ends_lost and signals.leaps_out_of_calm(places[0])):
-        certainty = "certain"
+        which = f"A batch every {period} steps is"
+        where = f"something that comes back every {period} steps, such as one bad file or shard of an epoch"
     near = {place + k for place in places for k in range(4)}
     calm = median([norm for place, norm in enumerate(signals.norms) if norm and place not in near and place >= 5])
     threshold = float(f"{min(calm, signals.low_threshold):.1e}") if calm else None
-    ordinary = "the norm of an ordinary step"
-    if calm and signals.low_threshold < calm:
-        ordinary = f"below {ordinary}, which is mostly noise here"
-    clip = f" Until then, clip at {plain_threshold(threshold)}, {ordinary}." if threshold else ""
+    clip = f" Until then, clip at {plain_threshold(threshold)}." if threshold else ""
     words = (
         f"There the loss or the gradient norm, the size of all gradients together, leapt to {number(times)} times what "
         "it was just before."
     )
-    return Cause(
-        "bad_batches",
-        "possible" if _are_harmless(signals, places) else certainty,
-        sentence,
-        f"Look at {which}{': ' if period else ' '}{where}.{clip}",
+    return Sign(
         (Evidence((numbers[0], numbers[-1]), words),),
-        ("The learning rate is not the cause: the steps before each of these were calm.",),
+        {"which": which, "those": those, "where": where, "clip": clip},
+        certainty,
         threshold=threshold,
     )
+
+
+def _are_exceptions(signals: RunSignals, places: Sequence[int]) -> bool:
+    """Whether enough of these steps leap at once, and others stay far below."""
+    at_once = sum(_comes_at_once(signals, place) for place in places)
+    if _is_usual(signals, places) or at_once < max(FEWEST_OUTBURSTS, 0.5 * len(places)):
+        return False
+    return _losses_leap(signals, places)
 
 
 def _is_usual(signals: RunSignals, places: Sequence[int]) -> bool:
@@ -111,7 +105,7 @@ def _is_usual(signals: RunSignals, places: Sequence[int]) -> bool:
 def _was_lost_before(signals: RunSignals, place: int) -> bool:
     """Whether the loss was thrown up before the first leap, and never came below its start: not by a batch."""
     curve = signals.curve
-    if curve is None or not curve.best > 0.85 * curve.start > 0:
+    if not curve.best > 0.85 * curve.start > 0:
         return False
     highest = max(without_none(signals.losses[1:place]), default=0.0)
     return highest > 1.5 * curve.start + 6 * min(curve.noise, curve.start)
@@ -131,10 +125,9 @@ def _stay_up(signals: RunSignals, places: Sequence[int]) -> bool:
 def _are_harmless(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether the loss is back at once, and a clip bound on nearly all of them or the leaps were tiny: hard cases."""
     curve = signals.curve
-    if curve is not None:
-        near = [loss or 0.0 for place in places for loss in signals.losses[place : place + 4]]
-        if max(curve.final, *near) < TINY * curve.start:
-            return True
+    near = [loss or 0.0 for place in places for loss in signals.losses[place : place + 4]]
+    if max(curve.final, *near) < TINY * curve.start:
+        return True
     if sum((signals.coefficients[place] or 1.0) < 1 for place in places) < 0.6 * len(places):
         return False
     harmed = 0
@@ -147,7 +140,7 @@ def _are_harmless(signals: RunSignals, places: Sequence[int]) -> bool:
 
 def _losses_leap(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether loss and norm of most of these steps stand out, where losses are known: those of a bad batch do."""
-    if signals.curve is None:
+    if not signals.curve.is_known:
         return True
     leaps = 0
     for place in places:
@@ -165,7 +158,7 @@ def _broken_by(signals: RunSignals, places: Sequence[int]) -> bool:
         return False
     place, curve, before = places[0], signals.curve, signals.usual(places[0], signals.losses)
     here, norm, usual = signals.losses[place], signals.lengths[place], signals.usual(place, signals.lengths)
-    if curve is None or before is None or here is None or before <= 0:
+    if not curve.is_known or before is None or here is None or before <= 0:
         return False
     if curve.final <= 1.1 * before and not signals.ends_lost:
         return False
@@ -181,8 +174,8 @@ def _comes_at_once(signals: RunSignals, place: int) -> bool:
     return any(value > 3 * max(filter(None, before), default=math.inf) for value, before in pairs)
 
 
-def data_shift(signals: RunSignals) -> Cause | None:
-    """Return whether the data are others from one step on: losses are at another level at once, and stay there."""
+def level_changes(signals: RunSignals) -> Sign | None:
+    """Return whether losses are at another level from one step on: at once, and they stay there."""
     if signals.takes_turns or signals.count < 60:
         return None
     up, down = _level_shift(signals), _fall(signals)
@@ -201,16 +194,7 @@ def data_shift(signals: RunSignals) -> Cause | None:
         else f"leapt to {number(signals.losses[place])} at step {step}, and has been far below what it was ever since"
     )
     words = f"The loss was {number(low)} up to step {signals.named(place - 1)} and {level}."
-    return Cause(
-        "data_shift",
-        "likely",
-        f"The data changed at step {step}: from one step to the next the loss went to another level.",
-        f"Look at what the loader gives from step {step} on: another file, domain, length, normalisation or "
-        "labelling, or one class only. If that is meant, go on training; shuffle the parts together if both are to be "
-        "learned.",
-        (signals.seen(words, since=step),),
-        ("The learning rate did not change, and the steps before were calm.",),
-    )
+    return Sign((signals.seen(words, since=step),), {"step": step})
 
 
 def _was_thrown(signals: RunSignals, place: int) -> bool:
@@ -272,40 +256,27 @@ def _recur(leaps: Sequence[int]) -> bool:
     return len(gaps) >= 3 and max(gaps) < EQUAL * min(gaps)
 
 
-def drift(signals: RunSignals) -> Cause | None:
+def grows_without_end(signals: RunSignals) -> Sign | None:
     """Return whether weights and norms grow step by step, without a jump, where they should settle."""
     curve = signals.curve
-    if signals.count < 100 or curve is None:
+    if signals.count < 100 or not curve.is_known:
         return None
-    grown, runs_away = _growing_weight(signals), _runs_away(signals, curve)
-    rising = _rising_norms(signals)
+    grown, runs_away, rising = _growing_weight(signals), _runs_away(signals, curve), _rising_norms(signals)
     since = curve.levels[curve.levels.index(curve.best) :]
-    late = statistics.median(since)
-    lost = max(late, curve.final) > curve.best + max(3 * curve.error, 0.25 * abs(curve.best))
     leap = max((after - before for before, after in pairwise(since)), default=0.0)
-    lost = lost and leap <= AT_ONCE * (max(since) - curve.best)
+    above = max(statistics.median(since), curve.final) - curve.best
+    lost = above > max(3 * curve.error, 0.25 * abs(curve.best)) and leap <= AT_ONCE * (max(since) - curve.best)
     grows = grown and (lost or (rising and not curve.has_fallen))
     if not (grows or runs_away or (rising and lost and curve.fallen < 0.5)):
         return None
-    evidence = []
-    if runs_away:
-        evidence.append(signals.seen(runs_away))
+    evidence = [signals.seen(runs_away)] if runs_away else []
     if grown:
         name, times = grown
-        words = f"The norm of {name} grew {number(times)} times, step by step."
-        evidence.append(signals.seen(words, (name,)))
+        evidence.append(signals.seen(f"The norm of {name} grew {number(times)} times, step by step.", (name,)))
     if rising:
         evidence.append(signals.seen(f"The median gradient norm rose {number(rising)} times, step by step."))
-    end = "the loss falls without end" if runs_away else "the loss ends above its best" if lost else "do not settle"
-    return Cause(
-        "drift",
-        "likely",
-        f"Weights and gradients grow all through the run, step by step, and {end}.",
-        "Look for what rewards large weights: the sign of a penalty or of weight_decay, a target made by the model "
-        "itself, or a loss without a lower bound. Normalisation layers or weight decay bound their growth.",
-        tuple(evidence),
-        ("It is no single batch and no single step: nothing leapt before.",),
-    )
+    end = "the loss falls without end" if runs_away else "the loss does not settle"
+    return Sign(tuple(evidence), {"end": end})
 
 
 def _growing_weight(signals: RunSignals) -> tuple[str, float] | None:

@@ -1,4 +1,4 @@
-"""A clip of the script's own that does harm: one that starves the optimizer, or two that work against each other."""
+"""Signs of a clip of the script's own that does harm: one that starves the optimizer, or two against each other."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import compress
 
 from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, clipped_twice, shares_in_words
-from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.cause import Sign
 from gradguard.monitoring.judge.followed import follows_clip
 from gradguard.monitoring.judge.numbers import capital, from_to, percent, plain_threshold
 from gradguard.monitoring.judge.signals import RunSignals
@@ -24,97 +24,79 @@ SEVERAL = 0.3
 
 
 @dataclass(frozen=True)
-class _Starving:
+class _Binding:
     """The clips that bind on most steps, where each gradient is clipped once.
 
     Attributes:
         clips: The clips; more than one where each is of other parameters.
         of_all: Whether there is one clip, which sees all gradients.
-        signals: What the run shows.
+        coefficient: The factor by which they multiply gradients on a usual step.
+        seen: On which share of the steps they bind, in a sentence.
+        words: What the rows of the table say of them.
+        threshold: The norm that leaves ordinary steps alone; None where no clip sees all gradients.
     """
 
     clips: Sequence[ActingClip]
     of_all: bool
-    signals: RunSignals
-
-    @property
-    def coefficient(self) -> float:
-        """Return the factor by which the clips multiply gradients on a usual step."""
-        return statistics.median(clip.coefficient or 1.0 for clip in self.clips)
-
-    @property
-    def share(self) -> float:
-        """On which share of the steps they bind."""
-        return statistics.median(clip.bound or 0 for clip in self.clips) / self.signals.taken
-
-    def words(self, one: str, several: str) -> str:
-        """Return a sentence whose subject they are: the first part in the singular, or in the plural."""
-        known = without_none(clip.threshold for clip in self.clips)
-        at = f" at {from_to(known)}" if known else ""
-        subject = "The clip" if self.of_all else "The clip of some parameters"
-        subject = subject if len(self.clips) == 1 else f"{len(self.clips)} clips of different parameters"
-        return f"{subject}{at} {one if len(self.clips) == 1 else several}"
-
-    @property
-    def threshold(self) -> float | None:
-        """The norm that leaves ordinary steps alone; None where no clip sees all gradients."""
-        norms = sorted(norm for norm in self.signals.norms if norm)
-        return float(f"{norms[int(0.9 * len(norms))]:.1e}") if norms and self.of_all else None
-
-    @property
-    def advice(self) -> str:
-        """Return the advice."""
-        if not self.of_all:
-            away = "these clips" if len(self.clips) > 1 else "that clip"
-            return f"Take {away} away, and clip all parameters together at the norm of an ordinary step, if at all."
-        if self.threshold is None:
-            return "Take the clip away."
-        usual = plain_threshold(self.threshold)
-        return f"Raise the threshold to {usual}, which leaves ordinary steps alone, or take the clip away."
+    coefficient: float
+    seen: str
+    words: dict[str, str]
+    threshold: float | None
 
 
-def clip_starves(signals: RunSignals) -> Cause | None:
-    """Return whether clips leave the optimizer too little: below its eps, or as a learning rate that is too low.
-
-    Of clips that follow one another on the same gradients none sets alone what the optimizer gets.
-    """
+def _binding(signals: RunSignals) -> _Binding | None:
+    """The clips that set the size of most steps; of clips that follow one another none does so alone."""
     clips = acting_clips(signals.record)
+    of_all = len(clips) == 1
     binding = [clip for clip in clips if (clip.bound or 0) > ALWAYS * signals.taken]
-    if len(clips) > 1:
+    if not of_all:
         binding = [clip for clip in binding if (clip.coefficient or 1.0) <= STARVING]
     twice = len(clipped_twice(signals.record.steps)) > SEVERAL * signals.count
     if not binding or 2 * len(binding) < len(clips) or twice or follows_clip(signals):
         return None
-    found, curve = _Starving(binding, len(clips) == 1, signals), signals.curve
-    share, coefficient = percent(found.share), f"{found.coefficient:.2g}"
-    bound = signals.seen(
-        found.words("", "each ") + f"bound on {share} of the steps, and multiplied gradients by {coefficient}."
+    coefficient = statistics.median(clip.coefficient or 1.0 for clip in binding)
+    share = percent(statistics.median(clip.bound or 0 for clip in binding) / signals.taken)
+    clip = _named(binding, of_all)
+    norms = sorted(norm for norm in signals.norms if norm)
+    threshold = float(f"{norms[int(0.9 * len(norms))]:.1e}") if norms and of_all else None
+    usual = plain_threshold(threshold) if threshold else ""
+    advice = (
+        f"Raise the threshold to {usual}, which leaves ordinary steps alone, or take the clip away."
+        if usual
+        else "Take that clip away, and clip all parameters together at the norm of an ordinary step, if at all."
     )
-    if signals.eps is not None:
-        return _below_eps(signals, found, bound)
-    slow = curve is not None and -0.5 < curve.fallen < 0.5 and (curve.is_falling or not curve.has_fallen)
-    if found.coefficient > STARVING or not slow or signals.cancels_scale:
+    words = {"clip": clip, "coefficient": f"{coefficient:.2g}", "advice": advice}
+    seen = f"{clip} bound on {share} of the steps, and multiplied gradients by {coefficient:.2g}."
+    return _Binding(binding, of_all, coefficient, seen, words, threshold)
+
+
+def _named(clips: Sequence[ActingClip], of_all: bool) -> str:
+    known = without_none(clip.threshold for clip in clips)
+    at = f" at {from_to(known)}" if known else ""
+    if len(clips) > 1:
+        return f"Each of {len(clips)} clips of different parameters{at}"
+    return f"The clip{at}" if of_all else f"The clip of some parameters{at}"
+
+
+def starves_rate(signals: RunSignals) -> Sign | None:
+    """Return whether clips act as a learning rate that is too low for a loss that falls slowly or not at all."""
+    found, curve = _binding(signals), signals.curve
+    slow = -0.5 < curve.fallen < 0.5 and (curve.is_falling or not curve.has_fallen)
+    if found is None or found.coefficient > STARVING or not slow or signals.cancels_scale:
         return None
-    return Cause(
-        "clip_starves",
-        "likely",
-        found.words("starves the optimizer: it multiplies", "starve the optimizer: they multiply")
-        + f" the learning rate by {coefficient}.",
-        found.advice,
-        (bound,),
-        ("The learning rate that the script sets is not the one that acts: the clip sets it.",),
-        threshold=found.threshold,
-    )
+    return Sign((signals.seen(found.seen),), found.words, threshold=found.threshold)
 
 
-def _below_eps(signals: RunSignals, found: _Starving, bound: Evidence) -> Cause | None:
-    """Whether most elements' gradients are below the eps of the optimizer after the clip, and were not before."""
+def starves_below_eps(signals: RunSignals) -> Sign | None:
+    """Return whether most elements' gradients are below the optimizer's eps after the clip, and were not before."""
+    found, eps, layers = _binding(signals), signals.eps, signals.layers
+    if found is None or eps is None:
+        return None
     # Of which parameters each of several clips is, no record says: the largest gradient stands for all of theirs.
-    eps, layers = signals.eps or 0.0, signals.layers
     largest = max((layer.gradient for layer in layers), default=0.0)
     before = {layer.name: layer.gradient if found.of_all else largest for layer in layers}
     floors = {layer.name: signals.floor(layer) for layer in layers}
-    starved = [name for name, gradient in before.items() if gradient * found.coefficient < floors[name] < gradient]
+    starved = [name for name, size in before.items() if size * found.coefficient < floors[name] < size]
     if not starved or 2 * len(starved) < len(before):
         return None
     left = f"{found.coefficient * statistics.median(before.values()):.1g}"
@@ -123,18 +105,11 @@ def _below_eps(signals: RunSignals, found: _Starving, bound: Evidence) -> Cause 
         f"After the clip an element's gradient is {left} {which}; eps, a number that the optimizer adds where it "
         f"divides by the size of the gradients, is {eps:g}."
     )
-    return Cause(
-        "clip_starves",
-        "certain",
-        found.words("starves", "starve") + f" the optimizer: gradients below its eps, {eps:g}, hardly move a weight.",
-        found.advice,
-        (signals.seen(words, starved if found.of_all else ()), bound),
-        ("An optimizer that divides by the size of the gradients cancels a clip only above its eps.",),
-        threshold=found.threshold,
-    )
+    evidence = (signals.seen(words, starved if found.of_all else ()), signals.seen(found.seen))
+    return Sign(evidence, found.words | {"eps": f"{eps:g}"}, threshold=found.threshold)
 
 
-def clip_twice(signals: RunSignals) -> Cause | None:
+def clips_twice(signals: RunSignals) -> Sign | None:
     """Return whether two clips act on the same gradients, and one of them binds."""
     if len(clipped_twice(signals.record.steps)) <= SEVERAL * signals.count:
         return None
@@ -143,15 +118,8 @@ def clip_twice(signals: RunSignals) -> Cause | None:
     binding = [clip for clip in clips if (clip.bound or 0) > 0.05 * len(twice)]
     if not binding:
         return None
-    coefficients = list(compress(twice.column("coefficient"), bound_on(twice)))
-    coefficient = statistics.median(coefficients or [1.0])
-    harmed = coefficient < STARVING or signals.fallen < 0.3
+    coefficient = statistics.median([*compress(twice.column("coefficient"), bound_on(twice))] or [1.0])
+    harmed = len(binding) > 1 or coefficient < STARVING or signals.curve.fallen < 0.3
     words = f"{len(clips)} clips act on the same steps: {shares_in_words(clips, len(twice))}"
-    words += f"; together they multiply gradients by {coefficient:.2g}." if coefficients else "."
-    return Cause(
-        "clip_twice",
-        "likely" if len(binding) > 1 or harmed else "possible",
-        f"Gradients are clipped {len(clips)} times for each step: the later clip sees what the earlier one has left.",
-        f"Keep {binding[0].name} or the other, and take away the one that binds on most steps.",
-        (signals.seen(capital(words)),),
-    )
+    seen = signals.seen(capital(f"{words}; together they multiply gradients by {coefficient:.2g}."))
+    return Sign((seen,), {"count": len(clips), "clip": binding[0].name}, "" if harmed else "possible")

@@ -1,11 +1,11 @@
-"""Gradients that shrink or grow along the depth of a model, or along time."""
+"""Signs of gradients that shrink or grow along the depth of a model, or along time."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 
-from gradguard.monitoring.judge.cause import Cause
+from gradguard.monitoring.judge.cause import Sign
 from gradguard.monitoring.judge.findings import named
 from gradguard.monitoring.judge.numbers import median, number, plain_threshold
 from gradguard.monitoring.judge.signals import Layer, RunSignals
@@ -38,41 +38,31 @@ RECURRENT_USES = 5
 """Operations that take one weight in one forward: fewer may be a shared layer."""
 
 
-def vanishing(signals: RunSignals) -> Cause | None:
+def vanishes_along_depth(signals: RunSignals) -> Sign | None:
     """Return whether gradients die out on the way down, judged absolutely and along depth."""
     layers = signals.layers
     if len(layers) < FEWEST_LAYERS:
-        return _vanishes_in_time(signals)
-    usual = [layer.gradient for layer in layers]
-    top = max(usual[-max(2, len(layers) // 4) :])
+        return None
+    gradients = [layer.gradient for layer in layers]
+    top = max(gradients[-max(2, len(layers) // 4) :])
     least = [VANISHED * top if signals.eps is None else signals.floor(layer) for layer in layers]
-    last = next((k for k, size in enumerate(usual) if size >= least[k]), len(layers))
-    gradients = usual
-    if last < 2:
+    last = next((k for k, size in enumerate(gradients) if size >= least[k]), len(layers))
+    if last < 2 and signals.is_stuck:
         gradients = [statistics.median(layer.gradients[:3]) for layer in layers]
-        last = _end_of_slope(gradients) if signals.is_stuck else 0
+        last = _end_of_slope(gradients)
     if last < 2 or not top:
-        return _vanishes_in_time(signals)
+        return None
     below, edge = layers[:last], layers[min(last, len(layers) - 1)].name
     top = max(gradients)
     share = statistics.median(gradients[:last]) / top
-    names = tuple(layer.name for layer in below)
-    size = f"{share:.0e}".replace("e-0", "e-")
     words = f"An element's gradient is {number(gradients[0])} in {below[0].name} and {number(top)} at the top."
-    evidence = [signals.seen(words, names)]
+    evidence = [signals.seen(words, [layer.name for layer in below])]
     if signals.eps is not None:
         evidence.append(signals.seen(f"The optimizer's eps is {signals.eps:g}."))
     alive = statistics.median(layer.gradients[0] for layer in below) > SLOPE * max(one.gradients[0] for one in layers)
-    return Cause(
-        "vanishing",
-        "possible" if alive and signals.growth > KILLED else "likely",
-        f"Nothing is learnt below {edge}: gradients there are {size} of those above.",
-        "Keep gradients alive along depth: residual connections or normalisation between layers, ReLU or GELU in place "
-        "of sigmoid or tanh, and an initialisation that keeps variances (torch.nn.init.kaiming_normal_, or "
-        "xavier_normal_ for tanh).",
-        tuple(evidence),
-        ("A higher learning rate does not help: the last layers would diverge before the first ones move.",),
-    )
+    died = alive and signals.growth > KILLED
+    gaps = {"edge": edge, "share": f"{share:.0e}".replace("e-0", "e-")}
+    return Sign(tuple(evidence), gaps, "possible" if died else "likely")
 
 
 def _end_of_slope(gradients: list[float]) -> int:
@@ -88,7 +78,7 @@ def _rising_share(gradients: Sequence[float]) -> float:
     return sum(low < high for low, high in pairwise(gradients)) / (len(gradients) - 1)
 
 
-def exploding_depth(signals: RunSignals) -> Cause | None:
+def explodes_along_depth(signals: RunSignals) -> Sign | None:
     """Return whether gradients grow from layer to layer on the way down, from the first steps on."""
     if any(layer.uses >= RECURRENT_USES for layer in signals.layers):
         return None
@@ -104,11 +94,13 @@ def exploding_depth(signals: RunSignals) -> Cause | None:
         least, share = (EXPLODED_AT_ONCE, 0.65) if large else (EXPLODED, 0.7)
         if times > least and _rising_share(first[::-1]) >= share:
             each = math.exp(math.log(times) / (len(layers) - 1))
-            words = (
+            return _exploding(
+                signals,
+                layers,
                 f"In the first step an element's gradient is {number(first[0])} in {layers[0].name} and "
-                f"{number(first[-1])} in {layers[-1].name}: {each:.2g} times more with each layer down."
+                f"{number(first[-1])} in {layers[-1].name}: {each:.2g} times more with each layer down.",
+                times,
             )
-            return _exploding(signals, layers, words, times)
     if len(measured) < FEWEST_LAYERS:
         return None  # values may grow upwards as gradients do downwards: no layer has more than another
     times = statistics.median(one.gradients[0] * signals.root(one.place) / one.weights[0] for one in measured)
@@ -118,16 +110,9 @@ def exploding_depth(signals: RunSignals) -> Cause | None:
     return _exploding(signals, measured, words, times)
 
 
-def _exploding(signals: RunSignals, layers: list[Layer], words: str, times: float) -> Cause:
-    return Cause(
-        "exploding_depth",
-        "certain" if times > 10 * EXPLODED else "likely",
-        "Gradients explode along the depth of the model: the weights of each layer are too large from the start.",
-        "Initialise with smaller weights (torch.nn.init.kaiming_normal_ for ReLU, xavier_normal_ for tanh), or put "
-        "normalisation layers between.",
-        (signals.seen(words, [layer.name for layer in layers]),),
-        ("No learning rate fits all layers as long as their gradients differ so.",),
-    )
+def _exploding(signals: RunSignals, layers: list[Layer], words: str, times: float) -> Sign:
+    seen = signals.seen(words, [layer.name for layer in layers])
+    return Sign((seen,), certainty="certain" if times > 10 * EXPLODED else "likely")
 
 
 LEARNED = 0.1
@@ -137,7 +122,7 @@ EXPLODES_IN_TIME = 1e4
 """Times the smallest norms: a rate that is too high takes a run that learns not so far."""
 
 
-def exploding_time(signals: RunSignals) -> Cause | None:
+def explodes_in_time(signals: RunSignals) -> Sign | None:
     """Return whether a recurrence multiplies gradients, and the loss does not fall with them."""
     recurrent = _recurrent(signals)
     known = [norm for norm in signals.norms if norm]
@@ -145,15 +130,15 @@ def exploding_time(signals: RunSignals) -> Cause | None:
     broke = signals.ends_lost and (radius > AMPLIFIES or signals.begins_exploded(recurrent))
     if not recurrent or not known or (len(known) < 20 and not broke):
         return None
-    largest, least = max(known), LEARNED * signals.curve.start if signals.curve is not None else -math.inf
+    largest, least = max(known), LEARNED * signals.curve.start
     pairs = zip(signals.norms, signals.losses, strict=True)  # norms are small where all has been learned
-    unlearned = sorted(norm for norm, loss in pairs if norm and (loss is None or loss >= least)) or known
+    unlearned = sorted(norm for norm, loss in pairs if norm and not (loss is not None and loss < least)) or known
     low = unlearned[len(unlearned) // 10]
     differs = len(recurrent) < len(signals.layers)  # else the largest share is always theirs
     leaps = differs and largest > 30 * low and _share_of_large(signals, recurrent, low) > 0.5
     explodes = leaps and largest > EXPLODES_IN_TIME * low  # so far that it hurts a run that learns as well
     amplifies = radius > AMPLIFIES and max(known[:10]) > 3 * statistics.median(known)
-    fails = signals.ends_lost or signals.fallen <= 0.5  # neither where the loss means no progress
+    fails = signals.ends_lost or signals.curve.fallen <= 0.5  # neither where the loss means no progress
     if not amplifies and not broke and not explodes and not (leaps and fails):
         return None
     names = tuple(layer.name for layer in recurrent)
@@ -165,16 +150,7 @@ def exploding_time(signals: RunSignals) -> Cause | None:
         evidence.append(signals.seen(_multiplies(names[0], radius), names))
     threshold = None if broke else float(f"{statistics.median(known):.1e}")
     clip = "" if threshold is None else f", and clip at {plain_threshold(threshold)}"
-    return Cause(
-        "exploding_time",
-        "likely",
-        f"Gradients explode through time: {named(names)} multiplies them at each step of the sequence.",
-        f"Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU{clip}; shorter "
-        "sequences help as well.",
-        tuple(evidence),
-        ("It is no bad batch: large norms come from the recurrent weight and not from all layers alike.",),
-        threshold=threshold,
-    )
+    return Sign(tuple(evidence), {"params": named(names), "clip": clip}, threshold=threshold)
 
 
 def _recurrent(signals: RunSignals) -> list[Layer]:
@@ -202,24 +178,12 @@ def _share_of_large(signals: RunSignals, layers: list[Layer], low: float) -> flo
     return sum(top[0] in places for top in tops) / len(tops) if tops else 0.0
 
 
-def _vanishes_in_time(signals: RunSignals) -> Cause | None:
-    """Whether a recurrence multiplies by so little that nothing comes through, while the loss does not fall."""
-    curve = signals.curve
+def vanishes_in_time(signals: RunSignals) -> Sign | None:
+    """Return whether a recurrence multiplies by so little that nothing comes through, while the loss does not fall."""
     radii = {layer.name: _radius(signals, layer) for layer in _recurrent(signals)}
     weak = {name: radius for name, radius in radii.items() if radius is not None and radius < DAMPS}
-    if not weak or curve is None:
-        return None
-    after_start = curve.levels[:3][-1]  # an output's bias is learned without any gradient in time
-    if curve.final < 0.7 * after_start:
+    after_start = signals.curve.levels[:3][-1]  # an output's bias is learned without any gradient in time
+    if not weak or not signals.curve.final >= 0.7 * after_start:
         return None
     names, (radius, *_) = tuple(weak), weak.values()
-    return Cause(
-        "vanishing",
-        "likely",
-        f"Nothing is learnt over time: {named(names)} lets hardly anything through from one step of a sequence "
-        "to the next.",
-        "Initialise the recurrent weight with torch.nn.init.orthogonal_, or use an LSTM or GRU, whose gates let "
-        "gradients through.",
-        (signals.seen(_multiplies(named(names), radius), names),),
-        ("A higher learning rate does not help: gradients are lost on their way through the sequence.",),
-    )
+    return Sign((signals.seen(_multiplies(named(names), radius), names),), {"params": named(names)})

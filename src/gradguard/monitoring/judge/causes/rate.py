@@ -1,12 +1,12 @@
-"""A learning rate that is too high, too low, or gone before the run was done; steps that no rule makes."""
+"""Signs of a learning rate that is too high, too low, or gone before the run was done."""
 
 import math
 import statistics
 from itertools import pairwise
 
-from gradguard.monitoring.judge.cause import Cause, Evidence
+from gradguard.monitoring.judge.cause import Evidence, Sign
 from gradguard.monitoring.judge.detectors.tensors import LARGE_UPDATE
-from gradguard.monitoring.judge.numbers import capital, number
+from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Curve, RunSignals, usual_step
 from gradguard.monitoring.record.lines import without_none
@@ -36,43 +36,29 @@ _OVERSHOT = 1.5  # times its start: a loss that the first steps raised so far
 _ABOVE_CHANCE = 3.0  # times the usual step between two logarithms of losses: further than batches lie apart
 
 
-def rate_too_high(signals: RunSignals) -> Cause | None:
+def too_long(signals: RunSignals) -> Sign | None:
     """Return whether steps are too long: the loss jumped, stays above its best, goes to and fro, or is stuck."""
-    curve = signals.curve
     if signals.ends_lost or signals.rate == 0:
         return None
-    thrown, looked = _thrown(signals), []
-    if curve is not None:
-        every = (_jumped, _to_and_fro, _large_updates, _moved_for_nothing, _risen)
-        looked = [look(signals, curve) for look in (every if curve.is_positive else every[1:3])]
-    signs = tuple(filter(None, [thrown, *looked]))
-    if not signs:
+    thrown, curve = _thrown(signals), signals.curve
+    looks = _OF_RATIOS + _OF_ANY if curve.is_positive else _OF_ANY if curve.is_known else ()
+    signs = [thrown, *(look(signals, curve) for look in looks)]
+    known = tuple(sign for sign in signs if sign is not None)
+    if not known:
         return None
-    signs += tuple(Evidence.of(found) for found in signals.found if found.kind in ("update_spike", "logits_grow"))
+    known += tuple(Evidence.of(found) for found in signals.found if found.kind in ("update_spike", "logits_grow"))
+    sure = thrown or (len(known) >= 3 and len(signals.outbursts) < 3)
     fix = lower_rate(signals)
-    return Cause(
-        "rate_too_high",
-        "certain" if thrown or (len(signs) >= 3 and len(signals.outbursts) < 3) else "likely",
-        _headline(signals, curve),
-        fix.advice,
-        signs,
-        ("It is no bad batch: the loss does not come back by itself to where it was.",),
-        rate_factor=fix.factor,
-        threshold=fix.threshold,
-    )
+    words = {"rate": f", {signals.rate:g}," if signals.rate else "", "end": _end(signals.curve), "advice": fix.advice}
+    return Sign(known, words, "certain" if sure else "likely", fix.factor, fix.threshold)
 
 
-def _headline(signals: RunSignals, curve: Curve | None) -> str:
-    rate = f", {signals.rate:g}," if signals.rate else ""
-    if curve is None:
-        end = "the first steps threw the weights far from where they began"
-    elif curve.final > curve.start * 1.05:
-        end = f"the loss ends at {number(curve.final)}, above its start of {number(curve.start)}"
-    elif curve.fallen < 0.1:
-        end = f"the loss is stuck at {number(curve.final)}"
-    else:
-        end = f"steps are too long, and the loss ends at {number(curve.final)}"
-    return f"The learning rate{rate} is too high: {end}."
+def _end(curve: Curve) -> str:
+    if not curve.is_known:
+        return "the first steps threw the weights far from where they began"
+    if curve.final > curve.start * 1.05:
+        return f"the loss ends at {number(curve.final)}, above its start of {number(curve.start)}"
+    return f"steps are too long, and the loss ends at {number(curve.final)}"
 
 
 def _thrown(signals: RunSignals) -> Evidence | None:
@@ -80,7 +66,7 @@ def _thrown(signals: RunSignals) -> Evidence | None:
     count, first = len(signals.measured), signals.span[0]
     layers = [layer for layer in signals.sized_layers if len(layer.weights) == count]
     early = [k for k, line in enumerate(signals.measured) if 0 < line["i"] - first <= THROWN_WITHIN]
-    learns = signals.fallen > 0.9 and any(signals.norms[-10:])
+    learns = signals.curve.fallen > 0.9 and any(signals.norms[-10:])
     if not layers or not early or not signals.cancels_scale or learns:
         return None
     last, step = early[-1], signals.measured[early[-1]]["i"]
@@ -106,17 +92,13 @@ def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
     if statistics.median(around) - math.log(curve.start) < _ABOVE_CHANCE * usual_step(logs, 1):
         return None  # batches of very unequal losses, of which the first was small
     step = signals.named(place)
-    return Evidence(
-        (signals.span[0], step),
-        f"The first steps raised the loss from {number(curve.start)} to {number(loss)}, at step {step}.",
-    )
+    words = f"The first steps raised the loss from {number(curve.start)} to {number(loss)}, at step {step}."
+    return Evidence((signals.span[0], step), words)
 
 
 def _to_and_fro(signals: RunSignals, curve: Curve) -> Evidence | None:
     found = signals.finding("oscillation")
-    if found is None or curve.fallen > 0.5:
-        return None
-    return Evidence.of(found)
+    return Evidence.of(found) if found is not None and curve.fallen <= 0.5 else None
 
 
 def _large_updates(signals: RunSignals, curve: Curve) -> Evidence | None:
@@ -139,32 +121,18 @@ def _moved_for_nothing(signals: RunSignals, curve: Curve) -> Evidence | None:
 def _risen(signals: RunSignals, curve: Curve) -> Evidence | None:
     """Whether the loss ends far above the best it was, or has risen from the start."""
     rise = curve.final - curve.best
-    if rise <= max(4 * curve.error, 0.5 * abs(curve.best), 0.02 * abs(curve.start)) or curve.fallen > 0.5:
+    enough = max(4 * curve.error, 0.5 * abs(curve.best), 0.02 * abs(curve.start))
+    if rise <= enough or curve.fallen > 0.5:
         return None
-    at = curve.levels.index(curve.best) * max(1, curve.count // len(curve.levels))
-    words = (
-        f"The loss was {number(curve.best)} at its best, near step {signals.named(at)}, and ends at "
-        f"{number(curve.final)}."
-    )
-    return signals.seen(words, since=signals.named(at))
+    at = signals.named(curve.levels.index(curve.best) * max(1, curve.count // len(curve.levels)))
+    words = f"The loss was {number(curve.best)} at its best, near step {at}, and ends at {number(curve.final)}."
+    return signals.seen(words, since=at)
 
 
-def update_rule(signals: RunSignals) -> Cause | None:
-    """Return whether steps are not what a rule makes of gradients: bounded the wrong way, or mostly weight decay."""
-    found = signals.finding("update_rule")
-    if found is None:
-        return None
-    return Cause(
-        "update_rule",
-        "likely",
-        f"The optimizer's steps are not what its rule should make of the gradients: {found.message}.",
-        f"{capital(found.advice)}.",
-        (Evidence.of(found),),
-        ("The learning rate and the data need not be the cause: a step is wrong whatever they are.",),
-    )
+_OF_ANY, _OF_RATIOS = (_to_and_fro, _large_updates), (_jumped, _moved_for_nothing, _risen)
 
 
-def rate_too_low(signals: RunSignals) -> Cause | None:
+def too_short(signals: RunSignals) -> Sign | None:
     """Return whether all steps together can hardly have moved the weights, while the loss creeps down or says nothing.
 
     The factor takes the usual step to `RULE_OF_THUMB` of its weight.
@@ -172,28 +140,23 @@ def rate_too_low(signals: RunSignals) -> Cause | None:
     curve, rate, ratio, travel = signals.curve, signals.rate, signals.ratio, signals.travel
     if not rate or signals.ends_lost or signals.is_warming_up or travel is None:
         return None
-    if curve is None:
-        if travel > NO_MOVE:
-            return None
+    creeps = _creeps(curve)
+    most = NO_MOVE if not curve.is_known else SMALL_MOVE if creeps else TINY_MOVE
+    if curve.fallen > 0.3 or (travel > most and not (creeps and _stays(signals, curve))):
+        return None
+    end = f"the loss creeps from {number(curve.start)} to {number(curve.final)}"
+    if not curve.is_known:
         end = f"after {signals.count:,} steps the weights are where they began"
-    else:
-        creeps = _creeps(curve)
-        stays = travel <= (SMALL_MOVE if creeps else TINY_MOVE) or (creeps and _stays(signals, curve))
-        if curve.fallen > 0.3 or not stays:
-            return None
-        end = f"the loss creeps from {number(curve.start)} to {number(curve.final)}"
     moved = f"all {signals.count:,} steps can have moved it by {100 * travel:.2g} % at most"
-    words = f"A step changes the usual weight by {ratio:.1g} of itself, so that {moved}; 0.1 % is the rule of thumb."
+    seen = f"A step changes the usual weight by {ratio:.1g} of itself, so that {moved}; 0.1 % is the rule of thumb."
     factor = float(f"{min(MOST_RATE, max(LEAST_RATE, RULE_OF_THUMB / ratio if ratio else 0.0)):.0e}")
-    return Cause(
-        "rate_too_low",
-        "likely",
-        f"The learning rate, {rate:g}, is too low: {end}.",
-        f"Multiply the learning rate by {factor:g}, to {float(f'{factor * rate:.2g}'):g}, and look again.",
-        (signals.seen(words),),
-        ("Gradients are there and steady: they do not vanish.",),
-        rate_factor=factor,
-    )
+    words = {
+        "rate": f"{rate:g}",
+        "end": end,
+        "factor": f"{factor:g}",
+        "better": f"{float(f'{factor * rate:.2g}'):g}",
+    }
+    return Sign((signals.seen(seen),), words, rate_factor=factor)
 
 
 def _creeps(curve: Curve) -> bool:
@@ -214,60 +177,52 @@ def _stays(signals: RunSignals, curve: Curve) -> bool:
     return is_smooth and curve.fallen < 0.2 and 0.9 * first < last < 1.1 * first
 
 
-def rate_decayed(signals: RunSignals) -> Cause | None:
-    """Return whether the rate was taken away while there was still to learn, or leapt up."""
-    curve = signals.curve
-    rates = [rate or 0.0 for rate in signals.rates]
-    if curve is None or signals.ends_lost:
+def gone(signals: RunSignals) -> Sign | None:
+    """Return whether the rate was taken away while there was still to learn."""
+    place = _gone_from(signals)
+    if signals.ends_lost or not signals.curve.is_known or signals.count - place < 0.3 * signals.count:
         return None
-    largest = max(rates)
-    gone = 1 + max(place for place, rate in enumerate(rates) if rate >= GONE * largest)
-    if signals.count - gone < 0.3 * signals.count:
-        return _rate_leapt(signals, curve, rates)
-    before = signals.curve_until(max(gone, 12))
-    if before is None:
+    before = signals.curve_until(max(place, 12))
+    if not before.is_known:
         return None
-    step, left = signals.named(gone), signals.count - gone
-    words = (
-        f"The learning rate fell from {largest:g} to {rates[gone]:.2g} by step {step}, and {left:,} of "
-        f"{signals.count:,} steps came after."
-    )
-    third = len(before.levels) // 3
-    lately = before.levels[-third] - before.levels[-1]
+    lately = before.levels[-(len(before.levels) // 3)] - before.levels[-1]
     still = before.is_falling and lately > 0.05 * (before.start - before.best)
-    if not still and gone > 0.25 * signals.count:
+    if not still and place > 0.25 * signals.count:
         return None
-    return Cause(
-        "rate_decayed",
-        "likely",
-        f"The learning rate was nearly 0 from step {step} on, while the loss was still falling: it stays at "
-        f"{number(curve.final)}.",
-        f"Let the schedule end with the run: make its length {signals.count:,} steps, so that the rate falls to a "
-        "tenth at about two thirds of them. Check whether scheduler.step() is called once for each step where once for "
-        "each epoch is meant.",
-        (signals.seen(words, since=step),),
-        ("The model and the data are not the cause: the loss fell as long as there was a rate.",),
+    step, rates = signals.named(place), [rate or 0.0 for rate in signals.rates]
+    seen = (
+        f"The learning rate fell from {max(rates):g} to {rates[place]:.2g} by step {step}, and "
+        f"{signals.count - place:,} of {signals.count:,} steps came after."
     )
+    words = {"step": step, "loss": number(signals.curve.final), "count": f"{signals.count:,}"}
+    return Sign((signals.seen(seen, since=step),), words)
 
 
-def _rate_leapt(signals: RunSignals, curve: Curve, rates: list[float]) -> Cause | None:
-    """Whether the loss broke where the learning rate leapt up."""
+def _gone_from(signals: RunSignals) -> int:
+    """The place behind the last step whose rate is more than a trace of the largest one."""
+    largest = signals.rate or 0.0
+    return 1 + max((place for place, rate in enumerate(signals.rates) if (rate or 0.0) >= GONE * largest), default=-1)
+
+
+def leapt(signals: RunSignals) -> Sign | None:
+    """Return whether the loss broke where the learning rate leapt up."""
+    rates = [] if signals.ends_lost else [rate or 0.0 for rate in signals.rates]
     leaps = [place for place, (a, b) in enumerate(pairwise(rates), start=1) if a and b > 5 * a and place > 20]
     for place in leaps:
-        before = without_none(signals.losses[max(0, place - 20) : place])
-        after = without_none(signals.losses[place + 1 : place + 40])
-        broke = before and after and statistics.median(after) > 1.3 * statistics.median(before)
-        if broke and curve.final > 1.1 * statistics.median(before) + curve.error:  # else a warm restart
+        before = median_of(signals.losses[max(0, place - 20) : place])
+        broke = median_of(signals.losses[place + 1 : place + 40]) > 1.3 * before
+        if broke and signals.curve.final > 1.1 * before + signals.curve.error:  # else a warm restart
             step = signals.named(place)
-            leapt = f"from {rates[place - 1]:g} to {rates[place]:g} at step {step}"
-            words = f"The learning rate leapt {leapt}, and the loss with it."
-            return Cause(
-                "rate_decayed",
-                "likely",
-                f"The loss broke where the learning rate leapt up, at step {step}.",
-                f"Look at the schedule at step {step}: a restart, a warm-up that ends too high, or a resumed "
-                "scheduler.",
-                (signals.seen(words, since=step),),
-                ("The data are not the cause: the loss follows the learning rate.",),
-            )
+            words = f"The learning rate leapt from {rates[place - 1]:g} to {rates[place]:g} at step {step}"
+            return Sign((signals.seen(f"{words}, and the loss with it.", since=step),), {"step": step})
     return None
+
+
+def median_of(values: list[float | None]) -> float:
+    """Return the median of what is known; NaN where nothing is.
+
+    Args:
+        values: Numbers, or None.
+    """
+    known = without_none(values)
+    return statistics.median(known) if known else math.nan

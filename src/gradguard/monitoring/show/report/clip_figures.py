@@ -9,13 +9,12 @@ from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.judge.verdict import Verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import bound_on, regime_of, taken_steps
+from gradguard.monitoring.record.steps import regime_of
 from gradguard.monitoring.show.report import series
 from gradguard.monitoring.show.report.figure import (
     BLACK,
     BLUE,
     GREEN,
-    ORANGE,
     REGIMES,
     Chart,
     Figure,
@@ -67,33 +66,6 @@ def clip_share(record: Record, verdict: Verdict, advice: Recommendation) -> Char
     caption = _BINDS if threshold is None else _WOULD_HAVE
     summary = f"{len(windows)} windows of the run by regime: {words}."
     return Chart("clip-share", title, caption, figure.to_json(), summary, table, over_steps=True)
-
-
-def coefficients(record: Record) -> Chart | None:
-    """How hard clipping bound: the distribution of the coefficients below 1.
-
-    Args:
-        record: The record of a run.
-
-    Returns:
-        The chart, or None where clipping never bound.
-    """
-    taken = taken_steps(record)
-    bound = sorted(itertools.compress(taken.column("coefficient"), bound_on(taken)))
-    spread = series.log_histogram(bound, most=60)
-    if spread is None:
-        return None
-    figure = subplots([1.0], height=250)
-    _add_bins(figure, spread, ORANGE, "coefficient")
-    middle = statistics.median(bound)
-    if middle > 0:
-        _draw_marks(figure, [("median", middle, BLACK)])
-    figure.update_xaxes(title={"text": "coefficient"}, **_log_ticks(spread.edges[0], max(spread.edges[-1], 0.0)))
-    figure.update_yaxes(title={"text": "steps"})
-    figure.update_layout(bargap=0)
-    share = f"{percent(len(bound) / len(taken))} of {len(taken):,} steps that were taken and finite"
-    summary = f"Where clipping bound, on {share}, the median coefficient was {number(middle)}."
-    return Chart("coefficients", "How hard clipping binds", _COEFFICIENTS, figure.to_json(), summary, _quantiles(bound))
 
 
 def norm_histogram(record: Record, verdict: Verdict, advice: Recommendation) -> Chart | None:
@@ -232,5 +204,4 @@ _WOULD_HAVE = (
     "This run was not clipped. The bars count the steps whose norm lies above the recommended threshold; "
     "a clipped run would have gone differently after the first of them."
 )
-_COEFFICIENTS = "What gradients were multiplied by on the steps on which clipping bound; 1 leaves them as they are."
 _HISTOGRAM = "Both axes are logarithmic, so that single spikes stay visible. Vertical lines are thresholds."

@@ -81,11 +81,6 @@ TERMS = (
         r"moments",
         "The running means of gradients and of their squares by which Adam and its like scale each step.",
     ),
-    Term(
-        "noise scale",
-        r"noise scale",
-        "The batch size at which a gradient is as much signal as noise; far larger batches save few steps.",
-    ),
     Term("non-finite", r"non-finite|not finite", "NaN or infinity: the computation overflowed or divided by zero."),
     Term(
         "norm",

@@ -22,7 +22,6 @@ from gradguard.monitoring.show.report import (
     figures,
     layer_figures,
     layers,
-    noise_figure,
     series,
 )
 from gradguard.monitoring.show.report.figure import Chart, palette
@@ -108,13 +107,11 @@ def _replace(path: Path, content: bytes) -> None:
         write_whole(path, content)
 
 
-def render(records: Sequence[Record], version: str = "", words: str = "") -> str:
+def render(records: Sequence[Record]) -> str:
     """Render the page: a part for each run, and for each optimizer of a run that has several.
 
     Args:
         records: At least one record.
-        version: Of a page that follows its records: what the server calls its present state.
-        words: What such a page says about that.
 
     Returns:
         HTML.
@@ -143,12 +140,10 @@ def render(records: Sequence[Record], version: str = "", words: str = "") -> str
         subjects=subjects,
         overlay=overlay and _drawn(overlay, "", "overlay"),
         terms=sorted(TERMS, key=lambda term: term.name),
-        version=version,
-        words=words,
         plotlyjs=_text(_PLOTLY_JS),
         palette=_json(palette()),
         css=_text("report.css"),
-        scripts=[_text(name) for name in ("report.js", "terms.js", "download.js", *(["live.js"] if version else []))],
+        scripts=[_text(name) for name in ("report.js", "terms.js", "download.js")],
     )
 
 
@@ -214,13 +209,11 @@ def _charts(
         figures.norms_over_time(record, judged, recommendation, _points(among)),
         figures.updates_over_time(record, _points(among)),
         clip_figures.clip_share(record, judged, recommendation),
-        clip_figures.coefficients(record),
         depth_figure.along_depth(record),
         layer_figures.layer_heat_map(record, whole, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
         layer_figures.dominance(record, whole, spikes),
         element_figure.element_magnitudes(record, max(_FEWEST_POINTS // 2, _COLUMNS_OF_ELEMENTS // among)),
         clip_figures.norm_histogram(record, judged, recommendation),
-        noise_figure.noise_scale(record, _points(among)),
     ]
 
 

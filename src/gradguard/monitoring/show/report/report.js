@@ -184,7 +184,6 @@
     plot.dataset.mode = target.value;
     draw(plot);
   });
-  addEventListener("page-changed", () => plots().forEach(draw)); // by live.js
   addEventListener("beforeprint", () => {
     printing = root.dataset.theme;
     document.querySelectorAll(".decision details").forEach((reason) => { reason.open = true; });
