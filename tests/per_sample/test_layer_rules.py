@@ -230,6 +230,20 @@ def test_convolution_in_chunks():
         torch.testing.assert_close(weight.squared_norms(), squares, rtol=1e-5, atol=0)
 
 
+def test_samples_of_large_maps_share_kernels_in_groups(monkeypatch):
+    """Eleven samples, of which four fit the cache: the last group is smaller."""
+    calls, kernel = [], ConvolutionWeight._weight_gradient
+
+    def counted(self, inputs, grad, samples):
+        calls.append(samples)
+        return kernel(self, inputs, grad, samples)
+
+    monkeypatch.setattr(ConvolutionWeight, "_weight_gradient", counted)
+    module = randomised(nn.Conv2d(16, 64, 3, padding=1, groups=2), torch.float32)
+    assert_rule_exact(convolution, layer_call(module, (torch.randn(11, 16, 36, 36),)), 1e-5)
+    assert calls[:3] == [4, 4, 3]
+
+
 def test_pairs_of_positions_in_chunks(monkeypatch):
     torch.manual_seed(0)
     call = layer_call(nn.Conv2d(4, 4, 3, padding=1), (torch.randn(B, 4, 8, 8),))

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 
 from torch import nn
 
@@ -278,8 +279,8 @@ class LayerPlanner:
         """Return the plan of the next call of ``module``, None if no dry run has seen it."""
         number = self._calls[module]
         self._calls[module] += 1
-        others = [p for pattern in self._patterns.values() for p in pattern.plans]
-        return next((plan for p in (*self._current, *others) if (plan := p.of(module, number))), None)
+        others = (p for pattern in self._patterns.values() for p in pattern.plans)
+        return next((plan for p in chain(self._current, others) if (plan := p.of(module, number))), None)
 
     def uses_trained(self, module: nn.Module) -> bool:
         """Tell whether ``module`` or a layer in it holds a trained parameter."""

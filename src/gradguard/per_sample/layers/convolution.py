@@ -32,6 +32,9 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _PATCHES, _PATCHES_OF_ACCELERATOR = 16 << 20, 512 << 20
 """Bytes of unfolded input that are held at a time."""
 
+_CACHE, _FEW = 2 << 20, 8
+"""Bytes that one kernel of several samples reads and writes at most, and a number of samples that is worth a kernel."""
+
 
 def convolution(call: LayerCall) -> dict[str, Contribution]:
     """``torch.nn.Conv1d`` to ``ConvTranspose3d``: every stride, dilation, padding, padding mode and group count."""
@@ -156,20 +159,27 @@ class ConvolutionWeight(Recomputed):
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return what one kernel gives for all of them."""
-        inputs, grad = self._inputs[start:stop], self._grad[start:stop]
-        samples = len(grad)
-        if samples == 0:
-            return wide(grad).new_zeros(0, *self.shape)
-        if self._disjoint or _unfolds(grad):
-            parts = []
-            for first in range(start, start + samples, self._at_once):
-                outer = self._outer(first, min(first + self._at_once, start + samples))
-                parts.append(outer.rows(0, outer.batch_size))
-            return torch.cat(parts).view(samples, *self.shape)
-        # The k maps of a sample become the batch, over which the kernel sums; samples become groups of channels.
-        inputs = self._with_margins(wide(inputs).transpose(0, 1).flatten(1, 2))
-        gradients = self._weight_gradient(inputs, wide(grad).transpose(0, 1).flatten(1, 2), samples)
-        return gradients.view(samples, *self.shape)
+        unfolded = self._disjoint or _unfolds(self._grad)
+        compute, chunk = (self._unfolded, self._at_once) if unfolded else (self._grouped, self._in_cache)
+        parts = [compute(first, min(first + chunk, stop)) for first in range(start, stop, chunk)]
+        rows = torch.cat(parts) if parts else wide(self._grad).new_zeros(0)
+        return rows.view(stop - start, *self.shape)
+
+    def _unfolded(self, start: int, stop: int) -> Tensor:
+        outer = self._outer(start, stop)
+        return outer.rows(0, outer.batch_size)
+
+    def _grouped(self, start: int, stop: int) -> Tensor:
+        """The k maps of a sample become the batch, over which the kernel sums; samples become groups of channels."""
+        inputs, grad = (wide(x[start:stop]).transpose(0, 1).flatten(1, 2) for x in (self._inputs, self._grad))
+        return self._weight_gradient(self._with_margins(inputs), grad, stop - start)
+
+    @property
+    def _in_cache(self) -> int:
+        """The number of samples that one kernel takes: some, where a few of them fill the cache of a core; else all."""
+        maps = prod(self._inputs.shape[1:]) + prod(self._grad.shape[1:])
+        fitting = _CACHE // (4 * (maps + self.shape.numel()))
+        return max(1, fitting if fitting < _FEW else self.batch_size)
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
         """Return what the layer's own weight-gradient kernel gives for scaled rows."""
