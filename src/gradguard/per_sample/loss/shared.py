@@ -9,10 +9,10 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,9 +70,9 @@ class SharedValue:
 
     def is_of(self, declared: Tensor | float) -> bool:
         """Tell whether it is a value that was declared, a view or a copy of it, what subtracts it or divides by it."""
-        if isinstance(self.value, Tensor) and isinstance(declared, Tensor):
-            if self.value.untyped_storage().data_ptr() == declared.untyped_storage().data_ptr():
-                return True
+        storages = [one.untyped_storage().data_ptr() for one in (self.value, declared) if isinstance(one, Tensor)]
+        if len(storages) == 2 and storages[0] == storages[1]:
+            return True
         divisor = [] if isinstance(declared, Tensor) or not declared else [1 / declared]
         return any(map(self.is_equal, (declared, -declared, *divisor)))
 
@@ -225,9 +225,9 @@ def _added(
         places = places_of(shape_of(*value), outputs.batch_size)
         if not places or not adds_unseen_below(value, known, depends):
             continue
-        if (found := added(value, known, depends)) is None:
+        if (found := _subtracted(value, known, depends) or added(value, known, depends)) is None:
             continue
-        constant, _, rounding = found
+        constant, rounding = found[0], found[-1]
         if value in normalized:
             constant = constant - constant.mean(normalized[value], keepdim=True)
         sizes = varying_sizes(constant, rounding)
@@ -261,6 +261,18 @@ def _nodes(roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> Iter
             yield node, is_behind
         seen.add((node, is_behind))
         pending += [(child, output, is_behind) for child, output in parents(node)]
+
+
+def _subtracted(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> tuple[Tensor, Tensor] | None:
+    """Return the constant that one operation adds or subtracts, and rounding: what `added` does, in one pass."""
+    node, inputs = value[0], inputs_of(value[0], depends)
+    below = node.next_functions[inputs[0]] if len(inputs) == 1 else (None, 0)
+    whole, part = known[value], known.get(cast("Value", below))
+    if operation(node) not in {"Add", "Sub"} or scalars(node) != [1.0] or part is None or part.shape != whole.shape:
+        return None
+    sign = -1 if operation(node) == "Sub" and inputs == [1] else 1
+    rounding = 16 * torch.finfo(whole.dtype).eps * torch.maximum(whole.abs().max(), part.abs().max())
+    return whole - sign * part, rounding
 
 
 def _numbers_of(node: Node) -> Iterator[tuple[Hashable, float]]:
