@@ -147,6 +147,16 @@ def test_what_is_declared_or_each_samples_own_is_taken(name, strict):
             torch.testing.assert_close(found[i], torch.cat([g.flatten() for g in alone]))
 
 
+@pytest.mark.parametrize("sizes", [(1, 5), (5, 1), (1, 1, 5)], ids=str)
+@pytest.mark.parametrize("name", ["weights of labels", "a temperature", "a threshold", "a bound number"])
+def test_a_batch_of_one_sample_gives_its_statistic_too(name, sizes):
+    clipper = clipper_of()
+    for number, size in enumerate(sizes[:-1]):
+        step(clipper, OF_THE_BATCH[name], Batch(size, number))
+    with pytest.raises(UnsupportedGradientError, match="which all samples share in the loss"):
+        step(clipper, OF_THE_BATCH[name], Batch(sizes[-1], 7))
+
+
 def test_a_schedule_is_declared():
     clipper = clipper_of()
     for number in range(3):
