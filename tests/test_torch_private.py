@@ -82,6 +82,7 @@ OF_TORCH = {
 }
 OF_OBJECTS = {
     "version_of": lambda bare: torch_private.version_of(bare),
+    "base_of": lambda bare: torch_private.base_of(bare),
     "sparse_values": lambda bare: torch_private.sparse_values(bare),
     "sparse_indices": lambda bare: torch_private.sparse_indices(bare),
     "sequence_number_of": lambda bare: torch_private.sequence_number_of(bare),
@@ -294,6 +295,12 @@ def test_loader_has_begun():
     loader._iterator = iter(loader)
     assert torch_private.loader_has_begun(loader)
     assert not torch_private.loader_has_begun(SimpleNamespace())
+
+
+def test_a_view_has_a_base():
+    tensor = torch.ones(2)
+    assert torch_private.base_of(tensor[:1]) is tensor
+    assert torch_private.base_of(tensor) is None
 
 
 def test_sparse_values_and_indices():

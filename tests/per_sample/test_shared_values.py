@@ -55,6 +55,17 @@ def scaled(scale, out, y):
     return scale * F.mse_loss(out, y)
 
 
+def closing_over(scale):
+    return lambda out, y: scale * F.mse_loss(out, y)
+
+
+def with_a_default(mean):
+    def loss(out, y, scale=mean):
+        return scale * F.mse_loss(out, y)
+
+    return loss
+
+
 OF_THE_BATCH = {
     "weights of labels": lambda c, out, b: F.binary_cross_entropy_with_logits(out, b.y.round(), pos_weight=b.y.mean(0)),
     "weights of classes": lambda c, out, b: F.cross_entropy(out, b.labels, weight=b.y.mean(0), reduction="none").mean(),
@@ -71,8 +82,8 @@ OF_THE_BATCH = {
     "bound weights": bound(lambda b: functools.partial(F.cross_entropy, weight=b.y.mean(0)), labels=True),
     "a module's weights": bound(lambda b: nn.BCEWithLogitsLoss(pos_weight=b.y.mean(0))),
     "a bound number": bound(lambda b: functools.partial(scaled, float(b.y.mean()))),
-    "a number that is closed over": bound(lambda b, mean=None: (lambda s: lambda o, y: scaled(s, o, y))(b.y.mean().item())),
-    "a default": bound(lambda b: lambda o, y, scale=b.y.mean().item(): scaled(scale, o, y)),
+    "a number that is closed over": bound(lambda b: closing_over(b.y.mean().item())),
+    "a default": bound(lambda b: with_a_default(b.y.mean().item())),
     "a module's number": bound(lambda b: Scaled(float(b.y.mean()))),
     "a method's number": bound(lambda b: Scaled(float(b.y.mean())).forward),
 }  # fmt: skip
@@ -113,7 +124,9 @@ CONSTANT = {
     ).mean(),
     "targets alone": lambda c, out, b: F.mse_loss(out, b.y),
     "targets by hand": lambda c, out, b: ((out - b.y) * b.y.sqrt()).abs().mean(),
-    "a loop": lambda c, out, b: torch.stack([F.mse_loss(o[:1] / float(y[1]), y[:1]) for o, y in zip(out, b.y)]).mean(),
+    "a loop": lambda c, out, b: torch.stack(
+        [F.mse_loss(o[:1] / float(y[1]), y[:1]) for o, y in zip(out, b.y, strict=True)]
+    ).mean(),
 }
 
 
@@ -134,12 +147,29 @@ def test_what_is_declared_or_each_samples_own_is_taken(name, strict):
             torch.testing.assert_close(found[i], torch.cat([g.flatten() for g in alone]))
 
 
+@pytest.mark.parametrize("sizes", [(1, 5), (5, 1), (1, 1, 5)], ids=str)
+@pytest.mark.parametrize("name", ["weights of labels", "a temperature", "a threshold", "a bound number"])
+def test_a_batch_of_one_sample_gives_its_statistic_too(name, sizes):
+    clipper = clipper_of()
+    for number, size in enumerate(sizes[:-1]):
+        step(clipper, OF_THE_BATCH[name], Batch(size, number))
+    with pytest.raises(UnsupportedGradientError, match="which all samples share in the loss"):
+        step(clipper, OF_THE_BATCH[name], Batch(sizes[-1], 7))
+
+
 def test_a_schedule_is_declared():
     clipper = clipper_of()
     for number in range(3):
-        step(clipper, lambda c, out, b: F.cross_entropy(out / c.constant(1 + number / 7), b.labels), Batch(5, number))
-        queue = torch.rand(2, V, dtype=torch.float64)
-        step(clipper, lambda c, out, b: (out @ c.constant(queue).T).logsumexp(1).mean(), Batch(5, number))
+        heat, queue = 1 + number / 7, torch.rand(2, V, dtype=torch.float64)
+
+        def cooled(c, out, b, heat=heat):
+            return F.cross_entropy(out / c.constant(heat), b.labels)
+
+        def with_a_queue(c, out, b, queue=queue):
+            return (out @ c.constant(queue).T).logsumexp(1).mean()
+
+        step(clipper, cooled, Batch(5, number))
+        step(clipper, with_a_queue, Batch(5, number))
     with pytest.raises(InvalidTypeError, match="expected a float, or a tensor with a dimension, got Tensor"):
         clipper.constant(torch.tensor(0.5))
 

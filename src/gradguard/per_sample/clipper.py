@@ -249,8 +249,8 @@ class PerSampleGradientClipper:
         """
         if not (isinstance(value, Tensor) and value.dim()) and type(value) not in (int, float):
             raise InvalidTypeError(
-                f"constant: expected a float, or a tensor with a dimension, got {type(value).__name__}. Call .item() on "
-                "a tensor of one number"
+                f"constant: expected a float, or a tensor with a dimension, got {type(value).__name__}. Call .item() "
+                "on a tensor of one number"
             )
         if self._loss_check is not None:
             self._loss_check.declare(value)

@@ -69,9 +69,9 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
         return
     for constant in (one for one in saved_tensors(node) if not one.requires_grad and one.dim()):
         if name not in _PRODUCTS:
-            whole = torch.broadcast_shapes(shape, constant.shape)
+            whole = shape if constant.shape == shape else torch.broadcast_shapes(shape, constant.shape)
             place = value if whole == shape else (node, 0)
-            yield place, constant.view((1,) * (len(whole) - constant.dim()) + constant.shape)
+            yield place, constant[(None,) * (len(whole) - constant.dim())] if constant.dim() < len(whole) else constant
         elif len(inputs) == 1 and constant.dim() == 1:
             yield value, constant.unsqueeze(0)
         elif len(inputs) == 1:

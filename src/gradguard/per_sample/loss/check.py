@@ -219,7 +219,7 @@ class LossCheck:
         Raises:
             UnsupportedGradientError: If something is not, or may be another in the next batch where that counts.
         """
-        if words := self._shared.objection(shared_in_function(loss_fn, batch_size)):
+        if words := self._shared.objection(shared_in_function(loss_fn), batch_size):
             self._refuse(UnsupportedGradientError(f"per_sample_losses: {words}."), 4)
 
     def judge(self) -> bool:
@@ -336,7 +336,7 @@ class LossCheck:
         if outputs is None:
             return ""
         try:
-            return self._shared.objection(shared_in_graph(roots, outputs, make.kind, Dependence()))
+            return self._shared.objection(shared_in_graph(roots, outputs, make.kind, Dependence()), outputs.batch_size)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             return _failed(error)
 

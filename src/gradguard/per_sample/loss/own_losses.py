@@ -96,8 +96,8 @@ def _refuse_numbers(tree: Any, batch_size: int) -> None:
 def _rows(tensor: Tensor, batch_size: int, batch_first: bool, place: int, time_first: set[int]) -> Sequence[Tensor]:
     if tensor.is_nested or tensor.layout != torch.strided:
         raise UnsupportedGradientError(
-            f"per_sample_losses: a {'nested' if tensor.is_nested else 'sparse'} tensor is not cut into rows. Give it as "
-            "a padded, dense one, as by .to_padded_tensor(0.0) or .to_dense()."
+            f"per_sample_losses: a {'nested' if tensor.is_nested else 'sparse'} tensor is not cut into rows. Give it "
+            "as a padded, dense one, as by .to_padded_tensor(0.0) or .to_dense()."
         )
     dim = 0 if batch_first or tensor.dim() < 2 else 1
     if dim and not tensor.requires_grad and tensor.shape[1] == batch_size > 1:

@@ -433,8 +433,8 @@ class SampleRows:
         if samples is not None and samples != outermost and constant.stride(outermost) > constant.stride(samples) > 0:
             raise Coupled(
                 f"{node.name()} puts a transposed constant of shape {list(constant.shape)} beside values whose samples "
-                f"lie along dimension {samples}, as target.T: so each value belongs to two samples. Leave it as it came "
-                "from the loader; if its samples lie there, copy it, .contiguous()"
+                f"lie along dimension {samples}, as target.T: so each value belongs to two samples. Leave it as it "
+                "came from the loader; if its samples lie there, copy it, .contiguous()"
             )
 
     def _dim_of_samples(self, value: tuple[Node, int], places: Sequence[int]) -> int | None:

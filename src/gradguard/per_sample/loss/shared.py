@@ -9,10 +9,10 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,9 +70,9 @@ class SharedValue:
 
     def is_of(self, declared: Tensor | float) -> bool:
         """Tell whether it is a value that was declared, a view or a copy of it, what subtracts it or divides by it."""
-        if isinstance(self.value, Tensor) and isinstance(declared, Tensor):
-            if self.value.untyped_storage().data_ptr() == declared.untyped_storage().data_ptr():
-                return True
+        storages = [one.untyped_storage().data_ptr() for one in (self.value, declared) if isinstance(one, Tensor)]
+        if len(storages) == 2 and storages[0] == storages[1]:
+            return True
         divisor = [] if isinstance(declared, Tensor) or not declared else [1 / declared]
         return any(map(self.is_equal, (declared, -declared, *divisor)))
 
@@ -92,6 +92,7 @@ class _KeptValue:
     value: Tensor | float
     copied: Tensor | float
     place: Hashable
+    of_several: bool  # samples, and not of a batch of one
 
     def is_same(self, one: SharedValue) -> bool:
         is_there = isinstance(one.value, Tensor) and _place(one.value) == self.place
@@ -122,16 +123,20 @@ class SharedValues:
         self._new = {}
         self._declared.clear()
 
-    def objection(self, found: Iterable[SharedValue]) -> str:
+    def objection(self, found: Iterable[SharedValue], batch_size: int) -> str:
         """Return why the values of a batch cannot be accepted; "" if they can."""
+        several = batch_size > 1
         for one in found:
             kept = self._kept.get(one.key)
-            known = kept is not None and kept.is_same(one)
-            needs_word = self.strict and isinstance(one.value, Tensor)
-            if one.key in self._owned or any(map(one.is_of, self._declared)) or (known and not needs_word):
+            is_known = kept is not None and kept.is_same(one)
+            if one.key in self._owned or any(map(one.is_of, self._declared)):
                 continue
-            if kept is None and not needs_word:
-                self._new[one.key] = _kept(one.value)
+            if several and self.strict and isinstance(one.value, Tensor):
+                is_known, kept = False, _kept(math.nan, of_several=True)
+            if kept is None or is_known:
+                self._new[one.key] = kept if kept and kept.of_several else _kept(one.value, several)
+            elif not (several or kept.of_several):  # each is its only sample's own, or it changes
+                self._new[one.key] = _kept(math.nan, of_several=False)
             elif one.is_shared():
                 return _words(kept, one.value)
             else:
@@ -139,22 +144,23 @@ class SharedValues:
         return ""
 
 
-def _kept(value: Tensor | float) -> _KeptValue:
+def _kept(value: Tensor | float, of_several: bool) -> _KeptValue:
     copied = value.detach().clone() if isinstance(value, Tensor) else value
-    return _KeptValue(value, copied, _place(value) if isinstance(value, Tensor) else None)
+    return _KeptValue(value, copied, _place(value) if isinstance(value, Tensor) else None, of_several)
 
 
 def _place(value: Tensor) -> Hashable:
     return value.data_ptr(), value.shape, value.stride(), value.dtype, version_of(value)
 
 
-def _words(kept: _KeptValue | None, value: Tensor | float) -> str:
+def _words(kept: _KeptValue, value: Tensor | float) -> str:
     """Say what is wrong with a value that all samples share."""
     what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"the number {value:.6g}"
-    said = "has changed since an earlier batch" if kept is not None else "may be another in the next batch"
-    was = f", where it was {kept.copied:.6g}" if kept is not None and not isinstance(kept.copied, Tensor) else ""
+    said = "has changed since an earlier batch"
+    if not isinstance(kept.copied, Tensor):
+        said = "may be another in the next batch" if math.isnan(kept.copied) else f"{said}, from {kept.copied:.6g}"
     return (
-        f"{what}, which all samples share in the loss, {said}{was}. Was it computed from the batch, such as weights of "
+        f"{what}, which all samples share in the loss, {said}. Was it computed from the batch, such as weights of "
         "classes, a mean or a length? Then what a sample gives depends on the others: compute it from the sample's own "
         "rows, or once for all batches. If it is yours, say clipper.constant(value) where it stands in the loss"
     )
@@ -174,41 +180,37 @@ def shared_in_graph(
         kind: Tells losses of other operations apart.
         depends: Knows which values depend on the samples.
     """
-    if outputs.batch_size < 2:  # everything may be the only sample's own
-        return
-    counted: Counter[Hashable] = Counter()
+    counted: Counter[str] = Counter()
+    several = outputs.batch_size > 1
 
-    def keyed(*place: Hashable) -> Hashable:
-        counted[place] += 1
-        return kind, *place, counted[place]
+    def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool]:
+        return functools.partial(_is_shared, outputs, *value, sizes) if several else lambda: True
 
     nodes = list(_nodes(roots, outputs, depends))
     for node, is_behind in nodes:
         name = operation(node)
+        counted[name] += 1
+        place = kind, name, counted[name]
         if name in LABELLED and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
-            yield SharedValue(keyed(name, weight.shape), weight)
-        for (value, number), constant in constants_beside(node, depends) if name not in LABELLED else ():
-            places = places_of(shape_of(value, number), outputs.batch_size)
+            yield SharedValue((*place, weight.shape), weight)
+        for i, (value, constant) in enumerate(constants_beside(node, depends) if name not in LABELLED else ()):
+            places = places_of(shape_of(*value), outputs.batch_size)
             sizes = own_sizes(constant)
             if any(sizes[dim] > 1 for dim in places) or (constant.numel() == 1 and not is_behind):
                 continue
             if not _is_of_parameter(constant):
-                owned = functools.partial(_is_shared, outputs, value, number, sizes)
-                yield SharedValue(keyed(name, constant.shape), constant, owned)
+                yield SharedValue((*place, i, constant.shape), constant, look(value, sizes))
         for dim, columns in _columns_of(node):
             sizes = [len(columns) if i == dim else 1 for i in range(len(shape_of(node)))]
-            owned = functools.partial(_is_shared, outputs, node, 0, sizes)
-            yield SharedValue(keyed(name, columns.shape), columns, owned)
-        for place, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
-            owned = functools.partial(_is_shared, outputs, node, 0, [1] * len(shape_of(node)))
-            yield SharedValue(keyed(name, place, outputs.values_of_each), value, owned)
-    for node, constant, rounding in _added([node for node, _ in nodes], outputs, depends):
-        yield SharedValue(keyed(operation(node), "added", getattr(constant, "shape", ())), constant, rounding=rounding)
+            yield SharedValue((*place, "columns", columns.shape), columns, look((node, 0), sizes))
+        for setting, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
+            whole = look((node, 0), [1] * len(shape_of(node)))
+            yield SharedValue((*place, setting, outputs.values_of_each), value, whole)
+    for i, (constant, rounding) in enumerate(_added([node for node, _ in nodes], outputs, depends) if several else ()):
+        yield SharedValue((kind, "added", i, getattr(constant, "shape", ())), constant, rounding=rounding)
 
 
-def _added(
-    nodes: Sequence[Node], outputs: Outputs, depends: Dependence
-) -> Iterator[tuple[Node, Tensor | float, float]]:
+def _added(nodes: Sequence[Node], outputs: Outputs, depends: Dependence) -> Iterator[tuple[Tensor | float, float]]:
     """Yield the constants that operations add and do not save, where they are alike for all samples, with rounding.
 
     Whole numbers are left out: targets and masks of all samples may be alike by chance.
@@ -225,9 +227,9 @@ def _added(
         places = places_of(shape_of(*value), outputs.batch_size)
         if not places or not adds_unseen_below(value, known, depends):
             continue
-        if (found := added(value, known, depends)) is None:
+        if (found := _subtracted(value, known, depends) or added(value, known, depends)) is None:
             continue
-        constant, _, rounding = found
+        constant, rounding = found[0], found[-1]
         if value in normalized:
             constant = constant - constant.mean(normalized[value], keepdim=True)
         sizes = varying_sizes(constant, rounding)
@@ -238,7 +240,7 @@ def _added(
             if bool(((constant - one).abs() <= rounding).all()):
                 constant = one
             if bool(((constant - constant.round()).abs() > rounding).any()):
-                yield value[0], constant if constant.dim() else float(one), float(2 * rounding)
+                yield constant if constant.dim() else float(one), float(2 * rounding)
 
 
 def _is_of_parameter(constant: Tensor) -> bool:
@@ -261,6 +263,18 @@ def _nodes(roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> Iter
             yield node, is_behind
         seen.add((node, is_behind))
         pending += [(child, output, is_behind) for child, output in parents(node)]
+
+
+def _subtracted(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> tuple[Tensor, Tensor] | None:
+    """Return the constant that one operation adds or subtracts, and rounding: what `added` does, in one pass."""
+    node, inputs = value[0], inputs_of(value[0], depends)
+    below = node.next_functions[inputs[0]] if len(inputs) == 1 else (None, 0)
+    whole, part = known[value], known.get(cast("Value", below))
+    if operation(node) not in {"Add", "Sub"} or scalars(node) != [1.0] or part is None or part.shape != whole.shape:
+        return None
+    sign = -1 if operation(node) == "Sub" and inputs == [1] else 1
+    rounding = 16 * torch.finfo(whole.dtype).eps * torch.maximum(whole.abs().max(), part.abs().max())
+    return whole - sign * part, rounding
 
 
 def _numbers_of(node: Node) -> Iterator[tuple[Hashable, float]]:
@@ -340,7 +354,6 @@ def _numbers_in(code: Any, place: tuple[Hashable, ...]) -> Iterator[tuple[Hashab
             yield from ((where, one) for where, one in found if not isinstance(one, Tensor))
 
 
-def shared_in_function(loss_fn: Any, batch_size: int) -> Iterator[SharedValue]:
+def shared_in_function(loss_fn: Any) -> Iterator[SharedValue]:
     """Yield what is bound to a function of one sample's loss, but for weights of layers, which are trained."""
-    if batch_size > 1:
-        yield from (SharedValue(p, one) for p, one in bound_values(loss_fn) if not isinstance(one, nn.Parameter))
+    yield from (SharedValue(p, one) for p, one in bound_values(loss_fn) if not isinstance(one, nn.Parameter))
