@@ -1,4 +1,4 @@
-"""What rounding does to a step: runs of it that differ by rounding alone, made one saved run.
+"""Runs of a step that differ by rounding alone, made one saved run.
 
 The step runs as it is, then with twice the gradient at its loss, and then with weights that are changed by rounding and
 with gradients at the loss of other scales. Where twice the one gradient does not make twice the other, the scale stays
@@ -8,12 +8,10 @@ where a gradient is nearly zero. What is linear in the gradient is in the mean o
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from gradguard.errors import RecordError
 from gradguard.parity.saved import GRADIENT, START, SavedGradients
 from gradguard.parity.scales import DOUBLED, ScriptRun, alike_settings, is_linear, mean_of, scale_of, turned_sizes
-from gradguard.parity.vectors import Vector
 
 Run = Callable[[ScriptRun], SavedGradients]
 
@@ -87,39 +85,41 @@ def merged(
     Raises:
         RecordError: If they are of other parameters.
     """
-    first, every = runs[0], [*runs, *turned]
+    every = [*runs, *turned]
     _check_alike(every)
-    doubts = {"random": any(run.random for run in runs), "clipped": any(run.clipped for run in runs)}
-    doubts |= {"losses": tuple(chain(*(run.losses for run in runs)))}
-    rows = {name: [*chain(*(run.rows[name] for run in runs))] for name in first.rows}
-    settings = alike_settings([run.settings for run in every])
-    is_later = len(first.sketches["weights"]) > 1  # of those, the weights of its own first step
-    weights = _all_runs("weights", runs, turned, -1) if is_later else first.sketches["weights"]
-    stages = {
-        name: _joined(one, [run.stages[name] for run in runs], [run.stages[name] for run in turned], scaled)
-        for name, one in first.stages.items()
-        if not (name.startswith(GRADIENT) and int(name.removeprefix(GRADIENT)) <= 1)
-    }
-    whole = _joined(first, runs, turned if is_later else (), scaled)
-    sketches = {**whole.sketches, "weights": weights}
-    return replace(whole, sketches=sketches, rows=rows, stages=stages, settings=settings, **doubts)
+    whole = _joined([*runs, *([_mean(turned)] if turned else [])], scaled)
+    return replace(
+        whole,
+        rows={name: [table for run in runs for table in run.rows[name]] for name in whole.rows},
+        losses=tuple(loss for run in runs for loss in run.losses),
+        random=any(run.random for run in runs),
+        clipped=any(run.clipped for run in runs),
+        settings=alike_settings([run.settings for run in every]),
+    )
 
 
-def _joined(
-    first: SavedGradients, runs: Sequence[SavedGradients], turned: Sequence[SavedGradients], scaled: bool
-) -> SavedGradients:
-    """Return one table with the numbers of all runs."""
-    tables = _all_runs("gradient", runs, turned, 0)
+def _joined(runs: Sequence[SavedGradients], scaled: bool) -> SavedGradients:
+    """Return the first run with the tables of all, and so each of its stages but the gradients before the last ones."""
+    first = runs[0]
+    sketches = {**first.sketches, "gradient": [run.sketches["gradient"][0] for run in runs]}
+    if len(first.sketches.get("weights", ())) > 1:  # those of its own first step, which updates have made
+        sketches["weights"] = [run.sketches["weights"][-1] for run in runs]
     parameters = tuple(replace(p, one_sided=0.0) for p in first.parameters) if scaled else first.parameters
-    return replace(first, parameters=parameters, sketches={**first.sketches, "gradient": tables})
+    kept = [n for n in first.stages if not n.startswith(GRADIENT) or int(n.removeprefix(GRADIENT)) > 1]
+    stages = {name: _joined([run.stages[name] for run in runs], scaled) for name in kept}
+    return replace(first, parameters=parameters, sketches=sketches, stages=stages)
 
 
-def _all_runs(
-    kind: str, runs: Sequence[SavedGradients], turned: Sequence[SavedGradients], which: int
-) -> list[Sequence[Vector]]:
-    """Return one table of sketches of each run; of those that are turned up and down the mean."""
-    means = [mean_of([run.sketches[kind][which] for run in turned])] if turned else []
-    return [*(run.sketches[kind][which] for run in runs), *means]
+def _mean(runs: Sequence[SavedGradients]) -> SavedGradients:
+    """Return the first run with the mean of the tables of all."""
+    first = runs[0]
+    sketches = {
+        kind: [mean_of([run.sketches[kind][i] for run in runs]) for i in range(len(tables))]
+        for kind, tables in first.sketches.items()
+    }
+    return replace(
+        first, sketches=sketches, stages={name: _mean([run.stages[name] for run in runs]) for name in first.stages}
+    )
 
 
 def _check_alike(runs: Sequence[SavedGradients]) -> None:

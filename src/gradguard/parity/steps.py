@@ -224,7 +224,7 @@ class StepNotes:
 
 @dataclass
 class _Stage:
-    """What is known of one stage besides the sketches of a run: it is told by the first run."""
+    """One stage, as the first run tells it, without the sketches of a run."""
 
     whole: WholeParameters
     tensors: Sequence[SavedParameter]
