@@ -13,7 +13,7 @@ from torch import nn
 from distributed.pool import rendezvous
 from gradguard.monitoring.observe.meta import all_optimizers, living_modules
 from gradguard.parity.compare import compare
-from gradguard.parity.repeated import merged
+from gradguard.parity.rounding_runs import merged
 from gradguard.parity.saved import read
 from gradguard.parity.scales import ScriptRun
 from gradguard.parity.script import ScriptGradients

@@ -45,6 +45,40 @@ def in_order(accumulation):
     return weights(model)
 
 
+def coupled(outputs, labels):
+    """A loss that is no mean over samples."""
+    return torch.logsumexp(F.cross_entropy(outputs, labels, reduction="none"), 0)
+
+
+def of_coupled_losses(accumulation):
+    """Plain autograd on one process: the steps of DistributedDataParallel with a loss of each process' own batch."""
+    model, batches = network(), [t.split(BATCH) for t in records()]
+    optimizer = sgd(model.parameters())
+    count = WORLD * accumulation
+    for start in [*range(0, len(batches[0]), count)] * EPOCHS:
+        optimizer.zero_grad()
+        for x, y in zip(*(of[start : start + count] for of in batches), strict=True):
+            (coupled(model(x), y) / count).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def of_ddp(kind, accumulation):
+    """Train a loop of one's own in one of two processes."""
+    net = torch.nn.parallel.DistributedDataParallel(network())
+    clipper = gg.PerSampleGradientClipper(net, gg.FlatNormClipper(torch.inf), loss_reduction=kind)
+    optimizer = sgd(net.parameters())
+    batches = [*DataLoader(TensorDataset(*part()), BATCH)]
+    for start in [*range(0, len(batches), accumulation)] * EPOCHS:
+        for x, y in batches[start : start + accumulation]:
+            (coupled(net(x), y) / accumulation).backward()
+            clipper.clip_and_accumulate()
+        clipper.pre_step()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(net.module), None
+
+
 def of_lightning(kind, accumulation):
     """Train under Lightning in one of two processes."""
     pl = pytest.importorskip("lightning.pytorch")
@@ -63,25 +97,25 @@ def of_lightning(kind, accumulation):
             self.net = network()
 
         def training_step(self, batch):
-            return F.cross_entropy(self.net(batch[0]), batch[1])
+            return loss(self.net(batch[0]), batch[1])
 
         def configure_optimizers(self):
             return sgd(self.parameters())
 
-    private = kind == "private"
-    callback = PrivateCallback(noise_multiplier=1.0, **OPTIONS)
+    private, loss = kind == "private", coupled if kind == "share" else F.cross_entropy
+    callback = PrivateCallback(noise_multiplier=1.0, **OPTIONS) if private else PerSampleCallback(**of_clip(kind))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice
         trainer = pl.Trainer(
             accelerator="cpu", devices=WORLD, strategy=pl.strategies.DDPStrategy(process_group_backend="gloo"),
-            plugins=[Joined()], callbacks=[callback if private else PerSampleCallback(gg.FlatNormClipper(BOUND))],
+            plugins=[Joined()], callbacks=[callback],
             logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
             use_distributed_sampler=private, accumulate_grad_batches=accumulation, max_epochs=EPOCHS,
         )  # fmt: skip
         data = TensorDataset(*(records() if private else part()))
         model = Classifier()
         trainer.fit(model, DataLoader(data, BATCH, shuffle=private))
-    return weights(model), callback.private and callback.private.accountant.history
+    return weights(model), callback.private.accountant.history if private else None
 
 
 def of_accelerate(kind, accumulation):
@@ -104,17 +138,23 @@ def of_accelerate(kind, accumulation):
             batches, history = run.loader, run.private.accountant.history
         else:
             batches = DataLoader(TensorDataset(*part()), BATCH)
-            run = clip_per_sample(accelerator, model, optimizer, gg.FlatNormClipper(BOUND))
+            run = clip_per_sample(accelerator, model, optimizer, **of_clip(kind))
         for _ in range(EPOCHS):
             for x, y in batches:
                 with accelerator.accumulate(model):
-                    accelerator.backward(F.cross_entropy(model(x), y))
+                    accelerator.backward((coupled if kind == "share" else F.cross_entropy)(model(x), y))
                     optimizer.step()
                     optimizer.zero_grad()
         run.detach()
         return weights(net), history
     finally:
         forget_accelerators()
+
+
+def of_clip(kind):
+    if kind == "share":
+        return {"norm_clipper": gg.FlatNormClipper(torch.inf), "loss_reduction": "share"}
+    return {"norm_clipper": gg.FlatNormClipper(BOUND)}
 
 
 TRAINERS = {"lightning": of_lightning, "accelerate": of_accelerate}
@@ -132,3 +172,14 @@ def test_two_processes_train_as_one(pool, trainer, accumulation, kind):
     torch.testing.assert_close(first[0], expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(first[0], second[0])
     assert first[1] == second[1] == ([(1.0, size / SIZE, EPOCHS * SIZE // size)] if kind == "private" else None)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("trainer", [*TRAINERS, "ddp"])
+def test_shares_of_two_processes_are_the_gradient_of_the_mean_of_their_losses(pool, trainer, accumulation):
+    if trainer in TRAINERS:
+        pytest.importorskip(trainer)
+    first, second = pool(WORLD).run({**TRAINERS, "ddp": of_ddp}[trainer], "share", accumulation)
+    torch.testing.assert_close(first[0], of_coupled_losses(accumulation), rtol=1e-5, atol=1e-5)
+    assert torch.equal(first[0], second[0])

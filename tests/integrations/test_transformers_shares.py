@@ -18,6 +18,8 @@ LOSSES = {
     "grpo": lambda each, mask: ((each * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean(),
     "bnpo": lambda each, mask: (each * mask).sum() / mask.sum().clamp(min=1.0),
     "dr_grpo": lambda each, mask: (each * mask).sum() / (each.size(0) * 9),
+    "ppo": lambda each, mask: (each * mask).sum() / mask.sum().clamp(min=1.0),
+    "rloo": lambda each, mask: each.mean(),
     "coupled": lambda each, mask: torch.logsumexp((each * mask).sum(-1), 0),
 }
 
@@ -43,7 +45,10 @@ def policy_trainer(loss, penalty=0.0):
             logits.register_hook(lambda grad, seen=self.seen[-1]: seen.__setitem__(2, grad))
             chosen = logits.log_softmax(-1).gather(-1, inputs["action"][..., None])[..., 0]
             advantage = inputs.pop("advantage")
-            each = -(chosen - chosen.detach()).exp() * advantage[:, None]
+            of_old = 0.3 * (inputs["action"] % 3 - 1) if loss in ("ppo", "rloo") else 0.0  # another policy drew these
+            logs = chosen - chosen.detach() + of_old
+            ratio = ((logs * inputs["mask"]).sum(-1, keepdim=True) if loss == "rloo" else logs).exp()
+            each = torch.max(-ratio * advantage[:, None], -ratio.clamp(0.8, 1.2) * advantage[:, None])
             found = LOSSES[loss](each, inputs["mask"])
             return found + penalty * model.head.weight.square().sum() if penalty else found
 

@@ -194,7 +194,7 @@ def test_a_long_sum_is_no_fault(what, how):
 
 def test_without_scales_a_long_sum_would_fail(monkeypatch):
     """So that the tests above can."""
-    monkeypatch.setattr("gradguard.parity.save.scale_of", lambda run: 1.0)
+    monkeypatch.setattr("gradguard.parity.rounding_runs.scale_of", lambda run: 1.0)
     torch.manual_seed(0)
     model, x, y = tokens(4, 16_384)
     runs = [gg.save_gradients(None, model, how(model, x, y), perturbed=2) for how in (flat, in_eight)]

@@ -19,7 +19,8 @@ from gradguard.cli.program import cut
 from gradguard.errors import RecordError
 from gradguard.parity.compare import compare
 from gradguard.parity.judge import bar_of
-from gradguard.parity.repeated import merged, saved_runs
+from gradguard.parity.repeated import saved_runs
+from gradguard.parity.rounding_runs import merged
 from gradguard.parity.saved import read
 from gradguard.parity.scales import ScriptRun
 from gradguard.parity.script import ScriptGradients

@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.parity.replay import Replay, again, digest, precision_of
+from gradguard.parity.rounding_runs import with_rounding
 from gradguard.parity.saved import FROZEN, SavedGradients, write
-from gradguard.parity.scales import DOUBLED, is_linear, scale_of
+from gradguard.parity.scales import ScriptRun
 from gradguard.parity.shards import LocalParameter, ShardOf, frozen_parameters, gathered, local_parameters
-from gradguard.parity.steps import TrainingSteps
+from gradguard.parity.steps import TrainingSteps, check_updates
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 
 Step = Callable[[], Any]
@@ -128,13 +129,22 @@ def save_gradients(
     if optimizers:
         buffers_of = None if shard_of else model  # whose parts nothing tells
         training = TrainingSteps(local, optimizers, update or _plain(optimizers), steps, others, buffers_of)
-    run = _SavedRun(model, local, rows, training)
+    runs = _SavedRuns(model, local, step, rows, dtype, training)
     frozen = _frozen(frozen_parameters(model, shard_of))
     try:
-        saved = run.measure(step, perturbed, parts or {}, facts or {}, dtype)
+        saved = with_rounding(runs.run, ScriptRun(steps=steps if training else 0), perturbed, check_updates)
+        mixed = {"parts": [runs.gradients_of(one) for one in parts.values()]} if parts else {}
     finally:
-        run.replay.restore()
-    saved = replace(saved, stages={**frozen, **saved.stages}, left_out=training.left_out if training else ())
+        runs.replay.restore()
+    saved = replace(
+        saved,
+        sketches={**saved.sketches, **mixed},
+        parts=tuple(parts or ()),
+        facts={**saved.facts, **{name: float(value) for name, value in (facts or {}).items()}},
+        losses=saved.losses if all(map(math.isfinite, saved.losses)) else (),
+        stages={**frozen, **saved.stages},
+        left_out=training.left_out if training else (),
+    )
     if file is not None and rank_and_size()[0] == 0:
         write(file, saved)
     return saved
@@ -188,122 +198,88 @@ def _plain(optimizers: Sequence[Optimizer]) -> Step:
     return update
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A run of the step: its loss, sketches of gradients and of some of their rows, and how many backward passes."""
-
-    loss: float
-    gradients: Sketches
-    rows: Sequence[Sketches]
-    backwards: int
-
-
-class _SavedRun:
-    """One call of `save_gradients`: who holds what, and one all-reduce after each run."""
+class _SavedRuns:
+    """The runs of one call of `save_gradients`: who holds what, and one all-reduce after each run."""
 
     def __init__(
-        self, model: nn.Module, local: Sequence[LocalParameter], rows: Sequence[str], training: TrainingSteps | None
+        self,
+        model: nn.Module,
+        local: Sequence[LocalParameter],
+        step: Step,
+        rows: Sequence[str],
+        dtype: torch.dtype | None,
+        training: TrainingSteps | None,
     ) -> None:
         self._model, self._local, self._whole = model, local, WholeParameters(local)
-        self._training = training
+        self._step, self._dtype, self._training = step, dtype, training
         shapes = {name: whole.shape for name, whole in self._whole.wholes.items()}
         self._rows = [n for n, shape in shapes.items() if len(shape) > 1 and any(fnmatchcase(n, one) for one in rows)]
         if unknown := [one for one in rows if not any(fnmatchcase(name, one) for name in self._rows)]:
             raise InvalidValueError(f"rows={unknown}: no parameter of several dimensions has such a name.")
+        self._weights = self._whole.weights(local_weights(local))
+        if training is not None:
+            training.begin()
+        self._before = digest(local)
         self.replay = Replay(model, local, training and training.restore)
+        self._first: SavedGradients | None = None
 
-    def measure(
-        self,
-        step: Step,
-        perturbed: int,
-        parts: Mapping[str, Step],
-        facts: Mapping[str, float],
-        dtype: torch.dtype | None,
-    ) -> SavedGradients:
-        weights = self._whole.weights(local_weights(self._local))
-        if self._training is not None:
-            self._training.begin()
-        before = digest(self._local)
-        with precision_of(self._model) as seen:
-            first = self._seen(step)
+    def run(self, how: ScriptRun) -> SavedGradients:
+        """Run the step, and the updates after it, in one of several ways; what is known of all comes from the first."""
+        with self.replay.perturbed(how.epsilon, how.change) if how.change else nullcontext():
+            with precision_of(self._model) if self._first is None else nullcontext(set()) as seen:
+                returned, calls = self._run_step(self._step, how.scale)
+            gradients = self._whole.reduced(self._gradients(), 1 / how.scale)
+            rows = {name: [self._sketch_of_rows(name, how.scale)] for name in self._rows}
+            if self._first is None:
+                self._first = self._described(calls, seen)
+            stages, settings = self._follow(calls, how)
+        sketches = {**self._first.sketches, "gradient": [gradients]}
+        losses = (self._loss(returned),)
+        return replace(self._first, sketches=sketches, rows=rows, losses=losses, stages=stages, settings=settings)
+
+    def gradients_of(self, part: Step) -> Sketches:
+        """Return the gradients of another step."""
+        self._run_step(part, 1.0)
+        return self._whole.reduced(self._gradients())
+
+    def _described(self, calls: int, seen: set[torch.dtype]) -> SavedGradients:
+        """Return what is known besides the numbers of a run, after the first."""
         random = any(gathered(self.replay.has_drawn()))
-        if any(gathered(digest(self._local) != before)):
+        if any(gathered(digest(self._local) != self._before)):
             raise UnsupportedGradientError(
                 "step() changes the weights, which cannot be undone: let it run forward and backward, and leave "
                 "optimizer.step() out. The weights are those after it."
             )
         contrasts = self._whole.contrasts(self._gradients())
-        parameters = self._whole.about([about(p) for p in self._local], first.backwards)
+        parameters = self._whole.about([about(p) for p in self._local], calls)
         if not any(p.has_gradient for p in parameters):
             raise InvalidValueError(
                 "step() left no gradient: expected forward and backward of this very model, and no zero_grad() after."
             )
-        epsilon = self._whole.epsilon({dtype} if dtype else seen)
-        self._follow(step, first)
-        runs, scaled = self._once_more(step, first)
-        if scaled:  # so that runs at other scales show how sums are rounded
-            parameters = [replace(p, one_sided=0.0) for p in parameters]
-        for k in range(1, perturbed + 1):
-            with self.replay.perturbed(epsilon, k):
-                scale = scale_of(k) if scaled else 1.0
-                runs.append(self._seen(step, scale))
-                self._follow(step, runs[-1], scale)
-        stages = self._stages(step, epsilon)
-        mixed = [self._seen(one).gradients for one in parts.values()]
-        sketches = {"gradient": [run.gradients for run in runs], "weights": [weights], "contrasts": contrasts}
-        losses = tuple(run.loss for run in runs)
-        return self._whole.saved(
-            parameters,
-            {**sketches, "parts": mixed} if mixed else sketches,
-            {name: float(value) for name, value in facts.items()},
-            rows={name: [run.rows[i] for run in runs] for i, name in enumerate(self._rows)},
-            parts=tuple(parts),
-            losses=losses if all(map(math.isfinite, losses)) else (),
-            random=random,
-            epsilon=epsilon,
-            settings=self._training.settings if self._training else {},
-            stages=stages,
-        )
+        sketches = {"weights": [self._weights], "contrasts": contrasts}
+        epsilon = self._whole.epsilon({self._dtype} if self._dtype else seen)
+        return self._whole.saved(parameters, sketches, {}, random=random, epsilon=epsilon)
 
-    def _follow(self, step: Step, seen: _Seen, scale: float = 1.0, turned: int = 0) -> dict[str, Sketches]:
+    def _follow(self, calls: int, how: ScriptRun) -> tuple[dict[str, SavedGradients], dict[str, Mapping[str, float]]]:
         """Go on from the gradients of a run to the end of its last update, and put everything back."""
         if self._training is None:
-            return {}
+            return {}, {}
+        assert self._first is not None
         try:
-            run = self._training.follow(partial(again, step, scale), scale, seen.backwards, turned)
+            stages = self._training.follow(partial(again, self._step, how.scale), how, calls, self._first.epsilon)
+            return stages, self._training.settings
         finally:
             self._training.restore()
-        if not turned:
-            self._training.keep(run)
-        return run
 
-    def _stages(self, step: Step, epsilon: float) -> dict[str, SavedGradients]:
-        if self._training is None:
-            return {}
-        self._training.check_same(epsilon)
-        self._training.keep(*(self._follow(step, self._seen(step), turned=sign) for sign in (1, -1)))
-        return self._training.saved(self._whole, epsilon)
-
-    def _once_more(self, step: Step, first: _Seen) -> tuple[list[_Seen], bool]:
-        """Run the step again, and tell whether it may be scaled, which takes one run if it is the same twice."""
-        doubled = self._seen(step, DOUBLED)
-        if is_linear(first.gradients, doubled.gradients):
-            self._follow(step, doubled, DOUBLED)
-            return [first, doubled], True
-        alike = self._seen(step)
-        self._follow(step, alike)
-        if is_linear(first.gradients, doubled.gradients, alike.gradients):
-            return [first, alike, doubled], True
-        return [first, alike], False
-
-    def _seen(self, step: Step, scale: float = 1.0) -> _Seen:
-        """Run the step with the gradient at the loss scaled, and return its results with the scale taken off."""
+    def _run_step(self, step: Step, scale: float) -> tuple[Any, int]:
+        """Return what a step with the gradient at the loss scaled returns, and how many backward passes it has."""
         with self._training.first_step() if self._training else nullcontext():
             returned, watched = self.replay.run(step, scale)
-        gradients = self._whole.reduced(self._gradients(), 1 / scale)
+        return returned, max(1, watched.count)
+
+    def _sketch_of_rows(self, name: str, scale: float) -> Sketches:
         scales = {p.name: self._training.loss_scale(p) for p in self._local} if self._training else {}
-        rows = [self._whole.rows(name, 1 / (scale * scales.get(name, 1.0))) for name in self._rows]
-        return _Seen(self._loss(returned), gradients, rows, max(1, watched.count))
+        return self._whole.rows(name, 1 / (scale * scales.get(name, 1.0)))
 
     def _gradients(self) -> dict[str, Tensor]:
         """The sketches of this process' gradients; with an update that takes a loss scale off, without it."""

@@ -398,7 +398,7 @@ class ScriptGradients(Listener):
         weights = [self._weights, *([self._weights_then] if self._weights_then else ())]
         epsilon = whole.epsilon(set().union(*self._dtypes))
         stages = ComparedStages()
-        stages.keep({name: stages.add(name, one) for name, one in self._noted.items()})
+        run = {name: stages.add(name, one) for name, one in self._noted.items()}
         saved = whole.saved(
             parameters,
             {
@@ -411,7 +411,7 @@ class ScriptGradients(Listener):
             epsilon=epsilon,
             clipped=any(gathered(first.is_doubtful)),
             settings=gathered_settings(self._notes.settings),
-            stages=stages.saved(whole, epsilon),
+            stages=stages.saved(run, epsilon),
             left_out=gathered_words(self._notes.left_out | self._not_stepped(first)),
         )
         write(self._file, saved)

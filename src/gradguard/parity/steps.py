@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,12 +29,13 @@ from gradguard.parity.saved import (
     SavedParameter,
     after_step,
 )
-from gradguard.parity.scales import alike_settings, mean_of, same_twice, turned_sizes
+from gradguard.parity.scales import ScriptRun, same_twice
 from gradguard.parity.shards import LocalParameter, gathered_settings, gathered_words, local_buffers, of_one_shape
-from gradguard.parity.vectors import norm
+from gradguard.parity.vectors import Vector, norm
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 from gradguard.state.copies import Copier, Restorer
 from gradguard.state.optimizer_copy import OptimizerCopy
+from gradguard.tensors.sketch import HASH_VERSION
 from gradguard.torch_private import gradients_are_scaled, scaler_states_of
 
 
@@ -223,17 +224,16 @@ class StepNotes:
 
 @dataclass
 class _Stage:
-    """One stage of all runs: its tensors in the first run, and their sketches in each."""
+    """One stage, as the first run tells it, without the sketches of a run."""
 
     whole: WholeParameters
     tensors: Sequence[SavedParameter]
     contrasts: list[Sketches]
     copies: Sketches
-    runs: list[Sketches] = field(default_factory=list)
 
 
 class ComparedStages:
-    """The stages of several runs, as all processes agree on them; all of them must call each method."""
+    """The stages of several runs, as all processes agree on them; all of them must call `add`."""
 
     def __init__(self) -> None:
         self._stages: dict[str, _Stage] = {}
@@ -246,59 +246,43 @@ class ComparedStages:
             told = whole.about([one for one in of_process.about if one.name in kept], of_process.calls)
             copies = of_process.copies
             self._stages[name] = _Stage(whole, told, whole.contrasts(copies), whole.reduced(copies))
-        found = self._stages[name].whole.reduced(of_process.sketches)
-        if name == START:
-            self._stages[name].runs = [found] * 2
-        return found
+        return self._stages[name].whole.reduced(of_process.sketches)
 
-    def keep(self, *runs: Mapping[str, Sketches]) -> None:
-        """Keep a run, or the mean of two whose gradients were turned up and down.
-
-        What is linear in the gradient is in the mean as it is in the first run. Where an update jumps, as the sign of
-        an element that is nearly zero does, one of the two has jumped: so the mean shows what no other run may.
-        """
-        for name, stage in self._stages.items():
-            if name != START:
-                stage.runs.append(mean_of([run[name] for run in runs]))
-
-    def turned(self, name: str) -> dict[str, float]:
-        """Return by how much to move each element of each gradient of a stage, up or down."""
-        return turned_sizes(self._stages[name].tensors, self._stages[name].runs)
-
-    def check_same(self, epsilon: float) -> None:
-        """Refuse updates that differ between the first two runs, which rounding alone tells apart.
-
-        Raises:
-            UnsupportedGradientError: If half of them do.
-        """
-        for name, stage in self._stages.items():
-            if name.startswith(UPDATE) and not same_twice(stage.runs[0], stage.runs[1], epsilon):
-                raise UnsupportedGradientError(
-                    f"{name} is not the same twice: what else does update() change, besides the weights and the "
-                    "optimizer? Pass it as others=[scheduler, scaler, ...], which have state_dict and "
-                    "load_state_dict; or let step() load the same batch each time."
-                )
-
-    def saved(self, whole: WholeParameters, epsilon: float) -> dict[str, SavedGradients]:
-        """Return the stages in order."""
+    def saved(self, run: Mapping[str, Sketches], epsilon: float) -> dict[str, SavedGradients]:
+        """Return the stages of one run, in order."""
         found = {}
         for name, stage in self._stages.items():
             if stage.tensors or name == START:
-                runs = stage.runs
-                names = [*stage.whole.wholes]
-                keep = [i for i, s in enumerate(runs[0]) if name != START or any(s) or names[i].startswith(BUFFER)]
-                sketches = {
-                    "gradient": [[run[i] for i in keep] for run in runs],
+                sketches, names = run[name], [*stage.whole.wholes]
+                keep = [i for i, s in enumerate(sketches) if name != START or any(s) or names[i].startswith(BUFFER)]
+                tables = {
+                    "gradient": [[sketches[i] for i in keep]],
                     "contrasts": [[one[i] for i in keep] for one in stage.contrasts],
                 }
-                tensors = tuple(_with_floor(name, stage, i) for i in keep)
-                found[name] = replace(whole.saved(tensors, sketches, {}, epsilon=epsilon), versions={}, facts={})
+                tensors = tuple(_with_floor(name, stage, i, sketches[i]) for i in keep)
+                found[name] = SavedGradients(tensors, tables, epsilon=epsilon, hash_version=HASH_VERSION)
         return found
 
 
-def _with_floor(name: str, stage: _Stage, i: int) -> SavedParameter:
+def check_updates(runs: Sequence[SavedGradients]) -> None:
+    """Refuse updates that differ between the first two runs, which rounding alone tells apart.
+
+    Raises:
+        UnsupportedGradientError: If half of them do.
+    """
+    for name, one in runs[0].stages.items():
+        a, b = (run.stages[name].sketches["gradient"][0] for run in runs[:2])
+        if name.startswith(UPDATE) and not same_twice(a, b, one.epsilon):
+            raise UnsupportedGradientError(
+                f"{name} is not the same twice: what else does update() change, besides the weights and the "
+                "optimizer? Pass it as others=[scheduler, scaler, ...], which have state_dict and "
+                "load_state_dict; or let step() load the same batch each time."
+            )
+
+
+def _with_floor(name: str, stage: _Stage, i: int, sketch: Vector) -> SavedParameter:
     """A change of weights is known no better than their own dtype stores them."""
-    tensor, change = stage.tensors[i], norm(stage.runs[0][i])
+    tensor, change = stage.tensors[i], norm(sketch)
     if not name.startswith(UPDATE) or not change:
         return tensor
     stored = tensor.weight_rounding * norm(stage.copies[i]) / change
@@ -349,8 +333,7 @@ class TrainingSteps:
         self._scale, self._unscaled = 1.0, set[int]()
         if model is None:
             self._notes.left_out["buffers, because of shard_of="] = None
-        self._settings: list[Mapping[str, Mapping[str, float]]] = []
-        self.keep, self.check_same = self._stages.keep, self._stages.check_same
+        self._start: Sketches = []
 
     def restore(self) -> None:
         """Put weights and optimizers back."""
@@ -394,50 +377,42 @@ class TrainingSteps:
 
     def begin(self) -> None:
         """Note the state before the first forward, which changes buffers."""
-        self._stages.add(START, self._notes.start())
+        self._start = self._stages.add(START, self._notes.start())
 
-    def follow(self, again: Callable[[], Any], scale: float, calls: int, turned: int = 0) -> dict[str, Sketches]:
-        """Go on from the gradients that are there, and return the sketches of each stage.
+    def follow(self, again: Callable[[], Any], how: ScriptRun, calls: int, epsilon: float) -> dict[str, SavedGradients]:
+        """Go on from the gradients that are there, and return the stages of this run.
 
         Args:
             again: Runs forward and backward of the next step.
-            scale: What gradients are multiplied by; taken off before each update.
+            how: How this run differs: its scale is taken off before each update.
             calls: How many backward passes add to a gradient.
-            turned: 1 or -1 to move each element of each gradient up or down by more than rounding does.
+            epsilon: The spacing of the coarsest dtype that is computed in, relative.
 
         Returns:
-            The sketches, by stage.
+            The stages, as saved.
         """
-        run: dict[str, Sketches] = {}
+        run = {START: self._start}
         self._notes.settings = {}
         for t in range(1, self._steps + 1):
             if t > 1:
-                scale_gradients(self._local, scale)  # what a forgotten zero_grad has left
+                scale_gradients(self._local, how.scale)  # what a forgotten zero_grad has left
                 with self.hearing():
                     again()
-            scale_gradients(self._local, 1 / scale)
+            scale_gradients(self._local, 1 / how.scale)
             name = f"{GRADIENT} {t}"
             run[name] = self._stages.add(name, noted(self._local, self.unscaled_gradients(self._local), calls))
-            if turned:
-                sizes = self._stages.turned(name)
+            if sizes := how.sizes.get(name):
                 scales = {p.name: self.loss_scale(p) for p in self._local}
-                add_signs(self._local, {n: turned * scales.get(n, 1.0) * size for n, size in sizes.items()}, t)
+                add_signs(self._local, {n: scales.get(n, 1.0) * size for n, size in sizes.items()}, t)
             self._notes.before_update()
             self._updated()
             run |= {name: self._stages.add(name, one) for name, one in self._notes.end(t, calls).items()}
-        self._settings.append(self._notes.settings)
-        return run
-
-    def saved(self, whole: WholeParameters, epsilon: float) -> dict[str, SavedGradients]:
-        """Return the stages in order, without the gradient of the first step, which is saved by itself."""
-        stages = self._stages.saved(whole, epsilon)
-        stages.pop(f"{GRADIENT} 1")
-        return stages
+        return self._stages.saved(run, epsilon)
 
     @property
-    def settings(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the settings of all processes that rounding does not change, by parameter."""
-        return gathered_settings(alike_settings(self._settings))
+    def settings(self) -> dict[str, Mapping[str, float]]:
+        """Return the settings of all processes in the last run, by parameter."""
+        return gathered_settings(self._notes.settings)
 
     @property
     def left_out(self) -> tuple[str, ...]:
