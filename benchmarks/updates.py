@@ -1,6 +1,6 @@
-"""Do updates and attention logits warn before the loss, and stay silent where nothing is wrong? Prints four tables.
+"""Do updates and attention logits warn before the loss, and stay silent where nothing is wrong? Prints tables.
 
-python benchmarks/updates.py [--part spikes healthy rules logits ...] [--seeds 10]
+python benchmarks/updates.py [--part spikes healthy rules logits price ...] [--seeds 10]
 
 Each run is watched by a `gg.Monitor` as it is by default. A *warning* is an event of the record that was told while the
 run went on; its step is the one on which it was told. The loss *breaks* where it is above 1.5 times the median of
@@ -11,6 +11,8 @@ the last 50 (1.3 times under `logits`).
     healthy  the eight scenarios of `muon_and_clipping.py` without a clip, five seeds each: what was told of updates
              while a run went on, and what stands as a warning on its page, which knows the whole run
     rules    updates that are not what their rule makes of gradients, the two public bugs first, each beside its twin
+    limits   faults of updates that are not told under every schedule of the learning rate: in how many runs they are
+    price    a GPT of 10.8 million parameters: processor time of a step that measures its update over one that does not
     logits   Muon moves queries and keys too far, the first ten seeds whose loss breaks: whether `logits_grow` was told
              50 steps before or more; and ten healthy twins
 """
@@ -19,18 +21,22 @@ import argparse
 import math
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 import gradguard as gg
 from gradguard.monitoring.judge.diagnosis import weighed_findings
+from gradguard.monitoring.observe import recorder
 from gradguard.monitoring.record.file import read_record
 from muon_and_clipping import SCENARIOS, Chain, Language, muon_and_adamw
+from pairs import compare
 
 KINDS = ("update_spike", "update_rule", "logits_grow")
 Event = dict[str, Any]
@@ -193,6 +199,45 @@ def rules(_: int) -> None:
     print()
 
 
+SCHEDULES: dict[str, Callable[[int], float]] = {
+    "warm-up, then constant": warm_up,
+    "cosine to a hundredth": cosine(300),
+    "cosine to a fifth": lambda step: 0.2 + 0.8 * cosine(300)(step),
+}
+
+
+class WithMomentum(Adafactor):
+    """Takes a running mean of the updates that its clip returns."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        own = [p for group in self.param_groups for p in group["params"]]
+        before = [p.clone() for p in own]
+        super().step(closure)
+        for p, start in zip(own, before, strict=True):
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p - start, 0.1)
+            p.copy_(start + mean)
+
+
+def limits(seeds: int) -> None:
+    print("| fault | schedule | runs | told in |\n|---|---|---|---|")
+    faults: dict[str, Callable[[nn.Module], Optimizer]] = {
+        "the learning rate twice, AdamW": lambda m: twice(AdamW)(m.parameters(), lr=5e-3),
+        "the learning rate twice, SGD": lambda m: twice(torch.optim.SGD)(m.parameters(), lr=0.1, momentum=0.9),
+        "an inverted clip of updates in front of a momentum": lambda m: WithMomentum(
+            m.parameters(), 5e-3, lambda rms: rms.clamp(max=1.0)
+        ),
+    }
+    for fault, make in faults.items():
+        for words, schedule in SCHEDULES.items():
+            told = 0
+            for seed in range(seeds):
+                model, loss = language(seed)
+                events = trained(model, [make(model)], loss, 300, schedule)[1]
+                told += first(events, "update_rule") is not None
+            print(f"| {fault} | {words} | {seeds} | {told} |", flush=True)
+
+
 def of_logits(seed: int, rate: float, normalised: bool) -> tuple[list[float], list[Event]]:
     """A run whose queries and keys Muon moves at ``rate``."""
     model, loss = language(seed, normalised)
@@ -222,7 +267,51 @@ def logits(seeds: int) -> None:
         print(f"| as usual | {seed} | {first(events, 'logits_grow')} | {broke(losses, 1.3)} |", flush=True)
 
 
-PARTS: dict[str, Callable[[int], None]] = {"spikes": spikes, "healthy": healthy, "rules": rules, "logits": logits}
+class Layer(nn.Module):
+    """A layer of GPT-2 without attention's mask of padding, of width 384."""
+
+    def __init__(self, width: int = 384) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.unflatten(-1, (6, -1)).transpose(1, 2) for one in self.qkv(self.norms[0](x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+def price(_: int) -> None:
+    """A GPT of 10.8 million parameters: processor time of steps that measure their update, over steps that do not."""
+    width, words = 384, 256
+    model = nn.Sequential(nn.Embedding(words, width), *(Layer() for _ in range(6)), nn.Linear(width, words))
+    optimizer = AdamW(model.parameters(), 1e-4)
+    monitor = gg.Monitor(optimizer, sink=lambda line: None, model=model)
+    batch = torch.randint(words, (4, 65))
+
+    def step(free: float) -> None:
+        recorder.FREE = free  # seconds for which updates are measured on every step
+        model.zero_grad()
+        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        monitor.log(loss=loss)
+        optimizer.step()
+
+    found = compare(lambda _: step(math.inf), lambda _: step(-math.inf), pairs=60, clock=time.process_time)
+    monitor.close()
+    numbers = f"{found.ours:.0f} ms and {found.theirs:.0f} ms, ratio {1 / found.ratio:.4f}"
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, a step with and without its update: {numbers}")
+
+
+PARTS: dict[str, Callable[[int], None]] = {
+    "spikes": spikes,
+    "healthy": healthy,
+    "rules": rules,
+    "logits": logits,
+    "limits": limits,
+    "price": price,
+}
 
 
 def main() -> None:

@@ -627,6 +627,18 @@ def test_one_loss_that_two_optimizers_share_is_judged():
     assert (sick.cause.key, sick.cause.optimizer) == ("rate_decayed", "optimizer 0 (Muon)")
 
 
+def test_rates_of_two_optimizers_that_leap_are_both_named():
+    losses = [*falling()[:200], *(50.0 + 0.1 * i for i in range(200))]
+    found = diagnose(one_loss_for_two(losses, lambda i: 0.01 if i < 200 else 1.0))
+    named = {cause.optimizer for cause in found.causes if "where the learning rate leapt up" in cause.sentence}
+    assert named == {"optimizer 0 (Muon)", "optimizer 1 (AdamW)"}
+
+
+def test_a_training_without_losses_has_not_those_of_the_one_before():
+    record = changed(two_trainings(falling()), lambda step: step.pop("loss"), slice(COUNT, None))
+    assert sum(loss is not None for loss in by_optimizer(record)[1].record.steps.column("loss")) == 1
+
+
 # --- a decision that was followed -------------------------------------------------------------------------------------
 
 BEFORE = {

@@ -270,40 +270,31 @@ _attention = Replacement(
 _KERNELS_THAT_TELL = ("cpu", "cuda", "xpu")
 
 
-def _ask_and_attend(
-    attention: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Any,
-    block_mask: Any,
-    scale: float,
-    options: dict[str, Any],
-    *more: Any,
-) -> Any:
-    """Call the operator of FlexAttention so that it returns the largest logits as well, and keep those of each head."""
-    if not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad) and query.numel()):
-        return attention(query, key, value, score_mod, block_mask, scale, options, *more)
-    tells = query.device.type in _KERNELS_THAT_TELL and options["BACKEND"] != "FLASH"
-    options = {**options, "OUTPUT_MAX": options["OUTPUT_MAX"] or tells}
-    result = attention(query, key, value, score_mod, block_mask, scale, options, *more)
-    _running.largest.append(result[2].detach().amax((0, 2)) * math.log(2) if tells else None)  # which has log2 in it
-    return result
-
-
-def _traced_as_it_is(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `_ask_and_attend` in place of ``replacement``: FlexAttention calls its operator from compiled code."""
+def _asking(replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Return FlexAttention's operator so that it is asked for the largest logits; in compiled code, which calls it."""
     attention = replacement.__wrapped__  # pyright: ignore
 
     @functools.wraps(replacement)
-    def ask_and_attend(*args: Any) -> Any:
-        return _ask_and_attend(attention, *args)
+    def ask_and_attend(
+        query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any, scale: float, options: Any, *more: Any
+    ) -> Any:
+        if not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad) and query.numel()):
+            return attention(query, key, value, score_mod, mask, scale, options, *more)
+        tells = query.device.type in _KERNELS_THAT_TELL and options["BACKEND"] != "FLASH"
+        options = {**options, "OUTPUT_MAX": options["OUTPUT_MAX"] or tells}
+        result = attention(query, key, value, score_mod, mask, scale, options, *more)
+        largest = result[2].detach().amax((0, 2)) * math.log(2) if tells else None  # the kernel counts in powers of two
+        _running.largest.append(largest)
+        return result
 
     return ask_and_attend
 
 
 _flex_attention = Replacement(
-    "torch.nn.attention.flex_attention", "flex_attention_hop", _ask_and_attend, decorate=_traced_as_it_is
+    "torch.nn.attention.flex_attention",
+    "flex_attention_hop",
+    lambda attention, *args: attention(*args),
+    decorate=_asking,
 )
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import reduce
 from typing import Any, NamedTuple, NoReturn, cast
 from weakref import WeakSet
 
@@ -323,12 +322,7 @@ class _Attention:
     _heard: int = 0
     _factors: tuple[Tensor, Tensor] | None = None
     _tolerance: float = 0.0
-    _paths: list[str] = field(default_factory=list)
     _found: list[Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """Note where the layers are now."""
-        self._paths = [next(n for n, m in self.module.named_modules() if m is one) for one in self.layers()]
 
     @property
     def title(self) -> str:
@@ -379,7 +373,7 @@ class _Attention:
         Raises:
             UnsupportedGradientError: If a layer or weight is another one, or no plain one.
         """
-        self._refuse(self._why_replaced() or self._why_not_plain())
+        self._refuse(self._why_not_plain())
         now = self.parameters()
         self._found = self._found or now
         if list(map(id, now)) != list(map(id, self._found)):
@@ -391,12 +385,6 @@ class _Attention:
                 f"a projection of {self.title} {why}. Attach a QKClip to the model as it is to be trained, or leave "
                 f"the attention alone with {self.left_alone}."
             )
-
-    def _why_replaced(self) -> str | None:
-        for path, layer in zip(self._paths, self.layers(), strict=True):
-            if reduce(lambda module, name: getattr(module, name, None), path.split("."), self.module) is not layer:
-                return "was replaced after the QKClip was attached"
-        return None
 
     def _why_not_plain(self) -> str | None:
         """Return why rescaling its weight need not rescale what a layer returns; None if all layers are plain."""
@@ -461,7 +449,6 @@ class _Attention:
         Raises:
             UnsupportedGradientError: If their shapes do not fit.
         """
-        self._refuse(self._why_replaced())
         kept, self._outputs = self._outputs, []
         self._heard += 1
         if call.is_empty:
@@ -470,7 +457,8 @@ class _Attention:
         layers, outputs = self.layers(), dict(kept)
         self._require(
             len(outputs) == len(layers) == len(kept),
-            "attends more than once with what its projections return, or they run more than once in its forward",
+            "attends more than once with what its projections return, or they run more than once in its forward, or "
+            "one was replaced after the QKClip was attached",
         )
         weights, size = self.weights(), call.query.shape[-1]
         rows = len(next(iter(weights.values())))

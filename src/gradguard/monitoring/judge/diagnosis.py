@@ -60,7 +60,7 @@ def diagnose(record: Record) -> Diagnosis:
 
     **Edge cases**: each of several optimizers is judged by its own steps, and the gravest cause of all leads; losses of
     optimizers that take turns are not judged, since those of networks that work against each other mean no progress;
-    one loss for all, as of Muon and AdamW, is judged with the optimizer that steps first.
+    one loss for all, as of Muon and AdamW, is judged with each of them.
 
     Args:
         record: The record of a run.

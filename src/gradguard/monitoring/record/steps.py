@@ -235,7 +235,8 @@ def by_optimizer(record: Record) -> list[OptimizerSteps]:
 
     **Edge cases**: a record without steps is one part, and so is one with several optimizers of which one stepped;
     steps that do not say which optimizer they are of are those of the first one, from before another came; an event
-    belongs to the optimizer whose step has its number.
+    belongs to the optimizer whose step has its number; an optimizer whose steps tell no loss has that of the last step
+    of another one since its own, as of one backward for Muon and AdamW.
 
     Args:
         record: The record of a run.
@@ -308,10 +309,24 @@ def _only(record: Record, index: int) -> Record:
     mine = [(optimizer or 0) == index for optimizer in record.steps.column("optimizer")]
     steps, others = record.steps.where(mine), record.steps.where(list(map(not_, mine)))
     numbers = set(steps.column("i"))
+    has_own = steps.has_any("loss")
+    if not has_own and others.has_any("loss"):
+        steps = Lines(_with_shared_losses(record.steps, mine))
     return replace(
         record,
-        meta=_meta_of(record, index) | {OTHER_LOSSES: 10 * sum(others.has("loss")) > len(others)},
+        meta=_meta_of(record, index) | {OTHER_LOSSES: has_own and 10 * sum(others.has("loss")) > len(others)},
         steps=steps,
         tensors=record.tensors.where([number in numbers for number in record.tensors.column("i")]),
         events=[event for event in record.events if event["i"] in numbers],
     )
+
+
+def _with_shared_losses(steps: Lines, mine: Sequence[bool]) -> Iterator[dict[str, Any]]:
+    """The steps of one optimizer with the losses of others since its last step: one backward was for all of them."""
+    loss = None
+    for step, is_mine in zip(steps, mine, strict=True):
+        if is_mine:
+            yield step | {"loss": loss}
+            loss = None
+        else:
+            loss = step.get("loss", loss)
