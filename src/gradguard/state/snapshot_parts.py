@@ -13,10 +13,10 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.resilience.plain_values import PlainError, reference_to, with_references
-from gradguard.resilience.saved_snapshot import Packer, Unpacker, compare_layouts, compare_names
 from gradguard.state.copies import Copier, Restorer, inner_tensors
 from gradguard.state.optimizer_copy import NOT_ATTRIBUTES, OptimizerCopy, attributes_of
+from gradguard.state.plain_values import PlainError, reference_to, with_references
+from gradguard.state.saved_snapshot import Packer, Unpacker, compare_layouts, compare_names
 from gradguard.torch_private import buffer_slots, is_fsdp1
 
 
@@ -277,6 +277,11 @@ class OtherState(SnapshotPart):
         """Hand the state back, as a copy that the object may keep."""
         if rewind_schedule or self.driven is None:
             self._load(Restorer().restored(self._kept))
+
+
+def has_state(one: Any) -> bool:
+    """Tell whether ``one`` has a state that can be saved and loaded."""
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
 
 
 def optimizer_of(thing: Any) -> Optimizer | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradguard.files.blocks import MOST_DIMENSIONS, BlockFile, NewBlock, is_count, number_of_elements, write_blocks
 from gradguard.files.json_text import decode_json
-from gradguard.resilience.plain_values import (
+from gradguard.state.plain_values import (
     Codec,
     PlainError,
     array_dtype,
@@ -50,7 +50,7 @@ class StoredSparse(NamedTuple):
 
 
 class StoredShard(NamedTuple):
-    """The part of a DTensor that a process holds. `gradguard.resilience.saved_snapshot` keeps the table of these."""
+    """The part of a DTensor that a process holds. `gradguard.state.saved_snapshot` keeps the table of these."""
 
     number: int
     local: StoredTensor
