@@ -890,7 +890,6 @@ OTHERS = {
     "distributed/deepspeed.py": {"_get_norm_groups", "_zero_padding"},  # DeepSpeed's
     "monitoring/show/report/summary.py": {"_confidence"},  # the end of a key
     "check/named_call.py": {"_fields"},  # of namedtuples, documented
-    "state/plain_values.py": {"_fields"},  # likewise
     "backward_clip/calibration.py": {"_scale"},  # Calibration's own
     "integrations/keras.py": {
         "_accumulated_gradients", "_backend_apply_gradients", "_clip_gradients", "_iterations",
