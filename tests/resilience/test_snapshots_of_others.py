@@ -127,6 +127,25 @@ def test_a_forged_document_is_refused_before_anything_is_changed(tmp_path, name)
     same(content(model, optimizer), before)
 
 
+@pytest.mark.parametrize("value", [[], "running_mean", {"int": "0"}])
+def test_a_buffer_that_is_no_tensor_is_refused(tmp_path, value):
+    def run():
+        model = nn.BatchNorm1d(2)
+        return model, torch.optim.SGD(model.parameters())
+
+    def change(told):
+        parts = dict(told["content"]["mapping"][1])["parts"]
+        dict(parts[0]["mapping"][1])["buffers"]["mapping"][1][0][1] = value
+
+    snapshot = gg.Snapshot(*run())
+    snapshot.take()
+    snapshot.save(tmp_path / "a")
+    gg.Snapshot.load(tmp_path / "a", *run()).restore()
+    rewritten(tmp_path / "a" / FILE, change)
+    with pytest.raises(InvalidValueError, match="a buffer is no tensor"):
+        gg.Snapshot.load(tmp_path / "a", *run())
+
+
 VALUES = [None, True, 0, -1, 2**63, 10**300, 1e308, "", "x" * 50, [], [[]], {}, {"tensor": 0}, {"int": "0"}]
 
 

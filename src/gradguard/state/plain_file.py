@@ -69,6 +69,11 @@ _SPARSE: dict[str, Any] = {
 _TABLES: dict[type, str] = {StoredTensor: "tensor", StoredSparse: "sparse", StoredShard: "shard"}
 
 
+def is_stored(value: Any) -> bool:
+    """Tell whether ``value`` stands for a tensor of the file."""
+    return type(value) in _TABLES
+
+
 class PlainWriter:
     """Collects values and tensors, sparse ones too, and writes them as one file.
 
