@@ -548,18 +548,6 @@ def test_returns_a_view_and_changes_its_arguments(operation, view, changes):
     assert (torch_private.returns_a_view(found), torch_private.changes_its_arguments(found)) == (view, changes)
 
 
-def test_custom_operator_name():
-    made = torch.library.custom_op(
-        "gradguard_names::own", lambda x: x.clone(), mutates_args=(), schema="(Tensor x) -> Tensor"
-    )
-    packet = torch.ops.gradguard_names.own
-    assert [torch_private.custom_operator_name(one) for one in (made, packet, packet.default)] == [
-        "gradguard_names::own"
-    ] * 3
-    for other in (torch.sin, torch.ops.aten.sin, torch.ops.aten.sin.default, torch.nn.Linear(1, 1), print, None):
-        assert torch_private.custom_operator_name(other) is None
-
-
 def test_decompositions():
     found = torch_private.decompositions(["silu", "no such operation"])
     assert [*found] == [torch.ops.aten.silu.default]
@@ -909,7 +897,6 @@ OTHERS = {
     "distributed/deepspeed.py": {"_get_norm_groups", "_zero_padding"},  # DeepSpeed's
     "monitoring/show/report/summary.py": {"_confidence"},  # the end of a key
     "check/named_call.py": {"_fields"},  # of namedtuples, documented
-    "resilience/plain_values.py": {"_fields"},  # likewise
     "integrations/keras.py": {
         "_accumulated_gradients", "_backend_apply_gradients", "_clip_gradients", "_iterations",
     },  # Keras' optimizer

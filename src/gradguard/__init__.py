@@ -41,7 +41,7 @@ _PUBLIC = {  # the module that holds them: public names
         "AutoNormClipper FlatNormClipper PerLayerNormClipper PerParameterNormClipper QuantileNormClipper"
     ),
     "gradguard.resilience.ladder": "SpikeRecovery",
-    "gradguard.resilience.snapshot": "Snapshot",
+    "gradguard.state.snapshot": "Snapshot",
     "gradguard.spikes.detector": "SpikeDetector",
     "gradguard.spikes.skip": "SkipSpikes",
 }

@@ -51,9 +51,9 @@ from gradguard.per_sample.norm_clippers import PerLayerNormClipper as PerLayerNo
 from gradguard.per_sample.norm_clippers import PerParameterNormClipper as PerParameterNormClipper
 from gradguard.per_sample.norm_clippers import QuantileNormClipper as QuantileNormClipper
 from gradguard.resilience.ladder import SpikeRecovery as SpikeRecovery
-from gradguard.resilience.snapshot import Snapshot as Snapshot
 from gradguard.spikes.detector import SpikeDetector as SpikeDetector
 from gradguard.spikes.skip import SkipSpikes as SkipSpikes
+from gradguard.state.snapshot import Snapshot as Snapshot
 
 __version__: str
 __all__ = [

@@ -468,18 +468,6 @@ def changes_its_arguments(operation: Any) -> bool:
     return operation._schema.is_mutable
 
 
-def custom_operator_name(fn: Any) -> str | None:
-    """Return the qualified name of an operator that is not torch's own, None if ``fn`` is nothing of the kind."""
-    name = getattr(fn, "_qualname", None) or getattr(fn, "_qualified_op_name", None)
-    if name is None and hasattr(fn, "_schema"):
-        name = getattr(fn._schema, "name", None)
-    is_other = isinstance(name, str) and "::" in name and name.partition("::")[0] not in _OWN_NAMESPACES
-    return name if is_other else None
-
-
-_OWN_NAMESPACES = ("aten", "prim", "prims", "quantized", "_c10d_functional")
-
-
 @_needs
 def decompositions(names: Sequence[str]) -> Mapping[Any, Callable[..., Any]]:
     """Return of what ATen's operations of these names consist, with a leading underscore or without."""

@@ -12,7 +12,7 @@ from training import Network, backward
 
 import gradguard as gg
 from gradguard.resilience.ladder import SpikeRecovery
-from gradguard.resilience.snapshot import Snapshot
+from gradguard.state.snapshot import Snapshot
 from sharded import local, mesh
 
 

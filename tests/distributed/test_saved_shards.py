@@ -17,7 +17,7 @@ import gradguard as gg
 from cases import comparable
 from gradguard.distributed import agreement, checkpoint
 from gradguard.errors import GradguardError
-from gradguard.resilience import saved_snapshot
+from gradguard.state import saved_snapshot
 from sharded import local
 
 

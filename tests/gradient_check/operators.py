@@ -143,6 +143,7 @@ def _bound(operator: Any, sample: Any, name: str) -> Sample:
     places = [k for k, value in enumerate(values) if _is_floating(value) and value.requires_grad]
     inputs = tuple(values[k].detach().clone().requires_grad_() for k in places)
     bound = [value.detach() if isinstance(value, Tensor) else value for value in values]
+    op, wrapper, finished = operator.get_op(), operator.gradcheck_wrapper, sample.output_process_fn_grad
 
     def fn(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         values = list(bound)
@@ -151,7 +152,7 @@ def _bound(operator: Any, sample: Any, name: str) -> Sample:
         args, kwargs = tree_unflatten(values, structure)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated operators say so at every call
-            outputs = sample.output_process_fn_grad(operator.gradcheck_wrapper(operator.get_op(), *args, **kwargs))
+            outputs = finished(wrapper(op, *args, **kwargs))
         outputs = tuple(y for y in tree_flatten(outputs)[0] if _is_floating(y) or _is_complex(y))
         return outputs[0] if len(outputs) == 1 else outputs
 

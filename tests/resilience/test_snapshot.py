@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.resilience.snapshot import Snapshot
+from gradguard.state.snapshot import Snapshot
 
 
 class Network(nn.Module):

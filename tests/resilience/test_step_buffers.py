@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import gradguard as gg
-from gradguard.resilience import step_buffers
-from gradguard.resilience.step_buffers import StepBuffers
+from gradguard.state import step_buffers
+from gradguard.state.step_buffers import StepBuffers
 
 BAD = {"a spike": 1000.0, "NaN": float("nan")}
 

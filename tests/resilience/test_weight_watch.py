@@ -84,6 +84,40 @@ def test_a_change_is_seen_and_a_step_is_none(dtype):
     assert not watch.changed()
 
 
+def flipped(weights):
+    array = weights[1].numpy()  # the memory, behind torch's back
+    array[4] *= -1
+
+
+def swapped(weights):
+    weights[0].data[[0, 1]] = weights[0].data[[1, 0]]
+
+
+def exchanged(weights):
+    weights[0].data, weights[2].data = weights[2].data.clone(), weights[0].data.clone()
+
+
+def two_flipped(weights):
+    weights[1].data[:2] *= -1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("change", [flipped, swapped, exchanged, two_flipped])
+@pytest.mark.parametrize("length", [7, 20_000, 300_001])
+def test_a_change_that_keeps_the_norm_is_seen(dtype, change, length):
+    if change is flipped and dtype is torch.bfloat16:
+        pytest.skip("NumPy has no bfloat16")
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=generator).to(dtype) for shape in [(5, 3), (length,), (5, 3)]]
+    watch = WeightWatch(torch.optim.SGD(weights, lr=0.1))
+    assert not watch.changed()
+    change(weights)
+    assert not watch.were_written()
+    assert watch.changed()
+    watch.keep()
+    assert not watch.changed()
+
+
 def steps(resilience, model, optimizer, count):
     for _ in range(count):
         optimizer.zero_grad()

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.check.admission import WIDE, refuse_empty, refuse_unfit, refuse_unless
-from gradguard.check.state import State
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.state.calls import State
 from gradguard.torch_private import gradients_of, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 _LEAVES = {Tensor, nn.Parameter, int, float, bool, complex, str, type(None)}

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gradguard.check.admission import WIDE, refuse_unless
 from gradguard.check.contract import Contract
-from gradguard.check.custom_operators import registration_of
 from gradguard.check.devices import device_called, is_here, moved
 from gradguard.check.differences import Differences
 from gradguard.check.elementwise import check_every_element
@@ -216,10 +215,6 @@ class _Check:
             self._backends(exact, backends)
         if order > 1 and not self.findings:
             self._second_order(exact, exhaustive)
-        if not self.findings:
-            found, notes = registration_of(self.fn, self.args, self.kwargs)
-            self.findings += found
-            self.notes += notes
 
     def include(self, other: _Check, said: str, reference: Any, exhaustive: bool, order: int) -> None:
         """Run the check of the same function with other sizes, and take over what it finds."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradguard.check.mistakes import low_dtype_between, mistake
 from gradguard.check.report import Finding, digits_apart
 
 if TYPE_CHECKING:
@@ -30,11 +29,9 @@ def with_guesses(search: Search, what: str) -> list[Finding]:
             alone = sum(other.input == one.input for other in search.findings) == 1
             place = _alone(search, one) if alone else _where(search, one)
             places[one.input] = place if one.kind == "mismatch" else ""
-        told = mistake(search, one) if one.kind == "mismatch" and one.index is not None else ""
-        said = ", ".join(part for part in (what, told, _ratio(one), places.get(one.input, "")) if part)
+        said = ", ".join(part for part in (what, _ratio(one), places.get(one.input, "")) if part)
         found.append(replace(one, guess=said))
-    middle = low_dtype_between(found)
-    return [replace(one, guess=f"{one.guess}, {middle}".removeprefix(", ")) if middle else one for one in found]
+    return found
 
 
 def _ratio(one: Finding) -> str:

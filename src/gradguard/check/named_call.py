@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from gradguard.check.admission import refuse_empty, refuse_unfit, refuse_unless
 from gradguard.check.function import is_autograd_function, is_differentiable, name_of
-from gradguard.check.state import State
 from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.state.calls import State
 
 
 @dataclass(frozen=True)

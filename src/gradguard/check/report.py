@@ -19,7 +19,7 @@ class Finding:
 
     ``kind`` is ``"mismatch"``, ``"kink"``, ``"jump"``, ``"singular"``, ``"nan"`` or ``"undecided"`` for an element, or
     the contract that is broken: ``"non-determinism"``, ``"layout"``, ``"linearity"``, ``"mutation"``, ``"state"``,
-    ``"outputs"``, ``"error"``, ``"precision"``, ``"backends"``, ``"needs_input_grad"``, ``"operator"``, ``"random"``;
+    ``"outputs"``, ``"error"``, ``"precision"``, ``"backends"``, ``"needs_input_grad"``, ``"random"``;
     a note ``"stopped"`` says that a search ended with what it had.
     """
 

@@ -29,7 +29,8 @@ from gradguard.distributed import processes
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
 from gradguard.files.json_text import decode_json
 from gradguard.files.opening import read_whole
-from gradguard.resilience.batches import SampleId, changed_copy, checked_ids, has_state
+from gradguard.resilience.batches import SampleId, changed_copy, checked_ids
+from gradguard.state.snapshot_parts import has_state
 from gradguard.torch_private import loader_has_begun
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.generators import generator_states
+from gradguard.state.snapshot_parts import has_state
 from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import loader_has_begun, versions_of
 
@@ -190,11 +191,6 @@ class Batches:
             f"step {step} is not remembered: the ring holds {self.known[0]} to {self.known[-1]}. Make it longer: "
             "Batches(steps=...)."
         )
-
-
-def has_state(one: Any) -> bool:
-    """Tell whether ``one`` has a state that can be saved and loaded."""
-    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
 
 
 def tensors_in(value: Any) -> list[Tensor]:

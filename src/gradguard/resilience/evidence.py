@@ -20,10 +20,10 @@ from gradguard.files.writing import replacing
 from gradguard.monitoring.record.text import printable
 from gradguard.resilience.batches import Batches, SampleId
 from gradguard.resilience.culprit import Culprit
-from gradguard.resilience.plain_file import LAYOUTS, PlainReader, PlainWriter
-from gradguard.resilience.plain_values import PlainError
-from gradguard.resilience.snapshot import Snapshot
 from gradguard.state.generators import check_states
+from gradguard.state.plain_file import LAYOUTS, PlainReader, PlainWriter
+from gradguard.state.plain_values import PlainError
+from gradguard.state.snapshot import Snapshot
 from gradguard.torch_private import is_fsdp1
 
 FORMAT = 2

@@ -1,7 +1,7 @@
 """A snapshot as files of plain data, and back.
 
 Each process writes its own file, under its rank: tensors as raw bytes, and everything else as JSON in which each
-tensor is a number (`gradguard.resilience.plain_file`). Both have checksums; each file has a number that is random at
+tensor is a number (`gradguard.state.plain_file`). Both have checksums; each file has a number that is random at
 each save, so that files of two saves are told apart. Nothing in a file is run: a snapshot may come from anybody.
 """
 
@@ -23,7 +23,8 @@ from gradguard.errors import GradguardError, InvalidValueError, UnsupportedGradi
 from gradguard.files.blocks import number_of_elements
 from gradguard.files.opening import is_regular
 from gradguard.files.writing import begin_directory, beside_name, drop_directory, end_directory, refuse_used, sync
-from gradguard.resilience.plain_file import (
+from gradguard.state.copies import PINNED, Copier, PlainCopy, Restorer, TensorCopy, WrappedCopy
+from gradguard.state.plain_file import (
     LAYOUTS,
     PlainReader,
     PlainWriter,
@@ -32,8 +33,7 @@ from gradguard.resilience.plain_file import (
     StoredTensor,
     checked_layout,
 )
-from gradguard.resilience.plain_values import PlainError, checked_device
-from gradguard.state.copies import PINNED, Copier, PlainCopy, Restorer, TensorCopy, WrappedCopy
+from gradguard.state.plain_values import PlainError, checked_device
 
 _FORMAT = 3
 _KIND = "snapshot"

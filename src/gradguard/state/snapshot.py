@@ -11,11 +11,10 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.optimizer_hooks import optimizers_in
-from gradguard.resilience.batches import has_state
-from gradguard.resilience.saved_snapshot import Packer, Unpacker, check_save, compare_names, save_parts, saved_part
-from gradguard.resilience.snapshot_parts import ModulePart, OptimizerPart, OtherState, SnapshotPart
 from gradguard.state.copies import Copier, Restorer, StreamOrder
 from gradguard.state.generators import States, check_states, generator_states, restore_generators
+from gradguard.state.saved_snapshot import Packer, Unpacker, check_save, compare_names, save_parts, saved_part
+from gradguard.state.snapshot_parts import ModulePart, OptimizerPart, OtherState, SnapshotPart, has_state
 from gradguard.torch_private import has_scheduler
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradguard.files.blocks import MOST_DIMENSIONS, BlockFile, NewBlock, is_count, number_of_elements, write_blocks
 from gradguard.files.json_text import decode_json
-from gradguard.resilience.plain_values import (
+from gradguard.state.plain_values import (
     Codec,
     PlainError,
     array_dtype,
@@ -50,7 +50,7 @@ class StoredSparse(NamedTuple):
 
 
 class StoredShard(NamedTuple):
-    """The part of a DTensor that a process holds. `gradguard.resilience.saved_snapshot` keeps the table of these."""
+    """The part of a DTensor that a process holds. `gradguard.state.saved_snapshot` keeps the table of these."""
 
     number: int
     local: StoredTensor
@@ -67,6 +67,11 @@ _SPARSE: dict[str, Any] = {
     "sparse_csc": torch.sparse_csc_tensor,
 }
 _TABLES: dict[type, str] = {StoredTensor: "tensor", StoredSparse: "sparse", StoredShard: "shard"}
+
+
+def is_stored(value: Any) -> bool:
+    """Tell whether ``value`` stands for a tensor of the file."""
+    return type(value) in _TABLES
 
 
 class PlainWriter:

@@ -13,10 +13,11 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.resilience.plain_values import PlainError, reference_to, with_references
-from gradguard.resilience.saved_snapshot import Packer, Unpacker, compare_layouts, compare_names
 from gradguard.state.copies import Copier, Restorer, inner_tensors
 from gradguard.state.optimizer_copy import NOT_ATTRIBUTES, OptimizerCopy, attributes_of
+from gradguard.state.plain_file import is_stored
+from gradguard.state.plain_values import PlainError, reference_to, with_references
+from gradguard.state.saved_snapshot import Packer, Unpacker, compare_layouts, compare_names
 from gradguard.torch_private import buffer_slots, is_fsdp1
 
 
@@ -101,6 +102,8 @@ class ModulePart(SnapshotPart):
         self._look()
         compare_layouts("parameters", packed["parameters"], self._parameters)
         compare_names("buffers", sorted(packed["buffers"]), sorted(self._slots))
+        if not all(one is None or is_stored(one) for one in packed["buffers"].values()):
+            raise PlainError("a buffer is no tensor")
         compare_names("modules with extra state", packed["extra"], self._with_extra)
         places = {"parameters": self._parameters, "buffers": self._slots, "extra": self._with_extra}
         super().unpack({part: {name: packed[part][name] for name in live} for part, live in places.items()}, unpacker)
@@ -277,6 +280,11 @@ class OtherState(SnapshotPart):
         """Hand the state back, as a copy that the object may keep."""
         if rewind_schedule or self.driven is None:
             self._load(Restorer().restored(self._kept))
+
+
+def has_state(one: Any) -> bool:
+    """Tell whether ``one`` has a state that can be saved and loaded."""
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
 
 
 def optimizer_of(thing: Any) -> Optimizer | None:

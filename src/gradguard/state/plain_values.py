@@ -20,9 +20,6 @@ from gradguard.files.json_text import DEEPEST
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _DTYPES = {name: d for name, d in _DTYPES.items() if not name.startswith(("q", "bits"))}
-_LAYOUTS = {str(one): one for one in (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)}
-_FORMATS = {str(f): f for f in (torch.contiguous_format, torch.preserve_format, torch.channels_last)}
-_FORMATS |= {str(torch.channels_last_3d): torch.channels_last_3d}
 _FACTORIES: dict[str, Any] = {"None": None, "list": list, "dict": dict, "set": set, "int": int, "float": float}
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}
 _MAPPINGS: dict[str, Any] = {"dict": dict, "ordered dict": OrderedDict, "counter": Counter}
@@ -255,32 +252,12 @@ def _scalar(told: Any) -> Any:
     return one
 
 
-def _named_tuple(told: Any) -> Any:
-    """Make a named tuple of a class that this program has loaded already; nothing of the class is called."""
-    module, name, fields, items = told
-    loaded = sys.modules.get(_is(str, module))
-    kind = None if loaded is None else vars(loaded).get(_is(str, name))
-    if not (isinstance(kind, type) and issubclass(kind, tuple) and type(kind) is type):
-        raise PlainError(f"a named tuple {name!a:.40} of {module!a:.40}, which this program has not loaded")
-    if list(vars(kind).get("_fields", ())) != fields or len(items) != len(fields) or kind.__base__ is not tuple:
-        raise PlainError(f"a named tuple {name!a:.40} of {module!a:.40} has other fields here")
-    return tuple.__new__(kind, _is(list, items))
-
-
-def _name_in(known: Mapping[str, Any], value: Any) -> str:
-    if str(value) not in known:
-        raise PlainError(f"a {type(value).__name__}")
-    return str(value)
-
-
 _TOLD: dict[type, tuple[str, Callable[[Any], Any]]] = {
     int: ("int", hex),
     float: ("float", lambda value: struct.pack(">d", value).hex()),
     complex: ("complex", lambda value: struct.pack(">dd", value.real, value.imag).hex()),
     bytes: ("bytes", lambda value: base64.b64encode(value).decode()),
     torch.dtype: ("dtype", dtype_name),
-    torch.layout: ("layout", lambda value: _name_in(_LAYOUTS, value)),
-    torch.memory_format: ("memory_format", str),
     torch.device: ("device", str),
     Reference: ("reference", lambda value: value.name),
     deque: ("deque", lambda value: [value.maxlen, list(value)]),
@@ -295,15 +272,12 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "bytes": lambda text: base64.b64decode(_is(str, text), validate=True),
     "scalar": _scalar,
     "dtype": _DTYPES.__getitem__,
-    "layout": _LAYOUTS.__getitem__,
-    "memory_format": _FORMATS.__getitem__,
     "device": checked_device,
     "reference": lambda name: Reference(_is(str, name)),
     "list": partial(_is, list),
     "deque": lambda told: deque(_is(list, told[1]), told[0]),
     "defaultdict": lambda told: defaultdict(_FACTORIES[told[0]], _of_pairs(told[1])),
     "mapping": _mapping,
-    "named tuple": _named_tuple,
     **{name: lambda items, kind=kind: kind(_is(list, items)) for name, kind in _SEQUENCES.items()},
 }
 
@@ -321,8 +295,6 @@ def _told(value: Any) -> tuple[str, Any]:
     if numpy is not None and isinstance(value, numpy.generic) and _ARRAY.fullmatch(value.dtype.str):
         array = numpy.asarray(value)  # in which an empty text has room for a character
         return "scalar", [array.dtype.str, array.tobytes().hex()]
-    if issubclass(kind, tuple) and "_fields" in vars(kind) and _name_of(kind) and "." not in kind.__qualname__:
-        return "named tuple", [kind.__module__, kind.__qualname__, list(vars(kind)["_fields"]), list(value)]
     name = getattr(value, "__qualname__", None)
     raise PlainError(f"a {kind.__name__}" if name is None else f"{name}, a {kind.__name__}")
 
