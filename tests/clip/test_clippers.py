@@ -534,11 +534,6 @@ def test_the_state_of_something_else_is_refused():
                 rule.load_state_dict(state)
 
 
-def test_state_moves_with_the_clipper():
-    clip = ClipByGlobalNorm(1.0).to("meta")
-    assert {t.device.type for t in clip.state_dict()["lock_in"].values()} == {"meta"}
-
-
 def test_values_that_bind_in_no_tensor_are_not_measured_twice(monkeypatch):
     monkeypatch.setattr(rules, "total_norm", lambda *_: pytest.fail("measured again"))
     ClipByValue(10.0)([parameter(random(5))])
