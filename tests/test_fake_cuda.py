@@ -213,8 +213,9 @@ def test_a_guard_of_an_optimizer_that_is_not_fused_reads_the_device_once(monkeyp
     def act(*args):
         reads.clear()
         monkeypatch.setattr("gradguard.clip.guard.Decision.apply", lambda _: None)
-        reads_of(*args)
+        outcome = reads_of(*args)
         reads["of the guard"] = reads.total()
+        return outcome
 
     monkeypatch.setattr(guard, "_act", act)
     scaler.step(optimizer)

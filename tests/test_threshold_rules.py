@@ -116,16 +116,21 @@ def test_locked_in(seen, bound, least, most, expected):
 @pytest.mark.parametrize(
     ("plain", "clipper", "same"),
     [
-        (Median, gg.ClipByMedian, ("k", "window", "warmup", "floor", "start", "update")),
+        (Median, gg.ClipByMedian, ("k", "window", "warmup", "floor", "start", "update", "ceiling")),
         (Percentile, gg.AutoClip, ("percentile",)),
-        (ZScore, gg.ZClip, ("ceiling", "z_threshold", "alpha", "warmup")),
-        (Fraction, gg.ClipFraction, ("target", "learning_rate")),
+        (
+            ZScore,
+            gg.ZClip,
+            ("ceiling", "z_threshold", "alpha", "warmup", "clip_factor", "mode", "skip_update_on_spike"),
+        ),
+        (Fraction, gg.ClipFraction, ("target", "learning_rate", "floor", "ceiling")),
         (PerTensor, gg.AdaGC, ("absolute", "relative", "beta", "warmup")),
     ],
 )
 def test_the_defaults_on_plain_numbers_are_the_clippers(plain, clipper, same):
     ours, theirs = inspect.signature(plain).parameters, inspect.signature(clipper).parameters
-    assert {a: ours[a].default for a in same} == {a: theirs[a].default for a in same}
+    none = {a: math.inf for a in same if theirs[a].default is None}  # a ceiling that is none
+    assert {a: ours[a].default for a in same} == {a: theirs[a].default for a in same} | none
     assert set(ours) == set(same)
 
 

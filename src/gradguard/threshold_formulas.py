@@ -1,9 +1,9 @@
 """The rules that choose a threshold, once: for tensors on a device and for plain numbers.
 
-Each ``..._step`` is one rule: a function of ``memory``, what it remembers by name, and of the norm of this step. It
-returns the threshold, infinite for none, and what has changed in ``memory``. Nothing is remembered of a step that does
-not ``enter``, such as one that is not finite. Operations that floats and tensors write differently are those of
-``ops``: `PLAIN`, or `gradguard.tensors.number_operations.TENSORS`, with which the host reads nothing.
+Each `ThresholdRule` is one rule: its settings, and `ThresholdRule.next_threshold`, which the clipper of that name and
+the rule for records (`gradguard.threshold_rules`) inherit. Nothing is remembered of a step that does not ``enter``,
+such as one that is not finite. Operations that floats and tensors write differently are those of ``ops``: `PLAIN`, or
+`gradguard.tensors.number_operations.TENSORS`, with which the host reads nothing.
 
 A norm may be a float or a tensor, 0-dim, or with one entry for each gradient where a rule treats each by itself. The
 norms of earlier steps are in an object that the step changes in place, ``put(count, value, enters)``: a tensor of fixed
@@ -13,6 +13,7 @@ length in `gradguard.clip.thresholds.base`, lists in `gradguard.threshold_rules`
 import math
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 Number = Any
@@ -156,75 +157,91 @@ def update_bound(ops: Operations, norm: Number, longest: Number, held: Number, s
     return bound, ops.where(norm > bound, held + 1, ops.within(held - 1, 0.0, math.inf))
 
 
-def median_step(
-    ops: Operations,
-    memory: Memory,
-    norm: Number,
-    enters: Truth,
-    *,
-    k: float,
-    warmup: int,
-    floor: float,
-    start: float,
-    update: float,
-    ceiling: float = math.inf,
-    longest: Number | None = None,
-) -> tuple[Number, Memory]:
-    """Return `ClipByMedian`'s threshold, and the next ``count`` and ``held``.
+class ThresholdRule:
+    """A rule that chooses a threshold from the norms so far: a subclass is a dataclass of its settings."""
 
-    Args:
-        ops: The operations.
-        memory: The ``logarithms`` of the last norms, their ``count`` so far, and ``held``, as for `update_bound`.
-        norm: The norm of this step.
-        enters: Whether it may be remembered.
-        k: How many robust deviations above the median.
+    def __post_init__(self) -> None:
+        """Do nothing; a rule that keeps its memory itself begins it here."""
+
+    def next_threshold(self, ops: Operations, memory: Memory, norm: Number, enters: Truth) -> tuple[Number, Memory]:
+        """Return the threshold of this step, infinite for none, and what has changed in ``memory``.
+
+        Args:
+            ops: The operations.
+            memory: What the rule remembers, by name.
+            norm: The norm of this step.
+            enters: Whether it may be remembered.
+        """
+        raise NotImplementedError
+
+
+@dataclass(eq=False, repr=False)
+class MedianRule(ThresholdRule):
+    """`ClipByMedian`: so many robust deviations above the median of the last log-norms.
+
+    It remembers the ``logarithms`` of the last norms, their ``count`` so far, and ``held``, as for `update_bound`.
+
+    Attributes:
+        k: How many deviations.
+        window: How many norms are remembered.
         warmup: How many norms the start has.
-        floor: The least robust deviation.
+        floor: The least deviation.
         start: The share of the first norm that passes, where no bound on the update is known.
         update: The share of their norm by which a step may move the weights.
         ceiling: A threshold that always holds.
-        longest: As for `update_bound`; None if no bound on the update is known.
     """
-    logarithms, count = memory["logarithms"], memory["count"]
-    start, times = (start, MEDIAN_START_TIMES) if longest is None else (1.0, MEDIAN_START_TIMES_BOUNDED)
-    progress = ops.within(ops.number(count, norm) / warmup, 0.0, 1.0)
-    middle = logarithms.median(count)
-    deviation = ops.within(_TO_STANDARD_DEVIATION * logarithms.median_distance(count, middle), floor, math.inf)
-    later = ops.exp(middle + k * deviation)
-    most = ops.where(count == 0, norm, times * ops.exp(middle))
-    early = most * ops.exp((1 - progress) * math.log(start))
-    starts = progress < 1
-    threshold = ops.where((count > 0) | enters, ops.where(starts, early, later), math.inf)
-    logarithms.put(count, ops.log(ops.where(starts & (norm >= most), most, norm)), enters)
-    changed = {"count": count + enters}
-    if longest is not None:
-        bound, held = update_bound(ops, norm, longest, memory["held"], update)
-        threshold, changed["held"] = ops.smaller(threshold, bound), ops.where(enters, held, memory["held"])
-    return ops.within(threshold, -math.inf, ceiling), changed
+
+    k: float = 6.0
+    window: int = 128
+    warmup: int = 32
+    floor: float = 0.05
+    start: float = MEDIAN_START
+    update: float = MEDIAN_UPDATE
+    ceiling: float = math.inf
+
+    def next_threshold(
+        self, ops: Operations, memory: Memory, norm: Number, enters: Truth, longest: Number | None = None
+    ) -> tuple[Number, Memory]:
+        """Return the threshold, and the next ``count`` and ``held``; ``longest`` is as for `update_bound`, if known."""
+        logarithms, count = memory["logarithms"], memory["count"]
+        start, times = (self.start, MEDIAN_START_TIMES) if longest is None else (1.0, MEDIAN_START_TIMES_BOUNDED)
+        progress = ops.within(ops.number(count, norm) / self.warmup, 0.0, 1.0)
+        middle = logarithms.median(count)
+        deviation = ops.within(_TO_STANDARD_DEVIATION * logarithms.median_distance(count, middle), self.floor, math.inf)
+        later = ops.exp(middle + self.k * deviation)
+        most = ops.where(count == 0, norm, times * ops.exp(middle))
+        early = most * ops.exp((1 - progress) * math.log(start))
+        starts = progress < 1
+        threshold = ops.where((count > 0) | enters, ops.where(starts, early, later), math.inf)
+        logarithms.put(count, ops.log(ops.where(starts & (norm >= most), most, norm)), enters)
+        changed = {"count": count + enters}
+        if longest is not None:
+            bound, held = update_bound(ops, norm, longest, memory["held"], self.update)
+            threshold, changed["held"] = ops.smaller(threshold, bound), ops.where(enters, held, memory["held"])
+        return ops.within(threshold, -math.inf, self.ceiling), changed
 
 
-def percentile_step(
-    ops: Operations, memory: Memory, norm: Number, enters: Truth, *, percentile: float
-) -> tuple[Number, Memory]:
-    """Return `AutoClip`'s threshold, a percentile of the norms with this one among them, and the next ``count``.
+@dataclass(eq=False, repr=False)
+class PercentileRule(ThresholdRule):
+    """`AutoClip`: a percentile, from 0 to 100, of the norms with this one among them.
 
-    Args:
-        ops: The operations.
-        memory: The ``history`` of norms, and their ``count`` so far.
-        norm: The norm of this step.
-        enters: Whether it may be remembered.
-        percentile: From 0 to 100.
+    It remembers the ``history`` of norms, and their ``count`` so far.
     """
-    history, count = memory["history"], memory["count"] + enters
-    history.put(memory["count"], norm, enters)
-    last = history.last(count)
-    place = ops.number(last, norm) * (percentile / 100)
-    below = ops.floor(place)
-    fraction = place - below
-    low, high = history.neighbours(below, last)
-    # from the nearer of the two neighbours, as NumPy interpolates
-    threshold = ops.where(fraction < 0.5, low + (high - low) * fraction, high - (high - low) * (1 - fraction))
-    return ops.where(count > 0, threshold, math.inf), {"count": count}
+
+    percentile: float = 10.0
+
+    def next_threshold(self, ops: Operations, memory: Memory, norm: Number, enters: Truth) -> tuple[Number, Memory]:
+        """Return the percentile, and the next ``count``."""
+        history, count = memory["history"], memory["count"] + enters
+        history.put(memory["count"], norm, enters)
+        last = history.last(count)
+        place = ops.number(last, norm) * (self.percentile / 100)
+        below = ops.floor(place)
+        fraction = place - below
+        low, high = history.neighbours(below, last)
+        # from the nearer of the two neighbours, as NumPy interpolates
+        threshold = ops.where(fraction < 0.5, low + (high - low) * fraction, high - (high - low) * (1 - fraction))
+        return ops.where(count > 0, threshold, math.inf), {"count": count}
 
 
 def z_score_bounds(
@@ -253,86 +270,79 @@ def z_score_bounds(
     return passes, bound * factor, z > limit
 
 
-def z_score_step(
-    ops: Operations,
-    memory: Memory,
-    norm: Number,
-    enters: Truth,
-    *,
-    alpha: float,
-    z_threshold: float,
-    warmup: int,
-    ceiling: float,
-    clip_factor: float = 1.0,
-    mode: str = "adaptive_scaling",
-    skip_update_on_spike: bool = False,
-) -> tuple[Number, Memory]:
-    """Return `ZClip`'s threshold, and the next ``count``, ``mean`` and ``variance``.
+@dataclass(eq=False, repr=False)
+class ZScoreRule(ThresholdRule):
+    """`ZClip`: a norm whose z-score is too high is cut back, with moving averages of what was passed.
 
-    The threshold is what a spike is cut back to, else the norm from which on one would be.
+    It remembers the ``first`` norms, the ``count`` of all so far, and their moving ``mean`` and ``variance``, which are
+    NaN in the warm-up, so that nothing is a spike.
 
-    Args:
-        ops: The operations.
-        memory: The ``first`` norms, the ``count`` of all so far, and their moving ``mean`` and ``variance``, which are
-            NaN in the warm-up, so that nothing is a spike.
-        norm: The norm of this step.
-        enters: Whether it may be remembered.
-        alpha: The decay of both moments.
+    Attributes:
+        ceiling: A threshold that always holds; the published default is 1.0, infinity is none.
         z_threshold: The z-score that is too high.
+        alpha: The decay of both moments.
         warmup: How many norms make the first mean and variance.
-        ceiling: A threshold that always holds.
         clip_factor: What ``"adaptive_scaling"`` multiplies its bound by.
         mode: As `ZClip` has it.
         skip_update_on_spike: Whether mean and variance stay where the rule binds.
     """
-    first, count, mean, variance = (memory[name] for name in ("first", "count", "mean", "variance"))
-    passes, bound, spike = z_score_bounds(ops, norm, mean, variance, z_threshold, clip_factor, mode)
-    warm = count >= warmup
-    threshold = ops.where(spike, bound, ops.where(warm & (norm <= passes), passes, math.inf))
-    collects, follows = enters & ops.logical_not(warm), enters & warm & ops.logical_not(spike & skip_update_on_spike)
-    first.put(count, norm, collects)
-    count = count + enters
-    complete = collects & (count == warmup)
-    if ops.possible(follows):
-        passed = ops.where(spike, bound, norm)
-        moved = alpha * mean + (1 - alpha) * passed
-        spread = alpha * variance + (1 - alpha) * (passed - moved) ** 2
-        mean, variance = ops.where(follows, moved, mean), ops.where(follows, spread, variance)
-    if ops.possible(complete):
-        moved, spread = first.moments()
-        mean, variance = ops.where(complete, moved, mean), ops.where(complete, spread, variance)
-    return ops.within(threshold, -math.inf, ceiling), {"count": count, "mean": mean, "variance": variance}
+
+    ceiling: float = 1.0
+    z_threshold: float = 2.5
+    alpha: float = 0.97
+    warmup: int = 25
+    clip_factor: float = 1.0
+    mode: str = "adaptive_scaling"
+    skip_update_on_spike: bool = False
+
+    def next_threshold(self, ops: Operations, memory: Memory, norm: Number, enters: Truth) -> tuple[Number, Memory]:
+        """Return what a spike is cut back to, else the norm from which on one would be, and the next moments."""
+        first, count, mean, variance = (memory[name] for name in ("first", "count", "mean", "variance"))
+        passes, bound, spike = z_score_bounds(ops, norm, mean, variance, self.z_threshold, self.clip_factor, self.mode)
+        warm = count >= self.warmup
+        threshold = ops.where(spike, bound, ops.where(warm & (norm <= passes), passes, math.inf))
+        collects, follows = (
+            enters & ops.logical_not(warm),
+            enters & warm & ops.logical_not(spike & self.skip_update_on_spike),
+        )
+        first.put(count, norm, collects)
+        count = count + enters
+        complete = collects & (count == self.warmup)
+        if ops.possible(follows):
+            passed = ops.where(spike, bound, norm)
+            moved = self.alpha * mean + (1 - self.alpha) * passed
+            spread = self.alpha * variance + (1 - self.alpha) * (passed - moved) ** 2
+            mean, variance = ops.where(follows, moved, mean), ops.where(follows, spread, variance)
+        if ops.possible(complete):
+            moved, spread = first.moments()
+            mean, variance = ops.where(complete, moved, mean), ops.where(complete, spread, variance)
+        return ops.within(threshold, -math.inf, self.ceiling), {"count": count, "mean": mean, "variance": variance}
 
 
-def fraction_step(
-    ops: Operations,
-    memory: Memory,
-    norm: Number,
-    enters: Truth,
-    *,
-    target: float,
-    learning_rate: float,
-    floor: float = 0.0,
-    ceiling: float = math.inf,
-) -> tuple[Number, Memory]:
-    """Return `ClipFraction`'s threshold of this step and that of the next.
+@dataclass(eq=False, repr=False)
+class FractionRule(ThresholdRule):
+    """`ClipFraction`: a controller that keeps the share of clipped steps at a target. It remembers its ``threshold``.
 
-    Args:
-        ops: The operations.
-        memory: The ``threshold``; infinite where there was no step.
-        norm: The norm of this step.
-        enters: Whether the threshold moves.
-        target: The share of steps to clip.
+    Attributes:
+        target: The share.
         learning_rate: How fast the threshold moves.
         floor: The least threshold.
-        ceiling: The largest.
+        ceiling: The largest one.
     """
-    before = memory["threshold"]
-    now = ops.within(before, floor, ceiling)
-    within = ops.number(norm <= now, norm)
-    moved = now * ops.exp(-learning_rate * (within - (1 - target)))
-    moved = ops.within(ops.where(ops.is_infinite(before), norm, moved), floor, ceiling)
-    return now, {"threshold": ops.where(enters, moved, before)}
+
+    target: float
+    learning_rate: float = 0.2
+    floor: float = 0.0
+    ceiling: float = math.inf
+
+    def next_threshold(self, ops: Operations, memory: Memory, norm: Number, enters: Truth) -> tuple[Number, Memory]:
+        """Return the threshold of this step, and that of the next."""
+        before = memory["threshold"]
+        now = ops.within(before, self.floor, self.ceiling)
+        within = ops.number(norm <= now, norm)
+        moved = now * ops.exp(-self.learning_rate * (within - (1 - self.target)))
+        moved = ops.within(ops.where(ops.is_infinite(before), norm, moved), self.floor, self.ceiling)
+        return now, {"threshold": ops.where(enters, moved, before)}
 
 
 def per_tensor_factor(

@@ -10,25 +10,23 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import repeat
 
 from gradguard.threshold_formulas import (
     LOCK_IN_WINDOW,
-    MEDIAN_START,
-    MEDIAN_UPDATE,
     PLAIN,
+    FractionRule,
+    MedianRule,
     Memory,
+    PercentileRule,
+    ThresholdRule,
+    ZScoreRule,
     coefficient_of,
-    fraction_step,
     locked_in,
-    median_step,
     per_tensor_average,
     per_tensor_factor,
-    percentile_step,
     pytorch_coefficient,
-    z_score_step,
 )
 
 
@@ -81,106 +79,63 @@ class FixedNorm(NormRule):
         return self.max_norm
 
 
-class _Stepwise(NormRule):
-    """A rule of `gradguard.threshold_formulas`.
+class _OnNumbers(NormRule, ThresholdRule):
+    """A `ThresholdRule` that keeps its memory itself."""
 
-    Args:
-        step: The rule.
-        memory: What it remembers before the first step.
-        settings: Its arguments.
-    """
+    def __post_init__(self) -> None:
+        """Remember nothing yet."""
+        self._memory = dict(self.memory())
 
-    def __init__(self, step: Callable[..., tuple[float, Memory]], memory: Memory, **settings: float) -> None:
-        self._memory = dict(memory)
-        self._next = partial(step, PLAIN, self._memory, **settings)
+    @abstractmethod
+    def memory(self) -> Memory:
+        """Return what the rule remembers before the first step."""
 
-    def choose(self, norm: float) -> float:
+    def choose(self, norm: float, **known: float) -> float:
         """Return the threshold for ``norm``, and remember it.
 
         Args:
             norm: As for `NormRule.step`.
+            known: What else the rule looks at, by name.
         """
-        threshold, changed = self._next(norm, norm > 0)
+        threshold, changed = self.next_threshold(PLAIN, self._memory, norm, norm > 0, **known)
         self._memory.update(changed)
         return threshold
 
 
-class Median(_Stepwise):
-    """So many robust deviations above the median of the last log-norms (`ClipByMedian`).
+class Median(MedianRule, _OnNumbers):
+    """`ClipByMedian`.
 
     A record of norms does not hold the weights, so this is the rule without a guard, or under one with ``update=None``:
-    with its gentle start, and without a bound on the update. `choose_within` is the rule under a guard.
-
-    Args:
-        k: How many deviations.
-        window: How many norms are remembered.
-        warmup: For how many norms it starts gently.
-        floor: The least deviation.
-        start: The share of the first norm that passes.
-        update: The share of their norm by which a step may move the weights, in `choose_within`.
+    with its gentle start, and without a bound on the update. ``choose(norm, longest=...)`` is the rule under a guard.
     """
 
-    def __init__(
-        self,
-        k: float = 6.0,
-        window: int = 128,
-        warmup: int = 32,
-        floor: float = 0.05,
-        start: float = MEDIAN_START,
-        update: float = MEDIAN_UPDATE,
-    ) -> None:
-        memory = {"logarithms": SortedWindow(window), "count": 0, "held": 0.0}
-        super().__init__(median_step, memory, k=k, warmup=warmup, floor=floor, start=start, update=update)
-
-    def choose_within(self, norm: float, longest: float) -> float:
-        """Return the threshold under a guard that knows what the step does.
-
-        Args:
-            norm: As for `NormRule.step`.
-            longest: The norm of gradients that would move the weights by as much as they are long.
-        """
-        threshold, changed = self._next(norm, norm > 0, longest=longest)
-        self._memory.update(changed)
-        return threshold
+    def memory(self) -> Memory:
+        """Return an empty window."""
+        return {"logarithms": SortedWindow(self.window), "count": 0, "held": 0.0}
 
 
-class Percentile(_Stepwise):
-    """A percentile of all norms so far, this one among them (`AutoClip`).
+class Percentile(PercentileRule, _OnNumbers):
+    """`AutoClip`."""
 
-    Args:
-        percentile: From 0 to 100.
-    """
-
-    def __init__(self, percentile: float = 10.0) -> None:
-        super().__init__(percentile_step, {"history": _HeapHistory(), "count": 0}, percentile=percentile)
+    def memory(self) -> Memory:
+        """Return an empty history."""
+        return {"history": _HeapHistory(), "count": 0}
 
 
-class ZScore(_Stepwise):
-    """A norm whose z-score is too high is cut back (`ZClip`), with moving averages of what was passed.
+class ZScore(ZScoreRule, _OnNumbers):
+    """`ZClip`."""
 
-    Args:
-        ceiling: A threshold that always holds; the published default is 1.0, infinity is none.
-        z_threshold: The z-score that is too high.
-        alpha: The decay of the moving averages.
-        warmup: How many norms make the first mean and variance.
-    """
-
-    def __init__(self, ceiling: float = 1.0, z_threshold: float = 2.5, alpha: float = 0.97, warmup: int = 25) -> None:
-        memory = {"first": _FirstNorms(), "count": 0, "mean": math.nan, "variance": math.nan}
-        settings = {"ceiling": ceiling, "z_threshold": z_threshold, "alpha": alpha, "warmup": warmup}
-        super().__init__(z_score_step, memory, **settings)
+    def memory(self) -> Memory:
+        """Return an empty warm-up."""
+        return {"first": _FirstNorms(), "count": 0, "mean": math.nan, "variance": math.nan}
 
 
-class Fraction(_Stepwise):
-    """A controller that keeps the share of clipped steps at a target (`ClipFraction`).
+class Fraction(FractionRule, _OnNumbers):
+    """`ClipFraction`."""
 
-    Args:
-        target: The share.
-        learning_rate: How fast the threshold moves.
-    """
-
-    def __init__(self, target: float, learning_rate: float = 0.2) -> None:
-        super().__init__(fraction_step, {"threshold": math.inf}, target=target, learning_rate=learning_rate)
+    def memory(self) -> Memory:
+        """Return no threshold yet."""
+        return {"threshold": math.inf}
 
 
 class PerTensor:

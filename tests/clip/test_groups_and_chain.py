@@ -352,7 +352,6 @@ def test_state_of_groups_survives_a_resumed_run():
     assert int(second.members["head"].steps) == 1
     with pytest.raises(InvalidValueError, match=r"of the groups \['head', 'encoder', 'rest'\], but these are \['head"):
         Groups({"head": Spy()}, rest=None).load_state_dict(first.state_dict())
-    assert first.to("meta").state_dict()["rest"]["lock_in"]["steps"].device.type == "meta"
 
 
 # --- Chain ------------------------------------------------------------------------------------------------------------
@@ -481,7 +480,6 @@ def test_state_of_a_chain_survives_a_resumed_run():
     assert [int(s.steps) for s in (second.members[0], second.members[2])] == [1, 1]
     with pytest.raises(InvalidValueError, match="the state has 3 members, but this chain has 1"):
         Chain(Spy()).load_state_dict(first.state_dict())
-    assert first.to("meta").state_dict()["1"]["lock_in"]["seen"].device.type == "meta"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

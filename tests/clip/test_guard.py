@@ -308,7 +308,7 @@ def test_a_run_goes_on_after_resume(name):
 def test_the_state_of_something_else_is_refused():
     net = model()
     guard = Guard(torch.optim.SGD(net.parameters(), lr=0.1), clipper())
-    with pytest.raises(InvalidValueError, match=r"not the state of a Guard: expected the keys \['clipper', 'skipped'"):
+    with pytest.raises(InvalidValueError, match=r"not the state of a Guard .* the keys \['clipper', 'skipped'"):
         guard.load_state_dict({"state": {}, "param_groups": []})
 
 

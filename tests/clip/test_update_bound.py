@@ -110,7 +110,7 @@ def test_the_rule_on_plain_numbers_is_the_clippers():
         longest = math.hypot(*[float(p.detach().norm()) for p in model.parameters()]) / 0.05
         optimizer.step()
         norm = float(guard.last.norm)
-        assert float(guard.last.threshold) == pytest.approx(plain.choose_within(norm, longest), rel=1e-9)
+        assert float(guard.last.threshold) == pytest.approx(plain.choose(norm, longest=longest), rel=1e-9)
 
 
 def losses(rule, scale, steps=150):

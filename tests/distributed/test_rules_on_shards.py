@@ -61,7 +61,7 @@ class Run:
             p.grad = None if i in absent else laid_out(whole, entry.layout)
         present = {name for name, p in self.named if p.grad is not None}
         asked = step % 2 == 0  # whether or not makes no difference to what is decided
-        told = numbers(self.clipper(self.named, tensor_norms=asked), present, asked)
+        told = numbers(self.clipper(self.named), present, asked)
         return told, [held(e, p.grad) for e, (_, p) in zip(self.entries, self.named, strict=True)]
 
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import Any, Self
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -152,14 +152,12 @@ class Decision:
         coefficient: The one number that every gradient is multiplied by, 0-dim on the device: then an optimizer may
             multiply instead (`Guard`). None if the rule does something else to them.
         write: Does it to the gradients, in place; None where multiplying by ``coefficient`` is all.
-        left: 2-norm of each gradient as ``write`` will leave it, in all its parts, if that is known.
     """
 
     gradients: Gradients
     result: ClipResult
     coefficient: Tensor | None
     write: Callable[[], object] | None = None
-    left: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Remember the gradients weakly, so that `ClipResult.culprits` can count in them if there may be any."""
@@ -374,15 +372,6 @@ class Clipper(ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; training goes on as if it had not been interrupted."""
         del state_dict
-
-    def to(self, device: torch.device | str) -> Self:
-        """Move the state to ``device`` and return the clipper; the state also follows the gradients by itself."""
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(self, name, value.to(device))
-            elif isinstance(value, Clipper) or hasattr(value, "state_dict"):
-                value.to(device)
-        return self
 
 
 def _typed(value: Any) -> str:

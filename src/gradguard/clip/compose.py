@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import EllipsisType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from gradguard.clip.gradients import (
     measured,
     norms_of,
     total_of,
-    with_norms,
 )
 from gradguard.clip.selection import KnownNames, Selection, Selector, listed
 from gradguard.distributed.settings import Settings
@@ -52,12 +51,6 @@ class _Composite(Clipper):
         """Let every member look at the parameters."""
         for member in self._clippers():
             member.learn(parameters)
-
-    def to(self, device: torch.device | str) -> Self:
-        """Move the state of every member to ``device``."""
-        for member in self._clippers():
-            member.to(device)
-        return self
 
 
 class Chain(_Composite):
@@ -177,7 +170,10 @@ def _decide(members: Sequence[Clipper], grads: Gradients, scale: float | Tensor)
             scale_(gradients, product)
         results = [d.result for d in decisions]
         if behind:
-            rest = _decide(behind, _left(grads, gradients, decisions[-1], product), scale)
+            left = Gradients(
+                grads.parameters, gradients, grads.positions, grads.names, reduction=grads.reduction, reach=grads.reach
+            )
+            rest = _decide(behind, left, scale)
             rest.apply()
             results.append(rest.result)
         complete = _joined(results)
@@ -187,16 +183,6 @@ def _decide(members: Sequence[Clipper], grads: Gradients, scale: float | Tensor)
             locked_in.copy_(complete.locked_in)
 
     return Decision(grads, told, None, write)
-
-
-def _left(grads: Gradients, gradients: Sequence[Tensor], written: Decision, product: Tensor | None) -> Gradients:
-    """The gradients after a write: unmeasured, unless the one who wrote knew what norms it would leave."""
-    after = Gradients(
-        grads.parameters, gradients, grads.positions, grads.names, reduction=grads.reduction, reach=grads.reach
-    )
-    if written.left is None:
-        return after
-    return with_norms(after, written.left if product is None else written.left * product)
 
 
 def _joined(results: Sequence[ClipResult]) -> ClipResult:

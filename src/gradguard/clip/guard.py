@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, load_all
 from gradguard.clip.gradients import Gradients, Stages, gradients_of, refuse_nonfinite_in, refused_by_name
 from gradguard.clip.guard_counts import Counts, LateReader
-from gradguard.clip.guard_spikes import SpikeWatch, check_spikes, refuse_other_state, refuse_shared
+from gradguard.clip.guard_spikes import SpikeWatch, check_spikes, refuse_shared
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward, tell_what_has_stepped
 from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.optimizer_proxy import OptimizerProxy, OptimizerSnapshot
@@ -527,12 +527,11 @@ class Guard:
         Raises:
             InvalidValueError: If it is no state of a guard.
         """
-        refuse_other_state(self.spikes, state_dict)
         expected = {"clipper", *self._counts.state_dict(), *(() if self.spikes is None else ("spikes",))}
         if set(state_dict) != expected:
             raise InvalidValueError(
-                f"this is not the state of a Guard: expected the keys {sorted(expected)}, got {sorted(state_dict)}. "
-                "Pass what guard.state_dict() returned."
+                f"this is not the state of a Guard like this: expected the keys {sorted(expected)}, got "
+                f"{sorted(state_dict)}. Pass what state_dict() of a guard made alike returned, with spikes= or without."
             )
         spikes = [] if self.spikes is None else [(self.spikes, state_dict["spikes"])]
         load_all([(self.clipper, state_dict["clipper"]), *spikes, (self._counts, state_dict)])

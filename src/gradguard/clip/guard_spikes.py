@@ -135,21 +135,3 @@ def refuse_shared(spikes: SkipSpikes | None, others: list[SkipSpikes | None]) ->
             "this SkipSpikes belongs to the Guard of another optimizer, and its detector remembers: two histories "
             "would mix. Make one SkipSpikes(SpikeDetector()) for each Guard."
         )
-
-
-def refuse_other_state(spikes: SkipSpikes | None, state_dict: dict[str, Any]) -> None:
-    """Check that a guard's state has a part for ``spikes`` exactly if there are any.
-
-    Raises:
-        InvalidValueError: If not.
-    """
-    if spikes is None and "spikes" in state_dict:
-        raise InvalidValueError(
-            "this state is of a Guard with spikes=, and this one has none, so its history would be lost: make the "
-            "Guard with spikes=SkipSpikes(...), or say that it may go: state_dict.pop('spikes')."
-        )
-    if spikes is not None and "clipper" in state_dict and "spikes" not in state_dict:
-        raise InvalidValueError(
-            "this state is of a Guard without spikes=, so there is no history for this one's: make the Guard without, "
-            "or say that the detector starts anew: state_dict['spikes'] = guard.spikes.state_dict()."
-        )

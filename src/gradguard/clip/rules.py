@@ -332,7 +332,7 @@ class ClipByValue(FixedRule):
         coefficient = torch.where(clipped, total_of(after) / total_of(before), 1.0)
         locked_in = self._lock_in.follow(clipped, high if isinstance(high, Tensor) else abs(high), norm < math.inf)
         result = describe(grads, norms, coefficient, clipped, threshold=high, locked_in=locked_in)
-        return Decision(grads, result, None, lambda: clamp_([grads.gradients[i] for i in suspect], *bounds), after)
+        return Decision(grads, result, None, lambda: clamp_([grads.gradients[i] for i in suspect], *bounds))
 
 
 def _may_exceed(norms: Tensor, low: float | Tensor, high: float | Tensor) -> list[bool]:

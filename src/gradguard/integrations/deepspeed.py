@@ -137,7 +137,7 @@ def _result(value: Tensor, threshold: float) -> gg.results.ClipResult:
         coefficient=torch.where(clipped, threshold / norm, 1.0),
         clipped=clipped,
         nonfinite=nonfinite,
-        norms=norm.reshape(1),
+        tensor_norms=norm.reshape(1),
         names=("all parameters",),
         threshold=torch.full_like(norm, threshold) if threshold > 0 else None,
     )

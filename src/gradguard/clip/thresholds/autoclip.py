@@ -13,12 +13,12 @@ from gradguard.clip.thresholds.base import (
 )
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.number_operations import TENSORS
-from gradguard.threshold_formulas import percentile_step, pytorch_coefficient
+from gradguard.threshold_formulas import PercentileRule, pytorch_coefficient
 
 _FIRST_ROOM = 1024
 
 
-class AutoClip(ThresholdClipper):
+class AutoClip(PercentileRule, ThresholdClipper):
     r"""Hold the norm to a percentile of all norms so far, this step's among them.
 
     .. math:: c_t = \operatorname{percentile}_p(n_1, \dots, n_t), \qquad g \leftarrow g \min(1, c_t / n_t)
@@ -70,15 +70,14 @@ class AutoClip(ThresholdClipper):
         self.percentile = check_number("percentile", percentile, "a number from 0 to 100")
         self.window, self.strict_paper = None if window is None else check_whole("window", window), strict_paper
         self._most = 0  # an upper bound on the count that the host knows
-        super().__init__(history=empty_history(self.window or _FIRST_ROOM), count=counter())
+        ThresholdClipper.__init__(self, history=empty_history(self.window or _FIRST_ROOM), count=counter())
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
         """Remember ``norm`` and return the percentile."""
         if self.window is None:
             self._make_room()
         history = (WholeHistory if self.window is None else RingHistory)(self.state["history"])
-        memory = {**self.state, "history": history}
-        threshold = self._advance(percentile_step, memory, norm, enters, percentile=self.percentile)
+        threshold = self._advance(self.next_threshold, norm, enters, history=history)
         return torch.where(history.values.isnan().any(), torch.nan, threshold)
 
     def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:

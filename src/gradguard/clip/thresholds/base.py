@@ -176,10 +176,10 @@ class ThresholdClipper(StatefulClipper):
         return self.choose(norm, enters)
 
     def _advance(
-        self, step: Callable[..., tuple[Tensor, Memory]], memory: Memory, norm: Tensor, enters: Tensor, **settings: Any
+        self, rule: Callable[..., tuple[Tensor, Memory]], norm: Tensor, enters: Tensor, **memory: Any
     ) -> Tensor:
-        """Return the threshold of a rule in `gradguard.threshold_formulas`, and take over what it has changed."""
-        threshold, changed = step(TENSORS, memory, norm, enters, **settings)
+        """Return the next threshold of a `ThresholdRule`, and take over what it has changed; ``memory`` in its form."""
+        threshold, changed = rule(TENSORS, {**self.state, **memory}, norm, enters)
         for name, value in changed.items():
             self.state[name].copy_(value)
         return threshold

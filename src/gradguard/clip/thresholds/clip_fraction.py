@@ -5,10 +5,10 @@ from torch import Tensor
 
 from gradguard.arguments import check_number
 from gradguard.clip.thresholds.base import ThresholdClipper, ceiling_of, check, scalar
-from gradguard.threshold_formulas import fraction_step
+from gradguard.threshold_formulas import FractionRule
 
 
-class ClipFraction(ThresholdClipper):
+class ClipFraction(FractionRule, ThresholdClipper):
     r"""Move the threshold so that a given share of the steps is clipped.
 
     .. math:: c \leftarrow c \, \exp\bigl(-\eta\, (u - (1 - \text{target}))\bigr), \qquad
@@ -70,9 +70,8 @@ class ClipFraction(ThresholdClipper):
         self.ceiling = ceiling_of(ceiling)
         check(0 <= self.floor <= self.ceiling, "0 <= floor <= ceiling", lambda: f"floor={floor}, ceiling={ceiling}")
         self.initial = torch.inf if initial is None else check_number("initial", initial, "a number > 0, or None")
-        super().__init__(threshold=scalar(self.initial))
+        ThresholdClipper.__init__(self, threshold=scalar(self.initial))
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
         """Return c, and move it."""
-        settings = {"learning_rate": self.learning_rate, "floor": self.floor, "ceiling": self.ceiling}
-        return self._advance(fraction_step, self.state, norm, enters, target=self.target, **settings)
+        return self._advance(self.next_threshold, norm, enters)

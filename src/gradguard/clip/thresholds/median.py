@@ -1,5 +1,6 @@
 """The recommended automatic rule: a threshold a few robust deviations above the median of recent log-norms."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from gradguard.clip.thresholds.base import (
 )
 from gradguard.distributed.settings import Settings
 from gradguard.tensors.layout import move
-from gradguard.threshold_formulas import MEDIAN_START, MEDIAN_UPDATE, median_step
+from gradguard.threshold_formulas import MEDIAN_START, MEDIAN_UPDATE, MedianRule
 
 
-class ClipByMedian(ThresholdClipper):
+class ClipByMedian(MedianRule, ThresholdClipper):
     r"""Clip what stands out from the norms of the last steps, and nothing else.
 
     With x the logarithms of the last ``window`` norms, this step's not among them,
@@ -127,7 +128,9 @@ class ClipByMedian(ThresholdClipper):
         check(warmup <= window, "warmup <= window", lambda: f"warmup={warmup}, window={window}")
         self.ceiling = ceiling_of(ceiling)
         self.update = torch.inf if update is None else check_number("update", update, "a number above 0")
-        super().__init__(norm_type, logarithms=empty_history(self.window), count=counter(), held=scalar(0.0))
+        ThresholdClipper.__init__(
+            self, norm_type, logarithms=empty_history(self.window), count=counter(), held=scalar(0.0)
+        )
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
         """Return c of the norms so far, and remember this one."""
@@ -141,9 +144,8 @@ class ClipByMedian(ThresholdClipper):
         return self._choose(norm, enters, move(longest, norm.device, norm.dtype))
 
     def _choose(self, norm: Tensor, enters: Tensor, longest: Tensor | None) -> Tensor:
-        memory = {**self.state, "logarithms": RingHistory(self.state["logarithms"])}
-        settings = {name: getattr(self, name) for name in ("k", "warmup", "floor", "start", "update", "ceiling")}
-        return self._advance(median_step, memory, norm, enters, longest=longest, **settings)
+        rule = partial(self.next_threshold, longest=longest)
+        return self._advance(rule, norm, enters, logarithms=RingHistory(self.state["logarithms"]))
 
     def choices(self, grads: Gradients) -> Settings:
         """Return what is known of the optimizer: processes that knew different things would clip differently."""

@@ -17,15 +17,14 @@ from gradguard.clip.thresholds.base import (
     scalar,
 )
 from gradguard.tensors.number_operations import TENSORS
-from gradguard.threshold_formulas import pytorch_coefficient, z_score_step
+from gradguard.threshold_formulas import ZScoreRule, pytorch_coefficient
 
 Mode = Literal["adaptive_scaling", "mean", "percentile"]
 
 _EPSILON = 1e-6
-_SETTINGS = "alpha", "z_threshold", "warmup", "ceiling", "clip_factor", "mode", "skip_update_on_spike"
 
 
-class ZClip(ThresholdClipper):
+class ZClip(ZScoreRule, ThresholdClipper):
     r"""Cut a norm back when its z-score exceeds a limit, with moving averages of mean and variance.
 
     The first ``warmup`` norms give the mean μ and the (population) variance σ². From then on
@@ -105,8 +104,8 @@ class ZClip(ThresholdClipper):
         self.ceiling = ceiling_of(ceiling)
         self.warmup, self.mode = check_whole("warmup", warmup), mode
         self.skip_update_on_spike, self.strict_paper = skip_update_on_spike, strict_paper
-        super().__init__(
-            first=empty_history(self.warmup), count=counter(), mean=scalar(torch.nan), variance=scalar(torch.nan)
+        ThresholdClipper.__init__(
+            self, first=empty_history(self.warmup), count=counter(), mean=scalar(torch.nan), variance=scalar(torch.nan)
         )
 
     def choose(self, norm: Tensor, enters: Tensor) -> Tensor:
@@ -114,8 +113,7 @@ class ZClip(ThresholdClipper):
 
         It is the smaller of ``ceiling`` and c; where the rule leaves n alone, of the norm at which it would not.
         """
-        memory = {**self.state, "first": RingHistory(self.state["first"])}
-        return self._advance(z_score_step, memory, norm, enters, **{name: getattr(self, name) for name in _SETTINGS})
+        return self._advance(self.next_threshold, norm, enters, first=RingHistory(self.state["first"]))
 
     def coefficient(self, norm: Tensor, threshold: Tensor) -> Tensor:
         """Return ``c / n``; with ``strict_paper`` what the published code multiplies by."""
