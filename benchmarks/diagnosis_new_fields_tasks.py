@@ -232,7 +232,7 @@ def fixed_points(run: Run) -> float:
     state, given, out = nn.Linear(40, 40), nn.Linear(5, 40), nn.Linear(40, 1)
     state.weight.data.mul_(0.7)
     parameters = [*state.parameters(), *given.parameters(), *out.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=run.of(0.03, rate_too_high=1.2) * run.rate, momentum=0.9)
+    optimizer = torch.optim.SGD(parameters, lr=run.of(0.03, rate_too_high=0.3) * run.rate, momentum=0.9)
     world = torch.randn(5, 3, generator=fixed(run.seed))
 
     def draw(count: int) -> tuple[Tensor, Tensor]:
@@ -287,7 +287,8 @@ def true_or_noise(run: Run) -> float:
     """The density of three rings by telling their points from noise (NCE); AdamW with weight decay, a cosine."""
     model = mlp(2, 64, 64, 1, act=nn.SiLU)
     rate = 4e-3 * run.rate
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=run.of(0.01, drift=-4.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    optimizer.param_groups[0]["weight_decay"] = run.of(0.01, drift=-4.0)
 
     def draw(count: int) -> tuple[Tensor, Tensor]:
         radius, angle = torch.randint(1, 4, (count,)) + 0.1 * torch.randn(count), 6.283 * torch.rand(count)
