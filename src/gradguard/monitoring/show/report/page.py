@@ -176,7 +176,6 @@ def _subject(part: OptimizerSteps, whole: Record, label: str, identity: str, amo
             for chart in _charts(record, whole, judged, recommendation, among)
             if chart is not None
         ],
-        "what_if": advice.replayed(record, recommendation),
         "findings": findings,
         "counts": advice.severities(findings),
         "events": advice.shown_events(advice.untold(_events(record, whole, part.index), findings)),
