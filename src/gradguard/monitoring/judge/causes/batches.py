@@ -38,7 +38,8 @@ RECENT, THROWN = 24, 1.5
 """Norms, and times the largest of them: what a gradient above that does to the loss is no change of the data."""
 
 AT_ONCE = 0.8
-"""Of the way from its best level to the highest one after it, within a twentieth of the run: that was no drift."""
+"""Of the way from its best level to the highest one after it, from a twentieth of the run to the next but one (the
+level in which the leap falls lies half-way): that was no drift."""
 
 _SHOWN = 4
 
@@ -236,7 +237,7 @@ def grows_without_end(signals: RunSignals) -> Sign | None:
         return None
     grown, runs_away, rising = _growing_weight(signals), _runs_away(signals, curve), _rising_norms(signals)
     since = curve.levels[curve.levels.index(curve.best) :]
-    leap = max((after - before for before, after in pairwise(since)), default=0.0)
+    leap = max((max(since[k + 1 : k + 3]) - since[k] for k in range(len(since) - 1)), default=0.0)
     above = max(statistics.median(since), curve.final) - curve.best
     lost = above > max(3 * curve.error, 0.25 * abs(curve.best)) and leap <= AT_ONCE * (max(since) - curve.best)
     grows = grown and (lost or (rising and not curve.has_fallen))
