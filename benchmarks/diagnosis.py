@@ -1,10 +1,9 @@
 """Does the diagnosis name what is wrong with a run, and nothing where all is well? Prints a table.
 
-python benchmarks/diagnosis.py [--seeds 3] [--only PATTERN] [--set developed more held_out fresh unseen optimizers]
-                               [--records DIR] [--follow]
+python benchmarks/diagnosis.py [--seeds 3] [--only PATTERN] [--records DIR] [--follow]
+                               [--set developed more held_out fresh unseen optimizers new_fields]
 
-Each scenario of `diagnosis_tasks.py`, `diagnosis_more_tasks.py`, `diagnosis_held_out.py`, `diagnosis_fresh_tasks.py`,
-`diagnosis_unseen_tasks.py` and `diagnosis_optimizer_tasks.py` is trained by `gradguard run`, in a fork of this process,
+Each scenario of the files `diagnosis_*.py` beside this one is trained by `gradguard run`, in a fork of this process,
 and judged by what `gradguard report --json` says. Its *label* is the fault that was built into it, or *healthy*. A sick
 scenario counts where its held-out loss is clearly worse than that of the same run without the fault, a healthy one
 where neither half nor twice the learning rate is better by a factor; with `--verify` that is measured, and what fails
@@ -43,6 +42,7 @@ from rich.table import Table
 import diagnosis_fresh_tasks
 import diagnosis_held_out
 import diagnosis_more_tasks
+import diagnosis_new_fields_tasks
 import diagnosis_optimizer_tasks
 import diagnosis_tasks
 import diagnosis_unseen_tasks
@@ -58,6 +58,7 @@ SETS = {
     "fresh": diagnosis_fresh_tasks,
     "unseen": diagnosis_unseen_tasks,
     "optimizers": diagnosis_optimizer_tasks,
+    "new_fields": diagnosis_new_fields_tasks,
 }
 
 CLEARLY = 1.15

@@ -756,7 +756,7 @@ def test_what_is_to_be_known_of_a_record_is_said_wherever_its_numbers_are_shown(
         assert all(words in err for words in told), command
     assert main(["report", "--text", "run.jsonl"]) == 0
     captured = capsys.readouterr()
-    assert "warning_1: Left out of the record" in captured.out
+    assert "notes_1: Left out of the record" in captured.out
     assert "steps: 30\n" in captured.out
     assert captured.err == ""
 

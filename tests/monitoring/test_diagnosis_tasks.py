@@ -39,7 +39,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def bench():
-    sets = ("tasks", "more_tasks", "held_out", "fresh_tasks", "unseen_tasks", "optimizer_tasks")
+    sets = ("tasks", "more_tasks", "held_out", "fresh_tasks", "unseen_tasks", "optimizer_tasks", "new_fields_tasks")
     names = ("diagnosis", *(f"diagnosis_{name}" for name in sets))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))

@@ -20,7 +20,8 @@ from gradguard.monitoring.record.file import RecordWriter, read_record
 from gradguard.monitoring.show.replay import print_replay
 from gradguard.monitoring.show.report import page
 from gradguard.monitoring.show.report.figures import overlay
-from gradguard.monitoring.show.report.summary import print_comparison, print_summary, text_summary
+from gradguard.monitoring.show.report.json_summary import text_summary
+from gradguard.monitoring.show.report.summary import print_comparison, print_summary
 from gradguard.monitoring.show.tail import Watched
 from gradguard.monitoring.show.tail_view import event_line, fitting_view, line
 

@@ -12,8 +12,8 @@ from gradguard.monitoring.judge.live import Judge
 from gradguard.monitoring.observe.monitor import Monitor
 from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.record.file import RecordWriter, read_record
+from gradguard.monitoring.show.report import text_summary
 from gradguard.monitoring.show.report.advice import findings_of, untold
-from gradguard.monitoring.show.report.summary import text_summary
 
 pytestmark = pytest.mark.usefixtures("others_unseen")
 
@@ -148,5 +148,5 @@ def test_no_minus_zero_in_a_record(tmp_path):
 def test_the_text_says_what_is_only_likely():
     steps = [one | {"loss": 1.0 if one["i"] < 300 else 9.0} for one in steps_of([1.0] * 600)]
     text = text_summary(make_record(steps=steps))
-    assert "finding_1: error diverging_loss (steps 300" in text
-    assert "finding_1_confidence: medium" in text
+    assert "findings_1_kind: diverging_loss\n" in text
+    assert "findings_1_confidence: medium\n" in text

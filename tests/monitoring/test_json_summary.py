@@ -81,7 +81,7 @@ def test_every_key_is_there_and_every_number_is_the_one_of_the_text(name, tmp_pa
             assert lines[key] == f"{found[key]:.4g}"
     for key in ("verdict", "regime", "steps", "taken_steps", "skipped_steps", "nonfinite_steps"):
         assert lines.get(key, str(found[key])) == str(found[key])
-    assert int(lines["findings"]) == len(found["findings"])
+    assert sum(key.startswith("findings_") and key.endswith("_kind") for key in lines) == len(found["findings"])
 
 
 def test_conditions_compare_what_the_summary_names():

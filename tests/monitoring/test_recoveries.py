@@ -90,7 +90,7 @@ def test_the_record_and_its_summaries_say_what_was_done(name, watch, tmp_path):
         assert found is None
     else:
         assert verdict(record).sentence.endswith(str(found))
-        assert f"lost_steps: {found.lost_steps}" in text_summary(record).splitlines()
+        assert f"recovery_lost_steps: {found.lost_steps}" in text_summary(record).splitlines()
 
 
 def test_what_was_lost_is_what_the_weights_lack(tmp_path):

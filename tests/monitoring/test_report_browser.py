@@ -30,17 +30,9 @@ def evil_run(folder):
     return [make_record(path=folder / "evil.jsonl", meta=meta, steps=steps, tensors=tensors, events=[event] * 60)]
 
 
-def run_with_histograms(folder):
-    """Long names, and elements of which half sink by a decade in the middle of the run."""
-    lines = [
-        {
-            "t": "tensors",
-            "i": i,
-            "norm": [1.0, 2.0, 4.0, 8.0],
-            "histogram": {"edges": [-3.0, -2.5, -2.0, -1.5], "counts": [0, 1, 1] if i < 100 else [1, 0, 1]},
-        }
-        for i in range(0, 200, 10)
-    ]
+def run_with_long_names(folder):
+    """Long names of layers."""
+    lines = [{"t": "tensors", "i": i, "norm": [1.0, 2.0, 4.0, 8.0]} for i in range(0, 200, 10)]
     steps = steps_of(log_normal(200), loss=1.0)
     return [make_record(path=folder / "run.jsonl", meta=wide_meta(4), steps=steps, tensors=lines)]
 
@@ -54,31 +46,18 @@ def two_runs(folder):
     return [plain, write_char_rnn(folder / "clipped" / "run.jsonl", steps=250, threshold=1.0)]
 
 
-def noisy_run(folder):
-    """A noise scale that is known from step 50 on, and a batch that grows."""
-    steps = steps_of(log_normal(250), loss=1.0)
-    for step in steps:
-        scale = 300.0 + 2 * step["i"]
-        ends = {"noise_scale_low": 0.7 * scale, "noise_scale_high": 1.5 * scale}
-        unknown = {"noise_scale": None, "noise_scale_low": 200.0, "noise_scale_high": None}
-        step |= {"batch_size": 64 if step["i"] < 150 else 128}
-        step |= unknown if step["i"] < 50 else {"noise_scale": scale, **ends}
-    return [make_record(path=folder / "noisy.jsonl", steps=steps)]
-
-
 PAGES = {
-    "a long run": (long_run, 7),
+    "a long run": (long_run, 6),
     "a sick run": (lambda folder: [write_sick(folder / "run.jsonl")], 6),
     "two optimizers": (lambda folder: [write_gan(folder / "run.jsonl")], 10),
     "two runs": (two_runs, 11),
-    "evil names": (evil_run, 5),
-    "a noise scale": (noisy_run, 3),
-    "histograms": (run_with_histograms, 5),
+    "evil names": (evil_run, 4),
+    "long names": (run_with_long_names, 4),
     "nothing": (lambda folder: [make_record(path=folder / "run.jsonl")], 0),
 }
 
 
-WIDTHS = [*((name, 360 if name == "two runs" else 1200) for name in PAGES), ("a sick run", 360), ("histograms", 390)]
+WIDTHS = [*((name, 360 if name == "two runs" else 1200) for name in PAGES), ("a sick run", 360), ("long names", 390)]
 
 
 @pytest.fixture(scope="module")
@@ -271,14 +250,13 @@ def saved(page, name, kind, folder):
 @pytest.mark.parametrize(
     ("page_name", "chart", "head", "row"),
     [
-        ("histograms", "norms", "series,step,value,smallest around it,largest around it", "gradient norm,0,"),
-        ("histograms", "layers", "step,transformer.h.0.attention.in_proj_weight,", "10,1,2,4,7.9"),
-        ("histograms", "elements", "from step,from 0.001,from 0.003162,from 0.01", "0,0,0.5,0.5"),
-        ("histograms", "distribution", "norm from,to,steps", None),
-        ("histograms", "dominance", "parameter,steps,share of the squared norm", "transformer.h.0.mlp.0.weight,"),
+        ("long names", "norms", "series,step,value,smallest around it,largest around it", "gradient norm,0,"),
+        ("long names", "layers", "step,transformer.h.0.attention.in_proj_weight,", "10,1,2,4,7.9"),
+        ("long names", "distribution", "norm from,to,steps", None),
+        ("long names", "dominance", "parameter,steps,share of the squared norm", "transformer.h.0.mlp.0.weight,"),
         ("a sick run", "clip-share", "first step,last step,steps,share,regime", "0,9,10,1,normalising"),
         ("evil names", "layers", "step,transformer.h.0.attention.in_proj_weight,", "0,0,1,non-finite"),
-        ("histograms", "depth", "parameter,when,gradient of an element", "transformer.h.0.mlp.0.weight,last tenth,"),
+        ("long names", "depth", "parameter,when,gradient of an element", "transformer.h.0.mlp.0.weight,last tenth,"),
     ],
 )
 def test_a_chart_is_saved_as_a_table(open_page, tmp_path, page_name, chart, head, row):
@@ -326,8 +304,8 @@ def test_a_chart_is_saved_as_a_picture_on_its_ground(open_page, tmp_path, scheme
 
 def test_a_word_is_explained_on_hover_and_on_focus(open_page):
     page = open_page("a sick run")
-    term = page.locator(".term", has_text="coefficient").first
-    meaning = page.inner_text("#term-coefficient dd")
+    term = page.locator(".term", has_text="gradient").first
+    meaning = page.inner_text("#term-gradient dd")
     assert page.is_hidden("#tip")
     term.hover()
     assert page.inner_text("#tip") == meaning
@@ -339,7 +317,7 @@ def test_a_word_is_explained_on_hover_and_on_focus(open_page):
     page.keyboard.press("Escape")
     assert page.is_hidden("#tip")
     page.keyboard.press("Enter")  # where there is nothing to hover with
-    assert page.url.endswith("#term-coefficient")
+    assert page.url.endswith("#term-gradient")
     assert page.said == []
 
 
@@ -354,16 +332,8 @@ def test_a_link_to_a_part_goes_there(open_page):
 
 
 @pytest.mark.exhaustive
-def test_the_sizes_of_elements_are_drawn_step_by_step(open_page):
-    page = open_page("histograms")
-    z, steps = page.evaluate("(({z, x}) => [z, x])(document.querySelector('#elements-plot').data[0])")
-    assert steps[0] == 0
-    assert [[row[place] for place in (0, -1)] for row in z] == [[None, -0.3], [-0.3, None], [-0.3, -0.3]]
-
-
-@pytest.mark.exhaustive
 def test_names_are_told_apart_on_a_telephone(open_page):
-    page = open_page("histograms", width=390)
+    page = open_page("long names", width=390)
     for name in ("layers", "dominance"):
         labels = page.evaluate(f"document.querySelector('#{name}-plot').layout.yaxis.ticktext")
         assert len(set(labels)) == 4

@@ -22,17 +22,7 @@ COUNTERFACTUAL = (
 
 _CONSTANTS = frozenset([0.5, 1.0, 2.0, 5.0])
 _AUTOMATIC = ("median", "autoclip", "zclip=inf", "clip_fraction=0.05", "adagc=inf")
-
-
-def _with_constants(thresholds: Iterable[float]) -> tuple[str, ...]:
-    return (*(f"norm={threshold:g}" for threshold in sorted(thresholds)), *_AUTOMATIC)
-
-
-DEFAULT_RULES: tuple[str, ...] = _with_constants(_CONSTANTS)
-"""Rules that are replayed by default, with the recommended threshold where there is one.
-
-Without the fixed ceilings of 1.0 that ZClip and AdaGC have by default: those say nothing about a run of another scale.
-"""
+# without the fixed ceilings of 1.0 that ZClip and AdaGC have by default: those say nothing about a run of another scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +95,8 @@ _EVERY_STEP = "needs the norm of each tensor on every step: record the run with 
 
 def _rows(part: OptimizerSteps, rules: Sequence[str] | None) -> list[WhatIf]:
     if rules is None:
-        rules = _with_constants(_CONSTANTS.union(without_none([recommend(part.record).threshold])))
+        constants = _CONSTANTS.union(without_none([recommend(part.record).threshold]))
+        rules = [*(f"norm={constant:g}" for constant in sorted(constants)), *_AUTOMATIC]
     usable = usable_steps(part.record).column("i")
     spikes = {usable[place] for place in spikes_of(part.record)}
     judged = {number: number in spikes for number in usable}

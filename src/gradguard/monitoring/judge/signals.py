@@ -124,6 +124,51 @@ class Curve:
         return before - statistics.median(self.levels[-third:]) > self.error
 
 
+def middle(values: Sequence[float]) -> float:
+    """Return the median of some numbers; NaN where there are none.
+
+    Args:
+        values: Numbers that are known.
+    """
+    return statistics.median(values) if values else math.nan
+
+
+class Series:
+    """A number of each step, NaN where it is not known: what is compared with that is false.
+
+    Args:
+        values: The numbers, in the order of the steps.
+    """
+
+    def __init__(self, values: Numbers) -> None:
+        self._values = [math.nan if value is None else value for value in values]
+
+    def at(self, place: int) -> float:
+        """Return the number of a step.
+
+        Args:
+            place: The place of the step.
+        """
+        return self._values[place]
+
+    def known(self, first: int, end: int | None = None) -> list[float]:
+        """Return what is known between two places.
+
+        Args:
+            first: The place that it begins with; what is below 0 stands for the first step.
+            end: The place behind it; None for all that comes.
+        """
+        return [value for value in self._values[max(0, first) : end] if value == value]
+
+    def usual(self, place: int) -> float:
+        """Return the median of the last numbers before a step that are not 0.
+
+        Args:
+            place: The place of the step.
+        """
+        return middle(list(filter(None, self.known(place - _RECENT, place))))
+
+
 UNKNOWN = Curve(math.nan, (math.nan,) * BLOCKS, math.nan, math.nan, math.nan, math.nan, 0)
 """The curve of losses that are not known or mean no progress: it has not fallen, does not stand still, and so on."""
 
@@ -262,14 +307,21 @@ class RunSignals:
 
     # --- norms --------------------------------------------------------------------------------------------------------
 
-    def usual(self, place: int, values: Numbers) -> float | None:
-        """Return the median of the last values before a step.
+    @cached_property
+    def norm(self) -> Series:
+        """The norms before any clip."""
+        return Series(self.norms)
 
-        Args:
-            place: The place of the step.
-            values: Norms or losses.
-        """
-        return median(list(filter(None, values[max(0, place - _RECENT) : place])))
+    @cached_property
+    def loss(self) -> Series:
+        """The losses."""
+        return Series(self.losses)
+
+    @cached_property
+    def length(self) -> Series:
+        """The norms of what the optimizer got, after all clips."""
+        clipped = zip(self.norms, self.coefficients, strict=True)
+        return Series([norm if norm is None or by is None else norm * by for norm, by in clipped])
 
     def times(self, place: int) -> float:
         """Return how far the norm or the loss of a step stands above those just before it; at least 1.
@@ -277,8 +329,8 @@ class RunSignals:
         Args:
             place: The place of the step.
         """
-        usual = ((values[place] or 0.0, self.usual(place, values)) for values in (self.norms, self.losses))
-        return max([1.0, *(value / before for value, before in usual if before)])
+        times = (one.at(place) / one.usual(place) for one in (self.norm, self.loss))
+        return max([1.0, *(one for one in times if one == one)])
 
     def leaps_out_of_calm(self, place: int) -> bool:
         """Return whether a step stands too far above those before for any rate, and none of the last ones stood out.
@@ -288,12 +340,6 @@ class RunSignals:
         """
         calm = place >= _CALM and all(self.times(before) < _STANDS_OUT for before in range(place - _LAST, place))
         return calm and self.times(place) >= FAR
-
-    @cached_property
-    def lengths(self) -> list[float | None]:
-        """The norm of what the optimizer got on each step, after all clips."""
-        pairs = zip(self.norms, self.coefficients, strict=True)
-        return [norm if norm is None or by is None else norm * by for norm, by in pairs]
 
     @cached_property
     def outbursts(self) -> list[int]:

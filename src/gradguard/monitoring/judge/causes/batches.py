@@ -7,8 +7,7 @@ from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
 from gradguard.monitoring.judge.numbers import median, medians, number, plain_threshold
-from gradguard.monitoring.judge.signals import FAR, OUTBURST_TIMES, Curve, RunSignals, period_of
-from gradguard.monitoring.record.lines import without_none
+from gradguard.monitoring.judge.signals import FAR, OUTBURST_TIMES, Curve, RunSignals, middle, period_of
 
 FEWEST_OUTBURSTS = 3
 CALM_SHARE = 0.2
@@ -39,7 +38,8 @@ RECENT, THROWN = 24, 1.5
 """Norms, and times the largest of them: what a gradient above that does to the loss is no change of the data."""
 
 AT_ONCE = 0.8
-"""Of the way from its best level to the highest one after it, within a twentieth of the run: that was no drift."""
+"""Of the way from its best level to the highest one after it, from a twentieth of the run to the next but one (the
+level in which the leap falls lies half-way): that was no drift."""
 
 _SHOWN = 4
 
@@ -94,10 +94,10 @@ def _are_exceptions(signals: RunSignals, places: Sequence[int]) -> bool:
 
 def _is_usual(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether from the first leap on so many steps are as high that none of them is an exception."""
-    for values in (signals.norms, signals.losses):
-        since = without_none(values[places[0] :])
-        leap = median(without_none(values[place] for place in places))
-        if leap is not None and sum(value > 0.5 * leap for value in since) <= CALM_SHARE * len(since):
+    for series in (signals.norm, signals.loss):
+        since = series.known(places[0])
+        leap = middle([series.at(place) for place in places])
+        if sum(value <= 0.5 * leap for value in since) >= (1 - CALM_SHARE) * len(since) > 0:
             return False
     return True
 
@@ -105,119 +105,99 @@ def _is_usual(signals: RunSignals, places: Sequence[int]) -> bool:
 def _was_lost_before(signals: RunSignals, place: int) -> bool:
     """Whether the loss was thrown up before the first leap, and never came below its start: not by a batch."""
     curve = signals.curve
-    if not curve.best > 0.85 * curve.start > 0:
-        return False
-    highest = max(without_none(signals.losses[1:place]), default=0.0)
-    return highest > 1.5 * curve.start + 6 * min(curve.noise, curve.start)
+    highest = max(signals.loss.known(1, place), default=0.0)
+    return curve.best > 0.85 * curve.start > 0 and highest > 1.5 * curve.start + 6 * min(curve.noise, curve.start)
 
 
 def _stay_up(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether losses stay where most of the leaps took them, and come down by learning: other data, and no batch."""
-    stays = 0
+    stays, loss = 0, signals.loss
     for place in places:
-        here, before = signals.losses[place], signals.usual(place, signals.losses)
-        after = without_none(signals.losses[place + 1 : place + 13])
-        if here is not None and before is not None and after:
-            stays += here > statistics.median(after) > max(STAYS * here, OUTBURST_TIMES * before)
+        here, after = loss.at(place), middle(loss.known(place + 1, place + 13))
+        stays += here > after > max(STAYS * here, OUTBURST_TIMES * loss.usual(place))
     return stays > 0.6 * len(places)
 
 
 def _are_harmless(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether the loss is back at once, and a clip bound on nearly all of them or the leaps were tiny: hard cases."""
-    curve = signals.curve
-    near = [loss or 0.0 for place in places for loss in signals.losses[place : place + 4]]
-    if max(curve.final, *near) < TINY * curve.start:
+    curve, loss = signals.curve, signals.loss
+    near = [value for place in places for value in loss.known(place, place + 4)]
+    if max([curve.final, *near]) < TINY * curve.start:
         return True
-    if sum((signals.coefficients[place] or 1.0) < 1 for place in places) < 0.6 * len(places):
-        return False
-    harmed = 0
-    for place in places:
-        before = signals.usual(place, signals.losses)
-        after = without_none(signals.losses[place + 1 : place + 6])
-        harmed += before is not None and bool(after) and statistics.median(after) > 1.25 * before
-    return harmed < 0.4 * len(places)
+    clipped = sum((signals.coefficients[place] or 1.0) < 1 for place in places)
+    harmed = sum(middle(loss.known(place + 1, place + 6)) > 1.25 * loss.usual(place) for place in places)
+    return clipped >= 0.6 * len(places) and harmed < 0.4 * len(places)
 
 
 def _losses_leap(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether loss and norm of most of these steps stand out, where losses are known: those of a bad batch do."""
     if not signals.curve.is_known:
         return True
-    leaps = 0
+    leaps, loss, norm = 0, signals.loss, signals.norm
     for place in places:
-        recent = without_none(signals.losses[max(0, place - 24) : place])
-        loss, norm, usual = signals.losses[place], signals.norms[place], signals.usual(place, signals.norms)
-        if loss is not None and len(recent) >= 5 and (norm is None or usual is None or norm > 2.5 * usual):
-            middle = statistics.median(recent)
-            leaps += loss - middle > 4 * statistics.median(abs(one - middle) for one in recent)
+        recent = loss.known(place - RECENT, place)
+        if len(recent) < 5 or norm.at(place) <= 2.5 * norm.usual(place):
+            continue
+        usual = statistics.median(recent)
+        leaps += loss.at(place) - usual > 4 * statistics.median(abs(one - usual) for one in recent)
     return leaps >= 0.6 * len(places)
 
 
 def _broken_by(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether the first leap, out of calm and too far for any rate, threw the run to where it never came back from."""
-    if not _comes_at_once(signals, places[0]) or signals.times(places[0]) < FAR:
+    place, curve, loss, length = places[0], signals.curve, signals.loss, signals.length
+    before, after = loss.usual(place), loss.known(place, place + 6)
+    if not _comes_at_once(signals, place) or signals.times(place) < FAR or not (curve.is_known and before > 0):
         return False
-    place, curve, before = places[0], signals.curve, signals.usual(places[0], signals.losses)
-    here, norm, usual = signals.losses[place], signals.lengths[place], signals.usual(place, signals.lengths)
-    if not curve.is_known or before is None or here is None or before <= 0:
+    stays = curve.final > 1.1 * before or signals.ends_lost
+    if not stays or length.at(place) < 2.5 * length.usual(place):  # heavy noise in the targets of a robust loss
         return False
-    if curve.final <= 1.1 * before and not signals.ends_lost:
-        return False
-    if norm is not None and usual is not None and norm < 2.5 * usual:  # heavy noise in the targets of a robust loss
-        return False
-    after = without_none(signals.losses[place : place + 6])
-    return max(after) > 2 * here or any(loss < 0.3 * before for before, loss in pairwise(after))  # else other data
+    falls = any(after < 0.3 * before for before, after in pairwise(after))  # else other data
+    return falls or max(after, default=math.nan) > 2 * loss.at(place)
 
 
 def _comes_at_once(signals: RunSignals, place: int) -> bool:
     """Whether the steps before were far below: what a rate does grows from step to step."""
-    pairs = ((values[place] or 0.0, values[max(0, place - 3) : place]) for values in (signals.norms, signals.losses))
-    return any(value > 3 * max(filter(None, before), default=math.inf) for value, before in pairs)
+    every = (signals.norm, signals.loss)
+    return any(one.at(place) > 3 * max(filter(None, one.known(place - 3, place)), default=math.inf) for one in every)
 
 
 def level_changes(signals: RunSignals) -> Sign | None:
     """Return whether losses are at another level from one step on: at once, and they stay there."""
-    if signals.takes_turns or signals.count < 60:
+    if signals.takes_turns:
         return None
-    up, down = _level_shift(signals), _fall(signals)
-    place = up if up is not None else down
-    if place is None:
+    up, loss = _level_shift(signals), signals.loss
+    place = up or _fall(signals)
+    if place is None or _was_thrown(signals, place):
         return None
-    rates = [rate for rate in signals.rates[max(0, place - 3) : place + 1] if rate]
-    if (rates and max(rates) > 2 * min(rates)) or _was_thrown(signals, place):
+    rates = [rate for rate in signals.rates[place - 3 : place + 1] if rate]
+    if rates and max(rates) > 2 * min(rates):
         return None
-    before, after = signals.losses[max(0, place - 20) : place], signals.losses[place : place + 20]
-    low, high = (statistics.median(without_none(values)) for values in (before, after))
-    step = signals.named(place)
-    level = (
-        f"{number(high)} from step {step} on"
-        if up is not None
-        else f"leapt to {number(signals.losses[place])} at step {step}, and has been far below what it was ever since"
-    )
+    low, high, step = middle(loss.known(place - 20, place)), middle(loss.known(place, place + 20)), signals.named(place)
+    level = f"{number(high)} from step {step} on"
+    if not up:
+        level = f"leapt to {number(loss.at(place))} at step {step}, and has been far below what it was ever since"
     words = f"The loss was {number(low)} up to step {signals.named(place - 1)} and {level}."
     return Sign((signals.seen(words, since=step),), {"step": step})
 
 
 def _was_thrown(signals: RunSignals, place: int) -> bool:
     """Whether one of the two steps before took a gradient larger than any recent one: it moved the loss itself."""
-    norms = signals.norms
-    for before in range(max(0, place - 2), place):
-        recent = without_none(norms[max(0, before - RECENT) : before])
-        if recent and (norms[before] or 0.0) > THROWN * max(recent):
-            return True
-    return False
+    norm = signals.norm
+    two = (place - 2, place - 1)
+    return any(norm.at(one) > THROWN * max(norm.known(one - RECENT, one), default=math.inf) for one in two)
 
 
 def _fall(signals: RunSignals) -> int | None:
     """The place at which the loss leaps up out of calm and soon falls to a fraction of what it was, and stays there."""
-    values = signals.losses
+    loss = signals.loss
     for place in range(30, signals.count - 40):
-        here, previous = values[place], values[place - 1]
-        if here is None or (previous is not None and here < 2 * previous):
+        if loss.at(place) < 2 * loss.at(place - 1):
             continue
-        before = without_none(values[place - 20 : place])
-        if len(before) < 15 or min(before) <= 0 or here < 2 * max(before):
+        before = loss.known(place - 20, place)
+        if len(before) < 15 or min(before) <= 0 or not loss.at(place) >= 2 * max(before):
             continue
-        later = without_none(values[place + 20 :])
+        later = loss.known(place + 20)
         if later and max(later[: len(later) // 2 + 1]) < FALLEN * statistics.median(before):
             return place
     return None
@@ -225,28 +205,22 @@ def _fall(signals: RunSignals) -> int | None:
 
 def _level_shift(signals: RunSignals) -> int | None:
     """The place at which the loss leaps to another level within one step; None where that comes on a schedule."""
-    values = signals.losses
+    loss = signals.loss
     leaps, found = list[int](), list[tuple[float, int]]()
     for place in range(30, signals.count - 15):
-        here, previous = values[place], values[place - 1]
-        if here is None or previous is None or here < 1.3 * previous:
+        if not loss.at(place) >= 1.3 * loss.at(place - 1):
             continue
-        before = without_none(values[place - 20 : place])
-        after = without_none(values[place : place + 10])
-        if len(before) < 15 or len(after) < 8:
-            continue
-        low, high = statistics.median(before), statistics.median(after)
-        if high < 1.5 * low or low <= 0:
+        before, after = loss.known(place - 20, place), loss.known(place, place + 10)
+        low, high = middle(before), statistics.median(after)
+        if len(before) < 15 or not high >= 1.5 * low > 0:
             continue
         if not leaps or place - leaps[-1] > 10:
             leaps.append(place)
-        spread = statistics.median(abs(one - low) for one in before) or 1e-12
-        if min(after) > max(before[-10:]) and (high - low) / spread > 6:
+        if min(after) > max(before[-10:]):
             found.append((high / low, place))
     times, place = max(found, default=(0.0, None))
-    if _recur(leaps):
-        return None
-    return place if times > (ONE_TIMES if len(leaps) == 1 else SEVERAL_TIMES) else None
+    enough = ONE_TIMES if len(leaps) == 1 else SEVERAL_TIMES
+    return place if times > enough and not _recur(leaps) else None
 
 
 def _recur(leaps: Sequence[int]) -> bool:
@@ -263,7 +237,7 @@ def grows_without_end(signals: RunSignals) -> Sign | None:
         return None
     grown, runs_away, rising = _growing_weight(signals), _runs_away(signals, curve), _rising_norms(signals)
     since = curve.levels[curve.levels.index(curve.best) :]
-    leap = max((after - before for before, after in pairwise(since)), default=0.0)
+    leap = max((max(since[k + 1 : k + 3]) - since[k] for k in range(len(since) - 1)), default=0.0)
     above = max(statistics.median(since), curve.final) - curve.best
     lost = above > max(3 * curve.error, 0.25 * abs(curve.best)) and leap <= AT_ONCE * (max(since) - curve.best)
     grows = grown and (lost or (rising and not curve.has_fallen))

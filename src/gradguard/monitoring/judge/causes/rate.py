@@ -8,7 +8,7 @@ from gradguard.monitoring.judge.cause import Evidence, Sign
 from gradguard.monitoring.judge.detectors.tensors import LARGE_UPDATE
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.rates import lower_rate
-from gradguard.monitoring.judge.signals import Curve, RunSignals, usual_step
+from gradguard.monitoring.judge.signals import Curve, RunSignals, middle, usual_step
 from gradguard.monitoring.record.lines import without_none
 
 GROWN = 2.0
@@ -82,7 +82,7 @@ def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
     """Whether the first steps threw the loss far above its start, and it ended no better than it began."""
     early = [(loss, place) for place, loss in enumerate(signals.losses[:30]) if loss is not None and place]
     loss, place = max(early, default=(0.0, 0))
-    usual_peak, start = max(without_none(signals.losses[30:]), default=0.0), curve.start
+    usual_peak, start = max(signals.loss.known(30), default=0.0), curve.start
     least = 5 * start if curve.final < 0.5 * start else _OVERSHOT * start
     highest = max(1.2 * (signals.losses[0] or 0.0), usual_peak, least, start + 6 * min(curve.noise, start))
     if loss < highest or curve.final < 0.15 * start:
@@ -209,20 +209,10 @@ def leapt(signals: RunSignals) -> Sign | None:
     rates = [] if signals.ends_lost else [rate or 0.0 for rate in signals.rates]
     leaps = [place for place, (a, b) in enumerate(pairwise(rates), start=1) if a and b > 5 * a and place > 20]
     for place in leaps:
-        before = median_of(signals.losses[max(0, place - 20) : place])
-        broke = median_of(signals.losses[place + 1 : place + 40]) > 1.3 * before
+        before = middle(signals.loss.known(place - 20, place))
+        broke = middle(signals.loss.known(place + 1, place + 40)) > 1.3 * before
         if broke and signals.curve.final > 1.1 * before + signals.curve.error:  # else a warm restart
             step = signals.named(place)
             words = f"The learning rate leapt from {rates[place - 1]:g} to {rates[place]:g} at step {step}"
             return Sign((signals.seen(f"{words}, and the loss with it.", since=step),), {"step": step})
     return None
-
-
-def median_of(values: list[float | None]) -> float:
-    """Return the median of what is known; NaN where nothing is.
-
-    Args:
-        values: Numbers, or None.
-    """
-    known = without_none(values)
-    return statistics.median(known) if known else math.nan

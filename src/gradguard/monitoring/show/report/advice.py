@@ -1,21 +1,18 @@
-"""The words of page and text about health, events and other rules, ready to be shown."""
+"""The words of page and text about health and events, ready to be shown."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gradguard.monitoring.judge.diagnosis import weighed_findings
 from gradguard.monitoring.judge.findings import SEVERITIES, Finding
-from gradguard.monitoring.judge.numbers import capital, number, percent
-from gradguard.monitoring.judge.recommend import Recommendation
-from gradguard.monitoring.judge.replay import COUNTERFACTUAL, DEFAULT_RULES, WhatIf, what_if
+from gradguard.monitoring.judge.numbers import capital
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.show.report.figure import Table, steps_between
+from gradguard.monitoring.show.report.figure import steps_between
 from gradguard.words import listed
 
 _MOST_EVENTS = 30
-_MOST_REPLAYED = 20_000
 _NAMED_AT_MOST = 10
 
 
@@ -55,21 +52,6 @@ class Events:
     shown: list[dict[str, Any]]
     more: int
     counts: str
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """The effect that other rules would have had.
-
-    Attributes:
-        table: One row for each rule.
-        caption: What the numbers rest on.
-        notes: Why a rule has none.
-    """
-
-    table: Table
-    caption: str
-    notes: list[str]
 
 
 def findings_of(record: Record, optimizer: int | None = None) -> list[Shown]:
@@ -133,48 +115,6 @@ def shown_events(events: Sequence[dict[str, Any]]) -> Events:
         shown=sorted(kept, key=lambda event: event["i"]),
         more=len(events) - len(kept),
         counts=counts if len(events) > _MOST_EVENTS else "",
-    )
-
-
-def replayed(record: Record, recommendation: Recommendation) -> Replayed | None:
-    """The effect of other clipping rules on the norms of one optimizer.
-
-    Args:
-        record: The steps of one optimizer.
-        recommendation: What it was recommended; its threshold is one of the rules.
-
-    Returns:
-        A table, or None where no rule can be replayed.
-    """
-    chosen = None if recommendation.threshold is None else f"norm={recommendation.threshold:g}"
-    recent = replace(record, steps=record.steps[-_MOST_REPLAYED:])
-    rows = what_if(recent, dict.fromkeys([*filter(None, [chosen]), *DEFAULT_RULES]))
-    told = [row for row in rows if row.clip_share is not None]
-    if not told:
-        return None
-    spikes = max(row.spikes for row in told)
-    head = (
-        "rule",
-        "binds on",
-        "median coefficient",
-        f"of {spikes:,} spikes caught",
-        "largest norm passed",
-        "locked in on",
-    )
-    table = Table(head, [_cells(row, row.rule == chosen) for row in told])
-    some = f"The last {_MOST_REPLAYED:,} steps. " if len(record.steps) > _MOST_REPLAYED else ""
-    notes = [f"{row.rule}: {row.note}." for row in rows if row.note]
-    return Replayed(table, f"{some}{max(row.steps for row in told):,} usable steps. {COUNTERFACTUAL}", notes)
-
-
-def _cells(row: WhatIf, recommended: bool) -> tuple[str, ...]:
-    return (
-        f"{row.rule} (recommended)" if recommended else row.rule,
-        percent(row.clip_share or 0.0),
-        number(row.median_coefficient),
-        f"{row.caught:,}" if row.spikes and row.caught is not None else "–",
-        number(row.largest_passed),
-        percent(row.lock_in or 0.0),
     )
 
 

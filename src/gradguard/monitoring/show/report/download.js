@@ -34,11 +34,8 @@
 
   function table(plot) {
     const [first] = plot.data, columns = plot.layout.meta?.columns;
-    if (first?.type === "heatmap" && first.customdata) // layers: a column for each parameter
+    if (first?.type === "heatmap") // layers: a column for each parameter
       return [["step", ...first.y], ...first.x.slice(0, -1).map((step, column) => [step, ...first.y.map((_, row) => layer(plot, row, column))])];
-    if (first?.type === "heatmap") // magnitudes: a column for each bin
-      return [["from step", ...first.y.slice(0, -1).map((low) => `from ${digits(10 ** low)}`)],
-        ...first.x.slice(0, -1).map((step, column) => [step, ...first.text.map((row) => Number((parseFloat(row[column]) / 100).toFixed(4)))])];
     const points = (trace) => trace.y.map((y, index) => [trace.customdata[index], trace.name, y]);
     if (columns) return [columns, ...plot.data.flatMap((trace) => trace.meta ?? points(trace))];
     const lines = plot.data.filter((trace) => trace.name && trace.fill !== "toself");

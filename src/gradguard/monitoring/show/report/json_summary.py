@@ -1,4 +1,4 @@
-"""The summary of a run for machines: one JSON object, whose keys are always there and mean the same in every release.
+"""The summary of a run for machines: one JSON object, or the same in lines; its keys mean the same in every release.
 
 ``docs/report.md`` has the table of its keys. One may be added; `SCHEMA` grows where one goes or changes its meaning.
 """
@@ -6,7 +6,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +15,7 @@ from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import by_optimizer
+from gradguard.monitoring.record.text import printable
 from gradguard.monitoring.show.report.summary import counts_of, fields_of, notes, numbers_of
 
 SCHEMA = 1
@@ -47,6 +48,41 @@ def json_summary(records: Sequence[Record]) -> str:
     """
     found = [_of_record(record) for record in records]
     return json.dumps(_finite(found[0] if len(found) == 1 else found), indent=2, allow_nan=False)
+
+
+def text_summary(record: Record) -> str:
+    """The same as ``key: value`` lines, one fact a line, for logs and for scripts that read no JSON.
+
+    A key within another is joined to it, as in ``decision_kind``; what comes in lists is counted from 1, as in
+    ``findings_1_message``. What was not measured has no line.
+
+    Args:
+        record: The record of a run.
+
+    Returns:
+        The lines, ending in a newline.
+
+    Example:
+        >>> from pathlib import Path
+        >>> steps = [{"t": "step", "i": i, "norm": 2.0} for i in range(9)]
+        >>> record = Record(Path("run.jsonl"), {"t": "meta"}, steps, [], [], None, False)
+        >>> print([line for line in text_summary(record).splitlines() if "decision" in line][0])
+        decision_kind: unknown
+    """
+    return "".join(f"{key}: {printable(value)}\n" for key, value in _flat("", _finite(_of_record(record))))
+
+
+def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Return every plain value below a key, each with its whole name."""
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, list):
+        parts = enumerate(value, start=1)
+    elif value is not None:
+        yield key, f"{value:.4g}" if isinstance(value, float) else str(value)
+    for name, part in parts:
+        yield from _flat(f"{key}_{name}" if key else str(name), part)
 
 
 def _of_record(record: Record) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from gradguard.monitoring.show.report import (
     advice,
     clip_figures,
     depth_figure,
-    element_figure,
     figures,
     layer_figures,
     layers,
@@ -35,7 +34,6 @@ _PLOTLY_JS = "plotly-cartesian.min.js"
 scatters, bars and heat maps at a third of the size of the whole plotly.js."""
 _ALL_POINTS = 2 * series.MOST_POINTS
 _FEWEST_POINTS = 60
-_COLUMNS_OF_ELEMENTS = 200
 _MOST_SCRIPTS = 3
 _FEWEST_CELLS = 4_000
 _COLUMNS = (
@@ -178,7 +176,6 @@ def _subject(part: OptimizerSteps, whole: Record, label: str, identity: str, amo
             for chart in _charts(record, whole, judged, recommendation, among)
             if chart is not None
         ],
-        "what_if": advice.replayed(record, recommendation),
         "findings": findings,
         "counts": advice.severities(findings),
         "events": advice.shown_events(advice.untold(_events(record, whole, part.index), findings)),
@@ -212,7 +209,6 @@ def _charts(
         depth_figure.along_depth(record),
         layer_figures.layer_heat_map(record, whole, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
         layer_figures.dominance(record, whole, spikes),
-        element_figure.element_magnitudes(record, max(_FEWEST_POINTS // 2, _COLUMNS_OF_ELEMENTS // among)),
         clip_figures.norm_histogram(record, judged, recommendation),
     ]
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,7 @@ from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, Record
 from gradguard.monitoring.record.redaction import redacted
-from gradguard.monitoring.record.steps import by_optimizer, usable_norms
-from gradguard.monitoring.record.text import printable
+from gradguard.monitoring.record.steps import usable_norms
 from gradguard.monitoring.show.report.advice import Shown, findings_of, severities
 from gradguard.monitoring.show.table import print_table
 from gradguard.named_rules import clipping_rule
@@ -145,35 +143,6 @@ def _with_folder(path: Path) -> str:
     return path.parent.name if path.name == FILE_NAME else f"{path.parent.name}/{path.stem}"
 
 
-def text_summary(record: Record) -> str:
-    """The summary as ``key: value`` lines, one fact a line, for logs, scripts and automated readers.
-
-    Quantities that were not measured have no line. Findings are numbered from the gravest, ``finding_1``, with what to
-    do as ``finding_1_advice``. Where the record has several optimizers, what is about one of them comes once more with
-    its number, as in ``optimizer_0_clip_share``.
-
-    Args:
-        record: The record of a run.
-
-    Returns:
-        The lines, ending in a newline.
-
-    Example:
-        >>> steps = [{"t": "step", "i": i, "norm": 2.0} for i in range(9)]
-        >>> record = Record(Path("run.jsonl"), {"t": "meta"}, steps, [], [], None, False)
-        >>> print(text_summary(record).splitlines()[0])
-        diagnosis: unknown
-    """
-    judged, recommendation = verdict(record), recommend(record)
-    facts = _diagnosed(diagnose(record)) | _facts(record, judged)
-    facts |= _found(findings_of(record)) | _advice(record, recommendation)
-    facts |= {f"warning_{place}": note for place, note in enumerate(notes(record), start=1)}
-    for part in by_optimizer(record):
-        if part.label:
-            facts |= _of_optimizer(part.index, part.label, part.record)
-    return "".join(f"{key}: {printable(value)}\n" for key, value in facts.items() if value is not None)
-
-
 def command(record: Record, rule: str, optimizer: str = "") -> str:
     """The command that runs the same script with a rule.
 
@@ -254,52 +223,6 @@ def counts_of(judged: Verdict) -> dict[str, int]:
     return fields_of(
         judged, "steps", "taken_steps", "skipped_steps", "skipped_spikes", "nonfinite_steps", "faulty_steps"
     )
-
-
-def _facts(record: Record, judged: Verdict) -> dict[str, Any]:
-    rounded = {key: None if value is None else f"{value:.4g}" for key, value in numbers_of(record, judged).items()}
-    recovery = {} if judged.recovery is None else asdict(judged.recovery)
-    said = {"verdict": judged.sentence, "regime": judged.regime}
-    return said | counts_of(judged) | {"events": len(record.events)} | recovery | rounded
-
-
-def _advice(record: Record, recommendation: Recommendation, optimizer: str = "") -> dict[str, Any]:
-    threshold = recommendation.threshold
-    return {
-        "decision": recommendation.kind,
-        "recommended": "none" if threshold is None else plain_threshold(threshold),
-        "rule": recommendation.rule,
-        "rate_factor": recommendation.rate_factor,
-        "headline": recommendation.headline,
-        "reason": "several optimizers, see each" if recommendation.parts else recommendation.reason,
-        "command": None if recommendation.rule is None else command(record, recommendation.rule, optimizer),
-    }
-
-
-def _diagnosed(diagnosis: Diagnosis) -> dict[str, Any]:
-    cause = diagnosis.cause
-    known = {"diagnosis": cause.key, "certainty": cause.certainty}
-    return known | {"sentence": diagnosis.sentence, "advice": cause.advice}
-
-
-def _found(findings: Sequence[Shown]) -> dict[str, str]:
-    lines = {"findings": f"{len(findings)}"}
-    for place, item in enumerate(findings, start=1):
-        where = f" ({item.where})" if item.where else ""
-        lines[f"finding_{place}"] = f"{item.severity} {item.kind}{where}: {item.message}"
-        if item.confidence != "high":
-            lines[f"finding_{place}_confidence"] = item.confidence
-        if item.advice:
-            lines[f"finding_{place}_advice"] = item.advice
-    return lines
-
-
-def _of_optimizer(index: int | None, label: str, record: Record) -> dict[str, Any]:
-    judged, recommendation = verdict(record), recommend(record)
-    facts = {"name": label} | _diagnosed(diagnose(record)) | _facts(record, judged)
-    facts |= _advice(record, recommendation, label)
-    prefix = "optimizer_other" if index is None else f"optimizer_{index}"
-    return {f"{prefix}_{key}": value for key, value in facts.items() if key != "events"}
 
 
 def notes(record: Record) -> list[str]:
