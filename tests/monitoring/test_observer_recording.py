@@ -128,6 +128,10 @@ def test_fifty_fast_steps_are_on_the_disk(tmp_path, monkeypatch):
     observer = Observer(tmp_path / "run.jsonl", {})
     with observe(observer):
         Training().steps(51)
+        hangs = time.monotonic() + 60
+        while len(read_record(observer.path).steps) < 50:
+            assert time.monotonic() < hangs, "nothing was written after 50 steps"
+            time.sleep(0.02)
         assert len(read_record(observer.path).steps) == 50
     observer.close(0, False)
 

@@ -33,7 +33,7 @@ from gradguard.monitoring.observe.meta import (
     rank_and_world,
 )
 from gradguard.monitoring.observe.record_buffer import RecordBuffer
-from gradguard.monitoring.observe.recorder import Ear, Recorder, check_callable, safely
+from gradguard.monitoring.observe.recorder import Recorder, check_callable, safely
 from gradguard.monitoring.observe.schedule import Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, are_spread
 from gradguard.monitoring.observe.step import ScaleUpdate, ScriptClip, StepMeasurement, copied
@@ -159,7 +159,7 @@ class Monitor(Recorder):
         self._hooks = [EveryStep(self.on_step, self.on_stepped, optimizer=optimizer, first=self._guard is None)]
         if self._guard is not None:
             self._hooks.append(EveryStep(self._before_guard, lambda _: None, optimizer=optimizer, first=True))
-        self._stop_listening = listen(Ear(self))
+        self._stop_listening = listen(weakref.proxy(self))  # which does not keep it alive
         weakref.finalize(self, self._stop_listening)
         self._leave_scaler = listen_to_steps(self.on_scaler_step, self.on_scaler_stepped, optimizer=optimizer)
         close, terminated, flush = (
