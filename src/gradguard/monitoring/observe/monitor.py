@@ -323,7 +323,8 @@ class Monitor(Recorder):
         scale = loss_scale_of(self._scaler)  # get_scale() would wait
         step.amp_scale = copied(scale) if isinstance(scale, Tensor) else None
         if self._amp_scale is not None and step.amp_scale is not None:
-            self._lines.add(ScaleUpdate(max(self._steps - 1, 0), self._amp_scale, step.amp_scale))
+            scales = self._amp_scale, step.amp_scale
+            self._lines.add(ScaleUpdate(max(self._steps - 1, 0), *scales, late=not step.amp_scale.is_cpu))
         self._amp_scale = step.amp_scale
         if step.found_inf is not None and self._guard_event is not None:  # the scaler left it out; the guard said so
             note_guard(step, self._guard_event)

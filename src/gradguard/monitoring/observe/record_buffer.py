@@ -131,7 +131,7 @@ class RecordBuffer:
     def write_late(self) -> None:
         """Write what was sent, and steps that have waited long for another one, if that takes no look at a device."""
         with self._lock:
-            if self._is_late() and not _needs_device(self._waiting):
+            if self._is_late() and not any(entry.late for entry in self._waiting):
                 self._send()
             if self._on_device:
                 return
@@ -222,9 +222,3 @@ def _holders(entries: Sequence[Entry]) -> Iterator[Any]:
         yield entry
         if isinstance(entry, StepMeasurement):
             yield from without_none((entry.diagnostics, entry.moved, *entry.clips, entry.applied, entry.guard))
-
-
-def _needs_device(entries: Sequence[Entry]) -> bool:
-    if not any([entry.late for entry in entries]):
-        return False
-    return any(not tensor.is_cpu for tensor in NumberPlaces(list(_holders(entries))).tensors)
