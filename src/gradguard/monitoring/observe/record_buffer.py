@@ -21,6 +21,9 @@ FLUSH_ROWS = 50
 FLUSH_SECONDS = 2.0
 KEPT_ROWS = 1000
 
+MOST_BEHIND = 10
+"""Where so many flushes wait for our own thread, the one that trains writes them: memory stays flat."""
+
 
 class RecordBuffer:
     """Writes steps in the order they came, at the latest `FLUSH_ROWS` steps or `FLUSH_SECONDS` after.
@@ -107,7 +110,7 @@ class RecordBuffer:
         if self._in_background and self._thread is None:
             self._thread = threading.Thread(target=self._keep_writing, name="gradguard-record", daemon=True)
             self._thread.start()
-        if self._in_background and not self._on_device:
+        if self._in_background and not self._on_device and len(self._sent) < MOST_BEHIND:
             if due:
                 self._due.set()
         elif due or self._sent:
@@ -179,23 +182,25 @@ class RecordBuffer:
 
     def _write_arrived(self, wait: bool = False) -> None:
         with self._writing:
-            lines: list[Line] = []
             while self._sent and (wait or self._sent[0][2] is None or self._sent[0][2].arrived()):
-                entries, places, copy = self._sent.popleft()
-                if places is not None and copy is not None:
-                    places.fill(copy.values())
-                for entry in entries:
-                    lines += self._lines_of(entry)
-                    if threading.current_thread() is self._thread:
-                        time.sleep(0)  # the thread that trains goes first
-            if not lines:
-                return
-            if self._keeps_rows:
-                self.rows += [plain(line) for line in lines if line["t"] == "step"]
-            self.sinks.push(lines)
-            if self._alerts is not None:
-                for line in lines:
-                    self._alerts.tell(line)
+                self._write_sent(*self._sent.popleft())
+
+    def _write_sent(self, entries: list[Entry], places: NumberPlaces | None, copy: AsyncHostCopy | None) -> None:
+        if places is not None and copy is not None:
+            places.fill(copy.values())
+        lines: list[Line] = []
+        for entry in entries:
+            lines += self._lines_of(entry)
+            if threading.current_thread() is self._thread:
+                time.sleep(0)  # the thread that trains goes first
+        if not lines:
+            return
+        if self._keeps_rows:
+            self.rows += [plain(line) for line in lines if line["t"] == "step"]
+        self.sinks.push(lines)
+        if self._alerts is not None:
+            for line in lines:
+                self._alerts.tell(line)
 
     def _lines_of(self, entry: Entry) -> list[Line]:
         lines: list[Line] = []
