@@ -127,9 +127,10 @@ _calls = _Calls()
 def place_waiting() -> None:
     """Replace the functions of packages that have been imported since; costs next to nothing where there are none."""
     for one in tuple(_waiting):
-        with _lock:
-            if one in _waiting and one._place():
-                _waiting.discard(one)
+        if one._module in sys.modules:
+            with _lock:
+                if one in _waiting and one._place():
+                    _waiting.discard(one)
 
 
 def once(*ends: Callable[[], object]) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradguard.distributed.megatron import CLIP_BY_GIVEN_NORM
 from gradguard.grad_scaler import listen_to_scale, listen_to_steps
 from gradguard.listeners import ClipCall, ClipEvent, Listener, is_muted, listen
 from gradguard.optimizer_hooks import EveryStep
@@ -157,8 +158,8 @@ _CLIPS = [
     *(
         Replacement(home, name, functools.partial(clips_by, by_given_norm), everywhere=True, one_call="clip_grad_norm_")
         for home, name in (
-            ("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32"),
-            ("torch.nn.utils.clip_grad", nn.utils.clip_grads_with_norm_.__name__),  # another at home: so verl calls it
+            CLIP_BY_GIVEN_NORM,
+            ("torch.nn.utils.clip_grad", nn.utils.clip_grads_with_norm_.__name__),  # another at home
         )
     ),
     Replacement(

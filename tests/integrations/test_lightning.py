@@ -339,27 +339,11 @@ def test_each_optimizer_is_logged_under_its_position():
     module, records = Manual(), Records()
     fit(module, GradGuardCallback([gg.ClipByGlobalNorm(1e9), gg.ClipByGlobalNorm(1e-9)]), callbacks=[records])
     assert sorted(records.rows[-1]) == [
-        f"gradients/{i}/{key}" for i in (0, 1) for key in ("binding_share", "coefficient", "norm")
+        f"gradients/{i}/{key}" for i in (0, 1) for key in ("clipped", "coefficient", "norm")
     ]
     assert [row["gradients/0/norm"] for row in records.rows] == pytest.approx(module.norms[0], rel=1e-6)
     assert [row["gradients/1/norm"] for row in records.rows] == pytest.approx(module.norms[1][1::2], rel=1e-6)
-    assert (records.rows[-1]["gradients/0/binding_share"], records.rows[-1]["gradients/1/binding_share"]) == (0, 1)
-
-
-def test_the_binding_share_counts_each_step_of_a_batch_with_several():
-    class Twice(Automatic):
-        automatic_optimization = False
-
-        def training_step(self, batch):
-            optimizer, (x, y) = self.optimizers(), batch
-            for factor in (100.0, 1e-6):
-                optimizer.zero_grad()
-                self.manual_backward(factor * (self.net(x) - y).square().sum())
-                optimizer.step()
-
-    records = Records()
-    fit(Twice(), GradGuardCallback(gg.ClipByGlobalNorm(0.5)), callbacks=[records])
-    assert [row["gradients/binding_share"] for row in records.rows] == [0.5] * STEPS
+    assert (records.rows[-1]["gradients/0/clipped"], records.rows[-1]["gradients/1/clipped"]) == (0, 1)
 
 
 @pytest.mark.parametrize("option", [{"nonfinite": "bogus"}, {"max_consecutive_skips": -1}])

@@ -90,7 +90,7 @@ class Rows(pl.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         logged = trainer.callback_metrics
-        self.rows.append([float(logged[f"gradients/{key}"]) for key in ("norm", "coefficient", "binding_share")])
+        self.rows.append([float(logged[f"gradients/{key}"]) for key in ("norm", "coefficient", "clipped")])
 
 
 def data():
@@ -139,15 +139,15 @@ def whole(wrapped, model):
 def by_hand(clipper, bad, epochs=2):
     model = Model()
     optimizer, (x, y), rows = model.configure_optimizers(), data(), []
-    guard, bound = gg.Guard(optimizer, CLIPPERS[clipper](), model=model), 0
+    guard = gg.Guard(optimizer, CLIPPERS[clipper](), model=model)
     for step in range(epochs * STEPS):
         batch = slice(step % STEPS * BATCH, (step % STEPS + 1) * BATCH)
         optimizer.zero_grad()
         loss = (model.net(x[batch]) - y[batch]).square().mean() * 10
         (loss * math.nan if step % STEPS in bad else loss).backward()
         optimizer.step()
-        bound += bool(guard.last.clipped) and not bool(guard.last.nonfinite)
-        rows.append([float(guard.last.norm), float(guard.last.coefficient), bound / (step + 1)])
+        clipped = bool(guard.last.clipped) and not bool(guard.last.nonfinite)
+        rows.append([float(guard.last.norm), float(guard.last.coefficient), float(clipped)])
     return rows, list(model.parameters()), guard.last.names
 
 

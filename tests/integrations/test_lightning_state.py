@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import math
 import pickle
 import runpy
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
@@ -22,7 +20,7 @@ pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed
 from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy  # noqa: E402
 from test_lightning import CLIPPERS, STEPS, Automatic, Manual, Records, by_hand, fit, norm_of, pytestmark, same, weights  # noqa: E402
 
-from gradguard.integrations.lightning import BindingShare, GradGuardCallback  # noqa: E402
+from gradguard.integrations.lightning import GradGuardCallback  # noqa: E402
 
 __all__ = ["pytestmark"]  # the same warnings are ignored
 
@@ -36,29 +34,12 @@ def plain(state):
     return repr(state.tolist() if isinstance(state, torch.Tensor) else state)
 
 
-def test_the_binding_share_is_that_of_the_steps_so_far():
+def test_a_step_is_logged_as_clipped_where_its_finite_gradients_were():
     module, records = Automatic(), Records()
     fit(module, GradGuardCallback(gg.ClipByGlobalNorm(5.0)), bad=[2], callbacks=[records])
     bound = [norm > 5.0 for norm in module.seen]  # NaN > 5 is not
     assert 0 < sum(bound) < STEPS - 1
-    expected = [sum(bound[: i + 1]) / (i + 1) for i in range(STEPS)]
-    assert [row["gradients/binding_share"] for row in records.rows] == pytest.approx(expected)
-
-
-def test_the_binding_share_forgets_after_a_hundred_steps():
-    weight = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    guard, share = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0)), BindingShare()
-    for step in range(150):
-        weight.grad = torch.full((1,), 2.0 if step < 70 else 0.5)
-        optimizer.step()
-        share.follow(guard)
-        share.follow(guard)  # counts once
-    assert float(share.value()) == pytest.approx(0.2)
-    weight.grad = torch.full((1,), math.inf)  # is skipped, not clipped
-    optimizer.step()
-    share.follow(guard)
-    assert float(share.value()) == pytest.approx(0.19)
+    assert [row["gradients/clipped"] for row in records.rows] == bound
 
 
 @pytest.mark.parametrize(("log", "keys"), [(None, 0), ("clip", 3)])
@@ -105,7 +86,7 @@ def test_a_second_fit_goes_on_with_the_same_history():
     module, callback = Automatic(), GradGuardCallback(CLIPPERS["median"])
     fit(module, callback)
     fit(module, callback)
-    assert (callback.guards[0].steps, callback.state_dict()["binding"][0]["steps"]) == (2 * STEPS, 2 * STEPS)
+    assert callback.guards[0].steps == 2 * STEPS
 
 
 def test_optimizers_replaced_while_training_are_guarded():
@@ -227,7 +208,7 @@ def test_the_example_prints_what_it_should(capsys):
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     out = capsys.readouterr().out
     assert "1 of 100 steps skipped" in out
-    assert "'gradients/binding_share': 0.27" in out
+    assert "'gradients/clipped': " in out
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))])

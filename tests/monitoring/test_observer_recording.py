@@ -128,8 +128,24 @@ def test_fifty_fast_steps_are_on_the_disk(tmp_path, monkeypatch):
     observer = Observer(tmp_path / "run.jsonl", {})
     with observe(observer):
         Training().steps(51)
+        hangs = time.monotonic() + 60
+        while len(read_record(observer.path).steps) < 50:
+            assert time.monotonic() < hangs, "nothing was written after 50 steps"
+            time.sleep(0.02)
         assert len(read_record(observer.path).steps) == 50
     observer.close(0, False)
+
+
+def test_steps_that_are_written_slowly_do_not_pile_up(tmp_path, monkeypatch):
+    lines_of = record_buffer.lines_of
+    monkeypatch.setattr(record_buffer, "FLUSH_ROWS", 1)
+    monkeypatch.setattr(record_buffer, "lines_of", lambda *given: time.sleep(0.02) or lines_of(*given))
+    observer = Observer(tmp_path / "run.jsonl", {})
+    with observe(observer):
+        Training().steps(60)
+        assert len(read_record(observer.path).steps) >= 60 - record_buffer.MOST_BEHIND - 1
+    observer.close(0, False)
+    assert [step["i"] for step in read_record(observer.path).steps] == list(range(60))
 
 
 def test_what_a_forked_child_has_buffered_is_not_written_twice(tmp_path):

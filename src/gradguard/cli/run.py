@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import math
 import os
 import sys
 import time
@@ -82,29 +83,39 @@ def add_to(commands) -> None:
     parser.set_defaults(call=_run)
 
 
+_BOUNDS = {
+    "every": (1, math.inf, "a number of steps, at least 1"),
+    "steps": (1, math.inf, "a number of steps, at least 1"),
+    "at": (1, math.inf, "a number of steps, at least 1"),
+    "seed": (0, 2**32 - 1, "a number from 0 to 4294967295"),
+}
+
+
 def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     if not program.words:
         raise CommandError(f"nothing to run. Usage: {_USAGE}")
-    for name in ("every", "steps", "at"):
-        if (number := getattr(options, name)) is not None and number < 1:
-            raise CommandError(f"--{name} {number}: expected a number of steps, at least 1.")
-    if options.seed is not None and not 0 <= options.seed < 2**32:
-        raise CommandError(f"--seed {options.seed}: expected a number from 0 to 4294967295.")
-    of_another = first_given(options, "at", "perturbed", "launch")
-    if of_another and options.save_gradients is None:
-        raise CommandError(f"{of_another} belongs to --save-gradients FILE, which is not there.")
-    if options.save_gradients is not None:
-        others = first_given(options, *RECORDING, "audit_norm")
-        if others and options.steps is not None:
-            raise CommandError(
-                f"--steps with --save-gradients and {others}: steps that are saved, or the end of the script? Type a "
-                f"command of its own with {others}."
-            )
+    for name, (low, high, expected) in _BOUNDS.items():
+        if (number := getattr(options, name)) is not None and not low <= number <= high:
+            raise CommandError(f"--{name} {number}: expected {expected}.")
+    others = first_given(options, *RECORDING, "audit_norm")
+    if options.save_gradients is None:
+        if of_another := first_given(options, "at", "perturbed", "launch"):
+            raise CommandError(f"{of_another} belongs to --save-gradients FILE, which is not there.")
+    elif others and options.steps is not None:
+        raise CommandError(
+            f"--steps with --save-gradients and {others}: steps that are saved, or the end of the script? Type a "
+            f"command of its own with {others}."
+        )
+    else:
         code = save_gradients_of(options, program, others)
         if code or not others:
             return code
     if options.audit_norm and not first_given(options, *RECORDING):
         return _audit_norm(options, program)
+    return _recorded(options, program)
+
+
+def _recorded(options: argparse.Namespace, program: ProgramLine) -> int:
     rule = _rule(options.clip) if options.clip is not None else None
     folder = options.out or Path("runs") / f"{program.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
@@ -112,23 +123,26 @@ def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     from gradguard.monitoring.observe.script import load
     from gradguard.monitoring.observe.termination import BySignal, SignalHandlers
 
+    writes = rank_and_world()[0] == 0  # else another process does
     loaded = load(program.words, program.is_module)
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    name = "run.jsonl" if restarts == "0" else f"run.restart-{restarts}.jsonl"
-    record = (folder / name).absolute()  # the script may change the working directory
-    if rank_and_world()[0] > 0:  # another process writes
-        record = None
-    elif record.exists() and not options.force:
-        raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
-    followed = None if record is None else _followed(options.clip or "", folder, program.typed)
-    with SignalHandlers(acting=record is not None) as signals:
-        code = _observe(loaded, program.typed, record, rule, options, signals, followed)
+    record = _record_in(folder, options.force) if writes else None
+    followed = _followed(options.clip or "", folder, program.typed) if writes else None
+    with SignalHandlers(acting=writes) as signals:
+        recording = _Recording(options, record, signals)
+        code = recording.run(loaded, program.typed, rule, followed)
     return code if signals.second is None or isinstance(code, BySignal) else BySignal.of(signals.second)
 
 
+def _record_in(folder: Path, replaces: bool) -> Path:
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = "run.jsonl" if restarts == "0" else f"run.restart-{restarts}.jsonl"
+    record = (folder / name).absolute()  # the script may change the working directory
+    if record.exists() and not replaces:
+        raise CommandError(f"{record} exists: choose another --out, or add --force to replace it.")
+    return record
+
+
 def _audit_norm(options: argparse.Namespace, program: ProgramLine) -> int:
-    from gradguard.audit.in_script import ScriptAudit
-    from gradguard.monitoring.observe.meta import living_modules
     from gradguard.monitoring.observe.script import load, run, seed_generators
     from gradguard.monitoring.observe.watch import stop_watching
     from gradguard.script_events import listening
@@ -136,10 +150,17 @@ def _audit_norm(options: argparse.Namespace, program: ProgramLine) -> int:
     loaded = load(program.words, program.is_module)
     stop_watching()
     seed_generators(options.seed)
-    audit = ScriptAudit(living_modules, options.steps or 3)
+    audit = _audit_of(options.steps or 3)
     with listening(audit):
         code = run(loaded)
     return _audited(audit, code, sys.stdout)
+
+
+def _audit_of(steps: int, *, goes_on: bool = False) -> "ScriptAudit":
+    from gradguard.audit.in_script import ScriptAudit
+    from gradguard.monitoring.observe.meta import living_modules
+
+    return ScriptAudit(living_modules, steps, goes_on=goes_on)
 
 
 def _audited(audit: "ScriptAudit", code: int, file: IO[str]) -> int:
@@ -221,110 +242,105 @@ _LONGEST_FOLLOWED = 4 * 2**20
 _MOST_FOLLOWED = 20
 
 
-def _observe(
-    program: "Program",
-    shown: list[str],
-    record: Path | None,
-    rule: "NamedRule | None",
-    options: argparse.Namespace,
-    signals: "SignalHandlers",
-    followed: dict[str, Any] | None,
-) -> int:
-    from gradguard.monitoring.observe.meta import living_modules, program_facts
-    from gradguard.monitoring.observe.observer import Observer
-    from gradguard.monitoring.observe.script import run, seed_generators
-    from gradguard.monitoring.observe.termination import BySignal
-    from gradguard.monitoring.observe.watch import (
-        children_watched,
-        identity,
-        record_of_fork,
-        records_beside,
-        remove_replaced,
-        stop_watching,
-    )
-    from gradguard.script_events import listening
+class _Recording:
+    """One run of a script with its record, and what is said of it at the end.
 
-    stop_watching()  # where the environment variable asks for a watch, this one is it
+    Args:
+        options: Those of the command.
+        record: Where its record goes; None where another process writes it.
+        signals: What signals do meanwhile.
+    """
 
-    replaced = identity(record) if options.force else ""
+    def __init__(self, options: argparse.Namespace, record: Path | None, signals: "SignalHandlers") -> None:
+        from gradguard.monitoring.observe.watch import identity, records_beside, stop_watching
 
-    def opened() -> Path | None:  # at the first step: a program without one leaves nothing behind
+        stop_watching()  # where the environment variable asks for a watch, this one is it
+        self.options, self.record, self.signals = options, record, signals
+        self.here, self.process = Path.cwd(), os.getpid()
+        self.replaced = identity(record) if options.force else ""
+        self.before = set(records_beside(record))
+
+    def run(
+        self,
+        program: "Program",
+        typed: list[str],
+        rule: "NamedRule | None",
+        followed: dict[str, Any] | None,
+    ) -> int:
+        """Run the script with all that listens to it; return its exit code, or that of the audit of its norm."""
+        from gradguard.monitoring.observe.meta import program_facts
+        from gradguard.monitoring.observe.observer import Observer
+        from gradguard.monitoring.observe.script import run, seed_generators
+        from gradguard.monitoring.observe.termination import BySignal
+        from gradguard.monitoring.observe.watch import children_watched, record_of_fork
+        from gradguard.script_events import listening
+
+        options, record = self.options, self.record
+        clip = None if rule is None else _clip_by(rule)
+        guards = _guards_of(clip) if options.resilient else None
+        audit = _audit_of(min(options.steps or 3, 3), goes_on=True) if options.audit_norm else None
+        facts = program_facts(typed, None if rule is None else rule.text, keep_arguments=options.argv)
+        observer = Observer(
+            self.opened,
+            facts | {"followed": followed},
+            clip if guards is None or clip is None else guards.clip,
+            options.every,
+            last_step=options.steps,
+            in_child=None if record is None else functools.partial(record_of_fork, record),
+        )
+        seed_generators(options.seed)
         if record is not None:
-            remove_replaced(record, replaced)
-        return record
+            on_stderr(f"recording to {_short(record, self.here)}")
+        code = 1
+        try:
+            listeners = [one for one in (audit, observer, guards) if one is not None]  # an audit before a clip of ours
+            with listening(*listeners), children_watched(record, self.replaced):
+                code = run(program, self.signals)
+        finally:
+            self.signals.hold()
+            observer.close(code, interrupted=isinstance(code, BySignal))
+            if os.getpid() == self.process:  # not in a child that the script forked
+                if guards is not None:
+                    on_stderr(guards.report())
+                self.tell(observer, code)
+        if audit is None or isinstance(code, BySignal) or os.getpid() != self.process:
+            return code
+        verdict = _audited(audit, code, sys.stderr)  # beside a record standard output is the script's
+        return code or verdict
 
-    clip = None if rule is None else _clip_by(rule)
-    guards = _guards_of(clip) if options.resilient else None
-    facts = program_facts(shown, None if rule is None else rule.text, keep_arguments=options.argv)
-    facts |= {"followed": followed}
-    audit = None
-    if options.audit_norm:
-        from gradguard.audit.in_script import ScriptAudit
+    def opened(self) -> Path | None:
+        """Return the record, at the first step: a program without one leaves nothing behind."""
+        from gradguard.monitoring.observe.watch import remove_replaced
 
-        audit = ScriptAudit(living_modules, min(options.steps or 3, 3), goes_on=True)
-    in_child = None if record is None else functools.partial(record_of_fork, record)
-    observer = Observer(
-        opened,
-        facts,
-        clip if guards is None or clip is None else guards.clip,
-        options.every,
-        last_step=options.steps,
-        in_child=in_child,
-    )
-    code, process, here = 1, os.getpid(), Path.cwd()
-    before = set(records_beside(record))
-    seed_generators(options.seed)
-    if record is not None:
-        on_stderr(f"recording to {_short(record, here)}")
-    try:
-        listeners = [one for one in (audit, observer, guards) if one is not None]  # an audit before any clip of ours
-        with listening(*listeners), children_watched(record, replaced):
-            code = run(program, signals)
-    finally:
-        signals.hold()
-        observer.close(code, interrupted=isinstance(code, BySignal))
-        if os.getpid() == process:  # not in a child that the script forked
-            if guards is not None:
-                on_stderr(guards.report())
-            if record is not None:
-                if observer.path is None and replaced and identity(record) != replaced:
-                    before.discard(record)  # a process of rank 0 has replaced it
-                new = [path for path in records_beside(record) if path not in before]
-                _tell_of_records(new, record, observer, code, options, signals, here)
-    if audit is None or isinstance(code, BySignal) or os.getpid() != process:
-        return code
-    verdict = _audited(audit, code, sys.stderr)  # beside a record standard output is the script's
-    return code or verdict
+        if self.record is not None:
+            remove_replaced(self.record, self.replaced)
+        return self.record
 
+    def tell(self, observer: "Observer", code: int) -> None:
+        """Draw the record of a run, and say which other records there are now, of whom."""
+        from gradguard.monitoring.observe.watch import identity, process_of, records_beside
 
-def _tell_of_records(
-    new: list[Path],
-    record: Path,
-    observer: "Observer",
-    code: int,
-    options: argparse.Namespace,
-    signals: "SignalHandlers",
-    here: Path,
-) -> None:
-    """Draw the record of a run, and say which other records there are now, of whom."""
-    from gradguard.monitoring.observe.watch import process_of
-
-    writers = {path: process_of(path) for path in new if path != observer.path}
-    mine = [path for path, (_, root) in writers.items() if root == os.getpid()]
-    shown = observer.path or (record if record in mine else None)  # a process of rank 0 has written it
-    others = [path for path in mine if path != shown]
-    if shown is None:
-        on_stderr(_no_step(code, observer.clip_calls, _short(others[0], here) if others else ""))
-    elif not options.no_report:
-        _show(shown, here, signals)
-    if options.clip is not None and mine:
-        on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
-    for path in others:
-        on_stderr(f"a process that it started has the record {_short(path, here)}")
-    for path, (number, root) in writers.items():
-        if root != os.getpid():
-            whose = "another process" if number is None else f"another run, process {number},"
-            on_stderr(f"{whose} has the record {_short(path, here)}")
+        if self.record is None:
+            return
+        if observer.path is None and self.replaced and identity(self.record) != self.replaced:
+            self.before.discard(self.record)  # a process of rank 0 has replaced it
+        new = [path for path in records_beside(self.record) if path not in self.before]
+        writers = {path: process_of(path) for path in new if path != observer.path}
+        mine = [path for path, (_, root) in writers.items() if root == os.getpid()]
+        shown = observer.path or (self.record if self.record in mine else None)  # a process of rank 0 has written it
+        others = [path for path in mine if path != shown]
+        if shown is None:
+            on_stderr(_no_step(code, observer.clip_calls, _short(others[0], self.here) if others else ""))
+        elif not self.options.no_report:
+            _show(shown, self.here, self.signals)
+        if self.options.clip is not None and mine:
+            on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
+        for path in others:
+            on_stderr(f"a process that it started has the record {_short(path, self.here)}")
+        for path, (number, root) in writers.items():
+            if root != os.getpid():
+                whose = "another process" if number is None else f"another run, process {number},"
+                on_stderr(f"{whose} has the record {_short(path, self.here)}")
 
 
 def _no_step(code: int, clip_calls: int, elsewhere: str) -> str:

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
 
 import gradguard as gg  # noqa: E402
-from gradguard.integrations.binding_share import BindingShare  # noqa: E402
 from gradguard.integrations.clipper_for_each import Clippers, checked, one_for_each  # noqa: E402
 from gradguard.integrations.lightning_clip import TrainersClip  # noqa: E402
 from gradguard.integrations.lightning_per_sample import PerSampleCallback  # noqa: E402
@@ -50,7 +49,7 @@ class GradGuardCallback(TrainersClip):
       ``gradient_clip_val`` refuses. Thresholds are for gradients without the loss scale.
     * One device, DDP, ModelParallelStrategy (FSDP2) and FSDPStrategy (FSDP1): the norm is that of the
       whole gradient, the same on all processes.
-    * A run that is resumed goes on bit by bit: clippers, counts and the binding share are in the checkpoint.
+    * A run that is resumed goes on bit by bit: clippers and counts are in the checkpoint.
     * ``"skip"``: the step does not happen, and weights and optimizer state stay as they were. Lightning counts it in
       ``global_step`` and steps its schedulers all the same.
 
@@ -80,9 +79,9 @@ class GradGuardCallback(TrainersClip):
         nonfinite: As for `Guard`: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``.
         max_consecutive_skips: As for `Guard`.
         log: First part of the names that are logged after each step, as Lightning logs (``log_every_n_steps``):
-            ``gradients/norm`` (before the clip), ``gradients/coefficient`` and ``gradients/binding_share`` (the share
-            of the last 100 steps that were clipped). With several optimizers their position follows:
-            ``gradients/1/norm``. None logs nothing. Nothing waits for an accelerator.
+            ``gradients/norm`` (before the clip), ``gradients/coefficient`` and ``gradients/clipped`` (1 where the clip
+            changed them, else 0). With several optimizers their position follows: ``gradients/1/norm``. None logs
+            nothing. Nothing waits for an accelerator.
 
     Attributes:
         guards: The `Guard` of each optimizer by position, once training has begun, also afterwards:
@@ -125,13 +124,12 @@ class GradGuardCallback(TrainersClip):
         self._loaded: dict[str, Any] | None = None  # a state that came before there were optimizers
 
     guards: dict[int, gg.Guard]
-    _shares: dict[int, BindingShare]
     _logged: dict[int, int]  # steps of each guard when it was last logged
     _optimizers: list[Optimizer]  # all that are guarded or left alone on purpose
     _precision: Any  # the trainer's plugin, whose clip is refused while there are guards
 
     def _not_begun(self) -> dict[str, Any]:
-        return {"guards": {}, "_shares": {}, "_logged": {}, "_optimizers": [], "_precision": None}
+        return {"guards": {}, "_logged": {}, "_optimizers": [], "_precision": None}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy begins with: the state of the guards, without guards, which sit on these optimizers."""
@@ -155,14 +153,12 @@ class GradGuardCallback(TrainersClip):
             self._attach(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Count the step before, of which there may be several in a batch; the guard clips once this has returned."""
+        """Refuse a ``gradient_clip_val`` that has been set since; the guard clips once this has returned."""
         del optimizer
-        self._refuse(trainer, pl_module)  # gradient_clip_val may have been set since
-        self._count()
+        self._refuse(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Log what the steps of this batch did."""
-        self._count()
         for position, guard in self.guards.items():
             if self._prefix is not None and guard.last is not None and guard.steps != self._logged.get(position):
                 self._logged[position] = guard.steps
@@ -172,10 +168,8 @@ class GradGuardCallback(TrainersClip):
         """Return the state of all guards, for the checkpoint; Lightning calls this."""
         if not self.guards:
             return self._loaded or {}
-        self._count()
         return {
             "guards": {position: guard.state_dict() for position, guard in self.guards.items()},
-            "binding": {position: share.state_dict() for position, share in self._shares.items()},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -195,7 +189,6 @@ class GradGuardCallback(TrainersClip):
             )
         for position, guard in self.guards.items():
             guard.load_state_dict(state_dict["guards"][position])
-            self._shares[position].load_state_dict(state_dict["binding"][position])
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -210,7 +203,6 @@ class GradGuardCallback(TrainersClip):
         for position, (optimizer, clipper) in enumerate(zip(self._optimizers, clippers, strict=True)):
             if clipper is not None:
                 self.guards[position] = self._guard(trainer, model, optimizer, clipper)
-                self._shares[position] = BindingShare()
         if state:
             self.load_state_dict(state)
         self._precision = trainer.precision_plugin
@@ -228,21 +220,16 @@ class GradGuardCallback(TrainersClip):
         if self._precision is not None:
             vars(self._precision).pop("clip_gradients", None)
             self._precision = None
-        self._count()
         for guard in self.guards.values():
             guard.detach()
         self._optimizers = []
-
-    def _count(self) -> None:
-        for position, guard in self.guards.items():
-            self._shares[position].follow(guard)
 
     def _log(self, pl_module: LightningModule, position: int, result: gg.results.ClipResult) -> None:
         name = self._prefix if len(self._optimizers) == 1 else f"{self._prefix}/{position}"
         values = {
             "norm": result.norm,
             "coefficient": result.coefficient,
-            "binding_share": self._shares[position].value(),
+            "clipped": (result.clipped & ~result.nonfinite).float(),
         }
         for key, value in values.items():
             pl_module.log(f"{name}/{key}", value, on_step=True, on_epoch=False)

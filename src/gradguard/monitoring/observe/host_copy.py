@@ -34,6 +34,11 @@ class AsyncHostCopy:
             flat = torch.cat([tensors[i].detach().reshape(-1).to(wide) for i in places])
             self._copies.append((places, *copy_to_host(flat)))
 
+    @property
+    def waits(self) -> bool:
+        """Whether anything had to be sent for, so that only the thread that trains may look at it."""
+        return any(event is not None for _, _, event in self._copies)
+
     def arrived(self) -> bool:
         """Return whether `values` would not wait."""
         return all(event is None or event.query() for _, _, event in self._copies)

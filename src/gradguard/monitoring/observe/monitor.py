@@ -33,7 +33,7 @@ from gradguard.monitoring.observe.meta import (
     rank_and_world,
 )
 from gradguard.monitoring.observe.record_buffer import RecordBuffer
-from gradguard.monitoring.observe.recorder import Ear, Recorder, check_callable, safely
+from gradguard.monitoring.observe.recorder import Recorder, check_callable, safely
 from gradguard.monitoring.observe.schedule import Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, are_spread
 from gradguard.monitoring.observe.step import ScaleUpdate, ScriptClip, StepMeasurement, copied
@@ -157,7 +157,7 @@ class Monitor(Recorder):
         self._hooks = [EveryStep(self.on_step, self.on_stepped, optimizer=optimizer, first=self._guard is None)]
         if self._guard is not None:
             self._hooks.append(EveryStep(self._before_guard, lambda _: None, optimizer=optimizer, first=True))
-        self._stop_listening = listen(Ear(self))
+        self._stop_listening = listen(weakref.proxy(self))  # which does not keep it alive
         weakref.finalize(self, self._stop_listening)
         self._leave_scaler = listen_to_steps(self.on_scaler_step, self.on_scaler_stepped, optimizer=optimizer)
         close, terminated, flush = (
@@ -321,7 +321,8 @@ class Monitor(Recorder):
         scale = loss_scale_of(self._scaler)  # get_scale() would wait
         step.amp_scale = copied(scale) if isinstance(scale, Tensor) else None
         if self._amp_scale is not None and step.amp_scale is not None:
-            self._lines.add(ScaleUpdate(max(self._steps - 1, 0), self._amp_scale, step.amp_scale))
+            scales = self._amp_scale, step.amp_scale
+            self._lines.add(ScaleUpdate(max(self._steps - 1, 0), *scales, late=not step.amp_scale.is_cpu))
         self._amp_scale = step.amp_scale
         if step.found_inf is not None and self._guard_event is not None:  # the scaler left it out; the guard said so
             note_guard(step, self._guard_event)

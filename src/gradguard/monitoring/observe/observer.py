@@ -147,7 +147,7 @@ class Observer(Recorder):
             self._clips.forget()
         self._steps_at_update = self._steps
         if before is not None and after is not None and self._buffer is not None:
-            self._buffer.add(ScaleUpdate(max(self._steps - 1, 0), before, after))
+            self._buffer.add(ScaleUpdate(max(self._steps - 1, 0), before, after, late=not after.is_cpu))
 
     def on_stepped(self, optimizer: Optimizer) -> None:
         """Add the row of the step that is done; end the program after the last step that was asked for."""

@@ -1,6 +1,5 @@
 """Steps on their way into the record: kept for a while, then written, once their numbers are on the host."""
 
-import os
 import threading
 import time
 from collections import deque
@@ -22,13 +21,16 @@ FLUSH_ROWS = 50
 FLUSH_SECONDS = 2.0
 KEPT_ROWS = 1000
 
+MOST_BEHIND = 10
+"""Where so many flushes wait for our own thread, the one that trains writes them: memory stays flat."""
+
 
 class RecordBuffer:
     """Writes steps in the order they came, at the latest `FLUSH_ROWS` steps or `FLUSH_SECONDS` after.
 
-    Steps of the CPU are written by the thread that trains or, ``in_background`` and where a step takes longer than
-    that, by one of our own. Steps with tensors on a device are sent for as often, and written when they have arrived;
-    only the thread that trains touches a device, because another one might do so while a CUDA graph is captured.
+    To judge a step and to write its lines takes longer than to measure it: ``in_background`` a thread of our own does
+    both. Steps with tensors on a device are sent for as often, and written when they have arrived; only the thread that
+    trains touches a device, because another one might do so while a CUDA graph is captured.
 
     **Guarantees**: `add` never waits for a device; nothing is written by a forked child.
 
@@ -37,7 +39,7 @@ class RecordBuffer:
         every: Write the norm of each parameter every so many steps; None as `lines_of` has it.
         arrived: Called with each step when its numbers are known, before its lines are made.
         failed: Called with what went wrong with a step; the others are written all the same.
-        in_background: Whether steps that have waited long may be written by a thread of our own.
+        in_background: Whether a thread of our own writes steps that need no device.
         on_finding: A function that is called with each finding, in a thread of its own.
         keeps_rows: Whether `rows` are kept.
 
@@ -46,6 +48,7 @@ class RecordBuffer:
         has_begun: Whether the first line has been written; steps wait for it.
         newest: The last step, while something may still be added to it.
         rows: The last `KEPT_ROWS` ``step`` lines that were written.
+        seconds: Processor time of the thread of our own.
     """
 
     def __init__(
@@ -69,20 +72,23 @@ class RecordBuffer:
         self._waiting: list[Entry] = []
         self._behind: list[RecoveryNote] = []  # the newest
         self._sent: deque[tuple[list[Entry], NumberPlaces | None, AsyncHostCopy | None]] = deque()
-        self._flushed = time.perf_counter()
-        self._lock, self._process = threading.RLock(), os.getpid()
-        self._stop = threading.Event()
+        self._flushed, self.seconds = time.perf_counter(), 0.0
+        self._lock = threading.RLock()  # of what waits, and
+        self._writing = threading.RLock()  # of what is written, which takes longer; nobody asks for the first within it
+        self._on_device = False  # whether any numbers had to be sent for
+        self._due, self._ended = threading.Event(), False
         self._thread: threading.Thread | None = None
 
     def begin(self, meta: Line) -> None:
         """Write the first line, whose ``params`` every later one follows."""
-        with self._lock:
-            self._table, self._judge, self.has_begun = ParameterTable(meta["params"]), Judge(meta), True
+        with self._writing:
+            self._table, self._judge = ParameterTable(meta["params"]), Judge(meta)
             self.sinks.push([meta])
+            self.has_begun = True
 
     def write(self, line: Line) -> None:
         """Write a line that is no step's, now."""
-        with self._lock:
+        with self._writing:
             self.sinks.push([known_fields(line)])
 
     def add(self, entry: Entry, *, keep: bool = False) -> None:
@@ -98,42 +104,51 @@ class RecordBuffer:
                 self.newest = entry
             else:
                 self._waiting.append(entry)
-            if self._in_background and self._thread is None:
-                self._start()
-            if len(self._waiting) >= FLUSH_ROWS or time.perf_counter() - self._flushed > FLUSH_SECONDS:
-                self._flush()
-            elif self._sent:
-                self._write_arrived()
+            due = len(self._waiting) >= FLUSH_ROWS or self._is_late()
+            if due:
+                self._send()
+        if self._in_background and self._thread is None:
+            self._thread = threading.Thread(target=self._keep_writing, name="gradguard-record", daemon=True)
+            self._thread.start()
+        if self._in_background and not self._on_device and len(self._sent) < MOST_BEHIND:
+            if due:
+                self._due.set()
+        elif due or self._sent:
+            self._write_arrived()
 
     def add_behind(self, note: RecoveryNote) -> None:
         """Take what was done after the newest step, to which something may still be added."""
         with self._lock:
-            if self.newest is None:
-                self.add(note)
-            else:
+            if self.newest is not None:
                 self._behind.append(note)
+                return
+        self.add(note)
 
     def flush(self, wait: bool = False) -> None:
         """Send for all steps, and write those that are here; ``wait`` for the others."""
         with self._lock:
             self._release_newest()
-            self._flush(wait)
+            self._send()
+        self._write_arrived(wait)
 
     def write_late(self) -> None:
-        """Write steps that have waited long for another one, unless that takes a look at a device."""
+        """Write what was sent, and steps that have waited long for another one, if that takes no look at a device."""
         with self._lock:
-            late = time.perf_counter() - self._flushed > FLUSH_SECONDS
-            if late and self._waiting and not self._sent and not _needs_device(self._waiting):
-                self._flush()
+            if self._is_late() and not any(entry.late for entry in self._waiting):
+                self._send()
+            if self._on_device:
+                return
+        self._write_arrived()
 
     def close(self, end: Line) -> None:
         """Write what is left, and the last line."""
-        self._stop.set()
-        with self._lock, suppress(Exception):  # a device that failed must not take the last line with it
+        self._ended = True
+        self._due.set()
+        with suppress(Exception):  # a device that failed must not take the last line with it
             self.flush(wait=True)
         if self._alerts is not None:  # it may still write an event, so not with the lock
             self._alerts.close()
-        with self._lock:
+        with self._writing:
             self.write(end)
             self.sinks.close()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -146,29 +161,38 @@ class RecordBuffer:
             self._waiting += [self.newest, *self._behind]
             self.newest, self._behind = None, []
 
-    def _flush(self, wait: bool = False) -> None:
+    def _is_late(self) -> bool:
+        return time.perf_counter() - self._flushed > FLUSH_SECONDS
+
+    def _send(self) -> None:
         if not self.has_begun:  # a scaler may search its scale for long before the first step
             return
         waiting, self._waiting = self._waiting, []
         if waiting:
             self._sent.append((waiting, *self._sent_for(waiting)))
-        self._write_arrived(wait)
         self._flushed = time.perf_counter()
 
     def _sent_for(self, entries: list[Entry]) -> tuple[NumberPlaces | None, AsyncHostCopy | None]:
         if not any([entry.late for entry in entries]):
             return None, None
         places = NumberPlaces(list(_holders(entries)))
-        return places, AsyncHostCopy(places.tensors)
+        copy = AsyncHostCopy(places.tensors)
+        self._on_device = self._on_device or copy.waits
+        return places, copy
 
     def _write_arrived(self, wait: bool = False) -> None:
+        with self._writing:
+            while self._sent and (wait or self._sent[0][2] is None or self._sent[0][2].arrived()):
+                self._write_sent(*self._sent.popleft())
+
+    def _write_sent(self, entries: list[Entry], places: NumberPlaces | None, copy: AsyncHostCopy | None) -> None:
+        if places is not None and copy is not None:
+            places.fill(copy.values())
         lines: list[Line] = []
-        while self._sent and (wait or self._sent[0][2] is None or self._sent[0][2].arrived()):
-            entries, places, copy = self._sent.popleft()
-            if places is not None and copy is not None:
-                places.fill(copy.values())
-            for entry in entries:
-                lines += self._lines_of(entry)
+        for entry in entries:
+            lines += self._lines_of(entry)
+            if threading.current_thread() is self._thread:
+                time.sleep(0)  # the thread that trains goes first
         if not lines:
             return
         if self._keeps_rows:
@@ -189,14 +213,13 @@ class RecordBuffer:
             self._failed(error)
         return lines
 
-    def _start(self) -> None:
-        self._thread = threading.Thread(target=self._keep_flushing, name="gradguard-record", daemon=True)
-        self._thread.start()
-
-    def _keep_flushing(self) -> None:
-        while not self._stop.wait(FLUSH_SECONDS / 2):
+    def _keep_writing(self) -> None:
+        while not self._ended:
+            self._due.wait(FLUSH_SECONDS / 2)
+            self._due.clear()
             with suppress(Exception):
                 self.write_late()
+            self.seconds = time.thread_time()
 
 
 def _holders(entries: Sequence[Entry]) -> Iterator[Any]:
@@ -204,9 +227,3 @@ def _holders(entries: Sequence[Entry]) -> Iterator[Any]:
         yield entry
         if isinstance(entry, StepMeasurement):
             yield from without_none((entry.diagnostics, entry.moved, *entry.clips, entry.applied, entry.guard))
-
-
-def _needs_device(entries: Sequence[Entry]) -> bool:
-    if not any([entry.late for entry in entries]):
-        return False
-    return any(not tensor.is_cpu for tensor in NumberPlaces(list(_holders(entries))).tensors)

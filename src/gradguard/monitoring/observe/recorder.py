@@ -158,16 +158,12 @@ class Recorder(Listener):
             with_grad = [p for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
             gradients = grads_of(with_grad)
         if first:
-            self._measure_step(optimizer, StepGradients(with_grad, gradients, spread, shared))
-            if self._unowned is not None or id(optimizer) not in self._idle.alive:
-                self._look_at_setup(optimizer, parameters, bool(with_grad))
+            self._measure_step(optimizer, StepGradients(with_grad, gradients, spread, shared), parameters)
         else:
             self._forget(parameters)
         self._clip(optimizer, first)
-        if first and not spread:  # of a part, diagnostics would be wrong
-            self._measure_diagnostics(optimizer, with_grad)
         if first:
-            self._look_at_weights(optimizer, with_grad)
+            self._look_at_weights(optimizer, with_grad, spread)
 
     def _parameters(self, optimizer: Optimizer) -> list[Tensor]:
         try:
@@ -201,29 +197,31 @@ class Recorder(Listener):
         self._thread.began = None
 
     @safely
-    def _measure_step(self, optimizer: Optimizer, given: StepGradients) -> None:
+    def _measure_step(self, optimizer: Optimizer, given: StepGradients, parameters: list[Tensor]) -> None:
         self._thread.step = None  # of a step that raised
-        if not (given.parameters and is_captured(given.parameters[0])):
-            if not self._is_open(optimizer):
-                self._forget(given.parameters)
-            elif (step := self._measured(optimizer, given)) is not None:
-                self._label(step, optimizer)
-                step.lr = copied(optimizer.param_groups[0].get("lr"))
-                step.logits, self._logits = self._logits, {}
-                step.scaled = getattr(self._thread, "scaled", False)
-                step.kept_gradients = self._kept.before_step(optimizer) if self._kept.looks else None
-                self._thread.step, self._thread.optimizer = step, weakref.ref(optimizer)
-
-    @safely
-    def _look_at_setup(self, optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool) -> None:
-        if self._buffer is None or (parameters and is_captured(parameters[0])):
+        if parameters and is_captured(parameters[0]):
             return
+        if not self._is_open(optimizer):
+            self._forget(given.parameters)
+        elif (step := self._measured(optimizer, given)) is not None:
+            self._label(step, optimizer)
+            step.lr = copied(optimizer.param_groups[0].get("lr"))
+            step.logits, self._logits = self._logits, {}
+            step.scaled = getattr(self._thread, "scaled", False)
+            step.kept_gradients = self._kept.before_step(optimizer) if self._kept.looks else None
+            self._thread.step, self._thread.optimizer = step, weakref.ref(optimizer)
+        if self._buffer is not None and (self._unowned is not None or id(optimizer) not in self._idle.alive):
+            self._look_at_setup(self._buffer, optimizer, parameters, bool(given.parameters))
+
+    def _look_at_setup(
+        self, buffer: RecordBuffer, optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool
+    ) -> None:
         place, sure = self._place_of(optimizer), self._backwards >= IDLE_STEPS
         events = list(self._idle.before_step(optimizer, place, parameters, has_gradients, sure))
         if self._unowned is not None:
             events += self._unowned.before_step(optimizer, parameters)
             self._unowned = None if self._unowned.is_over else self._unowned
-        self._add_events(self._buffer, events)
+        self._add_events(buffer, events)
 
     def _add_events(self, buffer: RecordBuffer, events: Iterable[SetupEvent]) -> None:
         for event in events:
@@ -231,23 +229,18 @@ class Recorder(Listener):
             buffer.add(event)
 
     @safely
-    def _measure_diagnostics(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
-        step = self._open_step()
-        self._thread.diagnosed = None
-        if step is None or step.total is not None or not parameters:
+    def _look_at_weights(self, optimizer: Optimizer, parameters: list[Tensor], spread: bool) -> None:
+        """Measure what is costlier, as often as it is due, and keep some of the weights until the step is done."""
+        step, self._thread.diagnosed, self._thread.moving = self._open_step(), None, None
+        if step is None or not parameters:
             return
-        started = time.perf_counter()
-        if self._schedule.due(self._steps, self._turns[step.optimizer or 0], started - self._started):
+        now = time.perf_counter()
+        elapsed = now - self._started
+        measurable = not spread and step.total is None  # of a part, or scaled, diagnostics would be wrong
+        if measurable and self._schedule.due(self._steps, self._turns[step.optimizer or 0], elapsed):
             step.diagnostics = measure_diagnostics(parameters, getattr(optimizer, "grad_scale", None))
-            self._thread.diagnosed, self._thread.spent = parameters, time.perf_counter() - started
-
-    @safely
-    def _look_at_weights(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
-        self._thread.moving = None
-        if self._open_step() is None or not parameters:
-            return
-        within = self._watching_updates <= FREE + SHARE * (time.perf_counter() - self._started)
-        if within or getattr(self._thread, "diagnosed", None) is not None:
+            self._thread.diagnosed, self._thread.spent = parameters, time.perf_counter() - now
+        if self._thread.diagnosed is not None or self._watching_updates <= FREE + SHARE * elapsed:
             began = time.thread_time()  # which other programs do not make longer
             self._thread.moving = Moving(optimizer, parameters)
             self._watching_updates += time.thread_time() - began
@@ -400,7 +393,7 @@ class Recorder(Listener):
                     "t": "end",
                     "steps": self._steps,
                     "wall": time.perf_counter() - self._started,
-                    "overhead_ms": 1e3 * self._overhead,
+                    "overhead_ms": 1e3 * (self._overhead + buffer.seconds),
                     "exit": exit_code,
                     "interrupted": interrupted,
                     "clips": self._clips.count if not self._steps and self._clips.count else None,
@@ -428,33 +421,6 @@ class Recorder(Listener):
         advice = "training itself goes on untouched; please report this with the script"
         event = {"t": "event", "i": self._steps, "kind": "observer_failed", "severity": "error"}
         buffer.write(event | {"message": redacted(message), "advice": advice})
-
-
-class Ear(Listener):
-    """Hears of clips and recoveries for a recorder, and does not keep it alive."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = weakref.ref(recorder)
-
-    def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
-        """A clip is about to act."""
-        if (recorder := self._recorder()) is not None:
-            recorder.on_clip(call, parameters)
-
-    def on_clipped(self, event: ClipEvent) -> None:
-        """A clip is done."""
-        if (recorder := self._recorder()) is not None:
-            recorder.on_clipped(event)
-
-    def on_recover(self, event: RecoveryEvent) -> None:
-        """Something was done about spikes."""
-        if (recorder := self._recorder()) is not None:
-            recorder.on_recover(event)
-
-    def on_logits(self, name: str, largest: Tensor) -> None:
-        """An attention has been computed."""
-        if (recorder := self._recorder()) is not None:
-            recorder.on_logits(name, largest)
 
 
 def check_callable(on_finding: Any) -> None:

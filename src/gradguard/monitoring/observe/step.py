@@ -146,12 +146,12 @@ class StepMeasurement:
 
 @dataclass(slots=True)
 class ScaleUpdate:
-    """A loss scale before and after the update that followed the step of this number."""
+    """A loss scale before and after the update that followed the step of this number; ``late`` as for a step."""
 
     index: int
     before: Any
     after: Any
-    late: bool = True
+    late: bool
 
 
 @dataclass(slots=True)

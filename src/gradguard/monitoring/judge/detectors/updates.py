@@ -277,12 +277,17 @@ class Rule:
 
 def _off(slope: float, rates: Sequence[float], updates: Sequence[float]) -> float:
     """How far updates are from a line of this slope, as a standard deviation."""
-    return statistics.pstdev(update - slope * rate for rate, update in zip(rates, updates, strict=True))
+    return _deviation([update - slope * rate for rate, update in zip(rates, updates, strict=True)])
 
 
 def _spread(values: Sequence[float]) -> float:
     """The standard deviation of logarithms."""
-    return statistics.pstdev([math.log(value) for value in values])
+    return _deviation([math.log(value) for value in values])
+
+
+def _deviation(values: Sequence[float]) -> float:
+    mean = statistics.fmean(values)
+    return math.sqrt(statistics.fmean([(value - mean) ** 2 for value in values]))  # `pstdev` adds fractions
 
 
 def _rule(found: Episode) -> Words:
