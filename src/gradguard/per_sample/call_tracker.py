@@ -97,7 +97,6 @@ class CallTracker:
         self.last_calls: dict[nn.Module, OuterCall] = {}
         self.planner = LayerPlanner(self.batch_first, names, self._observed_by)
         self._sound: int | None = None
-        self._holds_trained: dict[nn.Module, bool] = {}
         self._stack: list[RunningCall] = []
         self.trained: frozenset[str] = frozenset()
         self._observer: CallObserver | None = None
@@ -229,7 +228,8 @@ class CallTracker:
             notes = self._trace is not None
         caller = self._stack[-1] if self._stack else None
         running = RunningCall(module, self._next_plan(module))
-        running.exposed = self._is_exposed(module)
+        # Hooks of others run between the two of the clipper's, where parameters are kept from autograd.
+        running.exposed = hook_order(module) != self._hooks[module]
         if caller is None and self._witnessed is not None:
             self._witnessed.draws = running.places.enter_context(Draws(must_tell=False))
         self._stack.append(running)
@@ -359,7 +359,8 @@ class CallTracker:
             return
         rehearsal = self._rehearsed is not None
         autocast = autocast_of(Skeleton(arguments))
-        rehearse = None if self.planner.sharded or not self._uses_trained(module) else self._rehearse
+        uses_trained = self.planner.uses_trained(module)
+        rehearse = None if self.planner.sharded or not uses_trained else self._rehearse
         kind = self.planner.key_of(module, arguments, autocast)
         fresh = not rehearsal and not self.planner.knows(kind, state)
         pattern = self._rehearsed or self.planner.pattern_for(module, arguments, size, kind, state)
@@ -374,7 +375,7 @@ class CallTracker:
             self.planner.keep(pattern, kind, self._state.passed())
             if self.witness is not None:
                 self.witness.tried_out()
-        looks = self.planner.uses_trained(module) and not rehearsal and self.collector.mini_batch is None
+        looks = uses_trained and not rehearsal and self.collector.mini_batch is None
         if looks and self._loss_check is not None:
             pulls = not self.planner.sharded
             self._loss_check.start(size, pattern.output_axes, self._capture.verifying, pulls)
@@ -400,7 +401,6 @@ class CallTracker:
         """Look whether the model may compute something else than in the last call; return the number of its state."""
         if self.planner.sharded:  # each process has attributes of its own, and must do as the others do
             refuse_batch_norm(self._module)
-            self._holds_trained.clear()
             return 0
         if self._rehearsed is not None and self._sound is not None:
             return self._sound
@@ -411,15 +411,8 @@ class CallTracker:
         if state != self._sound:
             refuse_batch_norm(self._module)
             refuse_sharded_since(self._module)
-            self._holds_trained.clear()
             self._sound = state
         return state
-
-    def _uses_trained(self, module: nn.Module) -> bool:
-        """Tell whether a trained parameter is in ``module``."""
-        if module not in self._holds_trained:
-            self._holds_trained[module] = self.planner.uses_trained(module)
-        return self._holds_trained[module]
 
     def _record(self, call: OuterCall) -> LoopedCall:
         """Take note of a call, so that one sample of it can be run alone again."""
@@ -515,7 +508,6 @@ class CallTracker:
             self._capture.train(trained)
             self.planner.train(trained)
             self.trained = trained
-            self._holds_trained.clear()
 
     def _guard(self, names: frozenset[str]) -> None:
         """Watch the accumulators of the trained parameters."""
@@ -525,10 +517,6 @@ class CallTracker:
                 self._guarded.add(id(parameter))
                 hook = partial(_bypassed, weakref.ref(self), name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-
-    def _is_exposed(self, module: nn.Module) -> bool:
-        """Whether hooks of others run between the two of the clipper's, where parameters are kept from autograd."""
-        return hook_order(module) != self._hooks[module]
 
     def _next_plan(self, module: nn.Module) -> CallPlan:
         """The plan of this call of ``module``."""
