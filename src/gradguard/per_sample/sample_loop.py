@@ -19,7 +19,7 @@ from gradguard.per_sample.call_arguments import Arguments, Skeleton, changes_of,
 from gradguard.per_sample.contributions import Contribution, Materialized, real_parts, row_squares, wide
 from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
+from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, off_from_sum
 from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import Draws, ModuleSnapshot, Quietly, substituted, undisturbed
 from gradguard.torch_private import parameter_slots
@@ -214,7 +214,7 @@ class LoopedCall:
             if roots:
                 with self.draws.again():
                     torch.autograd.backward(roots, grads)
-        found = {name: _zeros(v) if v.grad is None else _dense(v) for name, v in values.items()}
+        found = {name: _zeros(v) if v.grad is None else dense(v.grad) for name, v in values.items()}
         if scale != 1.0:
             for gradient in found.values():
                 gradient.div_(scale)
@@ -377,11 +377,6 @@ def _value(places: Sequence[tuple[nn.Module, str]]) -> Tensor:
     value = parameter_slots(module)[slot]
     assert value is not None
     return value.detach()
-
-
-def _dense(leaf: Tensor) -> Tensor:
-    assert leaf.grad is not None
-    return wide(real_parts(leaf.grad.to_dense() if leaf.grad.layout is not torch.strided else leaf.grad))
 
 
 def _zeros(value: Tensor) -> Tensor:
