@@ -1,8 +1,8 @@
 """Per-sample gradients: their norms, their clipped sum, and private training with it.
 
-A map, from `clipper` on. Hooks on every layer (`call_tracker`) tap what flows through it (`capture`), and backward hands
-each layer's input and output gradient to a mini-batch (`mini_batch`), where the layer's rule (`layers/`) turns them into
-a contribution whose norms and clipped sum need no per-sample gradient (`contributions`).
+A map, from `clipper` on. Hooks on every layer (`call_tracker`) tap what flows through it (`capture`), and backward
+hands each layer's input and output gradient to a mini-batch (`mini_batch`), where the layer's rule (`layers/`) turns
+them into a contribution whose norms and clipped sum need no per-sample gradient (`contributions`).
 
 What to do at each call is planned once for each way of calling the model in each of its states (`layer_plans`, by
 `module_state`), from a run on two samples and one on three (`dry_run`): by a rule, by known operations with parameters
