@@ -102,7 +102,7 @@ class LoopedCall:
 
     @property
     def module(self) -> nn.Module:
-        """What was called."""
+        """The outermost module."""
         return self.call.pattern.module
 
     @property
