@@ -145,7 +145,9 @@ def test_a_sample_that_is_not_finite_is_the_loudest_and_spoils_the_step_as_witho
 
 
 def test_a_model_that_returns_its_loss_is_refused(tmp_path):
-    with pytest.raises(UnsupportedGradientError, match=r"Model returns a number that the loss uses.*compute it outside"):
+    with pytest.raises(
+        UnsupportedGradientError, match=r"Model returns a number that the loss uses.*compute it outside"
+    ):
         trainer(tmp_path, [SampleNormsCallback()]).train()
 
 

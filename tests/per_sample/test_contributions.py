@@ -8,7 +8,6 @@ from torch import Tensor
 
 from gradguard.per_sample import contributions
 from gradguard.per_sample.contributions import (
-    ROW,
     Contribution,
     Materialized,
     Outer,
@@ -23,6 +22,7 @@ from gradguard.per_sample.contributions import (
     together,
     wide,
 )
+from gradguard.tensors.norms import ROW
 from per_sample.layer_calls import assert_matches
 
 B, T, V, D = 6, 4, 5, 3

@@ -193,6 +193,7 @@ MODEL = ["0.weight", "0.bias", "encoder.0.weight", "encoder.1.weight", "encoder.
         (PerLayerNormClipper, {"": 5.0, "encoder.0": 2.0}, [5.0, 2.0, 5.0]),
         (PerParameterNormClipper, 2, [2.0] * 5),
         (PerParameterNormClipper, [1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0]),
+        (PerParameterNormClipper, {"": 1.0, "0": 2.0, "0.bias": 3.0}, [2.0, 3.0, 1.0, 1.0, 1.0]),
         (PerParameterNormClipper, {name: k for k, name in enumerate(reversed(MODEL))}, [4.0, 3.0, 2.0, 1.0, 0.0]),
     ],
 )
@@ -228,11 +229,14 @@ def test_each_part_is_clipped_by_itself(rule):
         (PerLayerNormClipper, {"0": 1.0}, r"missing: \['encoder.0', 'encoder.1'\], not of a trained layer: \[\]"),
         (PerLayerNormClipper, {"": 1.0, "enc": 1.0}, r"missing: \[\], not of a trained layer: \['enc'\]"),
         (PerLayerNormClipper, {"": 1.0, "encoder.01": 1.0}, r"not of a trained layer: \['encoder.01'\]"),
-        (PerLayerNormClipper, {"": 1.0, "0.weight": 1.0}, r"\['0.weight'\].* by name there is PerParameterNormClipper"),
+        (PerLayerNormClipper, {"": 1.0, "0.weight": 1.0}, r"\['0.weight'\].*PerParameterNormClipper takes the names"),
         (PerParameterNormClipper, [1.0] * 3, "max_norms has 3 numbers for 5 trained parameters"),
-        (PerParameterNormClipper, {"0.weight": 1.0}, r"missing: \['0.bias', .*\], not trained: \[\]"),
-        (PerParameterNormClipper, {**dict.fromkeys(MODEL, 1.0), "typo": 1}, r"missing: \[\], not trained: \['typo'\]"),
-        (PerParameterNormClipper, {"": 1.0}, r"missing: \['0.weight', .*\], not trained: \[''\]"),
+        (PerParameterNormClipper, {"0.weight": 1.0}, r"missing: \['0.bias', .*\], not of a trained parameter: \[\]"),
+        (
+            PerParameterNormClipper,
+            {**dict.fromkeys(MODEL, 1.0), "typo": 1},
+            r"missing: \[\], not of .*'typo'",
+        ),
     ],
 )
 def test_prepare_refuses_thresholds_that_do_not_fit(rule, max_norms, words):

@@ -4,7 +4,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,14 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
-from gradguard.per_sample.call_arguments import (
-    Arguments,
-    Skeleton,
-    changes_of,
-    count_samples,
-    finite_samples,
-    take_samples,
-)
+from gradguard.per_sample.call_arguments import Arguments, Skeleton, changes_of, count_samples
 from gradguard.per_sample.capture import LayerCapture, RunningCall, autocast_of
 from gradguard.per_sample.dry_run import CallObserver, Slot
 from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner, Treatment
@@ -38,7 +30,7 @@ from gradguard.per_sample.rerun import (
     undisturbed,
     without_graph,
 )
-from gradguard.per_sample.sample_loop import LoopedCall, same_rows
+from gradguard.per_sample.sample_loop import LoopedCall, OuterCall, same_rows
 from gradguard.per_sample.witness import MANY, SOME, Witness
 from gradguard.state.generators import States, accelerators_of, generator_states, restore_generators
 from gradguard.torch_private import (
@@ -51,35 +43,6 @@ from gradguard.torch_private import (
 )
 
 _NOTHING = CallPlan(Treatment.NOTHING, False, (), ())
-
-
-@dataclass(frozen=True)
-class LastCall:
-    """One outermost call, to be repeated.
-
-    Attributes:
-        pattern: How it is treated.
-        arguments: What the module was called with.
-        batch_size: Number of samples.
-        autocast: Device type and dtype of the autocast that it ran under, or None.
-    """
-
-    pattern: CallPattern
-    arguments: Arguments
-    batch_size: int
-    autocast: tuple[str, torch.dtype] | None
-
-    def samples(self, batch_first: bool, indices: Sequence[int]) -> Arguments:
-        """Return the arguments for some of the samples."""
-        return take_samples(self.arguments, batch_first, self.batch_size, indices, self.pattern.whole)
-
-    def finite_samples(self, batch_first: bool, number: int) -> list[int]:
-        """Return the first ``number`` samples without NaN or inf, or with -inf if need be; fewer if there are few."""
-        found: list[int] = []
-        for masked in (False, True):
-            if len(found) < number:
-                found = finite_samples(self.arguments, batch_first, self.batch_size, self.pattern.whole, masked)
-        return found[:number]
 
 
 class CallTracker:
@@ -107,7 +70,7 @@ class CallTracker:
         batch_first: bool,
         names: Mapping[Slot, str],
         reduction: str = "mean",
-        rehearse: "Callable[[CallTracker, LastCall], None] | None" = None,
+        rehearse: "Callable[[CallTracker, OuterCall], None] | None" = None,
         loss_check: LossCheck | None = None,
     ) -> None:
         # Not held: a module leads here, and the graph of a loss, which no garbage collector sees, to the module.
@@ -119,10 +82,10 @@ class CallTracker:
         self._witnessed: LoopedCall | None = None
         self.witness: Witness | None = None
         self._trace: OperationTrace | None = None
-        self._untried: list[tuple[LastCall, OperationTrace]] = []
+        self._untried: list[tuple[OuterCall, OperationTrace]] = []
         self._state_before: States | None = None
         self._buffers_before: dict[Slot, Tensor] = {}
-        self._unverified: list[LastCall] = []
+        self._unverified: list[OuterCall] = []
         self._given: list[tuple[Tensor, int]] = []
         self._without_gradient: Collection[str] = ()
         self._seen: Mapping[str, nn.Parameter] = {}
@@ -131,10 +94,9 @@ class CallTracker:
             self.aliases[name].append(slot)
         self._capture = LayerCapture(names, self.aliases, self.quietly)
         self._quiet = False
-        self.last_calls: dict[nn.Module, LastCall] = {}
+        self.last_calls: dict[nn.Module, OuterCall] = {}
         self.planner = LayerPlanner(self.batch_first, names, self._observed_by)
         self._sound: int | None = None
-        self._holds_trained: dict[nn.Module, bool] = {}
         self._stack: list[RunningCall] = []
         self.trained: frozenset[str] = frozenset()
         self._observer: CallObserver | None = None
@@ -266,7 +228,8 @@ class CallTracker:
             notes = self._trace is not None
         caller = self._stack[-1] if self._stack else None
         running = RunningCall(module, self._next_plan(module))
-        running.exposed = self._is_exposed(module)
+        # Hooks of others run between the two of the clipper's, where parameters are kept from autograd.
+        running.exposed = hook_order(module) != self._hooks[module]
         if caller is None and self._witnessed is not None:
             self._witnessed.draws = running.places.enter_context(Draws(must_tell=False))
         self._stack.append(running)
@@ -342,12 +305,10 @@ class CallTracker:
         self.witness.by_value |= trace.by_value
         if call.pattern.operations.is_new(trace, call.batch_size):
             number = min(2, call.batch_size)
-            few = len(call.finite_samples(self.batch_first, number)) < number
-            all_alone = call.batch_size <= MANY and call.pattern.operations.knows(
-                trace
-            )  # which shows as much as a trial
-            tries = not few and not all_alone
-            self._look_again(call, Skeleton(output).tensors, tries)
+            few = len(call.finite_samples(number)) < number
+            # A small batch whose samples all run alone shows as much as a trial does.
+            all_alone = call.batch_size <= MANY and call.pattern.operations.knows(trace)
+            self._look_again(call, Skeleton(output).tensors, tries=not few and not all_alone)
             if few:
                 return True
         elif trace.by_value and self._witnessed is not None:
@@ -355,7 +316,7 @@ class CallTracker:
         self._untried.append((call, trace))
         return False
 
-    def _look_again(self, call: LastCall, outputs: Sequence[Tensor], tries: bool) -> None:
+    def _look_again(self, call: OuterCall, outputs: Sequence[Tensor], tries: bool) -> None:
         """Try a call out once more if ``tries``, and let its samples run alone, because of what it did."""
         assert self.witness is not None
         witnessed, self._witnessed = self._witnessed, None
@@ -378,7 +339,7 @@ class CallTracker:
         self._take_samples(witnessed, call, MANY)
         self._witnessed = witnessed
 
-    def _take_samples(self, witnessed: LoopedCall, call: LastCall, number: int) -> None:
+    def _take_samples(self, witnessed: LoopedCall, call: OuterCall, number: int) -> None:
         """Let some samples of a call that has just run be run alone, unless it has written into its arguments."""
         assert self.witness is not None
         if any(changes_of(tensor) != version for tensor, version in self._given):
@@ -386,7 +347,7 @@ class CallTracker:
         self.witness.look_at(number)
         for sample in self.witness.samples(call.batch_size):
             if sample not in witnessed.taken:
-                witnessed.taken[sample] = call.samples(self.batch_first, [sample])
+                witnessed.taken[sample] = call.samples([sample])
 
     def _begin(self, module: nn.Module, arguments: Arguments) -> None:
         """An outermost call starts."""
@@ -400,11 +361,12 @@ class CallTracker:
             return
         rehearsal = self._rehearsed is not None
         autocast = autocast_of(Skeleton(arguments))
-        rehearse = None if self.planner.sharded or not self._uses_trained(module) else self._rehearse
+        uses_trained = self.planner.uses_trained(module)
+        rehearse = None if self.planner.sharded or not uses_trained else self._rehearse
         kind = self.planner.key_of(module, arguments, autocast)
         fresh = not rehearsal and not self.planner.knows(kind, state)
         pattern = self._rehearsed or self.planner.pattern_for(module, arguments, size, kind, state)
-        call = LastCall(pattern, arguments, size, autocast)
+        call = OuterCall(pattern, arguments, self.batch_first, size, autocast)
         self._capture.verifying = not rehearsal and rehearse is not None and size not in pattern.sizes
         if self._capture.verifying and rehearse is not None:
             rehearse(self, call)
@@ -415,7 +377,7 @@ class CallTracker:
             self.planner.keep(pattern, kind, self._state.passed())
             if self.witness is not None:
                 self.witness.tried_out()
-        looks = self.planner.uses_trained(module) and not rehearsal and self.collector.mini_batch is None
+        looks = uses_trained and not rehearsal and self.collector.mini_batch is None
         if looks and self._loss_check is not None:
             pulls = not self.planner.sharded
             self._loss_check.start(size, pattern.output_axes, self._capture.verifying, pulls)
@@ -441,7 +403,6 @@ class CallTracker:
         """Look whether the model may compute something else than in the last call; return the number of its state."""
         if self.planner.sharded:  # each process has attributes of its own, and must do as the others do
             refuse_batch_norm(self._module)
-            self._holds_trained.clear()
             return 0
         if self._rehearsed is not None and self._sound is not None:
             return self._sound
@@ -452,28 +413,21 @@ class CallTracker:
         if state != self._sound:
             refuse_batch_norm(self._module)
             refuse_sharded_since(self._module)
-            self._holds_trained.clear()
             self._sound = state
         return state
 
-    def _uses_trained(self, module: nn.Module) -> bool:
-        """Tell whether a trained parameter is in ``module``."""
-        if module not in self._holds_trained:
-            self._holds_trained[module] = self.planner.uses_trained(module)
-        return self._holds_trained[module]
-
-    def _record(self, call: LastCall) -> LoopedCall:
+    def _record(self, call: OuterCall) -> LoopedCall:
         """Take note of a call, so that one sample of it can be run alone again."""
         assert self.witness is not None
         self.witness.watch(self.collector)
         loop = self.looped_call(call)
         for sample in self.witness.samples(call.batch_size):
-            loop.taken[sample] = call.samples(self.batch_first, [sample])
+            loop.taken[sample] = call.samples([sample])
         loop.before = ModuleSnapshot(loop.module, call.pattern.changes_buffers)
         loop.recorded = [(p, changes_of(p)) for p in map(self.parameter, loop.places)]
         return loop
 
-    def _record_now(self, call: LastCall, outputs: Sequence[Tensor]) -> LoopedCall | None:
+    def _record_now(self, call: OuterCall, outputs: Sequence[Tensor]) -> LoopedCall | None:
         """Take note of a call that has just run, with the random numbers that it draws when it runs again.
 
         Args:
@@ -489,7 +443,7 @@ class CallTracker:
         with self.quietly(), undisturbed(call.pattern.module, drop_rate=None):
             restore_generators(self._state_before)
             loop = self._record(call)
-            args, kwargs = call.samples(self.batch_first, range(call.batch_size))
+            args, kwargs = call.samples(range(call.batch_size))
             with Draws(must_tell=False) as loop.draws, without_graph(call.pattern.module):
                 again = Skeleton(call.pattern.module(*args, **kwargs)).tensors
         if len(again) != len(outputs):
@@ -501,26 +455,12 @@ class CallTracker:
         )
         return loop if all(same) else None
 
-    def looped_call(self, call: LastCall) -> LoopedCall:
+    def looped_call(self, call: OuterCall) -> LoopedCall:
         """Return ``call`` as one that is repeated sample by sample."""
-        pattern = call.pattern
+        inside = set(call.pattern.module.modules())
         trained = {name: self.aliases[name] for name in sorted(self.trained)}
-        inside = set(pattern.module.modules())
         places = {name: slots for name, slots in trained.items() if any(module in inside for module, _ in slots)}
-        return LoopedCall(
-            pattern.module,
-            call.arguments,
-            self.batch_first,
-            call.batch_size,
-            pattern.whole,
-            pattern.output_axes,
-            self._reduction,
-            places,
-            self.quietly,
-            call.autocast,
-            pattern.precision,
-            pattern.reason,
-        )
+        return LoopedCall(call, self._reduction, places, self.quietly, call.pattern.precision)
 
     def _start_loop(self, module: nn.Module) -> RunningCall:
         """The batch of a looped call starts."""
@@ -570,7 +510,6 @@ class CallTracker:
             self._capture.train(trained)
             self.planner.train(trained)
             self.trained = trained
-            self._holds_trained.clear()
 
     def _guard(self, names: frozenset[str]) -> None:
         """Watch the accumulators of the trained parameters."""
@@ -580,10 +519,6 @@ class CallTracker:
                 self._guarded.add(id(parameter))
                 hook = partial(_bypassed, weakref.ref(self), name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-
-    def _is_exposed(self, module: nn.Module) -> bool:
-        """Whether hooks of others run between the two of the clipper's, where parameters are kept from autograd."""
-        return hook_order(module) != self._hooks[module]
 
     def _next_plan(self, module: nn.Module) -> CallPlan:
         """The plan of this call of ``module``."""

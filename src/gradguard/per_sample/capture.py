@@ -259,7 +259,7 @@ class LayerCapture:
             else:
                 self._hide(running, slots)
             if plan.rule is not None and plan.rule.replays and getattr(module, "dropout", 0) and module.training:
-                running.generator_state = _generator_state(module)
+                running.generator_state = device_state(next(module.parameters()).device)
         elif plan.treatment is Treatment.OPERATIONS:
             self._put_proxies(running)
         elif plan.treatment is Treatment.VMAP_FALLBACK:
@@ -537,10 +537,6 @@ def _receive_all(
     for place, grad in zip(places, grads, strict=True):
         everywhere[place] = grad
     receive(saved, everywhere, task)
-
-
-def _generator_state(module: nn.Module) -> Tensor:
-    return device_state(next(module.parameters()).device)
 
 
 def autocast_of(arguments: Skeleton) -> tuple[str, torch.dtype] | None:

@@ -672,13 +672,12 @@ class PerSampleGradientClipper:
 
     def _second_opinion(self, recorded: LoopedCall, sample: int) -> Comparison | None:
         """Compare one sample with all others of its batch beside it, in float64."""
-        call = next((c for c in self._tracker.last_calls.values() if c.arguments is recorded.arguments), None)
-        if call is None or recorded.before is None:
+        if recorded.before is None:
             return None
-        with undisturbed(call.pattern.module):
+        with undisturbed(recorded.module):
             recorded.before.restore()
-            others = [i for i in range(call.batch_size) if i != sample]
-            return compare(self._tracker, call, [sample, *others], self.loss_reduction, alone=1)
+            others = [i for i in range(recorded.batch_size) if i != sample]
+            return compare(self._tracker, recorded.call, [sample, *others], self.loss_reduction, alone=1)
 
     def _keep(self, mini_batch: MiniBatch) -> dict[str, Contribution]:
         """Hold every per-sample gradient, in the scale of a sample's own loss."""

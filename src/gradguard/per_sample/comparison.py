@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradguard.tensors.layout import wide_dtype
+from gradguard.tensors.norms import total_norm
 
 _PIECE = 1 << 20
 """Elements of a difference that are held at a time."""
@@ -63,8 +63,7 @@ def _bars(precision: float) -> tuple[float, float]:
 
 def norm(values: Tensor) -> float:
     """Return the 2-norm of ``values``, summed widely."""
-    dtype = None if values.is_complex() else wide_dtype(values.device)
-    return float(torch.linalg.vector_norm(values, dtype=dtype))
+    return float(total_norm([values]))
 
 
 def distance(expected: Tensor, found: Tensor, factor: float = 1.0) -> float:

@@ -24,13 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradguard.tensors.layout import HALVES
-from gradguard.tensors.units import wide_row_norms
+from gradguard.tensors.layout import HALVES, wide_dtype
+from gradguard.tensors.units import ROWS, unit_norms
 
 # Arithmetic that loses nothing: at least float32 for every dtype, float64 where rows are long.
-
-ROW = 1024
-"""Elements that are summed in float32 before float64 takes over."""
 
 
 def wide(values: Tensor) -> Tensor:
@@ -49,36 +46,14 @@ def with_parts_of(values: Tensor, parameter: Tensor) -> Tensor:
 
 
 def row_squares(values: Tensor) -> Tensor:
-    """Return the squared 2-norm of each row of ``values``, shape ``[B, ...]``, as float64 of shape ``[B]``.
-
-    On the CPU the sums run in float32 over `ROW` elements and in float64 above, which is as fast as one flat float32
-    sum and off by less than one part in 1e6; rows that left the range of float32 are summed again in
-    float64. Accelerators accumulate in float64 at once, because looking at the result would make the host wait.
-    """
-    rows = wide(values).reshape(len(values), -1) if values.numel() else values.new_zeros(len(values), 0)
-    if not rows.is_cpu or rows.dtype is torch.float64:
-        return wide_row_norms(rows).square()
-    squares = _row_squares_in_float32(rows)
-    needs_recompute = ~((squares > rows.shape[1] * 1e-30) & squares.isfinite())
-    if needs_recompute.any():
-        squares[needs_recompute] = torch.linalg.vector_norm(rows[needs_recompute], dim=1, dtype=torch.float64).square()
-    return squares
+    """Return the squared 2-norm of each row of ``values``, shape ``[B, ...]``, as float64 of shape ``[B]``."""
+    rows = values.reshape(len(values), -1) if values.numel() else values.new_zeros(len(values), 1)
+    return unit_norms([rows], [ROWS])[0].square()
 
 
 def joint_norm(norms: Sequence[Tensor]) -> Tensor:
     """Return the norm of parts together, from the norms of the parts."""
     return norms[0] if len(norms) == 1 else torch.stack(list(norms)).square().sum(0).sqrt()
-
-
-def _row_squares_in_float32(rows: Tensor) -> Tensor:
-    length = rows.shape[1]
-    if length <= ROW:
-        return torch.linalg.vector_norm(rows, dim=1).double().square_()
-    whole = length // ROW * ROW
-    parts = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, ROW)), dim=2).double().square_().sum(1)
-    if whole < length:
-        parts += torch.linalg.vector_norm(rows[:, whole:], dim=1).double().square_()
-    return parts
 
 
 def scale_rows(values: Tensor, factors: Tensor, bad: Tensor | None) -> Tensor:
@@ -207,7 +182,7 @@ class Contribution(ABC):
 
 
 class Materialized(Contribution):
-    """Per-sample gradients that are held, ``[B, *shape]``, in whichever order of dimensions they lie in memory."""
+    """Per-sample gradients that are held, ``[B, *shape]``."""
 
     def __init__(self, gradients: Tensor) -> None:
         self.gradients = wide(gradients)
@@ -219,23 +194,16 @@ class Materialized(Contribution):
 
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each row."""
-        return row_squares(self._in_memory_order())
+        return row_squares(self.gradients)
 
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
         """Return one matrix-vector product."""
-        rows = blank_rows(self._in_memory_order(), bad)
-        total = factors.to(rows.dtype) @ rows.reshape(self.batch_size, self.shape.numel())
-        return total.view(rows.shape[1:]).mT.contiguous() if self._is_transposed() else total.view(self.shape)
+        rows = blank_rows(self.gradients, bad)
+        return (factors.to(rows.dtype) @ rows.reshape(self.batch_size, self.shape.numel())).view(self.shape)
 
     def materialize(self) -> "Materialized":
         """Return itself."""
         return self
-
-    def _is_transposed(self) -> bool:
-        return self.gradients.dim() == 3 and not self.gradients.is_contiguous() and self.gradients.mT.is_contiguous()
-
-    def _in_memory_order(self) -> Tensor:
-        return self.gradients.mT if self._is_transposed() else self.gradients
 
 
 class Recomputed(Contribution):
@@ -339,9 +307,8 @@ class Outer(Contribution):
         return self.left.shape[1]
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return one matrix product for each sample, made with the longer rows, which is up to a sixth faster."""
-        left, right = self.left[start:stop], self.right[start:stop]
-        return product(left.mT, right) if left.shape[2] <= right.shape[2] else product(right.mT, left).mT
+        """Return one matrix product for each sample."""
+        return product(self.left[start:stop].mT, self.right[start:stop])
 
     def squared_norms(self) -> Tensor:
         """Return them; one position needs no products at all."""
@@ -404,10 +371,10 @@ class Tied(Contribution):
     def squared_norms(self) -> Tensor:
         """Return both squared norms and the cross term; samples where they cancel need to be recomputed."""
         looked_up, multiplied = self.looked_up.squared_norms(), self.multiplied.squared_norms()
-        left, right = wide(self.multiplied.left), wide(self.multiplied.right)
-        values = wide(self.looked_up.values)
+        left, dtype = self.multiplied.left, wide_dtype(self.multiplied.left.device)
         ids = self.looked_up.ids.unsqueeze(1).expand(-1, left.shape[1], -1)
-        cross = left.gather(2, ids).mul_(right @ values.mT).sum(2, dtype=torch.float64).sum(1)
+        products = self.multiplied.right.to(dtype) @ self.looked_up.values.to(dtype).mT
+        cross = products.mul_(left.gather(2, ids)).sum((1, 2))
         uncancelled = self.multiplied.uncancelled
         self.uncancelled = looked_up + (multiplied if uncancelled is None else torch.maximum(multiplied, uncancelled))
         return looked_up + multiplied + 2 * cross

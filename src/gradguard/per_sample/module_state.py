@@ -86,16 +86,14 @@ class StateReader:
         self._forms: dict[Place, Hashable] = {}
         self._changed: set[Place] = set()
         self._calls = self.nearer = 0
-        self._number = self._look_closely()
+        self._number = self._look_closely(typed=False)
 
     def look(self) -> int:
         """Return the number of the state that the module is in, before a call."""
         self._calls += 1
         typed = all(map(is_, map(type, self._modules), self._types))
-        if typed and all(map(is_, self._values(), self._known)):
-            return self._number
-        if not (typed and self._keeps_its_state()):
-            self._number = self._look_closely()
+        if not (typed and all(map(is_, self._values(), self._known))):
+            self._number = self._look_closely(typed)
         return self._number
 
     def passed(self) -> int:
@@ -111,69 +109,44 @@ class StateReader:
         self._changed = set()
         if loose:
             self._loose |= dict.fromkeys(loose, self._calls)
-            self._number = self._look_closely()
+            self._number = self._look_closely(typed=False)
         return self._number
 
     def _limit(self, place: Place) -> int:
         value = self._held.get(place)
         return _PASSED_AS_NUMBER if isinstance(value, int | float | _Items) and type(value) is not bool else _PASSED
 
-    def _keeps_its_state(self) -> bool:
-        """Record the values that were rebound, if none of them can change the state.
-
-        Loose attributes cannot, nor can a value of the same form as the one before, such as the last output.
-
-        Returns:
-            Whether none can; nothing is recorded otherwise.
-        """
-        now = list(self._values())
-        if len(now) != len(self._known):
-            return False
-        rebound: dict[Place, Any] = {}
-        for owner in {self._owners[i] for i, (a, b) in enumerate(zip(now, self._known, strict=True)) if a is not b}:
-            container = self._containers[owner]
-            items = {(container.name, key): value for key, value in container.items()}
-            if [*items] != self._places[owner]:
-                return False
-            rebound |= {place: value for place, value in items.items() if self._held[place] is not value}
-        if any(self._matters(place, self._held[place], value) for place, value in rebound.items()):
-            return False
-        for place in rebound.keys() & self._loose.keys():
-            self._brings_nearer(place)
-        self._held |= rebound
-        self._known = now
-        return True
-
-    def _matters(self, place: Place, before: Any, value: Any) -> bool:
-        """Tell whether a rebound value may change the state of the module, or the set of values that are compared."""
-        if isinstance(before, nn.Module) or isinstance(value, nn.Module):
-            return True
-        if place in self._loose:
-            return False
-        return _is_looked_into(before) or _is_looked_into(value) or form_of(value) != self._forms[place]
-
     def _brings_nearer(self, place: Place) -> None:
         """Count the change of a loose attribute."""
         self.nearer += self._calls - self._loose[place]
         self._loose[place] = self._calls
 
+    def _may_hold(self, place: Place, value: Any) -> bool:
+        """Tell whether other values may have to be looked at because of one that is, or was, at a place."""
+        return isinstance(value, nn.Module) or (place not in self._loose and _is_looked_into(value))
+
     def _values(self) -> Iterator[Any]:
         return chain(chain.from_iterable([c.values for c in self._containers]), (_END,))
 
-    def _look_closely(self) -> int:
-        """Read every value anew, and return the number of the state that they make."""
-        names, held, forms = {c.name for c in self._containers}, self._held, self._forms
-        self._modules = list(self._module.modules())
-        self._types = [type(m) for m in self._modules]
-        self._containers = [c for c in _containers(self._module, self._loose) if (c.name, "") not in self._loose]
-        self._known = list(self._values())
-        self._owners = [i for i, container in enumerate(self._containers) for _ in container.values]
-        items = [{(c.name, key): value for key, value in c.items()} for c in self._containers]
-        self._places = [[*held] for held in items]
-        self._held = dict(chain.from_iterable([one.items() for one in items]))
-        common = names.intersection([c.name for c in self._containers])
-        rebound = {p: (held.get(p, _END), self._held.get(p, _END)) for p in held.keys() | self._held.keys()}
-        rebound = {p: values for p, values in rebound.items() if p[0] in common and values[0] is not values[1]}
+    def _items(self) -> dict[Place, Any]:
+        return {(one.name, key): value for one in self._containers for key, value in one.items()}
+
+    def _look_closely(self, typed: bool) -> int:
+        """Read every value anew, after a new search for modules unless all have the classes that they had.
+
+        Returns:
+            The number of the state that the values make.
+        """
+        held, forms = self._held, self._forms
+        rebound = _rebound(held, self._items())
+        if not typed or any(self._may_hold(place, value) for place, values in rebound.items() for value in values):
+            names = {one.name for one in self._containers}
+            self._modules = list(self._module.modules())
+            self._types = [type(m) for m in self._modules]
+            self._containers = [c for c in _containers(self._module, self._loose) if (c.name, "") not in self._loose]
+            names.intersection_update([one.name for one in self._containers])
+            rebound = {place: values for place, values in _rebound(held, self._items()).items() if place[0] in names}
+        self._known, self._held = list(self._values()), self._items()
         for place, values in rebound.items():
             if place in self._loose:
                 self._brings_nearer(place)
@@ -187,6 +160,12 @@ class StateReader:
         self._changed |= different - self._loose.keys()
         state = tuple(self._types), tuple(self._forms.items())
         return self._numbers.setdefault(state, len(self._numbers))
+
+
+def _rebound(before: Mapping[Place, Any], now: Mapping[Place, Any]) -> dict[Place, tuple[Any, Any]]:
+    """Return the values before and now of each place that holds another object."""
+    both = {place: (before.get(place, _END), now.get(place, _END)) for place in before.keys() | now.keys()}
+    return {place: values for place, values in both.items() if values[0] is not values[1]}
 
 
 def _containers(module: nn.Module, loose: Container[Place]) -> Iterator[_Container]:

@@ -2,8 +2,7 @@
 
 import math
 import random
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,10 +68,12 @@ class _PartNormClipper(NormClipper):
     """Clips each part of a sample's gradient to a norm of its own; a subclass says what the parts are.
 
     Args:
-        max_norms: One number for each part; or one each, in order; or a mapping.
+        max_norms: One number for each part; or one each, in order; or a mapping from names of parts, or the beginnings
+            of them, of which the longest counts.
     """
 
-    _part = "part"
+    _part: str
+    _part_of: Callable[[str], str]
 
     def __init__(self, max_norms: float | Sequence[float] | Mapping[str, float]) -> None:
         self.max_norms = _each_max_norm(max_norms, self._part)
@@ -84,7 +85,9 @@ class _PartNormClipper(NormClipper):
         Raises:
             InvalidValueError: If ``max_norms`` does not fit them.
         """
-        parts = self._parts_of(names)
+        parts: dict[str, list[str]] = {}
+        for name in names:
+            parts.setdefault(self._part_of(name), []).append(name)
         self._chosen(parts)
         self._parts, self.groups = parts, list(parts.values())
         super().prepare(names)
@@ -102,17 +105,9 @@ class _PartNormClipper(NormClipper):
             raise InvalidValueError("the thresholds follow from the trained parameters: call prepare(names) first.")
         return self._chosen(self._parts)
 
-    @abstractmethod
-    def _parts_of(self, names: list[str]) -> dict[str, list[str]]:
-        """The parameters of each part, by the part's name."""
-
-    @abstractmethod
-    def _of_mapping(self, max_norms: dict[str, float], parts: dict[str, list[str]]) -> list[float]:
-        """The thresholds that a mapping gives the parts."""
-
     def _chosen(self, parts: dict[str, list[str]]) -> list[float]:
         if isinstance(self.max_norms, dict):
-            return self._of_mapping(self.max_norms, parts)
+            return self._of_mapping(self.max_norms, [*parts])
         if not isinstance(self.max_norms, list):
             return [self.max_norms] * len(parts)
         if len(parts) != len(self.max_norms):
@@ -121,6 +116,18 @@ class _PartNormClipper(NormClipper):
                 f"({', '.join(map(repr, parts))}): expected one for each, or a single number, not in a list, for all."
             )
         return list(self.max_norms)
+
+    def _of_mapping(self, max_norms: dict[str, float], parts: Sequence[str]) -> list[float]:
+        covering = {part: [key for key in max_norms if _is_within(part, key)] for part in parts}
+        missing = [part for part, keys in covering.items() if not keys]
+        unknown = [key for key in max_norms if not any(_is_within(part, key) for part in parts)]
+        if missing or unknown:
+            raise InvalidValueError(
+                f"max_norms: expected names of {self._part}s, or beginnings of them, that cover each trained "
+                f"{self._part}; missing: {missing}, not of a trained {self._part}: {unknown}. A tied parameter belongs "
+                "to the first module that holds it; PerParameterNormClipper takes the names of parameters."
+            )
+        return [max_norms[max(keys, key=len)] for keys in covering.values()]
 
 
 class PerLayerNormClipper(_PartNormClipper):
@@ -152,26 +159,7 @@ class PerLayerNormClipper(_PartNormClipper):
     """
 
     _part = "layer"
-
-    def _parts_of(self, names: list[str]) -> dict[str, list[str]]:
-        layers: dict[str, list[str]] = {}
-        for name in names:
-            layers.setdefault(layer_of(name), []).append(name)
-        return layers
-
-    def _of_mapping(self, max_norms: dict[str, float], parts: dict[str, list[str]]) -> list[float]:
-        covering = {layer: [key for key in max_norms if _is_within(layer, key)] for layer in parts}
-        missing = [layer for layer, keys in covering.items() if not keys]
-        unknown = [key for key in max_norms if not any(_is_within(layer, key) for layer in parts)]
-        if missing or unknown:
-            parameters = {name for names in parts.values() for name in names}
-            words = " For parameters by name there is PerParameterNormClipper." if parameters & set(unknown) else ""
-            raise InvalidValueError(
-                f"max_norms: expected names of modules, or beginnings of them, that cover each trained layer; missing: "
-                f"{missing}, not of a trained layer: {unknown}. A tied parameter belongs to the first module that "
-                f"holds it.{words}"
-            )
-        return [max_norms[max(keys, key=len)] for keys in covering.values()]
+    _part_of = staticmethod(layer_of)
 
 
 class PerParameterNormClipper(_PartNormClipper):
@@ -182,7 +170,7 @@ class PerParameterNormClipper(_PartNormClipper):
 
     Args:
         max_norms: One number for each parameter; or one each, in the order of the model's trained parameters; or a
-            mapping from the names of all trained parameters.
+            mapping from their names, or the beginnings of them, of which the longest counts.
 
     Raises:
         InvalidValueError: If one is NaN or negative, or there is none.
@@ -196,18 +184,7 @@ class PerParameterNormClipper(_PartNormClipper):
     """
 
     _part = "parameter"
-
-    def _parts_of(self, names: list[str]) -> dict[str, list[str]]:
-        return {name: [name] for name in names}
-
-    def _of_mapping(self, max_norms: dict[str, float], parts: dict[str, list[str]]) -> list[float]:
-        if set(parts) != set(max_norms):
-            missing = [name for name in parts if name not in max_norms]
-            unknown = [name for name in max_norms if name not in parts]
-            raise InvalidValueError(
-                f"max_norms: expected the name of each trained parameter; missing: {missing}, not trained: {unknown}."
-            )
-        return [max_norms[name] for name in parts]
+    _part_of = staticmethod(str)
 
 
 class AutoNormClipper(NormClipper):

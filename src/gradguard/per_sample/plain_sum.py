@@ -65,7 +65,7 @@ def off_from_sum(contribution: Contribution, plain: Tensor | None, precision: fl
     """
     own = magnitude(contribution)
     total = contribution.weighted_sum(torch.ones(contribution.batch_size, device=own.device))
-    off = total if plain is None else total - _dense(plain).view(total.shape)
+    off = total if plain is None else total - dense(plain).view(total.shape)
     steps = 1.5 if precision > 1e-4 else 64.0
     error = torch.linalg.vector_norm(off, dtype=wide_dtype(off.device)) / (steps * precision * (own + size) + 1e-300)
     return torch.where(error.isfinite(), error, 0.0)
@@ -86,6 +86,7 @@ def magnitude(contribution: Contribution) -> Tensor:
     return contribution.squared_norms().sqrt().sum()
 
 
-def _dense(gradient: Tensor) -> Tensor:
+def dense(gradient: Tensor) -> Tensor:
+    """Return a gradient without sparsity, at least float32, a complex one as pairs of real values."""
     gradient = gradient.to_dense() if gradient.layout is not torch.strided else gradient
     return wide(real_parts(gradient))

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.call_arguments import Skeleton, to_float64
-from gradguard.per_sample.call_tracker import CallTracker, LastCall
+from gradguard.per_sample.call_tracker import CallTracker
 from gradguard.per_sample.comparison import Comparison, distance, judge, norm
 from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.dry_run import Slot, WithoutDropout
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import Draws, ModuleSnapshot, substituted, undisturbed, without_graph
-from gradguard.per_sample.sample_loop import SampleLoop, rows_of, same_rows
+from gradguard.per_sample.sample_loop import LoopedCall, OuterCall, rows_of, same_rows
 from gradguard.state.generators import seeded_normal
 from gradguard.tensors.precision import full_float32
 from gradguard.torch_private import buffer_slots, parameter_slots
@@ -55,7 +55,7 @@ class Rehearsal:
     def __init__(self, reduction: str, only_warn: bool = False) -> None:
         self._reduction, self._only_warn = reduction, only_warn
 
-    def __call__(self, tracker: CallTracker, call: LastCall) -> None:
+    def __call__(self, tracker: CallTracker, call: OuterCall) -> None:
         """Try out one call.
 
         Raises:
@@ -73,7 +73,7 @@ class Rehearsal:
             warnings.warn(f"gradguard could not verify the model, and goes on: {error}", stacklevel=6)
             call.pattern.sizes.add(call.batch_size)
 
-    def _try(self, tracker: CallTracker, call: LastCall) -> None:
+    def _try(self, tracker: CallTracker, call: OuterCall) -> None:
         pattern = call.pattern
         trials = [self._try_pair] if not pattern.sizes else []
         for trial in [*trials, self._try_size] if call.batch_size > 1 else trials:
@@ -94,8 +94,8 @@ class Rehearsal:
                     f"{pattern.reason} Nor can samples be run one by one: {words}"
                 ) from error
 
-    def _try_pair(self, tracker: CallTracker, call: LastCall) -> None:
-        samples = _finite_samples(tracker, call, min(2, call.batch_size))
+    def _try_pair(self, tracker: CallTracker, call: OuterCall) -> None:
+        samples = _finite_samples(call, min(2, call.batch_size))
         follows = not call.pattern.looped  # where samples run one by one, they are compared on every step
         found = compare(tracker, call, samples, self._reduction, note=True, opened=follows)
         if found is None:
@@ -113,7 +113,7 @@ class Rehearsal:
                 "looks at the batch)? Is the batch in another dimension (batch_first=False)? Nothing was clipped."
             )
 
-    def _refuse_nonlinear(self, tracker: CallTracker, call: LastCall, samples: Sequence[int]) -> None:
+    def _refuse_nonlinear(self, tracker: CallTracker, call: OuterCall, samples: Sequence[int]) -> None:
         """Say so where only gradients of another size give something else.
 
         Raises:
@@ -123,7 +123,7 @@ class Rehearsal:
         if found is not None and found.excess <= 1:
             raise UnsupportedGradientError(_not_linear(call.pattern.module))
 
-    def _try_size(self, tracker: CallTracker, call: LastCall) -> None:
+    def _try_size(self, tracker: CallTracker, call: OuterCall) -> None:
         """Run the whole batch, and as many copies of one sample, and compare with fewer of them.
 
         The batch runs with the clipper's hooks, because a layer may get other rows than in the trial of two samples;
@@ -151,7 +151,7 @@ class Rehearsal:
 
 
 def _together(
-    tracker: CallTracker, call: LastCall, indices: list[int], reset: Callable[[], None], hooks: bool
+    tracker: CallTracker, call: OuterCall, indices: list[int], reset: Callable[[], None], hooks: bool
 ) -> "_Together":
     """Run samples together in an order, or in their own if the model asks for one, as of sorted lengths."""
     try:
@@ -174,11 +174,11 @@ class _Together:
     """
 
     def __init__(
-        self, tracker: CallTracker, call: LastCall, indices: list[int], reset: Callable[[], None], hooks: bool
+        self, tracker: CallTracker, call: OuterCall, indices: list[int], reset: Callable[[], None], hooks: bool
     ) -> None:
         self._tracker, self._call, self._reset, self.indices = tracker, call, reset, indices
         pattern = call.pattern
-        args, kwargs = call.samples(tracker.batch_first, indices)
+        args, kwargs = call.samples(indices)
         reset()
         within = tracker.collect_separately(pattern) if hooks else tracker.quietly()
         with within, torch.enable_grad() if hooks else without_graph(pattern.module), Draws() as self.draws:
@@ -187,7 +187,7 @@ class _Together:
 
     def alone(self, places: list[int]) -> list[Tensor]:
         """Return what the samples at some places return without the others."""
-        args, kwargs = self._call.samples(self._tracker.batch_first, [self.indices[i] for i in places])
+        args, kwargs = self._call.samples([self.indices[i] for i in places])
         module = self._call.pattern.module
         for last in (False, True):
             try:
@@ -222,13 +222,13 @@ class _Together:
 _NOT_FINITE = "Begin with another batch, or repair the model where it makes NaN or inf. Nothing was clipped."
 
 
-def _finite_samples(tracker: CallTracker, call: LastCall, number: int) -> list[int]:
+def _finite_samples(call: OuterCall, number: int) -> list[int]:
     """Return the first samples without NaN or inf, beside which any others would look right.
 
     Raises:
         UnsupportedGradientError: If there are fewer than ``number``.
     """
-    found = call.finite_samples(tracker.batch_first, number)
+    found = call.finite_samples(number)
     if len(found) == number:
         return found
     raise UnsupportedGradientError(
@@ -250,7 +250,7 @@ def _words_of(error: Exception) -> str:
 
 def compare(
     tracker: CallTracker,
-    call: LastCall,
+    call: OuterCall,
     samples: Sequence[int],
     reduction: str,
     note: bool = False,
@@ -280,7 +280,7 @@ def compare(
         UnsupportedGradientError: If the samples cannot be run so, or one has a gradient that is not finite.
     """
 
-    def compared(one: LastCall, autocast: bool) -> Comparison | None:
+    def compared(one: OuterCall, autocast: bool) -> Comparison | None:
         with torch.enable_grad(), _as_called(one, autocast) as reset, full_float32():
             pair = _RehearsedPair(
                 tracker, one if autocast else replace(one, autocast=None), list(samples), reduction, reset
@@ -320,11 +320,11 @@ class _RehearsedPair:
     """
 
     def __init__(
-        self, tracker: CallTracker, call: LastCall, samples: list[int], reduction: str, reset: Callable[[], None]
+        self, tracker: CallTracker, call: OuterCall, samples: list[int], reduction: str, reset: Callable[[], None]
     ) -> None:
         self._tracker, self._call, self._samples, self._reset = tracker, call, samples, reset
         self._reduction, self._pattern = reduction, call.pattern
-        self._alone = [call.samples(tracker.batch_first, [i]) for i in samples]
+        self._alone = [call.samples([i]) for i in samples]
         held = [tracker.parameter(name) for name in tracker.aliases]
         self.precision = max(torch.finfo(p.dtype).eps for p in held if p.is_floating_point() or p.is_complex())
         self.owned_numbers: list[int] = []
@@ -343,7 +343,7 @@ class _RehearsedPair:
         """
         order = [*range(len(self._samples))]
         loop, found = self._run_together(self._random_grads, order, scaled)
-        if all(grad is None for grad in loop.call.grads):
+        if all(grad is None for grad in loop.grads):
             return None
         if not both_orders:
             return self._against(loop, found, _measured(loop, range(alone)), order)
@@ -353,7 +353,7 @@ class _RehearsedPair:
             return first
         order.reverse()
         loop, found = self._run_together(self._random_grads, order, scaled)
-        again = _measured(loop, range(len(order))) if loop.drew else reversed(own)
+        again = _measured(loop, range(len(order))) if loop.draws.drawn else reversed(own)
         return self._against(loop, found, again, order)
 
     def unowned(self) -> dict[int, str]:
@@ -427,7 +427,7 @@ class _RehearsedPair:
         order: Sequence[int],
         scaled: bool,
         number: bool = False,
-    ) -> tuple[SampleLoop, dict[str, Contribution]]:
+    ) -> tuple[LoopedCall, dict[str, Contribution]]:
         """Run the samples together, as the clipper sees them.
 
         Args:
@@ -440,7 +440,7 @@ class _RehearsedPair:
             What runs each by itself; the per-sample gradients.
         """
         module, tracker, axes = self._pattern.module, self._tracker, self._pattern.output_axes
-        args, kwargs = self._call.samples(tracker.batch_first, [self._samples[i] for i in order])
+        args, kwargs = self._call.samples([self._samples[i] for i in order])
         loop = tracker.looped_call(replace(self._call, batch_size=len(order)))
         loop.taken = {place: self._alone[i] for place, i in enumerate(order)}
         loop.shares = torch.ones(len(order), device="cpu")  # of tokens: they are found by the comparison
@@ -467,11 +467,11 @@ class _RehearsedPair:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
             device = outputs[0].device if outputs else torch.device("cpu")
             found = {} if collector.mini_batch is None else collector.mini_batch.finish(device)
-        return SampleLoop(loop), found
+        return loop, found
 
     def _against(
         self,
-        loop: SampleLoop,
+        loop: LoopedCall,
         found: Mapping[str, Contribution],
         alone: Iterable[tuple[dict[str, Tensor], dict[str, float]]],
         order: Sequence[int],
@@ -500,7 +500,7 @@ class _RehearsedPair:
                     f"the gradient of sample {self._samples[order[place]]} by itself is not finite, though its inputs "
                     f"are: nothing shows whether samples are separate. {_NOT_FINITE}"
                 )
-            scale = loop.call.scales[place]
+            scale = loop.scales[place]
             rows = {name: contribution.rows(place, place + 1)[0] for name, contribution in found.items()}
             share = _share(rows, expected) * scale if shared else 1.0
             shares += share
@@ -523,7 +523,7 @@ def _placed(grad: Tensor, axis: BatchAxis, order: Sequence[int], scales: Sequenc
     return placed
 
 
-def _measured(loop: SampleLoop, samples: Sequence[int]) -> Iterator[tuple[dict[str, Tensor], dict[str, float]]]:
+def _measured(loop: LoopedCall, samples: Sequence[int]) -> Iterator[tuple[dict[str, Tensor], dict[str, float]]]:
     """Yield the gradients of some samples, each by itself, with their norms."""
     for gradients in loop.run(samples):
         yield gradients, {name: norm(gradient) for name, gradient in gradients.items()}
@@ -548,7 +548,7 @@ def _not_linear(module: nn.Module) -> str:
 
 
 @contextmanager
-def _as_called(call: LastCall, autocast: bool) -> Iterator[Callable[[], None]]:
+def _as_called(call: OuterCall, autocast: bool) -> Iterator[Callable[[], None]]:
     """Run as the call ran, without dropout, and leave no trace; gives what puts the module back."""
     with undisturbed(call.pattern.module) as reset, WithoutDropout(), ExitStack() as stack:
         if call.autocast:

@@ -53,14 +53,13 @@ def undisturbed(module: nn.Module, drop_rate: float | None = 0.0) -> Iterator[Ca
 
     def reset() -> None:
         before.restore()
-        if drop_rate is not None:
-            _set_drop_rate(module, drop_rate)
+        _set_drop_rate(module, drop_rate)
 
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # a reentrant checkpoint
         torch.backends.mha.set_fastpath_enabled(False)
-        reset()
+        _set_drop_rate(module, drop_rate)
         try:
             yield reset
         finally:
@@ -89,7 +88,9 @@ def without_graph(module: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _set_drop_rate(module: nn.Module, rate: float) -> None:
+def _set_drop_rate(module: nn.Module, rate: float | None) -> None:
+    if rate is None:
+        return
     for layer in module.modules():
         if isinstance(layer, nn.MultiheadAttention | nn.RNNBase):
             layer.dropout = 0.0
@@ -103,8 +104,8 @@ class ModuleSnapshot:
     Hooks are among the attributes: a model that puts hooks on its layers the first time it is asked for hidden states
     must not keep them from a run that never was. So are layers, which a model may replace in its first forward.
 
-    Containers are read and written by the methods of their base class (`_Content`), and only those that hold
-    other objects than before are written: a subclass that forbids `update` is the user's business.
+    Containers are read and written by the methods of their base class, and only those that hold other objects than
+    before are written: a subclass that forbids `update` is the user's business.
 
     Args:
         module: The module.
@@ -115,25 +116,24 @@ class ModuleSnapshot:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()] if buffers else []
         self._gathered = GatheredLayers(module)
         self._generators = generator_states(accelerators_of(module.parameters()))
-        self._contents: list[_Content] = []
-        seen: set[int] = set()
+        self._contents: dict[int, tuple[Any, list[Any]]] = {}
         waiting: list[Any] = [vars(m) for m in module.modules()]
-        while waiting and len(seen) < _MOST:
+        while waiting and len(self._contents) < _MOST:
             container = waiting.pop()
-            if id(container) in seen:
-                continue
-            seen.add(id(container))
-            content = _Content(container)
-            self._contents.append(content)
-            waiting += [one for one in content.held if isinstance(one, _BASES)]
+            if id(container) not in self._contents:
+                held = _content_of(container)
+                self._contents[id(container)] = container, held
+                waiting += [one for one in held if isinstance(one, _BASES)]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back, in the same containers and buffers."""
         restore_generators(self._generators)
         self._gathered.shard_again()  # before its parameters are put back, which it would not notice
-        for content in self._contents:
-            content.put_back()
+        for container, before in self._contents.values():
+            now = _content_of(container)
+            if len(now) != len(before) or not all(map(is_, now, before)):
+                _refill(container, before)
         for buffer, value in self._buffers:
             if buffer.shape == value.shape and not torch.equal(buffer, value):
                 buffer.copy_(value)
@@ -143,41 +143,30 @@ _BASES: Any = OrderedDict, dict, list, set, deque
 """Kinds of containers; what a subclass has overridden is not called."""
 
 
-class _Content:
-    """The objects that a container holds.
+def _base_of(container: Any) -> Any:
+    kind = type(container)
+    return kind if kind in _BASES else next(base for base in _BASES if isinstance(container, base))
 
-    Args:
-        container: Of one of `_BASES`, or a subclass.
 
-    Attributes:
-        held: The objects, without the keys of dictionaries.
-    """
+def _content_of(container: Any) -> list[Any]:
+    """Return the objects that a container holds; of a dictionary the keys, and then the values."""
+    base = _base_of(container)
+    if issubclass(base, dict):
+        return [*base.keys(container), *base.values(container)]
+    return list(base.__iter__(container))
 
-    def __init__(self, container: Any) -> None:
-        self._container = container
-        self._base: Any = next(base for base in _BASES if isinstance(container, base))
-        self._before = self._now()
-        self.held = self._before[len(self._before) // 2 :] if issubclass(self._base, dict) else self._before
 
-    def _now(self) -> list[Any]:
-        if issubclass(self._base, dict):  # the keys, and then the values
-            return [*self._base.keys(self._container), *self._base.values(self._container)]
-        return list(self._base.__iter__(self._container))
-
-    def put_back(self) -> None:
-        """Let the container hold the same objects again, in the same order; nothing is done where it does."""
-        now, before = self._now(), self._before
-        if len(now) == len(before) and all(map(is_, now, before)):
-            return
-        base, container = self._base, self._container
-        base.clear(container)
-        if issubclass(base, dict):
-            for key, value in zip(before, self.held, strict=False):
-                base.__setitem__(container, key, value)
-        elif base is set:
-            base.update(container, before)
-        else:
-            base.extend(container, before)
+def _refill(container: Any, held: Sequence[Any]) -> None:
+    """Let a container hold the same objects again, in the same order."""
+    base, half = _base_of(container), len(held) // 2
+    base.clear(container)
+    if issubclass(base, dict):
+        for key, value in zip(held[:half], held[half:], strict=True):
+            base.__setitem__(container, key, value)
+    elif base is set:
+        base.update(container, held)
+    else:
+        base.extend(container, held)
 
 
 def seed_generators(seed: int) -> None:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Arguments, Skeleton, changes_of, take_samples
+from gradguard.per_sample.call_arguments import Arguments, Skeleton, changes_of, finite_samples, take_samples
 from gradguard.per_sample.contributions import Contribution, Materialized, real_parts, row_squares, wide
+from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
+from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, off_from_sum
 from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import Draws, ModuleSnapshot, Quietly, substituted, undisturbed
 from gradguard.torch_private import parameter_slots
@@ -30,23 +31,47 @@ Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
 """The attributes of modules that hold each parameter."""
 
 
-@dataclass
-class LoopedCall:
-    """One call of the outermost module, to be repeated sample by sample.
+@dataclass(frozen=True, eq=False)
+class OuterCall:
+    """One call of the outermost module.
 
     Attributes:
-        module: What was called.
-        arguments: With what.
+        pattern: How it is treated.
+        arguments: What the module was called with.
         batch_first: Whether the batch is the first dimension of the arguments.
         batch_size: Number of samples.
-        whole: Positions of tensors in the arguments that belong to no sample.
-        output_axes: Batch axis of each tensor that it returned.
+        autocast: Device type and dtype of the autocast that it ran under, or None.
+    """
+
+    pattern: CallPattern
+    arguments: Arguments
+    batch_first: bool
+    batch_size: int
+    autocast: tuple[str, torch.dtype] | None
+
+    def samples(self, indices: Sequence[int]) -> Arguments:
+        """Return the arguments for some of the samples."""
+        return take_samples(self.arguments, self.batch_first, self.batch_size, indices, self.pattern.whole)
+
+    def finite_samples(self, number: int) -> list[int]:
+        """Return the first ``number`` samples without NaN or inf, or with -inf if need be; fewer if there are few."""
+        found: list[int] = []
+        for masked in (False, True):
+            if len(found) < number:
+                found = finite_samples(self.arguments, self.batch_first, self.batch_size, self.pattern.whole, masked)
+        return found[:number]
+
+
+@dataclass(eq=False)
+class LoopedCall:
+    """A call that is repeated sample by sample.
+
+    Attributes:
+        call: The call.
         reduction: What a number that it returned is over samples, ``"mean"`` or ``"sum"``.
         places: Where each trained parameter is held.
         quietly: A block in which the clipper's own hooks do nothing.
-        autocast: Device type and dtype of the autocast that it ran under, or None.
         precision: Machine epsilon of the coarsest dtype that is computed in.
-        reason: Why samples are run one by one.
         draws: The random numbers that it drew.
         before: The module as it was before.
         outputs: What it returned, and the version of each tensor.
@@ -58,18 +83,11 @@ class LoopedCall:
         recorded: Tensors with the version that each had, without which the call cannot be repeated.
     """
 
-    module: nn.Module
-    arguments: Arguments
-    batch_first: bool
-    batch_size: int
-    whole: frozenset[int]
-    output_axes: Sequence[BatchAxis | None]
+    call: OuterCall
     reduction: str
     places: Places
     quietly: Quietly
-    autocast: tuple[str, torch.dtype] | None
     precision: float
-    reason: str = ""
     draws: Draws = field(default_factory=Draws)
     before: ModuleSnapshot | None = None
     outputs: list[tuple[Tensor, int]] = field(default_factory=list)
@@ -79,16 +97,22 @@ class LoopedCall:
     scales: Sequence[float] = ()
     taken: dict[int, Arguments] = field(default_factory=dict)
     recorded: list[tuple[Tensor, int]] = field(default_factory=list)
+    _squares: dict[str, Tensor] = field(default_factory=dict)
+    _sums: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def module(self) -> nn.Module:
+        """The outermost module."""
+        return self.call.pattern.module
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples."""
+        return self.call.batch_size
 
     def is_as_recorded(self) -> bool:
         """Tell whether its parameters are still as they were."""
         return all(changes_of(tensor) == version for tensor, version in self.recorded)
-
-    def sample(self, sample: int) -> Arguments:
-        """Return the arguments of one sample."""
-        if sample in self.taken:
-            return self.taken[sample]
-        return take_samples(self.arguments, self.batch_first, self.batch_size, [sample], self.whole)
 
     def share_of(self, sample: int) -> float:
         """Return the share that a sample's own loss has in a number that the module returned."""
@@ -110,10 +134,9 @@ class LoopedCall:
     def contributions(self, budget: int) -> dict[str, Contribution]:
         """Return the per-sample gradients of each parameter, held if they take at most ``budget`` bytes."""
         values = {name: _value(places) for name, places in self.places.items()}
-        loop = SampleLoop(self)
         if self.batch_size * sum(max(4, value.element_size()) * value.numel() for value in values.values()) > budget:
-            return {name: Looped(name, real_parts(value).shape, loop) for name, value in values.items()}
-        rows = [*loop.run(range(self.batch_size))]
+            return {name: Looped(name, real_parts(value).shape, self) for name, value in values.items()}
+        rows = [*self.run(range(self.batch_size))]
         return {name: Materialized(torch.stack([gradients[name] for gradients in rows])) for name in values}
 
     def verify(self, found: Mapping[str, Contribution]) -> None:
@@ -128,25 +151,11 @@ class LoopedCall:
         for name, contribution in found.items():
             if float(off_from_sum(contribution, self.leaves.plain.get(name), self.precision, size)) > 1:
                 raise UnsupportedGradientError(
-                    f"{self.reason} Nor can samples be run one by one: the samples' gradients of {name} do not add up "
-                    f"to its plain gradient: a value that {type(self.module).__name__} makes reaches the loss in "
-                    "another way than through what it returns (an attribute, a list, a hook), or its samples are "
-                    "mixed. Nothing was clipped."
+                    f"{self.call.pattern.reason} Nor can samples be run one by one: the samples' gradients of {name} "
+                    f"do not add up to its plain gradient: a value that {type(self.module).__name__} makes reaches the "
+                    "loss in another way than through what it returns (an attribute, a list, a hook), or its samples "
+                    "are mixed. Nothing was clipped."
                 )
-
-
-class SampleLoop:
-    """Runs the samples of one call, one after the other."""
-
-    def __init__(self, call: LoopedCall) -> None:
-        self.call = call
-        self._squares: dict[str, Tensor] = {}
-        self._sums: dict[str, Tensor] = {}
-
-    @property
-    def drew(self) -> bool:
-        """Whether the batch drew random numbers."""
-        return bool(self.call.draws.drawn)
 
     def run(self, samples: Sequence[int]) -> Iterator[dict[str, Tensor]]:
         """Give the gradients of one sample after the other, at least float32; complex ones as pairs of real values.
@@ -157,10 +166,9 @@ class SampleLoop:
         Raises:
             UnsupportedGradientError: If a sample does not give by itself what it gave in the batch.
         """
-        call = self.call
-        numbers = [0.0] * len(call.output_axes)
-        last: bool | None = None if self.drew else False
-        with call.quietly(), undisturbed(call.module, drop_rate=None), torch.enable_grad():
+        numbers = [0.0] * len(self.outputs)
+        last: bool | None = None if self.draws.drawn else False
+        with self.quietly(), undisturbed(self.module, drop_rate=None), torch.enable_grad():
             for sample in samples:
                 if last is None:  # how samples lie in what is drawn is the same for all of them
                     try:
@@ -170,43 +178,43 @@ class SampleLoop:
                 else:
                     gradients = self._run_one(sample, last, numbers)
                 yield gradients
-        if len(samples) == call.batch_size:
+        if len(samples) == self.batch_size:
             self._check_numbers(numbers)
 
     def _run_one(self, sample: int, last: bool, numbers: list[float]) -> dict[str, Tensor]:
-        call, scale = self.call, self.call.scale_of(sample)
-        if call.before is not None:
-            call.before.restore()
+        call, scale, axes = self.call, self.scale_of(sample), self.call.pattern.output_axes
+        if self.before is not None:
+            self.before.restore()
         with ExitStack() as stack:
             if call.autocast:
                 stack.enter_context(torch.autocast(*call.autocast))
-            values = {name: _value(places).requires_grad_() for name, places in call.places.items()}
-            stack.enter_context(substituted({p: values[n] for n, places in call.places.items() for p in places}))
-            args, kwargs = call.sample(sample)
-            with call.draws.of_samples([sample], call.batch_size, last):
+            values = {name: _value(places).requires_grad_() for name, places in self.places.items()}
+            stack.enter_context(substituted({p: values[n] for n, places in self.places.items() for p in places}))
+            args, kwargs = self.taken.get(sample) or call.samples([sample])
+            with self.draws.of_samples([sample], call.batch_size, last):
                 outputs = self._outputs(args, kwargs)
-            if len(outputs) != len(call.outputs):
-                raise UnsupportedGradientError(_differs(call, "it returns other tensors"))
+            if len(outputs) != len(self.outputs):
+                raise UnsupportedGradientError(_differs(self.module, "it returns other tensors"))
             roots, grads = [], []
-            for i, (output, (recorded, version)) in enumerate(zip(outputs, call.outputs, strict=True)):
-                grad, axis = call.grads[i], call.output_axes[i]
+            for i, (output, (recorded, version)) in enumerate(zip(outputs, self.outputs, strict=True)):
+                grad, axis = self.grads[i], axes[i]
                 if axis is not None:
                     if changes_of(recorded) == version and not same_rows(
-                        recorded, output, axis, [sample], call.precision
+                        recorded, output, axis, [sample], self.precision
                     ):
-                        raise UnsupportedGradientError(_differs(call, "it returns other values"))
+                        raise UnsupportedGradientError(_differs(self.module, "it returns other values"))
                     if grad is not None:
                         grad = rows_of(grad, axis, output.shape[axis.dim], sample)
                 elif output.dim() == 0 and output.is_floating_point() and grad is not None:
                     numbers[i] += float(output.detach())
-                    grad = grad * call.share_of(sample)
+                    grad = grad * self.share_of(sample)
                 if grad is not None and output.requires_grad:
                     roots.append(output)
                     grads.append(grad if scale == 1.0 else grad * scale)
             if roots:
-                with call.draws.again():
+                with self.draws.again():
                     torch.autograd.backward(roots, grads)
-        found = {name: _zeros(v) if v.grad is None else _dense(v) for name, v in values.items()}
+        found = {name: _zeros(v) if v.grad is None else dense(v.grad) for name, v in values.items()}
         if scale != 1.0:
             for gradient in found.values():
                 gradient.div_(scale)
@@ -222,30 +230,29 @@ class SampleLoop:
             UnsupportedGradientError: If it fails, but for want of memory.
         """
         try:
-            return Skeleton(self.call.module(*args, **kwargs)).tensors
+            return Skeleton(self.module(*args, **kwargs)).tensors
         except Exception as error:
             if isinstance(error, UnsupportedGradientError | torch.OutOfMemoryError):
                 raise
-            words = own_failure(error) or _differs(self.call, f"it fails ({error})")
+            words = own_failure(error) or _differs(self.module, f"it fails ({error})")
             raise UnsupportedGradientError(words) from error
 
     def _check_numbers(self, numbers: list[float]) -> None:
         """Check that each number which the batch returned, and that has a gradient, is the mean (or sum) of samples."""
-        call = self.call
-        if call.reduction == "token_mean":  # its shares were read from the graph
+        if self.reduction == "token_mean":  # its shares were read from the graph
             return
-        for i, (recorded, _) in enumerate(call.outputs):
-            if call.output_axes[i] is None and call.grads[i] is not None and recorded.dim() == 0:
-                expected = numbers[i] / (call.batch_size if call.reduction == "mean" else 1)
-                bar = max(4 * call.precision, min(1e3 * call.precision, call.precision**0.5))
+        for i, (recorded, _) in enumerate(self.outputs):
+            if self.call.pattern.output_axes[i] is None and self.grads[i] is not None and recorded.dim() == 0:
+                expected = numbers[i] / (self.batch_size if self.reduction == "mean" else 1)
+                bar = max(4 * self.precision, min(1e3 * self.precision, self.precision**0.5))
                 if abs(float(recorded) - expected) > bar * abs(expected):
-                    raise UnsupportedGradientError(not_the_reduction(float(recorded), expected, call.reduction))
+                    raise UnsupportedGradientError(not_the_reduction(float(recorded), expected, self.reduction))
 
     def squares(self, name: str) -> Tensor:
         """The squared norms of one parameter's gradients, ``[B]``; all parameters' come from one loop."""
         if not self._squares:
             found: dict[str, list[Tensor]] = {}
-            for gradients in self.run(range(self.call.batch_size)):
+            for gradients in self.run(range(self.batch_size)):
                 for key, gradient in gradients.items():
                     found.setdefault(key, []).append(row_squares(gradient.unsqueeze(0))[0])
             self._squares = {key: torch.stack(column) for key, column in found.items()}
@@ -253,7 +260,7 @@ class SampleLoop:
 
     def sum_up(self, weights: Mapping[str, Tensor], bad: Tensor | None) -> None:
         """Compute the weighted sums of several parameters in one loop, for `sum` to take."""
-        samples = [i for i in range(self.call.batch_size) if bad is None or not bool(bad[i])]
+        samples = [i for i in range(self.batch_size) if bad is None or not bool(bad[i])]
         self._sums = {}
         for sample, gradients in zip(samples, self.run(samples), strict=True):
             for name, factors in weights.items():
@@ -266,15 +273,15 @@ class SampleLoop:
             self.sum_up({name: factors}, bad)
         if name in self._sums:
             return self._sums.pop(name)
-        return _zeros(_value(self.call.places[name]))
+        return _zeros(_value(self.places[name]))
 
 
 class Looped(Contribution):
     """Per-sample gradients that are computed again for each purpose, from a loop over samples."""
 
-    def __init__(self, name: str, shape: torch.Size, loop: SampleLoop) -> None:
+    def __init__(self, name: str, shape: torch.Size, loop: LoopedCall) -> None:
         self.name, self.loop = name, loop
-        self.shape, self.batch_size = shape, loop.call.batch_size
+        self.shape, self.batch_size = shape, loop.batch_size
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Run these samples."""
@@ -357,9 +364,9 @@ def not_the_reduction(found: float, expected: float, reduction: str) -> str:
     )
 
 
-def _differs(call: LoopedCall, what: str) -> str:
+def _differs(module: nn.Module, what: str) -> str:
     return (
-        f"{type(call.module).__name__} gives a sample by itself something else than in the batch: {what}. Does the "
+        f"{type(module).__name__} gives a sample by itself something else than in the batch: {what}. Does the "
         "model mix samples (batch statistics, x - x.mean(0), routing or a capacity that looks at the batch)? Is the "
         "batch in another dimension (batch_first=False)? Nothing was clipped."
     )
@@ -370,11 +377,6 @@ def _value(places: Sequence[tuple[nn.Module, str]]) -> Tensor:
     value = parameter_slots(module)[slot]
     assert value is not None
     return value.detach()
-
-
-def _dense(leaf: Tensor) -> Tensor:
-    assert leaf.grad is not None
-    return wide(real_parts(leaf.grad.to_dense() if leaf.grad.layout is not torch.strided else leaf.grad))
 
 
 def _zeros(value: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ is exact and the layers are not run twice.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,10 +104,12 @@ class VmapFallback:
         Raises:
             UnsupportedGradientError: If the code cannot be run again for one sample, or gives something else then.
         """
+        if not self.batch_size:
+            return {name: value.new_zeros(0, *value.shape) for name, value in self.values.items()}
         axes, grads = self._axes()
         owners = [_owned(t, axis, self.batch_size) for t, axis in zip([*self.saved, *grads], axes, strict=True)]
         with self._set_up():
-            gradients = self._differentiate([self.values[name] for name in self.aliases], owners)
+            gradients = self._differentiate([self.values[name] for name in self.aliases], *zip(*owners, strict=True))
         by_name = dict(zip(self.aliases, gradients, strict=True))
         self._check(by_name)
         return by_name
@@ -128,26 +130,24 @@ class VmapFallback:
         filled = [torch.zeros_like(r) if g is None else g for g, r in zip(grads, self.results, strict=True)]
         return [*self.axes, *given, *results], filled
 
-    def _differentiate(self, values: list[Tensor], owners: list["_Owned"]) -> list[Tensor]:
-        if not self.batch_size:
-            return [v.new_zeros(0, *v.shape) for v in values]
-
+    def _differentiate(
+        self, values: list[Tensor], tensors: Sequence[Tensor], dims: Sequence[int | None]
+    ) -> list[Tensor]:
         def one_sample(parameters: Sequence[Tensor], *pieces: Tensor) -> Tensor:
-            whole = [
-                piece if owned.inserted is None else piece.unsqueeze(owned.inserted)
-                for piece, owned in zip(pieces, owners, strict=True)
-            ]
-            return self._surrogate(dict(zip(self.aliases, parameters, strict=True)), whole)
+            return self._surrogate(dict(zip(self.aliases, parameters, strict=True)), [*pieces])
 
         chunk = max(1, min(self.batch_size, _CHUNK // max(1, sum(v.nbytes for v in values))))
-        dims = (None, *[owned.dim for owned in owners])
         try:
-            vectorized = torch.func.vmap(torch.func.grad(one_sample), in_dims=dims, chunk_size=chunk)
-            gradients = vectorized(values, *[owned.tensor for owned in owners])
+            vectorized = torch.func.vmap(torch.func.grad(one_sample), in_dims=(None, *dims), chunk_size=chunk)
+            gradients = vectorized(values, *tensors)
         except UnsupportedGradientError:
             raise
         except Exception:  # what torch.func cannot do at once is done sample by sample
-            rows = [_gradient(one_sample, values, owners, i) for i in range(self.batch_size)]
+            pieces = [
+                [t if dim is None else t.select(dim, i) for t, dim in zip(tensors, dims, strict=True)]
+                for i in range(self.batch_size)
+            ]
+            rows = [_gradient(one_sample, values, own) for own in pieces]
             gradients = [torch.stack(column) for column in zip(*rows, strict=True)]
         return [wide(g) for g in gradients]
 
@@ -211,7 +211,7 @@ class VmapFallback:
 
     def _check(self, gradients: Mapping[str, Tensor]) -> None:
         """Compare the sum of all samples with the plain gradient."""
-        if self.leaves is None or not self.batch_size:
+        if self.leaves is None:
             return
         grads = [grad for grad in self.grads if grad is not None]
         tensors = [t for t in (*self.saved, *self.results, *grads) if _is_inexact(t)]
@@ -245,36 +245,20 @@ def _is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-class _Owned(NamedTuple):
-    """A tensor, and where its samples are.
-
-    Attributes:
-        tensor: The tensor.
-        dim: The dimension that torch.func maps over; None if it belongs to no sample.
-        inserted: The dimension of size 1 that a sample lacks then.
-    """
-
-    tensor: Tensor
-    dim: int | None
-    inserted: int | None = None
-
-
-def _gradient(one_sample: OneSample, values: list[Tensor], owners: list[_Owned], sample: int) -> tuple[Tensor, ...]:
-    pieces = [owned.tensor if owned.dim is None else owned.tensor.select(owned.dim, sample) for owned in owners]
+def _gradient(one_sample: OneSample, values: list[Tensor], pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
     leaves = [v.clone().requires_grad_() for v in values]
     with torch.enable_grad():
         surrogate = one_sample(leaves, *pieces)
     return torch.autograd.grad(surrogate, leaves, allow_unused=True, materialize_grads=True)
 
 
-def _owned(tensor: Tensor, axis: BatchAxis | None, batch_size: int) -> _Owned:
+def _owned(tensor: Tensor, axis: BatchAxis | None, batch_size: int) -> tuple[Tensor, int | None]:
+    """Return a tensor with a dimension for the samples alone, beside that of what each has, and which it is."""
     if axis is None:
-        return _Owned(tensor, None)
-    if tensor.shape[axis.dim] == batch_size:
-        return _Owned(tensor, axis.dim, axis.dim)
+        return tensor, None
     if axis.last:
-        return _Owned(tensor.unflatten(axis.dim, (-1, batch_size)), axis.dim + 1)
-    return _Owned(tensor.unflatten(axis.dim, (batch_size, -1)), axis.dim)
+        return tensor.unflatten(axis.dim, (-1, batch_size)), axis.dim + 1
+    return tensor.unflatten(axis.dim, (batch_size, -1)), axis.dim
 
 
 @contextmanager

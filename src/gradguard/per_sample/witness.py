@@ -31,7 +31,7 @@ from gradguard.per_sample.comparison import Comparison, distance, judge, norm
 from gradguard.per_sample.contributions import Contribution, wide
 from gradguard.per_sample.mini_batch import GradientCollector, MiniBatch
 from gradguard.per_sample.rerun import UntoldDrawsError
-from gradguard.per_sample.sample_loop import LoopedCall, SampleLoop
+from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.torch_private import Backward, call_before_backwards, current_graph_task
 
 _RAREST, _RAREST_BY_VALUE = 1000, 100
@@ -204,7 +204,7 @@ class Witness:
             with _alone(call, tolerance):
                 precision = max(precision, call.precision)
                 try:
-                    gradients = next(iter(SampleLoop(call).run([sample])))
+                    gradients = next(iter(call.run([sample])))
                 except UntoldDrawsError:
                     raise
                 except UnsupportedGradientError:

@@ -3,7 +3,7 @@
 Batch normalisation has no rule, because its samples share their statistics and have no gradients of their own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.contributions import Contribution, Materialized, wide
 from gradguard.per_sample.layers.call import LayerCall
-from gradguard.per_sample.layers.convolution import channel_frames, channel_sums
+from gradguard.per_sample.layers.convolution import channel_frames
 
 _DIMENSIONS = ((nn.InstanceNorm1d, 3), (nn.InstanceNorm2d, 4), (nn.InstanceNorm3d, 5))
 
@@ -79,22 +79,20 @@ def _over_last(call: LayerCall, shape: list[int], normalise: Callable[[Tensor], 
                 "layer, x.movedim(dim, 0)."
             )
     grad = wide(call.grad())
-    middle = list(range(1, grad.dim() - len(shape)))
-    contributions: dict[str, Contribution] = {}
-    if "weight" in call.wanted:
-        products = normalise(wide(call.input())).mul_(grad)
-        contributions["weight"] = Materialized(products.sum(middle) if middle else products)
-    if "bias" in call.wanted:
-        contributions["bias"] = Materialized(grad.sum(middle) if middle else grad)
-    return contributions
+    return _affine(call, lambda: normalise(wide(call.input())), grad, range(1, grad.dim() - len(shape)))
 
 
 def _over_positions(call: LayerCall, normalise: Callable[[Tensor], Tensor]) -> dict[str, Contribution]:
     inputs, grad = channel_frames(call)
-    contributions: dict[str, Contribution] = {}
-    if "weight" in call.wanted:
-        normalised = normalise(wide(inputs).flatten(0, 1)).unflatten(0, inputs.shape[:2])
-        contributions["weight"] = Materialized(channel_sums(normalised.mul_(grad)))
-    if "bias" in call.wanted:
-        contributions["bias"] = Materialized(channel_sums(grad))
-    return contributions
+    over = [1, *range(3, grad.dim())]
+    normalised = lambda: normalise(wide(inputs).flatten(0, 1)).unflatten(0, inputs.shape[:2])  # noqa: E731
+    return _affine(call, normalised, wide(grad), over)
+
+
+def _affine(
+    call: LayerCall, normalised: Callable[[], Tensor], grad: Tensor, over: Sequence[int]
+) -> dict[str, Contribution]:
+    """Return the contributions of what multiplies normalised inputs and is added to them, summed over dimensions."""
+    factors = {"weight": lambda: normalised().mul_(grad), "bias": lambda: grad}
+    values = {name: factor() for name, factor in factors.items() if name in call.wanted}
+    return {name: Materialized(each.sum(list(over)) if over else each) for name, each in values.items()}

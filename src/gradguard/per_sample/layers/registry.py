@@ -27,30 +27,23 @@ class LayerRule(NamedTuple):
     replays: bool = False
 
 
-_RULES: dict[type[nn.Module], LayerRule] = {
-    nn.Linear: LayerRule(linear),
-    nn.Conv1d: LayerRule(convolution),
-    nn.Conv2d: LayerRule(convolution),
-    nn.Conv3d: LayerRule(convolution),
-    nn.ConvTranspose1d: LayerRule(convolution),
-    nn.ConvTranspose2d: LayerRule(convolution),
-    nn.ConvTranspose3d: LayerRule(convolution),
-    nn.Embedding: LayerRule(embedding),
-    nn.EmbeddingBag: LayerRule(embedding_bag),
-    nn.LayerNorm: LayerRule(layer_norm),
-    nn.RMSNorm: LayerRule(rms_norm),
-    nn.GroupNorm: LayerRule(group_norm),
-    nn.InstanceNorm1d: LayerRule(instance_norm),
-    nn.InstanceNorm2d: LayerRule(instance_norm),
-    nn.InstanceNorm3d: LayerRule(instance_norm),
-    nn.MultiheadAttention: LayerRule(attention, replays=True),
-    nn.LSTM: LayerRule(recurrent, replays=True),
-    nn.GRU: LayerRule(recurrent, replays=True),
-    nn.RNN: LayerRule(recurrent, replays=True),
-    nn.LSTMCell: LayerRule(recurrent_cell, replays=True),
-    nn.GRUCell: LayerRule(recurrent_cell, replays=True),
-    nn.RNNCell: LayerRule(recurrent_cell, replays=True),
-}
+_LAYERS = {
+    linear: [nn.Linear],
+    convolution: [
+        nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    ],
+    embedding: [nn.Embedding],
+    embedding_bag: [nn.EmbeddingBag],
+    layer_norm: [nn.LayerNorm],
+    rms_norm: [nn.RMSNorm],
+    group_norm: [nn.GroupNorm],
+    instance_norm: [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d],
+    attention: [nn.MultiheadAttention],
+    recurrent: [nn.LSTM, nn.GRU, nn.RNN],
+    recurrent_cell: [nn.LSTMCell, nn.GRUCell, nn.RNNCell],
+}  # fmt: skip
+_REPLAYING = attention, recurrent, recurrent_cell
+_RULES = {kind: LayerRule(rule, rule in _REPLAYING) for rule, kinds in _LAYERS.items() for kind in kinds}
 
 
 def rule_for(module: nn.Module) -> LayerRule | None:
