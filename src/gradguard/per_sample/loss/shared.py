@@ -1,4 +1,4 @@
-"""What all samples of a batch share in a loss, beside the rows of their own, must not change from batch to batch.
+"""Compares what all samples of a batch share in a loss, beside their own rows, with what it was in batches before.
 
 Weights of classes, a temperature, the columns of a matrix: they are constants, or they were made of the batch, and no
 value tells which. But a constant is the same in the next batch. So everything that a loss takes, and that no sample
@@ -78,7 +78,9 @@ class SharedValue:
 
     def is_equal(self, other: Tensor | float) -> bool:
         """Tell whether it is the same as another, but for rounding; a number is one of every element."""
-        mine, theirs = (one.detach() if isinstance(one, Tensor) else torch.tensor(one) for one in (self.value, other))
+        mine, theirs = (
+            one.detach() if isinstance(one, Tensor) else torch.tensor(one, device="cpu") for one in (self.value, other)
+        )
         if theirs.dim() and mine.numel() != theirs.numel():
             return False
         theirs = theirs.flatten() if theirs.dim() else theirs
