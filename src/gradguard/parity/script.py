@@ -1,6 +1,5 @@
 """One step of a script, or several, seen from outside: the part that one of its processes writes down."""
 
-import math
 import os
 import sys
 import warnings
@@ -23,7 +22,7 @@ from gradguard.parity.replay import add_signs, flip_weights, precision_of, scale
 from gradguard.parity.saved import GRADIENT, START, SavedParameter, write
 from gradguard.parity.scales import ScriptRun
 from gradguard.parity.shards import LocalParameter, gathered, gathered_settings, gathered_words, local_parameters
-from gradguard.parity.steps import ComparedStages, Noted, StepNotes, enabled_scalers, schedulers_of
+from gradguard.parity.steps import ComparedStages, Noted, StepNotes, enabled_scalers, scale_between, schedulers_of
 from gradguard.parity.summation import backwards
 from gradguard.parity.whole import WholeParameters, about, local_gradients, local_weights
 from gradguard.state.generators import generator_states, have_drawn
@@ -223,10 +222,8 @@ class ScriptGradients(Listener):
 
     def on_scale(self, loss: Any, scaled: Any) -> None:
         """Keep the loss scale: a factor may be that."""
-        if isinstance(loss, Tensor) and isinstance(scaled, Tensor) and loss.numel() == 1:
-            before, after = float(loss.detach()), float(scaled.detach())
-            if before and math.isfinite(after / before):
-                self._facts[_LOSS_SCALE] = after / before
+        if (times := scale_between(loss, scaled)) is not None:
+            self._facts[_LOSS_SCALE] = times
 
     def _are_scaled(self) -> bool:
         """Tell whether no GradScaler has unscaled the gradients of an optimizer in this step."""

@@ -361,14 +361,9 @@ class TrainingSteps:
         return 1.0 if id(parameter.parameter) in self._unscaled else self._scale
 
     def _heard(self, loss: Any, scaled: Any) -> None:
-        if not (isinstance(loss, Tensor) and isinstance(scaled, Tensor) and loss.numel() == 1):
-            return
-        before, after = float(loss.detach()), float(scaled.detach())
-        times = after / before if before else math.nan
-        if not math.isfinite(times):
-            return
-        known = (one.get_scale() for one in self._scalers)  # a loss of 16 bits is rounded
-        self._scale = next((one for one in known if math.isclose(one, times, rel_tol=1e-2)), times)
+        if (times := scale_between(loss, scaled)) is not None:
+            known = (one.get_scale() for one in self._scalers)  # a loss of 16 bits is rounded
+            self._scale = next((one for one in known if math.isclose(one, times, rel_tol=1e-2)), times)
 
     def unscaled_gradients(self, local: Sequence[LocalParameter]) -> dict[str, Tensor]:
         """Return the sketch of each part's gradient without the loss scale, by name."""
@@ -432,6 +427,14 @@ class TrainingSteps:
                 "update() made no step of the optimizer with gradients: expected what follows backward in the training "
                 "loop, as in update=optimizer.step. A GradScaler leaves a step out where a gradient overflows."
             )
+
+
+def scale_between(loss: Any, scaled: Any) -> float | None:
+    """Return what a loss was multiplied by; None if that is no finite number."""
+    if not (isinstance(loss, Tensor) and isinstance(scaled, Tensor) and loss.numel() == 1):
+        return None
+    before, after = float(loss.detach()), float(scaled.detach())
+    return after / before if before and math.isfinite(after / before) else None
 
 
 def schedulers_of(optimizers: Sequence[Optimizer]) -> list[Any]:
