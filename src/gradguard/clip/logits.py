@@ -151,7 +151,7 @@ def _by_head(largest: Tensor) -> Tensor:
 
 
 class _Stack(threading.local):
-    """What runs in this thread.
+    """The modules and the calls that run in this thread.
 
     Attributes:
         open: The modules, outermost first: who listens, name, if in training, what ends listening.

@@ -62,7 +62,8 @@ class QKClip:
     * An attention that calls `scaled_dot_product_attention` and is told by no projections is an error. So is a known
       attention of which one training forward attended otherwise, and a weight of one that has a gradient while no such
       forward was seen. An attention by hand in a module whose layers are not known is not seen.
-    * At each step layers and weights must be those that were found, trained and plain; otherwise an error.
+    * At each step weights must be those that were found, trained and plain, and in each forward layers; otherwise an
+      error.
     * A weight or layer that is registered in several places is an error, except for a `torch.nn.ModuleList` inside the
       attention. So are values that are a multiple of the keys, also those of a layer that was initialised as a copy of
       the key layer. Values that another layer computes of keys change with them.
