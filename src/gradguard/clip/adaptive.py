@@ -350,6 +350,7 @@ class Units:
         weights: The norms of the units of the weights, also where the gradient of a split unit is missing.
         factors: What units that lie whole here are multiplied by.
         left: What ``rows`` are still to be multiplied by; empty where that has been done.
+        joined: The norms and the factors of all units that lie whole here, in one vector each, for each device.
     """
 
     rows: Mapping[int, Tensor]
@@ -358,6 +359,7 @@ class Units:
     weights: Mapping[int, Tensor]
     factors: Mapping[int, Tensor]
     left: Mapping[int, Tensor]
+    joined: Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -424,11 +426,12 @@ def decide_units(
     units = _clipped_at_once(grads, cut, threshold, eps) if at_once and plan is None else None
     units = units or _measured(grads, cut, set(split), threshold, eps)
     before = tensor_norms([units.norms.get(i, g) for i, g in enumerate(grads.gradients)])
-    left = _left(units) | {i: units.norms[i][:0] for i in split if i in units.norms}
-    after = tensor_norms([left.get(i, g) for i, g in enumerate(grads.gradients)])
-    binds = _binds(units.factors, home)
     if plan is None:
-        return UnitClip(grads, units, before, norm_of_norms(after), (binds > 0).any())
+        return UnitClip(grads, units, before, *_left_here(grads, units, home))
+    left = {i: units.norms[i] * factors for i, factors in units.factors.items()}
+    left |= {i: units.norms[i][:0] for i in split if i in units.norms}
+    after = tensor_norms([left.get(i, g) for i, g in enumerate(grads.gradients)])
+    binds = _binds(units, home)
     return _added_up(grads, plan, units, (move(before, home), move(after, home), binds), (threshold, eps))
 
 
@@ -443,8 +446,9 @@ def _clipped_at_once(
     done = clip_units_(list(rows.values()), parameters, cut, threshold, eps)
     if done is None:
         return None
-    norms, factors = (dict(zip(rows, vectors, strict=True)) for vectors in done)
-    return Units(rows, layouts, norms, {}, factors, {})
+    counts = [layout.units(row) for row, layout in zip(rows.values(), cut, strict=True)]
+    norms, factors = (dict(zip(rows, vector.split(counts), strict=True)) for vector in done)
+    return Units(rows, layouts, norms, {}, factors, {}, [done])
 
 
 def _measured(
@@ -463,8 +467,8 @@ def _measured(
     norms = _norms_by_device(rows, layouts, 0.0 if isinstance(threshold, Tensor) else threshold * eps)
     bounds = _norms_by_device(weights, layouts, eps)
     whole = {i: n for i, n in norms.items() if i not in split}
-    factors = _factors(whole, bounds, threshold, eps)
-    return Units(rows, layouts, norms, bounds, factors, factors)
+    factors, joined = _factors(whole, bounds, threshold, eps)
+    return Units(rows, layouts, norms, bounds, factors, factors, joined)
 
 
 def _norms_by_device(
@@ -479,15 +483,16 @@ def _norms_by_device(
 
 def _factors(
     whole: Mapping[int, Tensor], weights: Mapping[int, Tensor], threshold: float | Tensor, eps: float
-) -> dict[int, Tensor]:
-    """The factors of units that lie whole here, from their norms."""
+) -> tuple[dict[int, Tensor], list[tuple[Tensor, Tensor]]]:
+    """The factors of units that lie whole here, from their norms; and both in one vector for each device."""
     factors: dict[int, Tensor] = {}
+    joined = []
     for group in _by_device(whole):
-        found = unit_factors(
-            torch.cat([whole[i] for i in group]), torch.cat([weights[i] for i in group]), threshold, eps
-        )
+        norms = torch.cat([whole[i] for i in group])
+        found = unit_factors(norms, torch.cat([weights[i] for i in group]), threshold, eps)
         factors.update(zip(group, found.split([len(whole[i]) for i in group]), strict=True))
-    return factors
+        joined.append((norms, found))
+    return factors, joined
 
 
 def unit_factors(norms: Tensor, weights: Tensor, threshold: float | Tensor, eps: float) -> Tensor:
@@ -497,19 +502,20 @@ def unit_factors(norms: Tensor, weights: Tensor, threshold: float | Tensor, eps:
     return torch.where(norms > bound, bound / norms, 1.0)
 
 
-def _left(units: Units) -> dict[int, Tensor]:
-    """The norms of the units that lie whole here, as the clip leaves them."""
-    left: dict[int, Tensor] = {}
-    for group in _by_device(units.factors):
-        joined = torch.cat([units.norms[i] for i in group]) * torch.cat([units.factors[i] for i in group])
-        left.update(zip(group, joined.split([len(units.norms[i]) for i in group]), strict=True))
-    return left
+def _left_here(grads: Gradients, units: Units, home: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the norm that the clip leaves of gradients that lie whole here, and whether it clips any unit."""
+    alone = [g for i, g in enumerate(grads.gradients) if i not in units.rows and g.numel()]
+    left, binds = [tensor_norms(alone)] if alone else [], [torch.zeros((), dtype=torch.bool, device=home)]
+    for vector, factors in units.joined:
+        left.append(vector * factors)
+        binds.append((factors < 1).any())
+    norms = [move(norm_of_norms(vector), home) for vector in left] or [torch.zeros((), device=home)]
+    return norm_of_norms(torch.stack(norms)), torch.stack([move(flag, home) for flag in binds]).any()
 
 
-def _binds(factors: Mapping[int, Tensor], home: torch.device) -> Tensor:
+def _binds(units: Units, home: torch.device) -> Tensor:
     """1 if a unit that lies whole here is clipped, else 0: float64, of one element."""
-    joined = [torch.cat([factors[i] for i in group]) for group in _by_device(factors)]
-    found = [move((vector < 1).any(), home, torch.float64).view(1) for vector in joined]
+    found = [move((factors < 1).any(), home, torch.float64).view(1) for _, factors in units.joined]
     return torch.cat([torch.zeros(1, dtype=torch.float64, device=home), *found]).amax(0, True)
 
 

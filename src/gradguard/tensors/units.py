@@ -220,7 +220,7 @@ def scale_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
 @torch.no_grad()
 def clip_units_(
     grads: Sequence[Tensor], weights: Sequence[Tensor], layouts: Sequence[UnitLayout], threshold: float, eps: float
-) -> tuple[list[Tensor], list[Tensor]] | None:
+) -> tuple[Tensor, Tensor] | None:
     r"""Hold each unit's norm to ``threshold * max(norm of its weight, eps)``, in place.
 
     One pass over memory on the CPU.
@@ -235,8 +235,8 @@ def clip_units_(
         eps: At least 0.
 
     Returns:
-        The norms of the units of each tensor before, and their factors; None, and nothing done, where no kernel takes
-        all of these tensors.
+        The norms of all units before, and their factors, in one vector each; None, and nothing done, where no kernel
+        takes all of these tensors.
     """
     if any([g.shape != w.shape for g, w in zip(grads, weights, strict=True)]):
         return None
@@ -247,7 +247,7 @@ def clip_units_(
     norms, factors = blocks.clip_(limits, sum(counts), threshold, eps)
     written = compress(grads, _any_below_one(factors, counts))
     increment_version(list(written))
-    return list(norms.split(counts)), list(factors.split(counts))
+    return norms, factors
 
 
 def _any_below_one(factors: Tensor, sizes: Sequence[int]) -> list[bool]:
