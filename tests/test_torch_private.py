@@ -900,7 +900,6 @@ def test_importing_needs_no_private_name():
 
 OTHERS = {
     "distributed/deepspeed.py": {"_get_norm_groups", "_zero_padding"},  # DeepSpeed's
-    "monitoring/show/report/summary.py": {"_confidence"},  # the end of a key
     "check/named_call.py": {"_fields"},  # of namedtuples, documented
     "resilience/plain_values.py": {"_fields"},  # likewise
     "backward_clip/calibration.py": {"_scale"},  # Calibration's own
