@@ -75,7 +75,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Sign:
-    """What shows in a record that a cause is there.
+    """Evidence in a record that a cause is there.
 
     Attributes:
         evidence: Where it shows, the strongest first.

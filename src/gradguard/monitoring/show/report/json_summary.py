@@ -51,7 +51,7 @@ def json_summary(records: Sequence[Record]) -> str:
 
 
 def text_summary(record: Record) -> str:
-    """The same as ``key: value`` lines, one fact a line, for logs and for scripts that read no JSON.
+    """Return the summary as ``key: value`` lines, one fact a line, for logs and for scripts that read no JSON.
 
     A key within another is joined to it, as in ``decision_kind``; what comes in lists is counted from 1, as in
     ``findings_1_message``. What was not measured has no line.
