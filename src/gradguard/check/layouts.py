@@ -27,7 +27,7 @@ class InputLayout:
 def orders_of(tensors: Sequence[Tensor]) -> list[InputLayout]:
     """Return the orders of dimensions in which at least one of ``tensors`` lies elsewhere; if none, strided ones."""
     with_order = [one for one in tensors if one.dim() > 1]
-    orders = [order for order in _ORDERS if any(map(order.moves, with_order))]
+    orders: list[InputLayout] = [order for order in _ORDERS if any(map(order.moves, with_order))]
     return orders or ([STRIDED] if any(one.numel() > 1 for one in tensors) else [])
 
 

@@ -59,11 +59,11 @@ def numpy_bits() -> bytes | None:
 
     A normal number that NumPy has left over from a pair is not in it. None where the generator is another one.
     """
-    numpy = sys.modules.get("numpy")
+    numpy: Any = sys.modules.get("numpy")
     if numpy is None or not hasattr(numpy.random, "get_bit_generator"):
         return None
     of_all = numpy.random.get_bit_generator()
-    if not isinstance(of_all, numpy.random.MT19937):
+    if type(of_all) is not numpy.random.MT19937:
         return None
     return ctypes.string_at(of_all.ctypes.state_address, _NUMPY_BYTES)
 
