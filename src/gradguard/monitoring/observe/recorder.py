@@ -28,7 +28,7 @@ from gradguard.monitoring.observe.kept_gradients import STEPS as KEPT_STEPS
 from gradguard.monitoring.observe.kept_gradients import KeptGradients
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, IdleOptimizers, Unowned
 from gradguard.monitoring.observe.measure import measure_diagnostics, measure_update
-from gradguard.monitoring.observe.record_buffer import RecordBuffer
+from gradguard.monitoring.observe.record_buffer import FLUSH_SECONDS, RecordBuffer
 from gradguard.monitoring.observe.schedule import Alarm, Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
 from gradguard.monitoring.observe.step import RecoveryNote, SetupEvent, StepMeasurement, copied, total_of
@@ -82,6 +82,8 @@ class Recorder(Listener):
         self._thread = threading.local()
         self._steps, self._active, self._lock = 0, True, threading.RLock()
         self._backwards = 0  # heard of, up to as many as matter
+        self._ending: int | None = None
+        self._ended = threading.Event()  # the thread that writes the end, and whether it has
         self._last_steps: dict[int, int] = {}  # the number of the last one of each optimizer
         self._watching_updates = 0.0  # seconds
         self._logits: dict[str, Tensor] = {}  # the largest of each attention since the last step
@@ -379,6 +381,17 @@ class Recorder(Listener):
 
     def _end(self, exit_code: int | None, interrupted: bool) -> None:
         """Write what is left and the last line; harmless in a forked child and when repeated."""
+        if self._ending is not None:
+            if self._ending != threading.get_ident():  # a function for findings may end it, in a thread of its own
+                self._ended.wait(FLUSH_SECONDS)
+            return
+        self._ending = threading.get_ident()
+        try:
+            self._write_end(exit_code, interrupted)
+        finally:
+            self._ended.set()
+
+    def _write_end(self, exit_code: int | None, interrupted: bool) -> None:
         buffer, self._buffer = self._buffer, None
         active, self._active = self._active, False
         if buffer is None or os.getpid() != self._process:
