@@ -21,8 +21,12 @@ FLUSH_ROWS = 50
 FLUSH_SECONDS = 2.0
 KEPT_ROWS = 1000
 
-MOST_BEHIND = 10
-"""Where so many flushes wait for our own thread, the one that trains writes them: memory stays flat."""
+MOST_BEHIND = 2
+"""Where so many parts wait for our own thread, the one that trains writes them: memory stays flat, and a program that
+is killed has left all but the last steps."""
+
+PARTS = 5
+"""Our own thread gets the rows of a flush in so many parts."""
 
 
 class RecordBuffer:
@@ -104,7 +108,8 @@ class RecordBuffer:
                 self.newest = entry
             else:
                 self._waiting.append(entry)
-            due = len(self._waiting) >= FLUSH_ROWS or self._is_late()
+            parts = 1 if entry.late or not self._in_background else PARTS
+            due = len(self._waiting) >= FLUSH_ROWS / parts or self._is_late()
             if due:
                 self._send()
         if self._in_background and self._thread is None:
