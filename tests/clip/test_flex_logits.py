@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -135,9 +136,13 @@ def test_a_checkpointed_forward_is_seen(reentrant):
 
 def test_a_kernel_that_does_not_tell_is_refused():
     model = made(kernel_options={"BACKEND": "FLASH"})
-    gg.LogitWatch(model)
+    watch = gg.LogitWatch(model)
     with pytest.raises(UnsupportedGradientError, match="1 calls flex_attention with the kernel 'FLASH'"):
         model(batch())
+    F.scaled_dot_product_attention(
+        *torch.randn(3, 1, 4, 5, 2).requires_grad_()
+    )  # outside the model, which runs no more
+    assert watch.max_logits == {}
 
 
 def test_logits_that_do_not_change_and_empty_batches_are_not_seen():

@@ -208,12 +208,13 @@ class AttentionListener:
     @never_compiled
     def _leave(self, name: str, module: nn.Module, args: Any, result: Any) -> None:
         del module, args, result
-        _tell_largest()
-        places = [i for i, one in enumerate(_running.open) if one[:2] == (self, name)]
-        if not places:  # another hook raised before this module was entered
-            return
-        *_, end = _running.open.pop(places[-1])
-        end()
+        try:
+            _tell_largest()  # may refuse a kernel that does not tell
+        finally:
+            places = [i for i, one in enumerate(_running.open) if one[:2] == (self, name)]
+            if places:  # else another hook raised before this module was entered
+                *_, end = _running.open.pop(places[-1])
+                end()
 
     def tell(self, attention: Callable[..., Tensor], args: Any, kwargs: Any) -> None:
         """Tell a call of ``attention`` that is made now.
@@ -300,8 +301,8 @@ _flex_attention = Replacement(
 
 def _tell_largest() -> None:
     """Tell the calls of FlexAttention since the last module began or ended."""
-    while _running.largest:
-        largest = _running.largest.pop(0)
+    told, _running.largest = _running.largest, []
+    for largest in told:
         for listener in dict.fromkeys(one[0] for one in _running.open):
             listener.tell_largest(largest)
 
