@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 from test_saved_snapshot import FILE, Cursor, saved
-from test_snapshot import content, same, small
+from test_snapshot import content, same, small, step
 from torch import nn
 
 import gradguard as gg
@@ -125,6 +125,75 @@ def test_a_forged_document_is_refused_before_anything_is_changed(tmp_path, name)
     with pytest.raises(InvalidValueError, match=r"^.{20,800}\n"):
         gg.Snapshot.load(tmp_path / "a", model, optimizer)
     same(content(model, optimizer), before)
+
+
+def change_state(change):
+    """Return what changes the saved state of the first weight."""
+
+    def forged(told):
+        parts = dict(told["content"]["mapping"][1])["parts"]
+        state = dict(parts[1]["mapping"][1])["state"]
+        change(told, state[0]["tuple"][1]["mapping"][1])
+
+    return forged
+
+
+def entry(state, name):
+    return next(one for one in state if one[0] == name)
+
+
+FORGED_STATES = {
+    "a number": (
+        lambda told, state: entry(state, "exp_avg").__setitem__(1, 0.5),
+        r"exp_avg: none, here float32 \[4, 3\]",
+    ),
+    "none": (lambda told, state: state.remove(entry(state, "exp_avg_sq")), r"exp_avg_sq: none, here float32 \[4, 3\]"),
+    "another entry": (
+        lambda told, state: entry(state, "exp_avg").__setitem__(1, entry(state, "step")[1]),
+        r"exp_avg: float32 \[\] on cpu, here float32 \[4, 3\] on cpu",
+    ),
+    "a step like a weight": (
+        lambda told, state: entry(state, "step").__setitem__(1, entry(state, "exp_avg")[1]),
+        r"step: float32 \[4, 3\] on cpu, here float32 \[\] on cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGED_STATES)
+def test_a_state_that_the_optimizer_would_not_make_is_refused(tmp_path, name):
+    change, words = FORGED_STATES[name]
+    saved(tmp_path / "a")
+    rewritten(tmp_path / "a" / FILE, change_state(change))
+    model, optimizer = small()
+    before = content(model, optimizer)
+    with pytest.raises(InvalidValueError, match=f"the state of AdamW for group 0, parameter 0 differ .*{words}"):
+        gg.Snapshot.load(tmp_path / "a", model, optimizer)
+    same(content(model, optimizer), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_state_of_another_dtype_is_refused(tmp_path, dtype):
+    model, optimizer = small()
+    step(model, optimizer)
+    state = optimizer.state[model[0].weight]
+    state["exp_avg"] = state["exp_avg"].to(dtype)
+    snapshot = gg.Snapshot(model, optimizer)
+    snapshot.take()
+    snapshot.save(tmp_path / "a")
+    with pytest.raises(InvalidValueError, match=rf"exp_avg: {str(dtype)[6:]} \[4, 3\] on cpu, here float32 \[4, 3\]"):
+        gg.Snapshot.load(tmp_path / "a", *small())
+
+
+@pytest.mark.parametrize(("number", "value"), [("betas", "text"), ("lr", None), ("eps", []), ("weight_decay", "0")])
+def test_numbers_with_which_no_step_is_possible_are_refused(tmp_path, number, value):
+    model, optimizer = small()
+    step(model, optimizer)
+    optimizer.param_groups[0][number] = value
+    snapshot = gg.Snapshot(model, optimizer)
+    snapshot.take()
+    snapshot.save(tmp_path / "a")
+    with pytest.raises(InvalidValueError, match="AdamW cannot step with the numbers of a group"):
+        gg.Snapshot.load(tmp_path / "a", *small())
 
 
 @pytest.mark.parametrize("value", [[], "running_mean", {"int": "0"}])

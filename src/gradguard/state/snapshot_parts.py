@@ -17,6 +17,7 @@ from gradguard.state.copies import Copier, Restorer, inner_tensors
 from gradguard.state.optimizer_copy import NOT_ATTRIBUTES, OptimizerCopy, attributes_of
 from gradguard.state.plain_file import is_stored
 from gradguard.state.plain_values import PlainError, reference_to, with_references
+from gradguard.state.rehearsed import compare_states
 from gradguard.state.saved_snapshot import Packer, Unpacker, compare_layouts, compare_names
 from gradguard.torch_private import buffer_slots, is_fsdp1
 
@@ -213,6 +214,8 @@ class OptimizerPart(SnapshotPart):
             "attributes": _checked_attributes(packed["attributes"], self.optimizer),
         }
         self._copy.kept = unpacker.copy(content)
+        groups = Restorer().restored(self._copy.kept["groups"])
+        compare_states(self.optimizer, live, groups, dict(packed["state"]))
 
     def _names(self) -> dict[str, str]:
         """Return the name in a module of the parameter at each place; empty where none has it."""

@@ -1,0 +1,85 @@
+"""The state that an optimizer would give a parameter, found by one step of a twin that is thrown away."""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from gradguard.distributed.placements import is_sharded
+from gradguard.errors import InvalidValueError
+from gradguard.state.plain_file import is_stored
+from gradguard.state.plain_values import PlainError
+from gradguard.state.saved_snapshot import compare_layouts
+from gradguard.torch_private import capturable_warning_mark
+
+
+def compare_states(
+    optimizer: Optimizer, live: Mapping[str, Tensor], groups: list[dict[str, Any]], stored: Mapping[Any, Any]
+) -> None:
+    """Check that the tensors of a saved state are as a step of the optimizer would have made them.
+
+    Optimizers outside of `torch.optim`, LBFGS and sharded parameters are not looked at: their steps may communicate,
+    count or need a closure.
+
+    Args:
+        optimizer: The optimizer, which is not changed.
+        live: Its parameters by their places, group by group.
+        groups: The numbers that were saved of each group.
+        stored: What a file holds for each place.
+
+    Raises:
+        InvalidValueError: If a tensor is missing or has another shape, dtype or device, or no step is possible with
+            the numbers.
+        PlainError: If a state is no dictionary.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    places = iter(live.items())
+    for numbers, group in zip(groups, optimizer.param_groups, strict=True):
+        known: dict[Any, dict[str, Tensor]] = {}
+        for place, parameter in islice(places, len(group["params"])):
+            state = stored.get(place)
+            if not state or is_sharded(parameter):
+                continue
+            if not isinstance(state, dict):
+                raise PlainError("the state of a parameter is no dictionary")
+            layout = parameter.shape, parameter.stride(), parameter.dtype, parameter.device
+            if layout not in known:
+                known[layout] = _expected(optimizer, numbers, group, parameter)
+            compared = {name: state[name] for name in known[layout] if is_stored(state.get(name))}
+            compare_layouts(f"the state of {type(optimizer).__name__} for {place}", compared, known[layout])
+
+
+def _expected(
+    optimizer: Optimizer, numbers: dict[str, Any], group: dict[str, Any], parameter: Tensor
+) -> dict[str, Tensor]:
+    try:
+        return _rehearsed(optimizer, numbers, parameter)
+    except Exception as error:  # a forged number may raise anything
+        try:
+            _rehearsed(optimizer, group, parameter)
+        except Exception:  # the numbers are not to blame
+            return {}
+        raise InvalidValueError(
+            f"the snapshot is of another run: {type(optimizer).__name__} cannot step with the numbers of a group "
+            f"({type(error).__name__}: {error!s:.80}). Nothing was changed."
+        ) from error
+
+
+@torch.no_grad()
+def _rehearsed(optimizer: Optimizer, numbers: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """Return the tensors that a first step with these numbers keeps for a new parameter of this layout."""
+    new = nn.Parameter(torch.zeros_like(parameter), requires_grad=False)
+    new.grad = torch.zeros_like(new)
+    kind = type(optimizer)
+    twin = kind.__new__(kind)
+    twin.__setstate__({"defaults": {**optimizer.defaults}, "state": defaultdict(dict), "param_groups": []})
+    twin.param_groups.append({**numbers, "params": [new]})
+    setattr(twin, capturable_warning_mark(), True)
+    inspect.unwrap(kind.step)(twin)  # without the hooks of all optimizers
+    return {name: value for name, value in twin.state[new].items() if isinstance(value, Tensor)}
