@@ -317,7 +317,10 @@ def test_the_state_of_a_run(path, content, silence, words):
     os.utime(path, (NOW, NOW))
     watched = Watched(path)
     watched.look()
-    assert re.search(words, watched.status(NOW + silence)[0])
+    said = watched.status(NOW + silence)[0]
+    assert re.search(words, said)
+    age = f"; written {silence // 60} min {silence % 60} s ago" if silence > 60 else f"; written {silence} s ago"
+    assert watched.status_with_age(NOW + silence)[0] == said + (age if said.startswith("running") else "")
 
 
 # --- the view ---------------------------------------------------------------------------------------------------------

@@ -140,7 +140,10 @@ def _about_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage],
             f"not compared: {names(left_out)}; what is neither a weight, a buffer nor an optimizer's is not seen"
         )
     if faults and (apart := [stage for stage in stages if any(o.is_wrong for o in stage.outcomes)][1:]):
-        counts = [f"{sum(o.is_wrong for o in s.outcomes):,} of {len(s.outcomes):,} in {s.name or 'the gradients'}" for s in apart]
+        counts = [
+            f"{sum(o.is_wrong for o in s.outcomes):,} of {len(s.outcomes):,} in {s.name or 'the gradients'}"
+            for s in apart
+        ]
         notes.append(f"what may follow from it: {listed(counts, 3)}")
     if len(stages) > 1 and not faults:
         total = [o for stage in stages[1:] for o in stage.outcomes]

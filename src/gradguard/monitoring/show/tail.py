@@ -181,6 +181,14 @@ class Watched:
         words, style = self._status(now)
         return "; ".join([words, *self._remarks()]), style
 
+    def status_with_age(self, now: float) -> tuple[str, str]:
+        """Return `status`, and how old the last line of a run that goes on is: for a view that is drawn anew."""
+        words, style = self.status(now)
+        changed = self._follower.changed
+        if changed is None or not self.there or self.run.end is not None or self.quiet_since(now) is not None:
+            return words, style
+        return f"{words}; written {duration(now - changed)} ago", style
+
     def _status(self, now: float) -> tuple[str, str]:
         run, changed = self.run, self._follower.changed
         if run.end is not None:
@@ -230,7 +238,7 @@ def _show_once(watched: Watched, events: int, console: "Console") -> int:
         )
     watched.judge()
     if console.is_terminal:
-        console.print(fitting_view(watched.run, watched.status(time.time()), watched.title(), events, console))
+        console.print(fitting_view(watched.run, watched.status_with_age(time.time()), watched.title(), events, console))
         return 0
     shown = list(watched.run.events)[-events:] if events else []
     first = [printable(watched.run.diagnosis)] if watched.run.diagnosis else []
@@ -244,7 +252,7 @@ def _show_live(watched: Watched, events: int, console: "Console", poll_seconds: 
     from rich.live import Live
 
     def drawn() -> Any:
-        return fitting_view(watched.run, watched.status(time.time()), watched.title(), events, console)
+        return fitting_view(watched.run, watched.status_with_age(time.time()), watched.title(), events, console)
 
     watched.look()
     watched.judge()
