@@ -10,7 +10,7 @@ from forked_python import run_python, run_ranks
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/museum.md").read_text(encoding="utf-8")
-ROWS = {row[0]: row[1] for row in re.findall(r"^\| \[`(\w+)`\].* \| (.*?) \|$", PAGE, re.M)}
+ROWS = {row[0]: row[1] for row in re.findall(r"^\| \[`(\w+)`\].* \| (.*?) \| \d+ s \|$", PAGE, re.M)}
 SCRIPTS = {path.stem: path for path in (ROOT / "examples/museum").glob("*.py")}
 
 
