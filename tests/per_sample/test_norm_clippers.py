@@ -413,3 +413,9 @@ def test_noise_that_cannot_be_split_is_refused():
             QuantileNormClipper(1.0, count_noise=count_noise).noise_multiplier_for_gradients(z)
     with pytest.raises(InvalidValueError, match="noise_multiplier=inf: expected a number from"):
         QuantileNormClipper(1.0, count_noise=1.0).noise_multiplier_for_gradients(INF)
+
+
+@pytest.mark.parametrize("rule", [PerLayerNormClipper, PerParameterNormClipper])
+def test_keys_that_are_no_names_are_refused(rule):
+    with pytest.raises(InvalidTypeError, match=r"max_norms: expected names of \w+ as keys, got 0, of type int"):
+        rule({0: 1.0})

@@ -199,3 +199,45 @@ def test_classes_that_are_as_many_as_the_samples_later():
         with pytest.raises(UnsupportedGradientError, match="has changed since an earlier batch"):
             clipper.clip_and_accumulate()
         clipper.discard()
+
+
+OF_FOUR = {
+    "weights of labels": lambda out, y: F.binary_cross_entropy_with_logits(out, y.round(), pos_weight=y.mean(0)),
+    "weights of losses": lambda out, y: F.binary_cross_entropy(out.sigmoid(), y, weight=y.mean(0)),
+    "weights of columns": lambda out, y: ((out - y).square() * y.std(0)).mean(),
+    "means of columns": lambda out, y: (out - y.mean(0)).square().mean(),
+    "a number less outputs": lambda out, y: (float(y.mean()) - out).square().mean(),
+}
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_a_batch_of_another_size_is_compared_also_with_as_many_samples_as_outputs(name, size):
+    torch.manual_seed(0)
+    clipper = gg.PerSampleGradientClipper(nn.Linear(4, 4).double(), gg.FlatNormClipper(1.0))
+    OF_FOUR[name](clipper.module(torch.randn(5, 4).double()), torch.rand(5, 4).double()).backward()
+    clipper.clip_and_accumulate()
+    OF_FOUR[name](clipper.module(torch.randn(size, 4).double()), torch.rand(size, 4).double()).backward()
+    with pytest.raises(UnsupportedGradientError, match="all samples share in the loss, has changed"):
+        clipper.clip_and_accumulate()
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_declared_tensor_is_no_row_of_samples_where_the_first_batch_has_as_many(size):
+    clipper = clipper_of()
+    clipper.refuse_ambiguous_losses()
+    for batch in (Batch(size, 0), Batch(3, 1)):
+        found = torch.cat([g.flatten(1) for g in step(clipper, CONSTANT["weights of labels"], batch).values()], 1)
+        twin = copy.deepcopy(clipper.module)
+        loss = CONSTANT["weights of labels"](clipper, twin(batch.x), batch)
+        whole = torch.autograd.grad(loss, [*twin.parameters()])
+        torch.testing.assert_close(found.mean(0), torch.cat([g.flatten() for g in whole]))
+
+
+def test_calls_without_a_backward_are_said_to_belong_under_no_grad():
+    clipper = clipper_of()
+    step(clipper, CONSTANT["targets alone"], Batch(5, 0))
+    for _ in range(17):
+        clipper.module(Batch(50, 1).x)
+    with pytest.raises(UnsupportedGradientError, match=r"more than \d+ calls .* under torch.no_grad\(\)"):
+        step(clipper, CONSTANT["targets alone"], Batch(5, 0))

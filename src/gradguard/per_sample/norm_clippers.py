@@ -385,6 +385,11 @@ def _each_max_norm(max_norms: Any, part: str) -> float | list[float] | dict[str,
         return non_negative("max_norms", max_norms)
     each: list[float] | dict[str, float]
     if isinstance(max_norms, Mapping):
+        for name in max_norms:
+            if not isinstance(name, str):
+                raise InvalidTypeError(
+                    f"max_norms: expected names of {part}s as keys, got {name!r}, of type {type(name).__name__}."
+                )
         each = {name: non_negative(f"max_norms[{name!r}]", value) for name, value in max_norms.items()}
     elif isinstance(max_norms, Sequence) and not isinstance(max_norms, str | bytes):
         each = [non_negative(f"max_norms[{i}]", value) for i, value in enumerate(max_norms)]

@@ -93,7 +93,8 @@ def _masks(node: Node, dims: int) -> Iterator[Tensor]:
 
 def adds_unseen(node: Node, depends: Dependence) -> bool:
     """Tell whether an operation adds a constant that it does not save."""
-    return operation(node) in _ADDING_UNSEEN and len(inputs_of(node, depends)) < len(node.next_functions)
+    inputs, places = inputs_of(node, depends), node.next_functions
+    return operation(node) in _ADDING_UNSEEN and (len(inputs) < len(places) or len(places) == 1)
 
 
 def hides_constant(node: Node, depends: Dependence, batch_size: int) -> bool:

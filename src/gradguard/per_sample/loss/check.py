@@ -109,7 +109,7 @@ class LossCheck:
         self._reduction, self._batch_first, self._scale, self._only_warn = reduction, batch_first, scale, only_warn
         self._roots = BackwardRoots(self._look)
         self._calls: list[Outputs] = []
-        self._too_many = False
+        self._exceeded = 0  # how many calls were kept where there were more; 0 where there were not
         self._verifying = False
         self._known: dict[bytes, _Known] = {}  # losses that were found to be right, by their structure
         self._ledger = Ledger()
@@ -142,7 +142,7 @@ class LossCheck:
         axes = {axis.dim == 0 and not axis.last for axis in output_axes if axis is not None}
         most = _MOST_CALLS if verifying else _MOST_KNOWN_CALLS
         self._verifying = verifying or (self._verifying and bool(self._calls))
-        self._too_many = self._too_many or len(self._calls) >= most
+        self._exceeded = self._exceeded or (most if len(self._calls) >= most else 0)
         self._calls = [
             *self._calls[1 - most :],
             Outputs(batch_size, axes.pop() if len(axes) == 1 else self._batch_first, pulls),
@@ -201,7 +201,7 @@ class LossCheck:
     def stop(self) -> None:
         """Look no more."""
         self._roots.stop()
-        self._calls, self._too_many, self._verifying = [], False, False  # calls keep their graphs alive
+        self._calls, self._exceeded, self._verifying = [], 0, False  # calls keep their graphs alive
 
     def refuse_ambiguous(self) -> None:
         """Refuse numbers that may be others in the next batch, instead of waiting for it."""
@@ -292,6 +292,8 @@ class LossCheck:
             return
         make = make_of(roots, set().union(*[call.values for call in calls]))
         outputs = of_several(calls)
+        if outputs is not None:
+            outputs.declared = self._shared.declared
         if words := self._what_changed(roots, outputs, make):
             self._seen = _SeenLoss(make, LossParts("unknown", words))
             self.stop()
@@ -307,9 +309,12 @@ class LossCheck:
             self.stop()
             return
         complete = all(bool(has_label(node).all()) for node in make.labelled)
-        if self._too_many:
-            most = _MOST_CALLS if self._verifying else _MOST_KNOWN_CALLS
-            found = LossParts("unverified", f"it comes after more than {most} calls of the module")
+        if self._exceeded:
+            words = (
+                f"it comes after more than {self._exceeded} calls of the module whose outputs may be in it. Run calls "
+                "that no backward follows, as of a validation, under torch.no_grad()"
+            )
+            found = LossParts("unverified", words)
         elif outputs is None:
             found = LossParts("unverified", "it is computed from calls with different numbers of samples")
         else:

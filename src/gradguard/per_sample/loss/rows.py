@@ -47,6 +47,7 @@ from gradguard.per_sample.loss.graph import (
 )
 from gradguard.per_sample.loss.ledger import RowWeights
 from gradguard.per_sample.loss.separation import Outputs, Silent
+from gradguard.per_sample.loss.shared import SharedValue
 from gradguard.torch_private import input_metadata_of, saved_constant
 
 _WITH_REDUCTION = operations(
@@ -327,6 +328,8 @@ class SampleRows:
             for value, constant in constants_beside(node, depends):
                 shape, sizes = shape_of(*value), own_sizes(constant)
                 places = places_of(shape, outputs.batch_size)
+                if any(map(SharedValue("", constant).is_of, outputs.declared)):
+                    continue
                 outputs.coincide |= self._is_doubtful(shape, shape)  # the next constant may be of other sizes
                 varying = varying_sizes(constant) if self._is_doubtful(shape, sizes) else []
                 if varying:

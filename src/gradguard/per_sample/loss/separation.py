@@ -43,6 +43,7 @@ class Outputs:
         constant_sizes: Sizes of constants that are known not to be made of the samples.
         repeated: Sizes of constants along which values were repeated.
         values_of_each: How many values there are of each sample.
+        declared: Values that the user has said are not made of the samples.
         coincide: Whether a constant in the loss is each sample's own only because of its shape, which may change.
     """
 
@@ -52,6 +53,7 @@ class Outputs:
         self.constant_sizes: Set[int] = frozenset()
         self.repeated: set[int] = set()
         self.values_of_each = 0.0
+        self.declared: Sequence[Tensor | float] = ()
         self.coincide = False
         self._held: dict[tuple[Node, int], tuple[Tensor, int]] = {}
         self._edges: list[GradientEdge] = []

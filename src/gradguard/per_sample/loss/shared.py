@@ -112,18 +112,18 @@ class SharedValues:
         self.strict = False
         self._kept: dict[Hashable, _KeptValue] = {}
         self._owned: set[Hashable] = set()  # places of what was seen to be each sample's own
-        self._declared: list[Tensor | float] = []
+        self.declared: list[Tensor | float] = []
         self._new: dict[Hashable, _KeptValue] = {}
 
     def declare(self, value: Tensor | float) -> None:
         """Take a value for the user's own, until `end`."""
-        self._declared.append(value)
+        self.declared.append(value)
 
     def end(self, accepted: bool) -> None:
         """A loss was judged: nothing is declared for the next, which must have the values of one that was accepted."""
         self._kept |= self._new if accepted else {}
         self._new = {}
-        self._declared.clear()
+        self.declared.clear()
 
     def objection(self, found: Iterable[SharedValue], batch_size: int) -> str:
         """Return why the values of a batch cannot be accepted; "" if they can."""
@@ -131,7 +131,7 @@ class SharedValues:
         for one in found:
             kept = self._kept.get(one.key)
             is_known = kept is not None and kept.is_same(one)
-            if one.key in self._owned or any(map(one.is_of, self._declared)):
+            if one.key in self._owned or any(map(one.is_of, self.declared)):
                 continue
             if several and self.strict and isinstance(one.value, Tensor):
                 is_known, kept = False, _kept(math.nan, of_several=True)
@@ -198,7 +198,9 @@ def shared_in_graph(
         for i, (value, constant) in enumerate(constants_beside(node, depends) if name not in LABELLED else ()):
             places = places_of(shape_of(*value), outputs.batch_size)
             sizes = own_sizes(constant)
-            if any(sizes[dim] > 1 for dim in places) or (constant.numel() == 1 and not is_behind):
+            for dim in (dim for dim, size in enumerate(sizes) if size == 1):
+                constant = constant.narrow(dim, 0, 1)
+            if (places and all(sizes[dim] > 1 for dim in places)) or (constant.numel() == 1 and not is_behind):
                 continue
             if not _is_of_parameter(constant):
                 yield SharedValue((*place, i, constant.shape), constant, look(value, sizes))
@@ -208,12 +210,17 @@ def shared_in_graph(
         for setting, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
             whole = look((node, 0), [1] * len(shape_of(node)))
             yield SharedValue((*place, setting, outputs.values_of_each), value, whole)
-    for i, (constant, rounding) in enumerate(_added([node for node, _ in nodes], outputs, depends) if several else ()):
-        yield SharedValue((kind, "added", i, getattr(constant, "shape", ())), constant, rounding=rounding)
+    for i, value, sizes, constant, rounding in _added([node for node, _ in nodes], outputs, depends) if several else ():
+        key = kind, "added", i, getattr(constant, "shape", ())
+        yield SharedValue(key, constant, look(value, sizes), rounding)
 
 
-def _added(nodes: Sequence[Node], outputs: Outputs, depends: Dependence) -> Iterator[tuple[Tensor | float, float]]:
-    """Yield the constants that operations add and do not save, where they are alike for all samples, with rounding.
+def _added(
+    nodes: Sequence[Node], outputs: Outputs, depends: Dependence
+) -> Iterator[tuple[int, Value, list[int], Tensor | float, float]]:
+    """Yield the constants that operations add and do not save, where they may be alike for all samples.
+
+    Each comes after the number of its place, the value that it is in, and its sizes, and before its rounding.
 
     Whole numbers are left out: targets and masks of all samples may be alike by chance.
     """
@@ -225,7 +232,7 @@ def _added(nodes: Sequence[Node], outputs: Outputs, depends: Dependence) -> Iter
         if operation(node) == "LogSoftmax" and (value := parents(node)[0]) not in known:
             known[value], normalized[value] = saved(node, "result").detach(), signed(saved(node, "dim"))
     ends = {edge: None for node in nodes if not is_affine(node, depends) for edge in parents(node) if edge in known}
-    for value in ends:
+    for number, value in enumerate(ends):
         places = places_of(shape_of(*value), outputs.batch_size)
         if not places or not adds_unseen_below(value, known, depends):
             continue
@@ -235,14 +242,14 @@ def _added(nodes: Sequence[Node], outputs: Outputs, depends: Dependence) -> Iter
         if value in normalized:
             constant = constant - constant.mean(normalized[value], keepdim=True)
         sizes = varying_sizes(constant, rounding)
-        if all(sizes[dim] == 1 for dim in places):
-            for dim in places:
+        if any(sizes[dim] == 1 for dim in places):
+            for dim in (dim for dim in places if sizes[dim] == 1):
                 constant = constant.narrow(dim, 0, 1)
             one = constant.flatten()[0]
             if bool(((constant - one).abs() <= rounding).all()):
                 constant = one
             if bool(((constant - constant.round()).abs() > rounding).any()):
-                yield constant if constant.dim() else float(one), float(2 * rounding)
+                yield number, value, sizes, constant if constant.dim() else float(one), float(2 * rounding)
 
 
 def _is_of_parameter(constant: Tensor) -> bool:
@@ -279,10 +286,13 @@ def _subtracted(value: Value, known: Mapping[Value, Tensor], depends: Dependence
     return whole - sign * part, rounding
 
 
+_FACTORS = ("alpha", "beta", "value")
+
+
 def _numbers_of(node: Node) -> Iterator[tuple[Hashable, float]]:
     """Yield the numbers that an operation takes, but for sizes and places."""
     yield from enumerate(scalars(node))
-    for name, value in [*saved_settings(node).items(), ("beta", saved_constant(node, "beta"))]:
+    for name, value in [*saved_settings(node).items(), *[(one, saved_constant(node, one)) for one in _FACTORS]]:
         if isinstance(value, float) and not math.isnan(value):
             yield name, value
         elif name in _NUMBERS and type(value) is int:
@@ -304,7 +314,8 @@ def _is_shared(outputs: Outputs, node: Node, number: int, sizes: Sequence[int]) 
     try:
         samples = outputs.samples_of(node, number)
     except Silent:
-        return len(sizes) > 0 and bool(places_of(shape_of(node, number), outputs.batch_size))
+        places = places_of(shape_of(node, number), outputs.batch_size)
+        return bool(places) and len(sizes) > places[0] and sizes[places[0]] == 1
     except Unreadable:
         return True
     alike = [dim for dim in range(samples.dim()) if dim >= len(sizes) or sizes[dim] == 1]
