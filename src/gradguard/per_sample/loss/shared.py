@@ -8,7 +8,7 @@ owns, is compared with what it was in the batches before. What has changed is re
 import contextlib
 import functools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -209,6 +209,7 @@ def shared_in_graph(
         depends: Knows which values depend on the samples.
     """
     counted: Counter[str] = Counter()
+    numbers: defaultdict[tuple[str, Hashable], list[tuple[Node, float]]] = defaultdict(list)
     several = outputs.batch_size > 1
 
     def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool]:
@@ -236,6 +237,12 @@ def shared_in_graph(
         for setting, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
             whole = look((node, 0), [1] * len(shape_of(node)))
             yield SharedValue((*place, setting, outputs.values_of_each), value, whole)
+            numbers[name, setting].append((node, value))
+    for (name, setting), found in numbers.items() if several else ():
+        if len(found) > 1:
+            yield SharedValue(
+                (kind, name, setting, "each"), found[0][1], functools.partial(_is_of_each, outputs, found)
+            )
     for i, value, sizes, constant, rounding in _added([node for node, _ in nodes], outputs, depends) if several else ():
         key = kind, "added", i, getattr(constant, "shape", ())
         yield SharedValue(key, constant, look(value, sizes), rounding)
@@ -333,6 +340,13 @@ def _columns_of(node: Node) -> Iterator[tuple[int, Tensor]]:
         given = [(dim, index) for dim, index in enumerate(saved(node, "indices")) if isinstance(index, Tensor)]
         if len(given) == 1 and given[0][1].dim() == 1 and given[0][1].dtype != torch.bool:
             yield given[0]
+
+
+def _is_of_each(outputs: Outputs, found: Sequence[tuple[Node, float]]) -> bool:
+    """Tell whether operations for one sample each take the same number, as in a loop over samples."""
+    if len({value for _, value in found}) > 1:
+        return False
+    return len({outputs.only_sample(node, 0) for node, _ in found}) > 1
 
 
 def _is_shared(outputs: Outputs, node: Node, number: int, sizes: Sequence[int]) -> bool:
