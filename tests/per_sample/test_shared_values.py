@@ -70,6 +70,9 @@ OF_THE_BATCH = {
     "weights of labels": lambda c, out, b: F.binary_cross_entropy_with_logits(out, b.y.round(), pos_weight=b.y.mean(0)),
     "weights of classes": lambda c, out, b: F.cross_entropy(out, b.labels, weight=b.y.mean(0), reduction="none").mean(),
     "a temperature": lambda c, out, b: F.cross_entropy(out / float(b.y.mean()), b.labels),
+    "a temperature in a loop": lambda c, out, b: torch.stack(
+        [F.cross_entropy(o[None] / float(b.y.mean()), i[None]) for o, i in zip(out, b.labels, strict=True)]
+    ).mean(),
     "a threshold": lambda c, out, b: F.huber_loss(out, b.y, delta=float(b.y.mean())),
     "a smooth threshold": lambda c, out, b: F.smooth_l1_loss(out, b.y, beta=float(b.y.mean())),
     "an upper bound": lambda c, out, b: (out - b.y).square().clamp(max=float(b.y.mean())).mean(),
@@ -100,8 +103,8 @@ def test_a_statistic_of_the_batch_is_refused_as_soon_as_it_changes(name):
     step(clipper, loss, Batch(5, 0))
 
 
-PRIVATE = [name for name in OF_THE_BATCH if "number" not in name and name not in
-           ("a temperature", "a threshold", "a smooth threshold", "an upper bound", "a default", "a mean")]  # fmt: skip
+PRIVATE = [name for name in OF_THE_BATCH if "number" not in name and "temperature" not in name and name not in
+           ("a threshold", "a smooth threshold", "an upper bound", "a default", "a mean")]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRIVATE)
@@ -206,6 +209,7 @@ OF_FOUR = {
     "weights of losses": lambda out, y: F.binary_cross_entropy(out.sigmoid(), y, weight=y.mean(0)),
     "weights of columns": lambda out, y: ((out - y).square() * y.std(0)).mean(),
     "means of columns": lambda out, y: (out - y.mean(0)).square().mean(),
+    "a base": lambda out, y: (float(y.mean()) ** out).mean(),
     "a number less outputs": lambda out, y: (float(y.mean()) - out).square().mean(),
 }
 
@@ -241,3 +245,43 @@ def test_calls_without_a_backward_are_said_to_belong_under_no_grad():
         clipper.module(Batch(50, 1).x)
     with pytest.raises(UnsupportedGradientError, match=r"more than \d+ calls .* under torch.no_grad\(\)"):
         step(clipper, CONSTANT["targets alone"], Batch(5, 0))
+
+
+HIDING = {
+    "a normalisation": lambda out, y: F.batch_norm(out, y.mean(0), y.var(0) + 0.1).square().mean(),
+    "weights of margins": lambda out, y: F.multi_margin_loss(out, y.argmax(1), weight=y.mean(0)),
+    "a kernel": lambda out, y: F.conv1d(out[:, None], y.mean(0)[:2].view(1, 1, 2)).square().mean(),
+    "a slope": lambda out, y: F.prelu(out, y.mean().view(1)).mean(),
+    "a smooth maximum": lambda out, y: torch.logaddexp(out, y.mean()).mean(),
+    "logits": lambda out, y: torch.sigmoid(out - y.mean(0)).mean(),
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_in_private_training_an_operation_that_hides_what_it_takes_is_refused(name):
+    clipper = clipper_of()
+    clipper.refuse_ambiguous_losses()
+    with pytest.raises(UnsupportedGradientError, match=r"graph does not show.*per_sample_losses"):
+        step(clipper, lambda c, out, b: HIDING[name](out, b.y), Batch(5, 0))
+
+
+SHOWING = {
+    "classes": lambda out, b: F.cross_entropy(out, b.labels, label_smoothing=0.1),
+    "soft labels": lambda out, b: F.cross_entropy(out, b.y.softmax(1)),
+    "divergence": lambda out, b: F.kl_div(out.log_softmax(1), b.y.softmax(1), reduction="batchmean"),
+    "angles": lambda out, b: (1 - F.cosine_similarity(out, b.y)).mean(),
+    "a density": lambda out, b: -torch.distributions.Normal(out, 1.0).log_prob(b.y).mean(),
+    "chosen": lambda out, b: -out.log_softmax(1).gather(1, b.labels[:, None]).mean(),
+}
+
+
+@pytest.mark.parametrize("name", SHOWING)
+def test_in_private_training_usual_losses_are_taken(name):
+    clipper = clipper_of()
+    clipper.refuse_ambiguous_losses()
+    for size in (5, 3, 6):
+        batch, twin = Batch(size, 0), copy.deepcopy(clipper.module)
+        rows = step(clipper, lambda c, out, b: SHOWING[name](out, b), batch)
+        found = torch.cat([each.flatten(1) for each in rows.values()], 1)
+        whole = torch.autograd.grad(SHOWING[name](twin(batch.x), batch), [*twin.parameters()])
+        torch.testing.assert_close(found.mean(0), torch.cat([g.flatten() for g in whole]))

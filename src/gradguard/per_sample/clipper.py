@@ -257,7 +257,7 @@ class PerSampleGradientClipper:
         return value
 
     def per_sample_losses(self, loss_fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        r"""Compute each sample's loss from its own rows alone: right by construction, whatever the function does.
+        r"""Compute each sample's loss from its own rows alone: exact for what the function is given.
 
         .. math:: \ell_i = f(o_i, y_i, \dots), \qquad i = 1, \dots, B
 
@@ -265,6 +265,12 @@ class PerSampleGradientClipper:
         made of another sample's numbers, columns chosen by a list. Here no other sample's rows are there. Nothing of
         the function is read, so it may be compiled, fused or your own, normalise, mask, average over tokens, or have
         class weights: its result for a batch of one is the sample's loss.
+
+        **What the function takes from elsewhere** is only partly compared from batch to batch. Compared are tensors and
+        numbers of `functools.partial`, of modules, and numbers that code closes over, has as a default, or names in its
+        file or object. Not compared are numbers given as arguments of this call, attributes of a callable object that
+        is no module, what lies in dicts, lists or NumPy arrays, the weights of layers, and the environment. A number of
+        the batch that comes in that way couples the samples, and nobody sees it: give tensors with a row each.
 
         Call it after the forward of the module, with what the module returned and the batch as it came from the loader.
         Whatever is computed from several samples before is out of sight.

@@ -16,7 +16,7 @@ from gradguard.per_sample.loss.graph import BackwardRoots, Dependence, Make, Roo
 from gradguard.per_sample.loss.ledger import Ledger
 from gradguard.per_sample.loss.rows import by_sample, has_label
 from gradguard.per_sample.loss.separation import Outputs, of_several
-from gradguard.per_sample.loss.shared import SharedValues, shared_in_function, shared_in_graph
+from gradguard.per_sample.loss.shared import SharedValues, hidden_in_graph, shared_in_function, shared_in_graph
 from gradguard.per_sample.loss.terms import NO_PART, LossParts, explain, loss_parts
 from gradguard.tensors.host_copy import DeviceEvent, copy_to_host
 
@@ -341,7 +341,11 @@ class LossCheck:
         if outputs is None:
             return ""
         try:
-            return self._shared.objection(shared_in_graph(roots, outputs, make.kind, Dependence()), outputs.batch_size)
+            depends = Dependence()
+            words = self._shared.objection(shared_in_graph(roots, outputs, make.kind, depends), outputs.batch_size)
+            if words or not self._shared.strict:
+                return words
+            return hidden_in_graph(roots, outputs, depends)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             return _failed(error)
 

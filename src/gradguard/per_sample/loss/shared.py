@@ -8,7 +8,7 @@ owns, is compared with what it was in the batches before. What has changed is re
 import contextlib
 import functools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -39,6 +39,7 @@ from gradguard.per_sample.loss.graph import (
     inputs_of,
     is_linear,
     operation,
+    operations,
     parents,
     saved,
     scalars,
@@ -47,6 +48,18 @@ from gradguard.per_sample.loss.graph import (
 )
 from gradguard.per_sample.loss.separation import Outputs, Silent
 from gradguard.torch_private import base_of, saved_constant, saved_settings, tree_flatten, version_of
+
+_SHOWING = operations(
+    "Sum Nansum Mean View UnsafeView ReshapeAlias Squeeze Unsqueeze Select Slice Unbind Split SplitWithSizes "
+    "UnsafeSplit Stack Cat Permute Transpose T Expand Repeat Clone Alias ToCopy CopyBackwards Neg Mul Div Add Sub Rsub "
+    "Where MaskedFill Index IndexSelect MaskedSelect Gather Take Dot Mv Mm Bmm Addmm Baddbmm Addmv Addcmul Addcdiv "
+    "Maximum Minimum Clamp ClampMin ClampMax Pow MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy "
+    "BinaryCrossEntropyWithLogits SoftMarginLoss NllLoss NllLoss2D Exp Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt "
+    "Reciprocal Sigmoid LogSigmoid LogSigmoidForward Tanh Relu Gelu Silu Mish Softplus Abs Sgn Sin Cos Erf Cosh "
+    "Sinh Tan Atan Lgamma "
+    "Logsumexp LogSoftmax Softmax Norm LinalgVectorNorm Amax Amin Max Min Sort Topk Cumsum Prod Var Std"
+)
+"""Operations that save every constant that they take, or whose constant follows from values that are known."""
 
 _NUMBERS = frozenset(["exponent", "min", "max", "min_val", "max_val", "threshold", "p", "value", "margin", "scale"])
 """Settings of operations that may be whole numbers, and are no sizes or places."""
@@ -171,6 +184,19 @@ def _words(kept: _KeptValue, value: Tensor | float) -> str:
 # What a graph shows
 
 
+def hidden_in_graph(roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> str:
+    """Say which operation of a loss may take a constant that its graph does not show; "" if none does."""
+    nodes = [node for node, _ in _nodes(roots, outputs, depends)]
+    known = outputs.held | known_values(nodes)
+    for node in nodes:
+        if operation(node) not in _SHOWING:
+            return f"its graph does not show all numbers that {node.name()} takes"
+        for value in parents(node) if not is_affine(node, depends) and operation(node) != "LogSoftmax" else ():
+            if value not in known and adds_unseen_below(value, known, depends):
+                return f"its graph does not show what is added to values before {node.name()}"
+    return ""
+
+
 def shared_in_graph(
     roots: Sequence[Root], outputs: Outputs, kind: Hashable, depends: Dependence
 ) -> Iterator[SharedValue]:
@@ -183,6 +209,7 @@ def shared_in_graph(
         depends: Knows which values depend on the samples.
     """
     counted: Counter[str] = Counter()
+    numbers: defaultdict[tuple[str, Hashable], list[tuple[Node, float]]] = defaultdict(list)
     several = outputs.batch_size > 1
 
     def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool]:
@@ -210,6 +237,12 @@ def shared_in_graph(
         for setting, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
             whole = look((node, 0), [1] * len(shape_of(node)))
             yield SharedValue((*place, setting, outputs.values_of_each), value, whole)
+            numbers[name, setting].append((node, value))
+    for (name, setting), found in numbers.items() if several else ():
+        if len(found) > 1:
+            yield SharedValue(
+                (kind, name, setting, "each"), found[0][1], functools.partial(_is_of_each, outputs, found)
+            )
     for i, value, sizes, constant, rounding in _added([node for node, _ in nodes], outputs, depends) if several else ():
         key = kind, "added", i, getattr(constant, "shape", ())
         yield SharedValue(key, constant, look(value, sizes), rounding)
@@ -286,7 +319,7 @@ def _subtracted(value: Value, known: Mapping[Value, Tensor], depends: Dependence
     return whole - sign * part, rounding
 
 
-_FACTORS = ("alpha", "beta", "value")
+_FACTORS = ("alpha", "beta", "value", "self")
 
 
 def _numbers_of(node: Node) -> Iterator[tuple[Hashable, float]]:
@@ -307,6 +340,13 @@ def _columns_of(node: Node) -> Iterator[tuple[int, Tensor]]:
         given = [(dim, index) for dim, index in enumerate(saved(node, "indices")) if isinstance(index, Tensor)]
         if len(given) == 1 and given[0][1].dim() == 1 and given[0][1].dtype != torch.bool:
             yield given[0]
+
+
+def _is_of_each(outputs: Outputs, found: Sequence[tuple[Node, float]]) -> bool:
+    """Tell whether operations for one sample each take the same number, as in a loop over samples."""
+    if len({value for _, value in found}) > 1:
+        return False
+    return len({outputs.only_sample(node, 0) for node, _ in found}) > 1
 
 
 def _is_shared(outputs: Outputs, node: Node, number: int, sizes: Sequence[int]) -> bool:
