@@ -285,3 +285,15 @@ def test_in_private_training_usual_losses_are_taken(name):
         found = torch.cat([each.flatten(1) for each in rows.values()], 1)
         whole = torch.autograd.grad(SHOWING[name](twin(batch.x), batch), [*twin.parameters()])
         torch.testing.assert_close(found.mean(0), torch.cat([g.flatten() for g in whole]))
+
+
+@pytest.mark.parametrize("fused", [F.huber_loss, F.smooth_l1_loss])
+def test_a_number_of_a_fused_mean_is_no_samples_own(fused):
+    """The mean is one number of all samples, whose derivative may look like that of one: in some draws it did."""
+    name = "delta" if fused is F.huber_loss else "beta"
+    first, later = (lambda c, out, b, number=number: fused(out, b.y, **{name: number}) for number in (0.2, 0.3))
+    for seed in range(12):
+        clipper = clipper_of()
+        step(clipper, first, Batch(5, seed))
+        with pytest.raises(UnsupportedGradientError, match=r"per_sample_losses|constant"):
+            step(clipper, later, Batch(5, seed + 100))

@@ -153,8 +153,10 @@ class Outputs:
         if not self._pulls:
             raise Unreadable("a sharded model's backward cannot be run twice")
         value = input_metadata_of(node)[number]
-        if math.prod(value.shape) == 1 and (only := self.only_sample(node, number)) is not None:
-            return torch.full(value.shape, only, device=value.device)
+        if math.prod(value.shape) == 1 and (reached := self._samples_reached(node, number)):
+            if len(reached) > 1:  # a derivative of one number may look like that of one of them
+                raise Unreadable(f"the value from {node.name()} depends on {len(reached)} samples")
+            return torch.full(value.shape, reached[0], device=value.device)
         cotangent = torch.zeros(value.shape, dtype=value.dtype, device=value.device, requires_grad=True)
         pulled = self._pull(node, number, cotangent, create_graph=True)
         used = [(g, axis) for g, axis in zip(pulled, self._axes, strict=True) if g is not None and g.requires_grad]
@@ -198,6 +200,11 @@ class Outputs:
 
     def only_sample(self, node: Node, number: int) -> int | None:
         """Return the one sample that a value depends on; None if it depends on none or several."""
+        reached = self._samples_reached(node, number)
+        return reached[0] if len(reached) == 1 else None
+
+    def _samples_reached(self, node: Node, number: int) -> list[int]:
+        """Return the samples that a value depends on."""
         value = input_metadata_of(node)[number]
         once = self._pull(node, number, _normal(value.shape, value.dtype, value.device))
         reached = [
@@ -205,8 +212,7 @@ class Outputs:
             for g, axis in zip(once, self._axes, strict=True)
             if g is not None
         ]
-        found = torch.stack(reached).any(0).nonzero() if reached else torch.empty(0, device="cpu")
-        return int(found) if len(found) == 1 else None
+        return torch.stack(reached).any(0).nonzero().flatten().tolist() if reached else []
 
     def _pull(self, node: Node, number: int, cotangent: Tensor, create_graph: bool = False) -> Sequence[Tensor | None]:
         """Return the gradients of the outputs for a cotangent of the value; None where others lie in front."""
