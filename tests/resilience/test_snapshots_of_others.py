@@ -184,6 +184,46 @@ def test_a_state_of_another_dtype_is_refused(tmp_path, dtype):
         gg.Snapshot.load(tmp_path / "a", *small())
 
 
+def trained(kind, sparse=False, **settings):
+    model = torch.nn.Embedding(7, 3, sparse=True) if sparse else torch.nn.Linear(4, 3, bias=False)
+    optimizer = kind(model.parameters(), **settings)
+    model(torch.randint(0, 7, (5,)) if sparse else torch.randn(5, 4)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def save(folder, model, optimizer):
+    snapshot = gg.Snapshot(model, optimizer)
+    snapshot.take()
+    snapshot.save(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "forged"),
+    [
+        (torch.optim.Muon, "momentum_buffer", torch.ones(4, 3)),
+        (torch.optim.Muon, "momentum_buffer", "x"),
+        (torch.optim.Adafactor, "row_var", torch.ones(1, 3)),
+        (torch.optim.SparseAdam, "exp_avg", torch.ones(7, 3, dtype=torch.float64)),
+    ],
+)
+def test_no_optimizer_of_torchs_is_left_out(tmp_path, kind, key, forged):
+    model, optimizer = trained(kind, sparse=kind is torch.optim.SparseAdam)
+    optimizer.state[model.weight][key] = forged
+    save(tmp_path / "forged", model, optimizer)
+    with pytest.raises(InvalidValueError, match=f"the state of {kind.__name__} for .* differ"):
+        gg.Snapshot.load(tmp_path / "forged", *trained(kind, sparse=kind is torch.optim.SparseAdam))
+
+
+def test_a_sparse_momentum_is_taken(tmp_path):
+    model, optimizer = trained(torch.optim.SGD, sparse=True, lr=0.1, momentum=0.9)
+    assert optimizer.state[model.weight]["momentum_buffer"].is_sparse
+    save(tmp_path / "sparse", model, optimizer)
+    other = trained(torch.optim.SGD, sparse=True, lr=0.1, momentum=0.9)
+    gg.Snapshot.load(tmp_path / "sparse", *other).restore()
+    assert torch.equal(other[0].weight, model.weight)
+
+
 @pytest.mark.parametrize(("number", "value"), [("betas", "text"), ("lr", None), ("eps", []), ("weight_decay", "0")])
 def test_numbers_with_which_no_step_is_possible_are_refused(tmp_path, number, value):
     model, optimizer = small()

@@ -37,11 +37,11 @@ def compare_states(
             the numbers.
         PlainError: If a state is no dictionary.
     """
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
         return
     places = iter(live.items())
     for numbers, group in zip(groups, optimizer.param_groups, strict=True):
-        known: dict[Any, dict[str, Tensor]] = {}
+        known: dict[Any, list[dict[str, Tensor]]] = {}
         for place, parameter in islice(places, len(group["params"])):
             state = stored.get(place)
             if not state or is_sharded(parameter):
@@ -51,31 +51,51 @@ def compare_states(
             layout = parameter.shape, parameter.stride(), parameter.dtype, parameter.device
             if layout not in known:
                 known[layout] = _expected(optimizer, numbers, group, parameter)
-            compared = {name: state[name] for name in known[layout] if is_stored(state.get(name))}
-            compare_layouts(f"the state of {type(optimizer).__name__} for {place}", compared, known[layout])
+            _compare_with_any(f"the state of {type(optimizer).__name__} for {place}", state, known[layout])
+
+
+def _compare_with_any(what: str, state: Mapping[str, Any], expected: list[dict[str, Tensor]]) -> None:
+    """Check that a state is as one of those that may be; the first is told of if it is as none."""
+    wrong: list[InvalidValueError] = []
+    for one in expected:
+        try:
+            compare_layouts(what, {name: state[name] for name in one if is_stored(state.get(name))}, one)
+        except InvalidValueError as error:
+            wrong.append(error)
+    if wrong and len(wrong) == len(expected):
+        raise wrong[0]
 
 
 def _expected(
     optimizer: Optimizer, numbers: dict[str, Any], group: dict[str, Any], parameter: Tensor
-) -> dict[str, Tensor]:
-    try:
-        return _rehearsed(optimizer, numbers, parameter)
-    except Exception as error:  # a forged number may raise anything
+) -> list[dict[str, Tensor]]:
+    """Return what a step keeps after a dense and after a sparse gradient, as far as the optimizer takes these."""
+    found: list[dict[str, Tensor]] = []
+    errors: list[Exception] = []
+    for sparse in (False, True):
         try:
-            _rehearsed(optimizer, group, parameter)
-        except Exception:  # the numbers are not to blame
-            return {}
-        raise InvalidValueError(
-            f"the snapshot is of another run: {type(optimizer).__name__} cannot step with the numbers of a group "
-            f"({type(error).__name__}: {error!s:.80}). Nothing was changed."
-        ) from error
+            found.append(_rehearsed(optimizer, numbers, parameter, sparse=sparse))
+        except Exception as error:  # a forged number may raise anything
+            errors.append(error)
+    if found:
+        return found
+    try:
+        _rehearsed(optimizer, group, parameter)
+    except Exception:  # the numbers are not to blame
+        return []
+    raise InvalidValueError(
+        f"the snapshot is of another run: {type(optimizer).__name__} cannot step with the numbers of a group "
+        f"({type(errors[0]).__name__}: {errors[0]!s:.80}). Nothing was changed."
+    ) from errors[0]
 
 
 @torch.no_grad()
-def _rehearsed(optimizer: Optimizer, numbers: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+def _rehearsed(
+    optimizer: Optimizer, numbers: dict[str, Any], parameter: Tensor, *, sparse: bool = False
+) -> dict[str, Tensor]:
     """Return the tensors that a first step with these numbers keeps for a new parameter of this layout."""
     new = nn.Parameter(torch.zeros_like(parameter), requires_grad=False)
-    new.grad = torch.zeros_like(new)
+    new.grad = torch.zeros_like(new).to_sparse(1) if sparse else torch.zeros_like(new)
     kind = type(optimizer)
     twin = kind.__new__(kind)
     twin.__setstate__({"defaults": {**optimizer.defaults}, "state": defaultdict(dict), "param_groups": []})
