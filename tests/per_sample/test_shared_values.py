@@ -130,6 +130,9 @@ CONSTANT = {
     "a loop": lambda c, out, b: torch.stack(
         [F.mse_loss(o[:1] / float(y[1]), y[:1]) for o, y in zip(out, b.y, strict=True)]
     ).mean(),
+    "a loop with weights of each": lambda c, out, b: torch.stack(
+        [F.binary_cross_entropy_with_logits(o, y.round(), pos_weight=1 + y) for o, y in zip(out, b.y, strict=True)]
+    ).mean(),
 }
 
 
@@ -297,3 +300,15 @@ def test_a_number_of_a_fused_mean_is_no_samples_own(fused):
         step(clipper, first, Batch(5, seed))
         with pytest.raises(UnsupportedGradientError, match=r"per_sample_losses|constant"):
             step(clipper, later, Batch(5, seed + 100))
+
+
+def test_a_tensor_that_a_loop_over_samples_uses_for_each_is_shared():
+    def weighted(c, out, b):
+        weight = 1 + b.y.mean(0)
+        losses = [F.binary_cross_entropy_with_logits(o, y, pos_weight=weight) for o, y in zip(out, b.y, strict=True)]
+        return torch.stack(losses).mean()
+
+    clipper = clipper_of()
+    step(clipper, weighted, Batch(5, 0))
+    with pytest.raises(UnsupportedGradientError, match=r"a tensor of shape \[3\], which all samples share"):
+        step(clipper, weighted, Batch(4, 1))

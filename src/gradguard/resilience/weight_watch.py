@@ -23,10 +23,11 @@ _AT_ONCE, _AT_ONCE_ON_DEVICES = 1 << 18, 1 << 24
 class WeightWatch:
     r"""Compares the weights before a step with those after the one before.
 
-    It compares how often torch has written each, and checksums: of each 16,384 weights :math:`w_i` the sum
-    :math:`\sum_i r_i w_i`, with fixed random numbers :math:`r_i`, in float32 (of float64 weights in float64). A changed
-    value, a flipped sign, weights that have changed places move it, whoever wrote them. What is below the rounding of
-    such a sum is not seen: some 1e-5 of the size of the weights around. On an accelerator the host does not wait.
+    It compares how often torch has written each tensor, and checksums: of each 16,384 weights :math:`w_i` the sum
+    :math:`\sum_i r_i w_i` with fixed random numbers :math:`r_i`, in float32 (float64 for float64 weights). A changed
+    value, a flipped sign or exchanged weights change the sum, also where NumPy or another library wrote them. A change
+    below the rounding of the sum, some 1e-5 of the size of the weights around it, is not seen. On an accelerator the
+    host does not wait.
 
     Args:
         optimizer: Whose parameters are compared.

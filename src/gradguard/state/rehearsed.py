@@ -55,7 +55,7 @@ def compare_states(
 
 
 def _compare_with_any(what: str, state: Mapping[str, Any], expected: list[dict[str, Tensor]]) -> None:
-    """Check that a state is as one of those that may be; the first is told of if it is as none."""
+    """Compare a saved state with each of the expected ones; raise the error of the first if it matches none."""
     wrong: list[InvalidValueError] = []
     for one in expected:
         try:

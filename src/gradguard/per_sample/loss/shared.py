@@ -210,6 +210,7 @@ def shared_in_graph(
     """
     counted: Counter[str] = Counter()
     numbers: defaultdict[tuple[str, Hashable], list[tuple[Node, float]]] = defaultdict(list)
+    tensors: defaultdict[tuple[str, int, Hashable], list[tuple[Node, Tensor]]] = defaultdict(list)
     several = outputs.batch_size > 1
 
     def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool]:
@@ -231,6 +232,7 @@ def shared_in_graph(
                 continue
             if not _is_of_parameter(constant):
                 yield SharedValue((*place, i, constant.shape), constant, look(value, sizes))
+                tensors[name, i, _place(constant)].append((node, constant))
         for dim, columns in _columns_of(node):
             sizes = [len(columns) if i == dim else 1 for i in range(len(shape_of(node)))]
             yield SharedValue((*place, "columns", columns.shape), columns, look((node, 0), sizes))
@@ -243,6 +245,12 @@ def shared_in_graph(
             yield SharedValue(
                 (kind, name, setting, "each"), found[0][1], functools.partial(_is_of_each, outputs, found)
             )
+    counted.clear()
+    for (name, i, _), found in tensors.items() if several else ():
+        if len(found) > 1:
+            counted[name] += 1
+            of_each = functools.partial(_is_of_several, outputs, [node for node, _ in found])
+            yield SharedValue((kind, name, i, "each", counted[name], found[0][1].shape), found[0][1], of_each)
     for i, value, sizes, constant, rounding in _added([node for node, _ in nodes], outputs, depends) if several else ():
         key = kind, "added", i, getattr(constant, "shape", ())
         yield SharedValue(key, constant, look(value, sizes), rounding)
@@ -344,9 +352,12 @@ def _columns_of(node: Node) -> Iterator[tuple[int, Tensor]]:
 
 def _is_of_each(outputs: Outputs, found: Sequence[tuple[Node, float]]) -> bool:
     """Tell whether operations for one sample each take the same number, as in a loop over samples."""
-    if len({value for _, value in found}) > 1:
-        return False
-    return len({outputs.only_sample(node, 0) for node, _ in found}) > 1
+    return len({value for _, value in found}) == 1 and _is_of_several(outputs, [node for node, _ in found])
+
+
+def _is_of_several(outputs: Outputs, nodes: Sequence[Node]) -> bool:
+    """Tell whether operations act on values of different samples."""
+    return len({outputs.only_sample(node, 0) for node in nodes}) > 1
 
 
 def _is_shared(outputs: Outputs, node: Node, number: int, sizes: Sequence[int]) -> bool:
