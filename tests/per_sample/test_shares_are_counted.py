@@ -1,5 +1,6 @@
 """A sample's share of the loss is counted on each step, and never assumed from the number of samples."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -28,8 +29,11 @@ class Batch:
         self.labels = self.tokens.masked_fill(~self.mask, -100)
 
     def sample(self, i: int) -> "Batch":
+        return self.rows(slice(i, i + 1))
+
+    def rows(self, rows: slice) -> "Batch":
         one = object.__new__(Batch)
-        vars(one).update({name: value[i : i + 1] for name, value in vars(self).items()})
+        vars(one).update({name: value[rows] for name, value in vars(self).items()})
         return one
 
 
@@ -630,14 +634,57 @@ def test_a_factor_that_is_once_one_over_the_number_of_samples_is_no_mean_in_anot
     step(clipper, loss, Batch([5, 5]))
     with pytest.raises(UnsupportedGradientError, match="has changed since an earlier batch, from"):
         step(clipper, loss, Batch([5]))
-    private = exact()
-    private.refuse_ambiguous_losses()
-    step(private, loss, Batch([5, 5]))
-    for neighbour, words in (([5], "only sample was multiplied by 0.5"), ([5, 5, 5], "which may hold 1/3")):
+    for lengths in ([5], [5, 5], [5, 5, 5]):
         private = exact()
         private.refuse_ambiguous_losses()
-        with pytest.raises(UnsupportedGradientError, match=words):
-            step(private, loss, Batch(neighbour))
+        with pytest.raises(UnsupportedGradientError, match=r"numbers multiply a sum by 0\.2, and"):
+            step(private, loss, Batch(lengths))
+
+
+CHANCE = {
+    "the mean of the only sample that is kept": (
+        "mean",
+        [4, 0],
+        lambda out, batch, number: number * F.mse_loss(out[batch.mask.any(1)], batch.target[batch.mask.any(1)]),
+    ),
+    "a mean of rows": ("token_mean", [2, 3], lambda out, batch, number: squares(out, batch).mean() / number),
+    "a sum of rows": ("token_mean", [1, 3], lambda out, batch, number: squares(out, batch).sum() / number),
+    "a sum of samples": ("sum", [5, 5], lambda out, batch, number: squares(out, batch).sum() / number),
+    "a mean of samples": ("mean", [5, 5], lambda out, batch, number: squares(out, batch).mean(1).sum() / number),
+    "within samples": ("mean", [5, 5], lambda out, batch, number: (squares(out, batch).sum(1) / number).mean()),
+    "of a loop": (
+        "mean",
+        [5, 5],
+        lambda out, batch, number: sum(F.mse_loss(o, y) for o, y in zip(out, batch.target, strict=True)) / number,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANCE)
+def test_no_number_is_taken_for_two_things_in_private_training(name):
+    """Whatever a number is in the first batch, all batches that may be accepted give the sample one gradient."""
+    reduction, lengths, loss = CHANCE[name]
+    accepted: list[Tensor] = []
+    for size in (1, 2, 3):
+        for number in (0.5, 1, 1.5, 2, 3, 4, 5, 6, 10, 12, 15, 18, 20, 30, 36):
+            clipper, batch = exact(reduction), Batch([*lengths, 5]).rows(slice(size))
+            clipper.refuse_ambiguous_losses()
+            with contextlib.suppress(UnsupportedGradientError):
+                found = step(clipper, lambda out, batch, number=number: loss(out, batch, number), batch)
+                accepted.append(torch.cat([each[0].flatten() for each in found.values()]))
+    assert accepted
+    for found in accepted[1:]:
+        torch.testing.assert_close(found, accepted[0])
+
+
+@pytest.mark.parametrize("number", [0.3, 2, 5])
+def test_a_number_that_is_declared_is_taken_in_private_training(number):
+    clipper = exact()
+    clipper.refuse_ambiguous_losses()
+    for lengths in ([5, 5], [5]):
+        batch = Batch(lengths)
+        loss = lambda out, batch: clipper.constant(number) * squares(out, batch).mean()  # noqa: E731
+        assert_exact(step(clipper, loss, batch), loss, batch)
 
 
 class OnlyLoss(nn.Module):
@@ -770,7 +817,8 @@ def test_a_row_without_a_derivative_is_counted_for_its_own_sample():
 
 PRIVATE = {
     "a sum by the samples": ("mean", lambda out, batch: squares(out, batch).mean(1).sum() / len(out)),
-    "a sum by the rows": ("mean", lambda out, batch: squares(out, batch).sum() / (len(out) * T)),
+    "half of a mean": ("mean", lambda out, batch: 0.5 * squares(out, batch).mean()),
+    "half of a sum": ("mean", lambda out, batch: 0.5 * squares(out, batch).sum() / len(out)),
     "1 over the samples": ("mean", lambda out, batch: 1 / len(out) * squares(out, batch).sum()),
     "kl, batchmean": (
         "mean",
@@ -793,9 +841,9 @@ PRIVATE = {
         "token_mean",
         lambda out, batch: (squares(out, batch) * batch.mask).sum() / int(batch.mask.sum()),
     ),
-    "a sum": ("sum", lambda out, batch: 0.3 * squares(out, batch).sum()),
+    "a sum": ("sum", lambda out, batch: squares(out, batch).sum()),
 }
-"""Losses that private training takes, each with its reduction: numbers that are counts, and no others."""
+"""Losses that private training takes, each with its reduction: a sum has one divisor, and other numbers are 0.5."""
 
 
 @pytest.mark.parametrize("name", PRIVATE)
@@ -811,8 +859,11 @@ def test_a_number_that_is_a_count_is_taken_in_private_training(name):
 
 COUNTED = {
     "a whole divisor": ("sum", lambda out, batch: squares(out, batch).sum() / float(2 * batch.mask.sum())),
-    "a divisor that is 1": ("sum", lambda out, batch: squares(out, batch).sum() / len(batch.mask[:1])),
     "1 over a whole number": ("sum", lambda out, batch: 1 / float(2 * batch.mask.sum()) * squares(out, batch).sum()),
+    "a sum by the rows": ("mean", lambda out, batch: squares(out, batch).sum() / (len(out) * T)),
+    "a number beside a mean": ("mean", lambda out, batch: 0.3 * squares(out, batch).mean()),
+    "a number beside a sum": ("sum", lambda out, batch: 0.3 * squares(out, batch).sum()),
+    "the root of the samples": ("mean", lambda out, batch: squares(out, batch).sum() / len(out) ** 0.5),
     "another count besides": (
         "mean",
         lambda out, batch: squares(out, batch).sum() / len(out) / int(batch.mask.sum(1).max()),
@@ -831,7 +882,7 @@ def test_a_number_that_may_be_another_in_the_next_batch_is_refused_in_private_tr
     reduction, loss = COUNTED[name]
     clipper = exact(reduction)
     clipper.refuse_ambiguous_losses()
-    words = r"whole number, multiplies or divides it|a mean was multiplied by|all samples share"
+    words = r"numbers multiply .* was expected.* clipper.constant\(number\)|all samples share"
     with pytest.raises(UnsupportedGradientError, match=words):
         step(clipper, loss, Batch([1, 3, 2, 5]))
 

@@ -403,14 +403,14 @@ class Constant:
         precision: How far it may be from what was meant, relatively.
         origin: What it was in the code: a tensor; a whole number, which a schedule seldom is and a count always, or a
             weight that is trained; a float; a number of a function of torch's; a number that the user has said is not
-            computed from the batch; or what the weights of all rows have in common.
+            computed from the batch; what the weights of all rows have in common; or what backward starts with.
     """
 
     node: Node
     value: float
     divides: bool
     precision: float
-    origin: Literal["tensor", "whole", "float", "torch", "declared", "weights"] = "float"
+    origin: Literal["tensor", "whole", "float", "torch", "declared", "weights", "gradient"] = "float"
 
     @property
     def may_be_data(self) -> bool:
@@ -603,5 +603,5 @@ def _multiplier(name: str, node: Node, which: int) -> tuple[Constant | None, flo
     elif tensor:
         origin = "float" if other.is_floating_point() else "whole"
     else:
-        origin = "torch" if value % 1 else "whole"
+        origin = "torch" if value % 1 or divides else "whole"
     return Constant(node, multiplies, divides, 1e-9 + 4 * precision, origin), 1.0

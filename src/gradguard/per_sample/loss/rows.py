@@ -99,6 +99,10 @@ class LossTerm:
         inner: How many values rows have, if they are along the first dimension, the first two, and so on.
         class_weights: Whether it is a mean over labels of classes that have different weights.
         mean_of_one: Whether it is a mean over the rows of one sample, the only one of several that has any.
+        summed: The weights of the values that the last sum adds up, by sample [B].
+        width: How many values of rows sums within samples add up to one of these.
+        is_mean: Whether the last operation that adds rows up is a mean.
+        numbers: The constants on each way to the rows: in a loop over samples each may have its own.
     """
 
     weights: Tensor
@@ -113,6 +117,10 @@ class LossTerm:
     inner: tuple[int, ...] = ()
     mean_of_one: bool = False
     class_weights: bool = False
+    summed: Tensor | None = None
+    width: float = 1.0
+    is_mean: bool = False
+    numbers: tuple[tuple[Constant, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -527,8 +535,9 @@ class SampleRows:
         if not self.owner.sure and not (even and len(nonzero) == weights.numel()):
             raise Unreadable(f"values of shape {list(shape)} may belong to {batch_size} samples in several ways")
         sums, rows = by_sample(samples, weights, batch_size), by_sample(samples, torch.ones_like(weights), batch_size)
-        share, levels, mean, size = None, [], None, shape.numel()
+        share, levels, mean, size, summed, width = None, [], None, shape.numel(), None, 1.0
         if fused and int((rows > 0).sum()) == 1 and batch_size > 1:  # a mean or a sum within one sample
+            summed = sums
             sums, size, even, inner = (sums > 0).to(sums), 1, True, 1.0
             rows = sums
         elif fused == 1:  # a mean of rows: of all of them, or of those with a label
@@ -536,6 +545,7 @@ class SampleRows:
         else:
             levels, mean = _levels(path.steps, samples.broadcast_to(shape), weights > 0, batch_size)
             share = None if mean is None else mean[1] / mean[1].sum()
+            summed, width = self._summed(sums * inner, levels)
         if share is not None and not even:
             _refuse_normalized(weights, nonzero)
         constants = _without(scale, path.constants)
@@ -547,11 +557,11 @@ class SampleRows:
         equal = sums[sums > 0] * inner
         if share is None and len(equal) and not even and torch.allclose(equal, equal[:1].expand_as(equal)):
             even, largest, sums, size = True, float(equal[0]), (sums > 0).to(sums) / inner, len(equal) / inner
-            rows = sums
+            rows, summed = sums, None
         if share is None and even and not math.isclose(largest, 1.0, rel_tol=1e-6):
             constants = (
                 *constants,
-                Constant(path.node, largest, False, 1e-6, "weights"),
+                Constant(path.node, largest, False, 1e-6, "weights" if path.weighing else "gradient"),
             )  # as of gradient=torch.full((B,), 1 / B)
         inner = inner if share is None else 1.0
         weights, size, rows = sums * inner, size * inner, rows * inner
@@ -570,7 +580,29 @@ class SampleRows:
             sizes,
             mean_of_one,
             has_class_weights(path.node, self.name),
+            weights if summed is None else summed,
+            width,
+            reduced,
+            (constants,),
         )
+
+    def _summed(self, sums: Tensor, levels: Sequence["Summands"]) -> tuple[Tensor, float]:
+        """Return the weights of the values that the last sum adds up, and how many values of rows each is the sum of.
+
+        Args:
+            sums: The weights of the rows, by sample [B].
+            levels: The values on the way to the operation that adds up samples.
+
+        Returns:
+            The weights by sample [B], NaN where samples are added up before; the number.
+        """
+        steps = [step for step in self.path.steps if operation(step.node) not in ELEMENTWISE]
+        adding = [i for i, step in enumerate(steps) if operation(step.node) in MEANS | _ADDING]
+        last = adding[-1] if adding else 0
+        if len(levels) < last:
+            return torch.full_like(sums, math.nan), 1.0
+        width = math.prod(1 / (mean_of(step) or 1.0) for step in steps[:last] if operation(step.node) in _ADDING)
+        return sums / width, width
 
     def weights(self, scale: float) -> RowWeights:
         """Weigh the rows in a loss that a GradScaler multiplied by ``scale``."""

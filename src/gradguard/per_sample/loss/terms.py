@@ -232,15 +232,14 @@ def _is_among(factors: Tensor, others: Sequence[Tensor]) -> bool:
 
 def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
     """Judge a loss by what its numbers may be."""
-    strict = ledger.strict and not ledger.knows(loss.kinds)  # a number that was no count there is none by chance here
     factors, divisors, refused = list[Tensor](), list[Mapping[Node, float]](), list[LossParts]()
     for term in loss.terms:
         own = {c.node: abs(1 / c.value) for c in term.constants if c.divides}
         divisors.append(own)
-        if not bool(term.rows.any()):  # of no sample at all, as where nothing was chosen
+        if not bool((term.weights if ledger.strict else term.rows).any()):  # of no sample, as where nothing was chosen
             continue
         try:
-            reading, parts = _judged(loss, term, strict)
+            reading, parts = _judged(loss, term, ledger.strict)
         except Refused as one:
             refused.append(LossParts(one.verdict, str(one), one.factors))
             continue
@@ -347,6 +346,17 @@ _EITHER = (
     "rows that count, or use a constant that does not depend on the batch"
 )
 
+_MEAN_OF_ONE = "it is a mean over the rows of the only sample that has some, which may be one over those of all samples"
+
+_DIVISORS = {
+    "mean": "Divide a sum once, by the number of samples, len(output), or take .mean()",
+    "sum": "Divide a sum by no count",
+    "token_mean": "Divide a sum once, by the number of rows that it adds up, mask.sum(), or take .mean()",
+}
+
+_NOT_COUNTED = frozenset(["declared", "torch", "weights"])
+"""Constants that no count decides: those which are declared, those of functions of torch's, and a row's own weight."""
+
 _SEVERAL_SHARES = (
     "it adds up terms of which a sample has different shares. Average each term within each sample first, and then "
     "over samples"
@@ -387,7 +397,23 @@ def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[tu
         share = counts * mean if mean != 1 else None
         constants = tuple(constant for constant in mine[0].constants if nodes[constant.node] > 1)
         mean_of_one = int((counts > 0).sum()) == 1 and all(term.mean_of_one for term in mine)
-        joined.append(LossTerm(counts, size, True, False, share, [], constants, counts, mean_of_one=mean_of_one))
+        joined.append(
+            LossTerm(
+                counts,
+                size,
+                True,
+                False,
+                share,
+                [],
+                constants,
+                counts,
+                mean_of_one=mean_of_one,
+                summed=counts,
+                width=mine[0].width,
+                is_mean=share is not None,
+                numbers=_numbers(mine),
+            )
+        )
     return joined
 
 
@@ -429,9 +455,16 @@ def _averaged_together(terms: Sequence[LossTerm]) -> list[LossTerm]:
                 levels=[],
                 constants=tuple(c for c in members[0].constants if all(c in term.constants for term in members)),
                 inner=members[0].inner,
+                width=members[0].width,
+                is_mean=True,
+                numbers=_numbers(members),
             )
         )
     return joined
+
+
+def _numbers(terms: Sequence[LossTerm]) -> tuple[tuple[Constant, ...], ...]:
+    return tuple(numbers for term in terms for numbers in term.numbers)
 
 
 def _nodes(path: Path) -> list[Node]:
@@ -448,10 +481,12 @@ def _judged(loss: _Loss, term: LossTerm, strict: bool) -> tuple[Reading, Tensor]
     Raises:
         Refused: If the term is not what it is said to be, or a number may be another.
     """
+    if strict:
+        return Reading("own"), _private_factors(term, loss.reduction)
     found = loss.readings(term)
     reading = _likeliest(found, term, loss.reduction)
     factors = _by(reading, term, loss.reduction)
-    if reason := _doubt(reading, found, term, loss.reduction, strict):
+    if reason := _doubt(reading, found, term, loss.reduction):
         raise Refused(reason)
     return reading, factors
 
@@ -494,54 +529,83 @@ def _is_constant(reading: Reading) -> tuple[bool, bool]:
     return constant is not None and constant.origin != "tensor", constant is not None and not constant.divides
 
 
-def _doubt(reading: Reading, found: Sequence[Reading], term: LossTerm, reduction: str, strict: bool) -> str:
+def _doubt(reading: Reading, found: Sequence[Reading], term: LossTerm, reduction: str) -> str:
     """Return why a term that seems right cannot be accepted: its number may be another; "" if it can."""
     if reduction == "sum" and term.mean_of_one:
-        return "it is a mean over the rows of the only sample that has some, which may be one over those of all samples"
-    several = len(term.weights) > 1
+        return _MEAN_OF_ONE
     others = [constant for constant in term.constants if constant is not reading.constant]
-    tensors = [c.value for c in others if c.origin == "tensor" and (abs(c.value) != 1 or (strict and several))]
+    tensors = [c.value for c in others if c.origin == "tensor" and abs(c.value) != 1]
     if tensors:
         return _TENSOR.format(tensors[0])
-    if strict and (reason := _doubt_in_private(reading, found, term, others, reduction)):
-        return reason
     counts = {one.constant for one in found if one.constant is not None}
     unknown = [c.value for c in others if c.may_be_data and c not in counts and c.value != 1 and not _of_row(c, term)]
-    if unknown and (strict or (reading.constant is not None and not reading.constant.divides)):
+    if unknown and reading.constant is not None and not reading.constant.divides:
         return _WHOLE.format(unknown[0])
     return ""
 
 
-def _doubt_in_private(
-    reading: Reading, found: Sequence[Reading], term: LossTerm, others: Sequence[Constant], reduction: str
-) -> str:
-    """Return which number may be counted from the batch, so that another batch would give a sample another gradient.
+def _private_factors(term: LossTerm, reduction: str) -> Tensor:
+    """Return each sample's part in a term of private training, where no number is taken for what it equals.
 
-    A number that was taken for the count that it equals is none: another batch is accepted only where it equals that
-    count again.
+    The way in which the loss is made, and the counts of this batch, leave each number one value: a mean over all has
+    none, a sum has the one divisor that its reduction names. A factor that is not declared must be 0.5, which is one
+    value as well. So every batch that might be accepted gives a sample the same gradient.
+
+    Raises:
+        Refused: If a number is another.
+        Coupled: If samples have different shares.
     """
-    batch_size = len(term.weights)
-    sure = {"declared", "torch", "weights"} if reading.constant is not None else {"declared", "torch"}
-    users = [c for c in (others if batch_size > 1 else term.constants) if c.origin not in sure]
-    if batch_size == 1:
-        numbers = [c.value for c in users if _is_whole(1 / c.value) and abs(c.value) != 1 and not _of_row(c, term)]
-        return _OF_ONE.format(numbers[0]) if numbers and term.share is None and reduction != "sum" else ""
-    times = [one.constant for one in found if one.what in {"times", "divided once more"} and one.constant]
-    if times and term.share is not None and reduction != "sum":
-        return _multiplied(abs(times[0].value), batch_size)
-    averaged = term.share is not None or (reading.constant is not None and reading.constant.origin == "tensor")
-    chance = [c.value for c in users if _may_be_count(c.value, term)]
-    if chance:
-        return _multiplied(abs(chance[0]), batch_size)
-    for constant in users:
-        number = abs(1 / constant.value)
-        if not _is_whole(number) or _of_row(constant, term):
-            continue
-        if constant.divides and (number > 1 or (constant.may_be_data and term.share is None)):
-            return _WHOLE.format(number)
-        if not averaged and number >= max(2, batch_size / 2):
-            return _multiplied(abs(constant.value), batch_size)
-    return ""
+    size, alone = len(term.weights), int((term.weights > 0).sum()) == 1
+    summed = term.weights if term.summed is None else term.summed
+    by_torch = any(map(_torch_divides, term.numbers))
+    by_rows = not term.is_mean and (by_torch or reduction == "token_mean")
+    count, share = 1.0, torch.full_like(term.weights, 1 / size)
+    if term.mean_of_one and reduction == "sum":
+        raise Refused(_MEAN_OF_ONE)
+    if term.share is not None:
+        share = term.share
+    elif term.is_mean and (not alone or (size > 1 and term.width != 1)):
+        count = math.nan
+    elif term.is_mean and reduction == "token_mean":
+        share = (term.weights > 0).to(share)
+    elif by_rows:
+        count, share = float(summed.sum()), summed / summed.sum()
+    elif reduction == "mean":
+        count = float(size)
+    for numbers in term.numbers:
+        given = [c for c in numbers if c.origin not in _NOT_COUNTED or (by_rows and c.origin == "weights")]
+        given += [c for c in numbers if c.origin == "torch" and c.divides]
+        divisors = len([c for c in given if c.divides])
+        halves = len([c for c in given if not c.divides and c.origin not in {"weights", "gradient"}])
+        divided = by_rows or (not term.is_mean and reduction != "sum")
+        tensors = [c.value for c in given if c.origin == "tensor"]
+        if len(tensors) > divided:
+            raise Refused(_TENSOR.format(tensors[-1]))
+        if divided:
+            halves, divisors = halves - (not divisors and halves > 0), divisors - 1
+        expected = 0.5**halves / count / (term.width if divisors > 0 else 1.0)
+        found = math.prod(abs(c.value) for c in given)
+        if not math.isclose(found, expected, rel_tol=1e-6 + sum(c.precision for c in given)):
+            raise Refused(_undeclared(term.is_mean, found, expected, reduction))
+    if reduction == "token_mean":
+        return (share * size).where(share > 0, math.nan)
+    return _compared(term, share, reduction if term.share is not None or by_torch else "mean")
+
+
+def _torch_divides(numbers: Sequence[Constant]) -> bool:
+    """Tell whether a function of torch's divides a sum by the rows, as `cross_entropy` of smoothed or soft labels."""
+    return any(c.origin == "torch" and c.divides for c in numbers) or any(
+        above.origin == "torch" and one.origin == "tensor" and one.divides for above, one in itertools.pairwise(numbers)
+    )
+
+
+def _undeclared(is_mean: bool, found: float, expected: float, reduction: str) -> str:
+    return (
+        f"numbers multiply {'a mean' if is_mean else 'a sum'} by {found:.6g}, and {expected:.6g} was expected. In "
+        f"private training a number may be counted from the batch, whatever it equals. {_DIVISORS[reduction]}. Declare "
+        "a number that is yours, and not 0.5, where it stands in the loss: clipper.constant(number), with .item() of a "
+        "tensor. (If it is the number of mini-batches, leave the division away: the clipper averages over all samples)"
+    )
 
 
 def _is_whole(number: float) -> bool:
@@ -551,22 +615,6 @@ def _is_whole(number: float) -> bool:
 def _of_row(constant: Constant, term: LossTerm) -> bool:
     """Tell whether a divisor is the number of values that a row has along some dimensions, which never changes."""
     return constant.divides and any(n > 1 and math.isclose(abs(1 / constant.value), n) for n in term.inner)
-
-
-def _may_be_count(value: float, term: LossTerm) -> bool:
-    """Tell whether a number is one of samples, rows, or rows of several values, or its root, or 1 over that."""
-    sizes = [
-        float(term.weights.sum()),
-        term.size,
-        *[each for level in term.levels for each in (float(level.counts.sum()), level.size)],
-    ]
-    batch_size = len(term.weights)
-    counts = [batch_size, batch_size**0.5, *[size / n for size in sizes for n in (1, *term.inner) if n]]
-    return any(
-        count > 1 and math.isclose(number, count, rel_tol=1e-6)
-        for number in (abs(value), 1 / abs(value))
-        for count in counts
-    )
 
 
 def _multiplied(factor: float, batch_size: int) -> str:
