@@ -2,7 +2,6 @@
 
 python benchmarks/per_sample.py [MLP CNN GPT "GPT 512" "GPT tied" Llama BERT ConvNeXt] [--peers] [--memory] [--first]
     [--pairs 21] [--threads 1]
-python benchmarks/per_sample.py [MLP ...] --noise-scale: what measuring it adds to the same clipped step
 
 A step is forward, backward, whatever clips and adds noise, and SGD's step. Time: processor time, both steps in pairs in
 one process, the median of the pairs' ratios. The first step of a clipper, with its checks, is taken by a new clipper on
@@ -14,7 +13,6 @@ stepped a tiny model before, so that lazily imported code does not count. Linux 
 import argparse
 import functools
 import gc
-import math
 import os
 import random
 import statistics
@@ -229,10 +227,10 @@ def plain(problem: Problem) -> Step:
     return lambda: timed(step)
 
 
-def clipped(problem: Problem, max_norm: float = 1.0, noise_scale: bool = False) -> Step:
+def clipped(problem: Problem) -> Step:
     model, inputs, targets = problem.build()
     optimizer = sgd(model)
-    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(max_norm), noise_scale=noise_scale)
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1.0))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -335,19 +333,6 @@ def slowdown(ours: Step, theirs: Step, pairs: int) -> Comparison:
         ours=1e3 * statistics.median(mine for mine, _ in times),
         theirs=1e3 * statistics.median(other for _, other in times),
     )
-
-
-def noise_scale_table(names: list[str], pairs: int) -> Table:
-    """What the noise scale adds where no sample is clipped, and where all are."""
-    table = Table("model", "clipped", "ms", "ms without", "times slower")
-    for name in names:
-        for words, max_norm in (("no sample", math.inf), ("all samples", 1e-3)):
-            measuring, without = (clipped(PROBLEMS[name], max_norm, option) for option in (True, False))
-            found = slowdown(measuring, without, pairs)
-            table.add_row(name, words, f"{found.ours:.1f}", f"{found.theirs:.1f}", f"{found.ratio:.3f}")
-            del measuring, without
-            gc.collect()
-    return table
 
 
 def first_step(problem: Problem, way: Callable[[Problem], Step], repetitions: int = 5) -> float:
@@ -467,7 +452,6 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="Opacus too")
     parser.add_argument("--memory", action="store_true", help="peaks too, each in three processes of its own")
     parser.add_argument("--first", action="store_true", help="the first step of a clipper too, with its checks")
-    parser.add_argument("--noise-scale", action="store_true", help="the clipped step with and without it, nothing else")
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peak-of", choices=[*WAYS, *PEERS], help=argparse.SUPPRESS)
@@ -483,11 +467,8 @@ def main() -> None:
     columns += ["first step", "goal"] if args.first else []
     table = Table(*columns, *(["MB", "times plain's", "goal"] if args.memory else []))
     before = os.getloadavg()[0]
-    if args.noise_scale:
-        table = noise_scale_table(args.problems or list(PROBLEMS), args.pairs)
-    else:
-        for name in args.problems or PROBLEMS:
-            add_rows(table, name, args)
+    for name in args.problems or PROBLEMS:
+        add_rows(table, name, args)
     load = f"load average {before:.1f} at the start, {os.getloadavg()[0]:.1f} at the end"
     print(f"torch {torch.__version__}, {args.threads} threads, medians of {args.pairs} pairs; {load}")
     Console(width=120).print(table)

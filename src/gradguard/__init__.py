@@ -36,7 +36,6 @@ _PUBLIC = {  # the module that holds them: public names
     "gradguard.monitoring.observe.watch": "watch",
     "gradguard.parity.save": "save_gradients",
     "gradguard.per_sample.clipper": "PerSampleGradientClipper",
-    "gradguard.per_sample.noise_scale": "NoiseScale",
     "gradguard.per_sample.norm_clippers": (
         "AutoNormClipper FlatNormClipper PerLayerNormClipper PerParameterNormClipper QuantileNormClipper"
     ),

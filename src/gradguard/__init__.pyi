@@ -44,7 +44,6 @@ from gradguard.monitoring.observe.monitor import Monitor as Monitor
 from gradguard.monitoring.observe.watch import watch as watch
 from gradguard.parity.save import save_gradients as save_gradients
 from gradguard.per_sample.clipper import PerSampleGradientClipper as PerSampleGradientClipper
-from gradguard.per_sample.noise_scale import NoiseScale as NoiseScale
 from gradguard.per_sample.norm_clippers import AutoNormClipper as AutoNormClipper
 from gradguard.per_sample.norm_clippers import FlatNormClipper as FlatNormClipper
 from gradguard.per_sample.norm_clippers import PerLayerNormClipper as PerLayerNormClipper
@@ -78,7 +77,6 @@ __all__ = [
     "Guard",
     "LogitWatch",
     "Monitor",
-    "NoiseScale",
     "PerLayerNormClipper",
     "PerParameterNormClipper",
     "PerSampleGradientClipper",

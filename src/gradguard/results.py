@@ -6,7 +6,6 @@ from gradguard.check.report import Finding, GradientReport
 from gradguard.clip.clipper import ClipResult
 from gradguard.parity.report import ParityFinding, ParityReport
 from gradguard.parity.saved import SavedGradients
-from gradguard.per_sample.noise_scale import NoiseEstimate
 from gradguard.per_sample.results import ClippedSums, PerSampleStatistics, PreStep
 from gradguard.spikes.base import SpikeVerdict
 
@@ -16,7 +15,6 @@ __all__ = [
     "Finding",
     "FirstNonfinite",
     "GradientReport",
-    "NoiseEstimate",
     "NormAudit",
     "NormClass",
     "NormFinding",

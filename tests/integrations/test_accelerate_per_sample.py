@@ -103,17 +103,14 @@ def test_detached_the_loop_is_an_ordinary_one():
 def test_a_threshold_that_learns_is_saved_and_loaded(tmp_path):
     accelerator, model, optimizer, loader = prepared()
     rule = gg.QuantileNormClipper(1.0)
-    clip = clip_per_sample(accelerator, model, optimizer, rule, noise_scale=True)
+    clip_per_sample(accelerator, model, optimizer, rule)
     train(accelerator, model, optimizer, loader)
     accelerator.save_state(str(tmp_path))
-    learned, measured = rule.thresholds, clip.clipper.noise_scale
+    learned = rule.thresholds
     train(accelerator, model, optimizer, loader)
     assert rule.thresholds != learned != [1.0]
-    assert clip.clipper.noise_scale.steps == 12
     accelerator.load_state(str(tmp_path))
     assert rule.thresholds == learned
-    assert clip.clipper.noise_scale.steps == measured.steps == 6
-    torch.testing.assert_close(clip.clipper.noise_scale.moments, measured.moments, rtol=0, atol=0)
 
 
 def test_an_accelerator_that_is_gone_takes_its_clip_along():

@@ -167,16 +167,14 @@ def test_a_batch_without_a_loss_adds_nothing():
 def test_a_threshold_that_learns_is_in_the_checkpoint(tmp_path):
     whole, first, second = (gg.QuantileNormClipper(1.0) for _ in range(3))
     model, data = Tagger("AdamW"), texts()
-    once, again = (PerSampleCallback(rule, noise_scale=2) for rule in (whole, second))
+    once, again = (PerSampleCallback(rule) for rule in (whole, second))
     fit(model, [once], data=data, max_epochs=2)
-    half = fit(Tagger("AdamW"), [PerSampleCallback(first, noise_scale=2)], data=data)
+    half = fit(Tagger("AdamW"), [PerSampleCallback(first)], data=data)
     half.save_checkpoint(tmp_path / "half.ckpt")
     resumed, later = Tagger("AdamW"), make_trainer([again], max_epochs=2)
     later.fit(resumed, DataLoader(data, batch_size=BATCH), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     torch.testing.assert_close(weights(resumed), weights(model), rtol=0, atol=0)
     assert second.thresholds == whole.thresholds != first.thresholds
-    assert again.clipper.noise_scale.steps == 6
-    torch.testing.assert_close(again.clipper.noise_scale.moments, once.clipper.noise_scale.moments, rtol=0, atol=0)
 
 
 class Fails(Tagger):

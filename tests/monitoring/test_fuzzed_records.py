@@ -54,7 +54,7 @@ def write_everything(path: Path) -> None:
                 "step", i=i, wall=0.1 * i, loss=2 / (1 + i), lr=0.1, norm=norm, post_norm=min(norm, 1), nonfinite=0,
                 coefficient=min(1, 1 / norm), threshold=1.0, rule="norm", user_max_norm=1.0, amp_scale=1024.0,
                 clips=[["norm", 1.0, 0.5], ["value", None, None]], skipped=i % 9 == 0 or None, top=[i % 9, 0.4],
-                noise_scale=900.0, noise_scale_low=700.0, noise_scale_high=1200.0, batch_size=64, accuracy=0.5,
+                batch_size=64, accuracy=0.5,
                 optimizer=0,
             )  # fmt: skip
             norms = [generator.random() for _ in params]

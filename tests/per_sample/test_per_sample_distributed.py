@@ -59,44 +59,6 @@ def worker(rank, path, expected):
         dist.destroy_process_group()
 
 
-def measured(model, parts, max_norm):
-    """The gradients, and what the noise scale is made of, for all parameters and each."""
-    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(max_norm), check=False, noise_scale=True)
-    x, y = samples()
-    for part in parts:
-        F.cross_entropy(model(x[part]), y[part]).backward()
-        clipper.clip_and_accumulate()
-    clipper.pre_step()
-    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
-    estimates = [clipper.noise_scale.overall, *clipper.noise_scale.layers.values()]
-    clipper.detach()
-    return grads, torch.tensor([[e.noise, e.squared_gradient] for e in estimates]), clipper.statistics
-
-
-def measuring_worker(rank, path, expected):
-    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
-    parts = [slice(0, 3), slice(3, 5)] if rank == 0 else [slice(5, 6), slice(6, 8)]
-    try:
-        for wrap in (DistributedDataParallel, fully_shard):
-            for max_norm, (grads, estimates) in expected.items():
-                found, found_estimates, _ = measured(wrap(Network()), parts, max_norm)
-                torch.testing.assert_close(found, grads, msg=f"{wrap.__name__} {max_norm}")
-                torch.testing.assert_close(found_estimates, estimates, rtol=1e-4, atol=1e-6)
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_two_processes_measure_the_noise_scale_that_one_measures(tmp_path):
-    whole = [slice(0, 8)]
-    norms = measured(Network(), whole, 1.0)[2].norms.sort().values
-    # Below the largest norm alone only one process clips, and both must still send the same
-    limits = (0.1, float(norms[-2:].mean()), float("inf"))
-    expected = {limit: measured(Network(), whole, limit)[:2] for limit in limits}
-    mp.spawn(measuring_worker, (str(tmp_path), expected), nprocs=2)
-
-
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives(tmp_path):
     expected = {reduction: gradients(Network(), [slice(0, 8)], reduction) for reduction in ("mean", "sum")}

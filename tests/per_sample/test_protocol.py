@@ -67,7 +67,12 @@ def test_the_module_needs_something_to_train():
             InvalidValueError,
             "1 numbers for 2 trained parameters",
         ),
-        ((nn.Linear(2, 2), FlatNormClipper(1.0)), {"check": "never"}, InvalidValueError, "check='never': .*'warn'"),
+        (
+            (nn.Linear(2, 2), FlatNormClipper(1.0)),
+            {"check": "never"},
+            InvalidTypeError,
+            "check='never': expected True or",
+        ),
     ],
 )
 def test_wrong_arguments(arguments, options, kind, words):

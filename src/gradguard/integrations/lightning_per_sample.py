@@ -33,7 +33,7 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
       ``loss_reduction="sum"``): with ``accumulate_grad_batches``, by which Lightning's division of the loss is undone,
       a smaller last batch, and bf16-mixed.
     * What `gradguard.PerSampleGradientClipper` refuses is refused here.
-    * A checkpoint holds what the norm clipper and the noise scale have learned.
+    * A checkpoint holds what the norm clipper has learned.
 
     ============================================  ==============================================================
     Edge case                                     What happens
@@ -57,7 +57,6 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
         loss_reduction: Whether ``training_step`` returns the ``"mean"`` or the ``"sum"`` of the samples' losses.
         batch_first: As for `gradguard.PerSampleGradientClipper`.
         mode: As for `gradguard.PerSampleGradientClipper`.
-        noise_scale: As for `gradguard.PerSampleGradientClipper`; read it from ``callback.clipper.noise_scale``.
 
     Attributes:
         norm_clipper: The rule.
@@ -90,13 +89,11 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
         loss_reduction: str = "mean",
         batch_first: bool = True,
         mode: str = "fast",
-        noise_scale: bool | int = False,
     ) -> None:
         check_norm_clipper(norm_clipper)
         super().__init__()
         self.norm_clipper = norm_clipper
         self._options: dict[str, Any] = {"loss_reduction": loss_reduction, "batch_first": batch_first, "mode": mode}
-        self._noise_scale = noise_scale
         self._loaded: dict[str, Any] | None = None  # from a checkpoint, until there is a clipper
 
     _strategy: Strategy | None  # some of whose methods are replaced
@@ -113,9 +110,7 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
         refuse_optimizers(trainer)
         self._detach()
         model = self._take_in(trainer, pl_module)
-        self.clipper = gg.PerSampleGradientClipper(
-            model, self.norm_clipper, **self._options, noise_scale=self._noise_scale
-        )
+        self.clipper = gg.PerSampleGradientClipper(model, self.norm_clipper, **self._options)
         state, self._loaded = self._loaded, None
         if state:
             self.clipper.load_state_dict(state)
@@ -138,7 +133,7 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
             self._summed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the norm clipper and the noise scale have learned; Lightning calls this for a checkpoint."""
+        """Return what the norm clipper has learned; Lightning calls this for a checkpoint."""
         return {} if self.clipper is None else self.clipper.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

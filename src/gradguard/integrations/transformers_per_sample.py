@@ -48,7 +48,7 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
       smaller last batch, unequal lengths, gradient checkpointing, bf16, and fp16 with its GradScaler.
     * The Trainer neither clips nor divides: not by the number of accumulated batches, nor by ``num_items_in_batch``.
     * What `gradguard.PerSampleGradientClipper` refuses is refused here.
-    * A checkpoint holds what the norm clipper and the noise scale have learned (``gradguard_per_sample.pt``, beside the
+    * A checkpoint holds what the norm clipper has learned (``gradguard_per_sample.pt``, beside the
       optimizer's).
 
     The Trainer logs ``loss``, the mean of the samples' losses, and ``grad_norm``, that of the clipped average. The loss
@@ -79,7 +79,6 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
             in it; returns one loss for each sample, ``[B]``. It must treat each sample by itself. Default: from
             ``outputs["logits"]`` and ``inputs["labels"]``, which the model is then called without.
         mode: As for `gradguard.PerSampleGradientClipper`.
-        noise_scale: As for `gradguard.PerSampleGradientClipper`; read it from ``callback.clipper.noise_scale``.
 
     Attributes:
         norm_clipper: The rule.
@@ -114,14 +113,13 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
         *,
         loss: SampleLosses | None = None,
         mode: str = "fast",
-        noise_scale: bool | int = False,
     ) -> None:
         check_norm_clipper(norm_clipper)
         if loss is not None and not callable(loss):
             raise InvalidTypeError(f"loss: expected a function of outputs and inputs, or None, got {loss!r}.")
         super().__init__()
         self.norm_clipper, self.loss = norm_clipper, loss
-        self._mode, self._noise_scale = mode, noise_scale
+        self._mode = mode
         self._at_first = copy.deepcopy(norm_clipper.state_dict())
         self._begun = False
 
@@ -144,7 +142,7 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
         if state is None and self._begun:
             self.norm_clipper.load_state_dict(copy.deepcopy(self._at_first))
         clipper = gg.PerSampleGradientClipper(
-            model, self.norm_clipper, mode=self._mode, scaler=trainer.accelerator.scaler, noise_scale=self._noise_scale
+            model, self.norm_clipper, mode=self._mode, scaler=trainer.accelerator.scaler
         )
         if state is not None:
             clipper.load_state_dict(state)

@@ -3,7 +3,6 @@ r"""Clip each sample's gradient before they are summed, from one forward and one
 .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, g_i, \qquad c_i = \min\bigl(1,\; C / \lVert g_i \rVert\bigr)
 """
 
-import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Mapping
@@ -36,7 +35,6 @@ from gradguard.per_sample.contributions import (
 from gradguard.per_sample.loss.check import LossCheck
 from gradguard.per_sample.loss.own_losses import own_losses
 from gradguard.per_sample.mini_batch import MiniBatch
-from gradguard.per_sample.noise_scale import NoiseScale, NoiseScaleMeter
 from gradguard.per_sample.refusals import (
     check_options,
     follow,
@@ -117,12 +115,7 @@ class PerSampleGradientClipper:
             `clipped_gradients`. Both give the same result.
         scaler: The `torch.amp.GradScaler` that scales the loss, if any. Norms are unscaled before they are compared,
             and ``.grad`` is scaled again for ``scaler.step``.
-        check: Compare samples with what each gives by itself, before the first call of each kind and now and then;
-            ``"warn"`` warns of what differs and goes on.
-        noise_scale: Measure the gradient noise scale at each step (True), or at every so many steps (a number). Where
-            no sample is clipped it costs one read of the gradients; where one is, one more weighted sum of all
-            gradients, and their memory once more. Under DistributedDataParallel or FSDP2 a measured step sends twice
-            as much.
+        check: Compare samples with what each gives by itself, before the first call of each kind and now and then.
 
     Attributes:
         statistics: `PerSampleStatistics` of the last mini-batch; not private.
@@ -161,12 +154,11 @@ class PerSampleGradientClipper:
         *,
         mode: str = "fast",
         scaler: torch.amp.GradScaler | None = None,
-        check: bool | str = True,
-        noise_scale: bool | int = False,
+        check: bool = True,
     ) -> None:
         refuse_unsupported(module)
         refuse_parts(module.parameters(), "per-sample clipping")
-        check_options(norm_clipper, batch_first, loss_reduction, mode, scaler, check, noise_scale)
+        check_options(norm_clipper, batch_first, loss_reduction, mode, scaler, check)
         self._names: list[str] = []
         self._groups: list[list[str]] = []
         self._accumulation = Accumulation()
@@ -179,7 +171,6 @@ class PerSampleGradientClipper:
         self._looked_at, self._time_first = -1, set[int]()
         self.loss_divisor = 1.0
         self.step_advice = "call clipper.pre_step() before it, or clipper.discard() to drop them"
-        self._noise_scale = NoiseScaleMeter(int(noise_scale))
         with ExitStack() as attached:  # what fails leaves the module as it was
             self._group = process_group_of(module)
             refuse_local_thresholds(norm_clipper, rank_and_size(self._group)[1])
@@ -189,16 +180,16 @@ class PerSampleGradientClipper:
             self.loss_reduction, self._mode, self._scaler = loss_reduction, mode, scaler
             attached.callback(run_uncompiled(module))
             attached.callback(follow(module))
-            rehearse = Rehearsal(loss_reduction, check == "warn") if check else None
+            rehearse = Rehearsal(loss_reduction) if check else None
             scale = lambda: float(self._scaler_scale()) / self.loss_divisor  # noqa: E731
             is_own = check and loss_reduction != "share"
-            self._loss_check = LossCheck(loss_reduction, batch_first, scale, check == "warn") if is_own else None
+            self._loss_check = LossCheck(loss_reduction, batch_first, scale, only_warn=False) if is_own else None
             self._tracker = CallTracker(
                 module, batch_first, places_of_parameters(module), loss_reduction, rehearse, self._loss_check
             )
             attached.callback(self._tracker.remove)
             if check and not self._tracker.planner.sharded:
-                self._tracker.witness = Witness(weakref.WeakMethod(self._second_opinion), check == "warn")
+                self._tracker.witness = Witness(weakref.WeakMethod(self._second_opinion))
             attached.callback(watch_steps_and_scalers(self))
             self._prepare()
             self._attached = attached.pop_all()
@@ -207,11 +198,6 @@ class PerSampleGradientClipper:
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are clipped, by name."""
         return self._tracker.parameters(self._names)
-
-    @property
-    def noise_scale(self) -> NoiseScale | None:
-        """The `NoiseScale` as of the last measured `pre_step`; None before that, or without ``noise_scale``."""
-        return self._noise_scale.latest
 
     @property
     def _device(self) -> torch.device:
@@ -352,24 +338,23 @@ class PerSampleGradientClipper:
             self._loss_check.refuse_ambiguous()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold: what the norm clipper and the noise scale have learned.
+        """Return what a checkpoint must hold: what the norm clipper has learned.
 
         Save between steps: the sums of mini-batches that wait for `pre_step` are not in it.
         """
-        return {"norm_clipper": self.norm_clipper.state_dict(), "noise_scale": self._noise_scale.state_dict()}
+        return {"norm_clipper": self.norm_clipper.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned.
 
         Raises:
-            InvalidValueError: If it is of other parameters, or not the state of a clipper.
+            InvalidValueError: If it is not the state of a clipper, or of another rule.
         """
-        if set(state_dict) != {"norm_clipper", "noise_scale"}:
+        if set(state_dict) != {"norm_clipper"}:
             raise InvalidValueError(
-                "expected the state of a PerSampleGradientClipper, with the keys norm_clipper and noise_scale, got "
+                "expected the state of a PerSampleGradientClipper, with the key norm_clipper, got "
                 f"{sorted(state_dict)}."
             )
-        self._noise_scale.load_state_dict(state_dict["noise_scale"])
         self.norm_clipper.load_state_dict(state_dict["norm_clipper"])
 
     @torch.no_grad()
@@ -419,7 +404,6 @@ class PerSampleGradientClipper:
         self._tracker.collector.discard()
         self._accumulation.drop()
         self._clipped_by = None
-        self._noise_scale.drop()
         self.norm_clipper.drop_step()
 
     def skip_batch(self, after_backward: bool = False) -> None:
@@ -461,9 +445,6 @@ class PerSampleGradientClipper:
         elif self._group is None:
             refuse_wrapped(trained.values())
         taken, size = self._summed()
-        self._noise_scale.end_step()
-        if self.statistics is not None:
-            self.statistics = dataclasses.replace(self.statistics, noise_scale=self.noise_scale)
         finite = self._finite if self._scaler is not None and self._scaler.is_enabled() else None
         if self._scaler is not None:
             self._show_overflow(taken)
@@ -491,8 +472,6 @@ class PerSampleGradientClipper:
 
     def take(self) -> ClippedSums:
         """Return the sums instead of filling ``.grad``, and start anew; for those who add noise.
-
-        The noise scale is not measured: a step may be taken in pieces, of which this is one.
 
         Raises:
             InvalidValueError: If nothing was accumulated.
@@ -624,7 +603,7 @@ class PerSampleGradientClipper:
             bad = None
         else:
             factors = [factor.masked_fill(bad, 0) for factor in factors]  # one part that is not finite drops them all
-        self.statistics = PerSampleStatistics(total, norms, self._groups, factors, self.noise_scale)
+        self.statistics = PerSampleStatistics(total, norms, self._groups, factors)
         if self._scaler is not None:
             any_finite = total.isfinite().any()
             self._finite = any_finite if self._finite is None else self._finite | any_finite
@@ -635,8 +614,6 @@ class PerSampleGradientClipper:
         by_name = {name: factor_of[name] for name in self._names if name in contributions}
         weight_of = {id(factor): factor * share for factor in factors}
         weights = {name: weight_of[id(own)] for name, own in by_name.items()}
-        if self._noise_scale.is_due:
-            self._noise_scale.add(contributions, norms, by_name, share, bad, self._accumulation.sums)
         sum_together(contributions, weights, bad)
         self._release_assigned()
         for name, own in weights.items():
@@ -720,21 +697,13 @@ class PerSampleGradientClipper:
 
     def _summed(self) -> tuple[dict[str, Tensor], int]:
         """The sums over the number of samples, and that number: of all processes, in one all-reduce."""
-        size, unit = self._accumulation.batch_size or 0, self._accumulation.unit
-        noise, measured = self._noise_scale, self._noise_scale.is_due
-        counts = noise.counts(self._device, wide_dtype(self._device)) if measured else []
+        size = self._accumulation.batch_size or 0
         if self._group is None:
-            if measured:
-                noise.finish(noise.sums(self._accumulation.sums, 1.0), unit, counts, size)
             return self._take(self._loss_scale / self._divisor(size)), size
         taken = self._take(1.0)
-        # Other processes may have clipped a sample, so all send the sums before clipping too.
-        sums = {name: total.clone() for name, total in noise.sums(taken, unit).items()} if measured else {}
         count = torch.tensor([float(size)], dtype=torch.float64, device=self._device)
-        all_reduce_sum([*taken.values(), count, *sums.values(), *counts], self._group)
+        all_reduce_sum([*taken.values(), count], self._group)
         size = int(count)
-        if measured:
-            noise.finish(sums, 1.0, counts, size)
         factor = self._loss_scale / self._divisor(size)
         return {name: total.mul_(factor) for name, total in taken.items()}, size
 
@@ -759,7 +728,6 @@ class PerSampleGradientClipper:
         self._accumulation.check("take")
         size = self._accumulation.batch_size or 0
         sums = self._take(factor)
-        self._noise_scale.drop()
         return ClippedSums(self._names, list(self.trained.values()), [sums[n] for n in self._names], size)
 
     def _take(self, factor: float | Tensor | None) -> dict[str, Tensor]:
@@ -776,7 +744,6 @@ class PerSampleGradientClipper:
             self.norm_clipper.prepare(names)
             self._groups = checked_groups(self.norm_clipper, names)
             self._names = names
-            self._noise_scale.prepare(names)
         self.norm_clipper.slack = slack_for({parameter.dtype for parameter in trained.values()})
 
     def _bound(self) -> float:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from gradguard.arguments import check_whole
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
@@ -64,9 +63,7 @@ def follow(module: nn.Module) -> Callable[[], None]:
     return lambda: _followed.difference_update(modules)
 
 
-def check_options(
-    norm_clipper: Any, batch_first: Any, loss_reduction: Any, mode: Any, scaler: Any, check: Any, noise_scale: Any
-) -> None:
+def check_options(norm_clipper: Any, batch_first: Any, loss_reduction: Any, mode: Any, scaler: Any, check: Any) -> None:
     """Check the options of a clipper.
 
     Raises:
@@ -76,30 +73,22 @@ def check_options(
     kinds: tuple[tuple[str, Any, Any, str], ...] = (
         ("norm_clipper", norm_clipper, NormClipper, "a NormClipper such as gg.FlatNormClipper(1.0)"),
         ("batch_first", batch_first, bool, "True or False"),
-        ("noise_scale", noise_scale, int, "True, False, or a number of steps"),
+        ("check", check, bool, "True or False"),
         ("scaler", scaler, torch.amp.GradScaler | None, "a torch.amp.GradScaler"),
     )
     for name, value, kind, expected in kinds:
         if not isinstance(value, kind):
             raise InvalidTypeError(f"{name}={value!r}: expected {expected}, got {type(value).__name__}.")
-    check_whole("noise_scale", int(noise_scale), 0)
     for name, value, words in (
         ("loss_reduction", loss_reduction, ("mean", "sum", "token_mean", "share")),
         ("mode", mode, ("fast", "exact")),
-        ("check", check, (True, False, "warn")),
     ):
         if value not in words:
             raise InvalidValueError(f"{name}={value!r}: expected {' or '.join(map(repr, words))}.")
-    if loss_reduction == "token_mean" and check is not True:
+    if loss_reduction in ("token_mean", "share") and not check:
         raise InvalidValueError(
-            f"loss_reduction='token_mean' with check={check!r}: the numbers of rows are read from the loss's graph, "
-            "which check=True does."
-        )
-    if loss_reduction == "share" and (check is not True or noise_scale):
-        raise InvalidValueError(
-            f"loss_reduction='share' with check={check!r} and noise_scale={noise_scale!r}: expected check=True, "
-            "because only the comparison with the plain gradient shows that shares add up to it; and no noise_scale, "
-            "which is that of samples' own losses."
+            f"loss_reduction={loss_reduction!r} with check=False: expected check=True, which reads the numbers of rows "
+            "from the loss's graph, and shows that shares add up to the plain gradient."
         )
 
 

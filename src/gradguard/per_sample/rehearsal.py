@@ -14,7 +14,6 @@ What cannot be followed layer by layer is tried again sample by sample; what fai
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -49,11 +48,10 @@ class Rehearsal:
 
     Args:
         reduction: What the loss is over samples, ``"mean"`` or ``"sum"``.
-        only_warn: Warn of what cannot be verified, and go on.
     """
 
-    def __init__(self, reduction: str, only_warn: bool = False) -> None:
-        self._reduction, self._only_warn = reduction, only_warn
+    def __init__(self, reduction: str) -> None:
+        self._reduction = reduction
 
     def __call__(self, tracker: CallTracker, call: OuterCall) -> None:
         """Try out one call.
@@ -66,12 +64,9 @@ class Rehearsal:
         try:
             with full_float32():
                 self._try(tracker, call)
-        except UnsupportedGradientError as error:
-            if not self._only_warn:
-                tracker.planner.forget()
-                raise
-            warnings.warn(f"gradguard could not verify the model, and goes on: {error}", stacklevel=6)
-            call.pattern.sizes.add(call.batch_size)
+        except UnsupportedGradientError:
+            tracker.planner.forget()
+            raise
 
     def _try(self, tracker: CallTracker, call: OuterCall) -> None:
         pattern = call.pattern

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from gradguard.errors import InvalidValueError
 from gradguard.per_sample.clipping_rule import layer_of
 from gradguard.per_sample.contributions import joint_norm, with_parts_of
-from gradguard.per_sample.noise_scale import NoiseScale
 from gradguard.tensors.layout import HALVES
 
 
@@ -53,14 +52,12 @@ class PerSampleStatistics:
         parameter_norms: Norm of each sample's gradient of each parameter, float64 ``[B]``, by the parameter's name.
         groups: Names of the parameters that have a norm together, one group for each of ``factors``.
         factors: What the gradients of a group were multiplied by, ``[B]`` each; 0 for a sample that is not finite.
-        noise_scale: `PerSampleGradientClipper.noise_scale`, of whole steps; None where it is not measured.
     """
 
     norms: Tensor
     parameter_norms: Mapping[str, Tensor]
     groups: Sequence[Sequence[str]]
     factors: list[Tensor]
-    noise_scale: NoiseScale | None = None
 
     @property
     def layer_norms(self) -> dict[str, Tensor]:

@@ -17,7 +17,6 @@ sample in the random numbers cannot be told, and for sharded models, whose every
 
 import math
 import random
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,7 +54,6 @@ class Witness:
 
     Args:
         second_opinion: Asked where rounding may explain a difference.
-        only_warn: Warn of a difference, and go on.
 
     Attributes:
         mini_batch: Number of the mini-batch that is being made, from 1.
@@ -63,8 +61,8 @@ class Witness:
         by_value: Whether forwards read values or select by them, so that another batch may do something else.
     """
 
-    def __init__(self, second_opinion: SecondOpinion, only_warn: bool) -> None:
-        self._second_opinion, self._only_warn = second_opinion, only_warn
+    def __init__(self, second_opinion: SecondOpinion) -> None:
+        self._second_opinion = second_opinion
         self._random = random.Random()  # the user's generators are left alone
         self._chosen = self._random.random()
         self._next, self._gap, self._most = 1, 1, 1
@@ -161,15 +159,12 @@ class Witness:
             self._next_one()
             return
         known = f"The model was last known to be right on mini-batch {self.last_good}. " if self.last_good else ""
-        words = (
+        raise UnsupportedGradientError(
             f"on mini-batch {self.mini_batch}, sample {sample} was run alone again, and {words}. Samples are mixed, or "
             "gradients are changed on their way through the model: by something that no trial has shown, or that has "
             "changed since (a flag, a global variable, a buffer, a step counter, a hook on a value, an error clip). "
             f"{known}Nothing of this step was taken."
         )
-        if not self._only_warn:
-            raise UnsupportedGradientError(words)
-        warnings.warn(words, stacklevel=6)
 
     def _differs(
         self,
