@@ -35,18 +35,6 @@ def scaled(when: Callable[[int], bool], times: float) -> Callable[[int], tuple[t
     return lambda i: ((x := batch(i))[0] * (times if when(i) else 1.0), x[1])
 
 
-def same_order(count: int, rows: int = 32) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    """Return batches that come again in the same order."""
-    kept = [tuple(part[:rows] for part in batch(i)) for i in range(count)]
-    return lambda i: kept[i % count]
-
-
-def wrong_labels(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a batch whose labels belong to other inputs."""
-    x, y = batch(i)
-    return x, y[torch.randperm(len(y))]
-
-
 def at(step: int, act: Callable[..., Any]) -> Callable[..., Any]:
     """Return what acts on one step only."""
     return lambda i, *rest: act(*rest) if i == step else None
@@ -72,11 +60,6 @@ def saturate(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
     """Push the outputs to where tanh is flat."""
     with torch.no_grad():
         model[4].bias.fill_(30.0)
-
-
-def spoil(model: nn.Sequential) -> None:
-    """Write a wrong number into the gradient of one layer."""
-    model[2].weight.grad.mul_(40)
 
 
 def detach(model: nn.Sequential) -> None:
@@ -133,26 +116,18 @@ def sgd(lr: float, **more: Any) -> dict[str, Any]:
 
 ONE_LAYER = {"model": lambda: nn.Sequential(nn.Linear(8, 4))}
 SLOW = sgd(1e-3)
-ONE_BATCH = {"data": lambda: same_order(1, rows=16)}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {  # what is drawn, the sick run, the healthy one
     "nonfinite": ("overlay", {"data": lambda: scaled(lambda i: i == 200, float("inf"))}, {"seed": 8}),
     "exploding": ("overlay", ONE_LAYER | sgd(0.02) | {"before": at(150, set_rate(5.0)), "steps": 200},
                   ONE_LAYER | sgd(0.02) | {"steps": 200}),
     "diverging_loss": ("overlay", {"before": at(150, set_rate(1.0))}, {}),
-    "not_learning": ("overlay", ONE_LAYER | SLOW | {"data": lambda: wrong_labels, "steps": 600},
-                     ONE_LAYER | sgd(1e-2) | {"steps": 600}),
     "spike": ("overlay", {"data": lambda: scaled(lambda i: i == 200, 5)}, {}),
     "recurring_spikes": ("overlay", SLOW | {"data": lambda: scaled(lambda i: i % 25 == 24, 20)}, SLOW),
-    "oscillation": ("overlay", ONE_LAYER | sgd(2.0) | ONE_BATCH | at_norm(1.0), ONE_LAYER | sgd(0.1) | ONE_BATCH),
-    "repeated_batches": ("overlay", SLOW | {"data": lambda: same_order(16), "steps": 128}, SLOW | {"steps": 128}),
     "vanishing": ("overlay", {"model": lambda: net(nn.Tanh()), "before": at(200, saturate)},
                   {"model": lambda: net(nn.Tanh())}),
     "dead_layer": ("layers", {"before": at(150, kill_units)}, {}),
     "detached_layer": ("layers", {"after_backward": since(150, detach)}, None),
-    "corrupt_gradient": ("layers", SLOW | {"after_backward": at(200, spoil)}, None),
     "clipping_always_on": ("norms", sgd(0.02) | at_norm(0.05), sgd(0.02) | {"clip": gg.ClipByMedian}),
-    "norm_drift": ("norms", sgd(5e-3) | at_norm(4.0) | {"steps": 600},
-                   sgd(5e-3) | {"clip": gg.ClipByMedian, "steps": 600}),
 }  # fmt: skip
 
 

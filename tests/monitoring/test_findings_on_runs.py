@@ -238,30 +238,11 @@ def test_a_healthy_run_has_no_warning_and_no_error(name, tmp_path):
     assert [event for event in record.events if event["severity"] != "info"] == []
 
 
-def kill_units(model, optimizer):
-    with torch.no_grad():
-        model[0].bias[:28] = -100.0
-
-
-def corrupt(model):
-    model[2].weight.grad.mul_(40)
-
-
-def flip_bit(model):
-    flat = model[2].weight.grad.view(-1)
-    flat[5] = (flat[5:6].view(torch.int32) ^ (1 << 30)).view(torch.float32)[0]
-
-
 def raise_rate(rate):
     def act(model, optimizer):
         optimizer.param_groups[0]["lr"] = rate
 
     return act
-
-
-def wrong_order(i):
-    x, y = noisy(i)
-    return x, y[torch.randperm(len(y))]
 
 
 ONE_BATCH_AT_2 = {"data": lambda: fixed(noisy, 1), "optimizer": sgd(2.0), "clip": 1.0, "model": lambda: mlp(8, 4)}
@@ -274,22 +255,11 @@ SICK = {  # the run, the kind and its severity, and where it may begin
         {"data": scaled_input(noisy, lambda i: i == 200, 40)}, "exploding", "warning", {200}),
     "a bad batch in each epoch": (
         SLOW | {"data": scaled_input(noisy, lambda i: i % 25 == 24, 20)}, "recurring_spikes", "warning", range(20, 50)),
-    "units that die": ({"before": at(60, kill_units)}, "half_dead_layer", "warning", range(60, 120)),
-    "units dead from the start": ({"before": at(0, kill_units)}, "half_dead_layer", "warning", {0}),
-    "one gradient 40 times too large": (
-        SLOW | {"after_backward": at(200, corrupt)}, "corrupt_gradient", "warning", {200}),
-    "a flipped bit": ({"after_backward": at(200, flip_bit)}, "corrupt_gradient", "warning", {200}),
-    "a learning rate of 2 with a clip": (ONE_BATCH_AT_2, "oscillation", "warning", range(200)),
     "updates as large as their weights": (ONE_BATCH_AT_2, "update_ratio", "warning", {0}),
     "the learning rate raised a hundredfold": (
         {"before": at(150, raise_rate(1.0))}, "diverging_loss", "error", range(150, 200)),
     "far too large a learning rate": (LINEAR | {"optimizer": sgd(6.0), "steps": 80}, "exploding", "error", range(90)),
-    "the same order each epoch": (SLOW | {"data": lambda: fixed(noisy, 25)}, "repeated_batches", "info", {0}),
-    "labels of other inputs": (LINEAR | SLOW | {"data": wrong_order, "steps": 600}, "not_learning", "info", {0}),
 }  # fmt: skip
-
-
-OF_WHOLE = ("not_learning", "repeated_batches")  # what only the end can tell
 
 
 @pytest.mark.parametrize("name", SICK)
@@ -300,4 +270,4 @@ def test_a_sick_run_is_told_what_it_has(name, tmp_path):
     assert named.severity == severity, named
     assert named.first_step in since
     told = {event["kind"] for event in record.events}
-    assert (kind in told) is (kind not in OF_WHOLE)
+    assert kind in told

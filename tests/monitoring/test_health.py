@@ -70,7 +70,6 @@ def updating(size, of_matrix=None):
 
 EXPLODES = CALM[:400] + [50 * norm for norm in CALM[400:460]] + CALM[460:]
 VANISHES = CALM[:400] + [1e-6 * norm for norm in CALM[400:]]
-DECAY = [9 * math.exp(-i / 300) for i in range(1000)]
 FAULTS = [
     ("nonfinite", "error", "not finite on 1 step, first on step 7", run([*CALM[:7], None, *CALM[7:]])),
     ("nonfinite", "error", "on 3 steps, first on step 9 (2 times in this run: on steps 9 to 10, 500)",
@@ -100,30 +99,16 @@ FAULTS = [
     ("diverging_loss", "warning", "from 1.00, the best it was, to 3.50", run(steps=[
         step | {"loss": 5.0 if step["i"] < 100 else 1.0 if step["i"] < 300 else 3.5}
         for step in steps_of([norm * (8 if i >= 300 else 1) for i, norm in enumerate(CALM)])])),
-    ("not_learning", "info", "not fallen in 600 steps: 2.30 in the beginning, 2.30 at its best", run(steps=[
-        step | {"loss": 2.3 + 0.01 * (step["i"] * 7 % 13 - 6)} for step in steps_of(CALM)])),
     ("spike", "info", "was 20.0 times that of the steps around it on step 300, mostly in layers.7.weight", run(steps=[
         step | {"top": [7, 0.8]} for step in steps_of([20.0 if i == 300 else 1.0 for i in range(600)])])),
     ("spike", "info", "2 times in this run: on steps 100, 300", run(
         [20.0 if i in (100, 300) else 1.0 for i in range(600)])),
     ("recurring_spikes", "warning", "stood out 13 times from that of the steps around it, first on step 29",
      run([900.0 if i % 30 == 29 else 1.0 for i in range(400)])),
-    ("recurring_spikes", "warning", "first on step 60, by up to 16.0 times; every 60 steps", run(
+    ("recurring_spikes", "warning", "first on step 60, by up to 16.0 times", run(
         [16.0 if i % 60 == 0 and i else 1.0 for i in range(600)])),
     ("recurring_spikes", "info", "a clip bound on all of them", clipped(
         [16.0 if i % 60 == 0 and i else 1.0 for i in range(600)], 2.0)),
-    ("oscillation", "warning", "up and down with every step, by 50 % of itself, and has stopped falling", run(steps=[
-        step | {"loss": (5.0 if step["i"] < 200 else 2.0) + 0.5 * (-1) ** step["i"],
-                "threshold": 0.5, "coefficient": 1 - 0.5 * (step["i"] % 2)}
-        for step in steps_of(CALM)])),
-    ("repeated_batches", "info", "recur every 37 steps", run(steps=[
-        step | {"norm": CALM[step["i"] % 37], "loss": CALM[step["i"] % 37 + 100] * math.exp(-step["i"] / 900)}
-        for step in steps_of(CALM)])),
-    ("corrupt_gradient", "warning", "layers.3.weight alone was", run(CALM, tensors=lines_of(
-        600, lambda i, norms: norms.__setitem__(3, norms[3] * (40 if i == 300 else 1))))),
-    ("corrupt_gradient", "info", "lstm.weight_hh_l0 alone was", run(
-        CALM, meta={"t": "meta", "params": [*PARAMS[:3], {"name": "lstm.weight_hh_l0"}, *PARAMS[4:]]},
-        tensors=lines_of(600, lambda i, norms: norms.__setitem__(3, norms[3] * (40 if i == 300 else 1))))),
     ("detached_layer", "warning", "layers.4.weight has had no gradient at all since step 300", run(
         CALM, tensors=[line | ({"absent": [4]} if line["i"] >= 300 else {})
                        for line in lines_of(600, zero(4, since=300))])),
@@ -136,9 +121,6 @@ FAULTS = [
     ("update_ratio", "warning", "layers.2.weight changes by only 0 of itself", run(CALM, tensors=[
         line | {"weight": [1.0] * 12, "update": [0.0 if k == 2 else 1e-3 for k in range(12)]}
         for line in lines_of(600, every=50)])),
-    ("half_dead_layer", "warning", "of layers.6.weight was exactly 0 for 7 of 8 units on steps 300 to 5", run(
-        CALM, tensors=[line | {"zeros": [7 / 8 if k == 6 and line["i"] >= 300 else 0.0 for k in range(12)]}
-                       for line in lines_of(600, every=50)])),
     ("vanishing", "warning", "below 0.0001, 0.0001 of the usual, for 200 steps from step 400 on",
      run([1.0] * 400 + [1e-6] * 200)),
     ("vanishing", "error", "exactly 0 for 100 steps from step 0 on", run([0.0] * 100)),
@@ -159,10 +141,10 @@ FAULTS = [
     ("clipping_always_on", "warning", "on 100 % of 600 steps: it acts as a learning rate 0.05 times as large",
      clipped([20.0] * 600)),
     ("clipping_always_on", "info", "usually multiplied gradients by 0.05", clipped([20.0] * 600, optimizer="AdamW")),
-    ("clipping_inactive", "info", "at 9.0 never bound in 600 steps: the largest norm was", clipped(CALM, 9.0)),
-    ("clipping_inactive", "info", "clipping at 0.5 never bound in 600 steps", run(
-        steps=steps_of(CALM, threshold=0.5, rule="value", coefficient=1.0))),
-    ("lock_in", "warning", "at one threshold, 1.00, from step", clipped([0.6] * 900 + [1.15] * 700)),
+    ("lock_in", "warning", "at one threshold, 1.00, from step 999 to 1399 (it usually multiplies gradients by 0.87)",
+     run(steps=[{"t": "step", "i": i, "norm": 1.15, "rule": "zclip"}
+                | ({"threshold": 2.0, "coefficient": 1.0} if i < 900 else {"threshold": 1.0, "coefficient": 1 / 1.15})
+                for i in range(1400)])),
     ("clipped_twice", "warning", "the first (norm at 5.0) bound on 10 %, the second (AdaGC) bound on 20 %",
      run(steps=[{"t": "step", "i": i, "norm": 1.0, "coefficient": 1 - 0.1 * (i % 10 == 0) - 0.1 * (i % 5 == 0),
                  "rule": "norm", "threshold": 5.0,
@@ -173,7 +155,6 @@ FAULTS = [
      make_record(meta={"t": "meta", "clip": "norm=4", "optimizers": ["SGD"]}, steps=[
          {"t": "step", "i": i, "norm": 1.0, "coefficient": 1 - 0.5 * (i % 2), "rule": "norm", "threshold": 1.0,
           "clips": [["norm", 1.0, 1 - 0.5 * (i % 2)], ["norm", 4.0, 1.0]]} for i in range(300)])),
-    ("norm_drift", "info", "moved by 15x, from 5.56 to 0.374", clipped(DECAY, 8.5)),
     ("update_spike", "info", "weights by up to 3.00 times as much as usual at their learning rate, from step 400 on",
      run(steps=[step | {"lr": 0.1, "update": 3e-3 if 400 <= step["i"] < 403 else 1e-3} for step in steps_of(CALM)])),
     ("update_rule", "warning", "all updates of a step together have one length", updating(
@@ -215,10 +196,9 @@ def test_a_threshold_that_its_rule_moves_locks_in_by_what_it_does_at_the_time():
     assert (found.kind, found.first_step, found.last_step) == ("lock_in", 397, 999)
 
 
-def test_a_fixed_threshold_that_bound_for_a_while_in_the_beginning_is_no_lock_in():
-    kinds = {found.kind for found in findings(clipped([2.0] * 600 + [0.9] * 1000))}
-    assert "lock_in" not in kinds
-    assert "clipping_always_on" not in kinds
+@pytest.mark.parametrize("norms", [[2.0] * 600 + [0.9] * 1000, [0.6] * 900 + [1.15] * 700])
+def test_a_fixed_threshold_that_bound_for_a_while_is_no_lock_in(norms):
+    assert findings(clipped(norms)) == []
 
 
 @pytest.mark.parametrize("more", [{"rates": [0.1, 0.0]}, {"norm": [0.0 if k == 2 else 1.0 for k in range(12)]}])
@@ -319,7 +299,6 @@ def told(record):
         ),
         (run(CALM, tensors=lines_of(600, zero(4, since=100, until=300))), [145]),
         (run(steps=steps_of(CALM, top=[5, 0.97])), [99]),
-        (clipped([20.0] * 900), [499]),
         (run(steps=steps_of(CALM, amp_scale=0.25)), [0]),
     ],
 )
@@ -411,7 +390,7 @@ def test_one_optimizer_of_several_that_steps_alone_is_named_by_none():
     record = clipped([2.0] * 600 + [0.9] * 1000)
     record = changed(record, lambda step: step.update(optimizer=1))
     alone = make_record(meta=record.meta | {"optimizers": ["SGD", "Adam"]}, steps=record.steps)
-    assert [(one.kind, one.optimizer) for one in findings(alone)] == [("norm_drift", None)]
+    assert findings(alone) == []
     steps = [step | {"norm": 20.0, "coefficient": 0.05} for step in record.steps]
     (found,) = findings(make_record(meta=alone.meta, steps=steps))
     assert (found.kind, found.severity, found.optimizer) == ("clipping_always_on", "info", None)

@@ -258,10 +258,6 @@ def calm_run(odd=None, events=(), width=6):
     return make_record(meta={"t": "meta", "params": params}, steps=steps, tensors=tensors, events=list(events))
 
 
-def one_jumps(i, row):
-    row[0] *= 30 if i == 270 else 1
-
-
 def a_vector_dies(i, row):
     row[-1] = 0.0 if i >= 333 else row[-1]
 
@@ -272,7 +268,6 @@ def event(i, kind):
 
 ODD = {
     "nothing": (calm_run(), set()),
-    "one tensor on one line": (calm_run(one_jumps), {"corrupt_gradient"}),
     "a vector": (calm_run(a_vector_dies), {"dead_layer"}),
     "skips of a scaler": (calm_run(events=[event(300, "amp_skip")] * 12), {"amp_scale_collapse"}),
     "what the watcher told": (

@@ -279,7 +279,7 @@ def test_terminal_summary_names_the_errors_first(tmp_path):
     assert out.getvalue().index("error: The gradient norm stayed") < out.getvalue().index(
         "warning: Clipping bound on 100 %"
     )
-    assert "and 2 remarks, see the report" in out.getvalue()
+    assert "and 1 remark, see the report" in out.getvalue()
 
 
 def test_terminal_summary_of_nothing_and_without_a_console(capsys):

@@ -15,7 +15,7 @@ from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.observe.watch import stop_watching
 from gradguard.monitoring.record.file import read_record
 
-BELOW_EPS, KEPT, NO_GRADIENT, NO_OPTIMIZER, SCALED_CLIP, UNUSED = (
+BELOW_EPS, KEPT, NO_GRADIENT, NO_OPTIMIZER, SCALED_CLIP = (
     kind.name
     for kind in (
         loop_setup.BELOW_EPS,
@@ -23,10 +23,9 @@ BELOW_EPS, KEPT, NO_GRADIENT, NO_OPTIMIZER, SCALED_CLIP, UNUSED = (
         loop_setup.NO_GRADIENT,
         loop_setup.NO_OPTIMIZER,
         loop_setup.SCALED_CLIP,
-        loop_setup.UNUSED,
     )
 )
-OWN = {BELOW_EPS, KEPT, NO_GRADIENT, NO_OPTIMIZER, SCALED_CLIP, UNUSED}
+OWN = {BELOW_EPS, KEPT, NO_GRADIENT, NO_OPTIMIZER, SCALED_CLIP}
 STEPS = 24
 
 
@@ -239,13 +238,6 @@ def one_gradient_far_above_the_others(make, times=1e13):
     return loop
 
 
-def unused_layer(watching):
-    model = nn.ModuleDict({"used": mlp(), "unused": nn.Linear(2, 2)})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    watching(model, optimizer)
-    train(model["used"], optimizer)
-
-
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.001)
 
@@ -280,7 +272,6 @@ SICK = [
     ("no zero_grad, scaler", scaler_without_zero_grad, ["watch"], KEPT, "error", "not cleared"),
     ("below eps", one_gradient_far_above_the_others(adam), BOTH, BELOW_EPS, "warning", "0.weight, 0.bias, 2.weight"),
     ("below Muon's floor", one_gradient_far_above_the_others(muon), BOTH, BELOW_EPS, "warning", "0.weight"),
-    ("an unused layer", unused_layer, BOTH, UNUSED, "info", "unused.weight, unused.bias had no gradient"),
 ]  # fmt: skip
 
 

@@ -95,7 +95,6 @@ def diagnose(record: Record) -> Diagnosis:
 SYMPTOMS = (
     "clipping_always_on",
     "dominating_layer",
-    "half_dead_layer",
     "logits_grow",
     "recurring_spikes",
 )

@@ -3,15 +3,14 @@
 import math
 from typing import Any
 
-from gradguard.monitoring.judge.detectors.clipping import AlwaysClipped
+from gradguard.monitoring.judge.detectors.clipping import MovingThreshold
 from gradguard.monitoring.judge.detectors.layers import Layers
 from gradguard.monitoring.judge.detectors.level import NormLevel
 from gradguard.monitoring.judge.detectors.loop_setup import Setup, is_setup_event
 from gradguard.monitoring.judge.detectors.loss import Loss
 from gradguard.monitoring.judge.detectors.loss_scale import LossScale
 from gradguard.monitoring.judge.detectors.outliers import Outliers
-from gradguard.monitoring.judge.detectors.rhythm import Oscillation
-from gradguard.monitoring.judge.detectors.tensors import Corruption, UnevenTensors
+from gradguard.monitoring.judge.detectors.update_ratios import UpdateRatios
 from gradguard.monitoring.judge.detectors.updates import Logits, Rule, UpdateSpikes
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, Log
 from gradguard.monitoring.record.file import Line
@@ -109,8 +108,7 @@ class Track:
         names = self.layers.names
         self.loss = Loss(log)
         self.level, self.outliers = NormLevel(log, self.loss, names), Outliers(log, names)
-        self.oscillation, self.clipping, self.scale = Oscillation(log), AlwaysClipped(log, name), LossScale(log)
-        self.corruption, self.diagnostics = Corruption(log, names), UnevenTensors(log, params)
+        self.clipping, self.scale, self.ratios = MovingThreshold(log), LossScale(log), UpdateRatios(log, params)
         self.update_spikes, self.rule, self.logits = UpdateSpikes(log), Rule(log, params), Logits(log)
         self.used: tuple[float, float] | None = None  # of a step that was taken: its learning rate, and the norm it got
 
@@ -130,7 +128,6 @@ class Track:
         loss = loss if _is_finite(loss) else None
         if loss is not None and one_loss:
             self.loss.follow(i, loss)
-            self.oscillation.follow(i, loss, clipped)
         self.level.finite(i, norm, loss, clipped, top)
         self.outliers.follow(i, norm, top, clipped)
         threshold = threshold_of(step)
@@ -154,15 +151,11 @@ class Track:
         known = range(len(names))
         absent = [place for place in line.get("absent", ()) if place in known]
         self.layers.norms(i, norms, absent)
-        self.setup.tensors(i, norms, absent)
-        if len(norms) == len(names):
-            self.corruption.follow(i, norms)
+        self.setup.tensors(i, norms)
         if self.used is not None:
             self.rule.tensors(i, line, *self.used)
         if line.get("weight") and line.get("update"):
-            self.diagnostics.updates(i, line["weight"], line["update"], norms, line.get("rates", ()))
-        if line.get("zero_rows") or line.get("zeros"):
-            self.diagnostics.zeros(i, line.get("zero_rows", ()), line.get("zeros", ()))
+            self.ratios.follow(i, line["weight"], line["update"], norms, line.get("rates", ()))
 
     def event(self, event: dict[str, Any]) -> None:
         """Follow an event."""

@@ -13,7 +13,7 @@ from itertools import compress, pairwise
 from typing import Any
 
 from gradguard.monitoring.judge.cause import Evidence
-from gradguard.monitoring.judge.detectors.tensors import LARGE_UPDATE
+from gradguard.monitoring.judge.detectors.update_ratios import LARGE_UPDATE
 from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import median, medians, only
@@ -22,8 +22,6 @@ from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.lines import Numbers, without_none
 from gradguard.monitoring.record.steps import BINDS_BELOW, OTHER_LOSSES, is_search_of_scale, skipped_on
 from gradguard.threshold_rules import SortedWindow, upper_median_distance
-
-_OF_LOSSES = ("diverging_loss", "not_learning", "oscillation")
 
 FEWEST_STEPS = 60
 """Fewer steps show neither whether a loss falls nor what a norm usually is."""
@@ -242,10 +240,8 @@ class RunSignals:
     @cached_property
     def found(self) -> tuple[Finding, ...]:
         """The health findings of the record, without those on losses that mean nothing and on other optimizers."""
-        about_losses = _OF_LOSSES if self.takes_turns else ()
-        theirs = self._names_of_others()
-        found = findings(self.record)
-        return tuple(one for one in found if one.kind not in about_losses and not theirs & set(one.params))
+        theirs, left_out = self._names_of_others(), "diverging_loss" if self.takes_turns else ""
+        return tuple(one for one in findings(self.record) if one.kind != left_out and not theirs & set(one.params))
 
     def _names_of_others(self) -> set[str]:
         """The parameters of other optimizers."""

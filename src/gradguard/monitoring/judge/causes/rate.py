@@ -5,7 +5,7 @@ import statistics
 from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
-from gradguard.monitoring.judge.detectors.tensors import LARGE_UPDATE
+from gradguard.monitoring.judge.detectors.update_ratios import LARGE_UPDATE
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Curve, RunSignals, middle, usual_step
@@ -41,7 +41,7 @@ def too_long(signals: RunSignals) -> Sign | None:
     if signals.ends_lost or signals.rate == 0:
         return None
     thrown, curve = _thrown(signals), signals.curve
-    looks = _OF_RATIOS + _OF_ANY if curve.is_positive else _OF_ANY if curve.is_known else ()
+    looks = _OF_RATIOS if curve.is_positive else (_large_updates,) if curve.is_known else ()
     signs = [thrown, *(look(signals, curve) for look in looks)]
     known = tuple(sign for sign in signs if sign is not None)
     if not known:
@@ -96,11 +96,6 @@ def _jumped(signals: RunSignals, curve: Curve) -> Evidence | None:
     return Evidence((signals.span[0], step), words)
 
 
-def _to_and_fro(signals: RunSignals, curve: Curve) -> Evidence | None:
-    found = signals.finding("oscillation")
-    return Evidence.of(found) if found is not None and curve.fallen <= 0.5 else None
-
-
 def _large_updates(signals: RunSignals, curve: Curve) -> Evidence | None:
     """Whether each step changes weights by a large share of themselves, while the loss does not fall."""
     usual = signals.ratio or 0.0
@@ -129,7 +124,7 @@ def _risen(signals: RunSignals, curve: Curve) -> Evidence | None:
     return signals.seen(words, since=at)
 
 
-_OF_ANY, _OF_RATIOS = (_to_and_fro, _large_updates), (_jumped, _moved_for_nothing, _risen)
+_OF_RATIOS = (_jumped, _moved_for_nothing, _risen, _large_updates)
 
 
 def too_short(signals: RunSignals) -> Sign | None:

@@ -8,12 +8,11 @@ from gradguard.monitoring.judge.detectors import (
     loss,
     loss_scale,
     outliers,
-    rhythm,
-    tensors,
+    update_ratios,
     updates,
 )
 
-_MODULES = (level, loss, outliers, rhythm, layers, tensors, updates, loss_scale, clipping, loop_setup)
+_MODULES = (level, loss, outliers, layers, update_ratios, updates, loss_scale, clipping, loop_setup)
 KINDS = tuple(
     dict.fromkeys(kind.name for module in _MODULES for kind in module.KINDS),
 )

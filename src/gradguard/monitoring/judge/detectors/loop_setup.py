@@ -26,9 +26,6 @@ EPS_COEFFICIENT = 0.01
 EPS_MARGIN = 10.0
 """Above the floor by this factor before the clip, below it by this after: many elements may be 0."""
 
-UNUSED_LINES = 10
-"""Per-tensor lines from the first one on: an expert or a rare word may miss a few batches."""
-
 UNIFORM_RULES = frozenset(["norm", "ClipByMedian", "AutoClip", "ZClip", "ClipFraction"])
 """Rules that multiply all gradients by one number."""
 
@@ -53,7 +50,6 @@ class Setup:
         self._scaled, self._kept = list[int](), list[int]()  # the first steps of each
         self._coefficient = 1.0
         self._low: dict[int, int] = {}  # for how many lines in a row the clip has left less than the optimizer sees
-        self._lines, self._unused = 0, set[int]()
 
     def step(self, step: dict[str, Any], bound: bool) -> None:
         """Follow a step.
@@ -69,23 +65,14 @@ class Setup:
         if step.get("kept_gradients"):
             self._follow(KEPT, self._kept, KEPT_STEPS, step["i"])
 
-    def tensors(self, i: int, norms: Sequence[float], absent: Sequence[int]) -> None:
+    def tensors(self, i: int, norms: Sequence[float]) -> None:
         """Follow a line with the norm of each parameter.
 
         Args:
             i: The step.
             norms: One finite norm for each.
-            absent: Those that had no gradient.
         """
         self._below_eps(i, norms)
-        self._lines += 1
-        if self._lines > UNUSED_LINES:
-            return
-        gone = {place for place in absent if not self._params[place].get("frozen")}
-        self._unused = gone if self._lines == 1 else self._unused & gone
-        if self._lines == UNUSED_LINES and self._unused:
-            names = self._names(sorted(self._unused))
-            self._log.begin(UNUSED.name, UNUSED, 0, i, count=UNUSED_LINES, params=names)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Take what an event of these kinds says as a finding, as it was when it was told.
@@ -232,15 +219,7 @@ BELOW_EPS = Kind(
     value="smallest",
     of_layers=True,
 )
-UNUSED = Kind(
-    "unused_parameter",
-    said(
-        "info",
-        "{names} had no gradient on any of the first {found.count} recorded steps",
-        "nothing if unused on purpose; else check that it is part of the forward pass",
-    ),
-)
-KINDS = (NO_OPTIMIZER, NO_GRADIENT, SCALED_CLIP, KEPT, BELOW_EPS, UNUSED)
+KINDS = (NO_OPTIMIZER, NO_GRADIENT, SCALED_CLIP, KEPT, BELOW_EPS)
 
 _TOLD = {NO_OPTIMIZER.name: (NO_OPTIMIZER, "warning"), NO_GRADIENT.name: (NO_GRADIENT, "error")}
 """Events of the watched process, and the severity of each at worst."""

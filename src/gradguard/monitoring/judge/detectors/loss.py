@@ -1,10 +1,10 @@
-"""Whether the loss diverges, also where the norms stay calm, or has never fallen."""
+"""Whether the loss diverges, also where the norms stay calm."""
 
 import math
 import statistics
 from collections import deque
 
-from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words, said
+from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.record.steps import OptimizerSteps, taken_steps
 
@@ -23,19 +23,8 @@ STILL_HIGH = 0.9
 NOTHING_LEFT = 0.8
 """Of what had been learned: where so much is lost, the run is damaged."""
 
-NOT_LEARNING_STEPS = 500
-"""Fewer steps may be a warm-up."""
-
-FALLEN_AT_ONCE = 0.8
-"""Of the very first losses: a run that fell so far within its first steps has learned something."""
-
-NOT_FALLEN = 0.98
-"""A loss whose best 100 steps are within 2 % of its first has not fallen."""
-
 BLOCK = 20
 _BEST_OF = 5  # blocks whose median is a candidate for the best: of a single one, noise would make the best
-_START = 5
-_LONG = 100
 
 
 class Loss:
@@ -99,26 +88,6 @@ class Loss:
         self._log.tell("loss", DIVERGING, self._since, i, level, count=self._count * BLOCK, numbers=numbers)
 
 
-def loss_of_whole(part: OptimizerSteps) -> list[Episode]:
-    """Return what can only be said of the losses of a run as a whole.
-
-    Args:
-        part: The steps of one optimizer.
-    """
-    taken = taken_steps(part.record)
-    pairs = zip(taken.column("loss"), taken.column("lr"), strict=True)
-    taken = taken.where([loss is not None and math.isfinite(loss) and lr != 0 for loss, lr in pairs])
-    if len(taken) < NOT_LEARNING_STEPS:
-        return []
-    losses = taken.column("loss")
-    first = statistics.median(losses[BLOCK : BLOCK + _LONG])  # the first few fall, whatever the labels are
-    best = min(statistics.median(losses[k : k + _LONG]) for k in range(BLOCK, len(losses) - _LONG, _LONG))
-    if min(losses) <= 0 or best < NOT_FALLEN * first or best < FALLEN_AT_ONCE * statistics.median(losses[:_START]):
-        return []
-    numbers = {"first": first, "best": best}
-    return [Episode.over(NOT_LEARNING, part, taken, numbers=numbers)]
-
-
 def came_back(found: Episode, part: OptimizerSteps) -> bool:
     """Return whether a loss that had risen is back at the end of the run, or nearly so.
 
@@ -149,15 +118,4 @@ def _diverging(found: Episode) -> Words:
 
 
 DIVERGING = Kind("diverging_loss", _diverging, value="largest", confidence="medium")
-NOT_LEARNING = Kind(
-    "not_learning",
-    said(
-        "info",
-        "the loss has not fallen in {steps}: {first} in the beginning, {best} at its best",
-        "check that labels belong to their inputs, that the optimizer has the parameters, and the learning rate; a "
-        "loss that measures no progress, as of a GAN or in reinforcement learning, may do so",
-    ),
-    value="best",
-    confidence="medium",
-)
-KINDS = (DIVERGING, NOT_LEARNING)
+KINDS = (DIVERGING,)

@@ -78,7 +78,7 @@ def severities(shown: Iterable[Shown]) -> str:
         For example ``"1 error, 2 warnings"``.
 
     Example:
-        >>> severities([Shown("warning", "norm_drift", "", "", "", "")] * 2)
+        >>> severities([Shown("warning", "lock_in", "", "", "", "")] * 2)
         '2 warnings'
     """
     found = Counter(item.severity for item in shown)
