@@ -102,7 +102,6 @@ class Observer(Recorder):
     @safely
     def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Callable[[], None] | None:
         """Keep the loss; on the first steps, look whether the gradients of the last one are still there."""
-        self._clips.looked = False
         if any(is_captured(loss) for loss in losses):  # what is copied later would be memory that only a replay writes
             return None
         with suppress(Exception):  # one that cannot be read is no reason to stop

@@ -5,7 +5,6 @@ The one place where tensors become numbers.
 
 import math
 import operator
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -55,20 +54,18 @@ class ScriptClip:
         norm: The norm that a norm clip compares with its threshold, copied: what it returned or was given, unless
             that is the 2-norm of all gradients that it got, which is measured here.
         coefficient: What it multiplied the gradients by, on the whole, copied; None if it does not tell.
-        one_factor: Whether it multiplied each gradient by that one number.
     """
 
     rule: str = ""
     threshold: Any = None
     norm: Any = None
     coefficient: Any = None
-    one_factor: bool = False
 
     @classmethod
     def told(cls, event: ClipEvent) -> Self:
         """Return what a clip of gradguard's tells, without its norm, which a clip within a step has no use for."""
         coefficient = copied(event.coefficient)
-        return cls(event.rule, copied(event.threshold), coefficient=coefficient, one_factor=event.one_factor)
+        return cls(event.rule, copied(event.threshold), coefficient=coefficient)
 
 
 @dataclass(slots=True)
@@ -84,7 +81,6 @@ class StepMeasurement:
         lr: Learning rate of the first parameter group: a number, or a copy of the script's tensor.
         clips: The script's own clips, in their order.
         reach: The places in ``norms`` that each acted on; empty where all acted on all of them.
-        after: 2-norm of each gradient after the clips, where there are several with a `reach`.
         applied: The clip that the watcher applies itself, behind them.
         guard: The clip of a `Guard` that acted within the step; None if none did.
         skipped: Whether a guard left the step out.
@@ -116,7 +112,6 @@ class StepMeasurement:
     lr: Any = None
     clips: Sequence[ScriptClip] = ()
     reach: Sequence[Sequence[int]] = ()
-    after: Norms | None = None
     applied: ScriptClip | None = None
     guard: ScriptClip | None = None
     skipped: Any = None
@@ -395,8 +390,6 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
         multiplied by in all, if that is known; and by those of them that acted within the step.
     """
     clips = [_Clip(clip.rule, _threshold(clip.threshold), _of_clip(clip, step, total)) for clip in step.clips]
-    if step.acts_apart and step.after is not None:
-        clips = list(_measured(clips, step, _numbers(step.norms), _numbers(step.after)))
     clips = [clip for clip in clips if clip.rule not in FIXED or clip.threshold != math.inf]  # others only measure
     known = math.prod(clip.coefficient for clip in clips if clip.coefficient is not None)
     unknown = [k for k, clip in enumerate(clips) if clip.coefficient is None]
@@ -424,39 +417,6 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
         for rule, threshold, one in clips
     ]
     return shown, coefficient if finite else None, within
-
-
-def _measured(
-    clips: Sequence[_Clip], step: StepMeasurement, before: Sequence[float], after: Sequence[float]
-) -> Iterator[_Clip]:
-    """Yield the clips, with a coefficient from norms for each that told none, where the norms determine it.
-
-    It is the norm of the clip's own gradients behind it over that before it: what the factors that other clips told
-    make of the norms after and before all clips. A clip that met another one of its kind, or one that is not one factor
-    for all of its gradients, has none.
-    """
-    told, doubtful = [1.0] * len(before), Counter[int]()
-    factors = [clip.coefficient if own.one_factor else None for clip, own in zip(clips, step.clips, strict=True)]
-    for factor, places in zip(factors, step.reach, strict=True):
-        if factor is None:
-            doubtful.update(set(places))
-            continue
-        for place in places:
-            told[place] *= factor
-    earlier = [1.0] * len(before)
-    for clip, factor, places in zip(clips, factors, step.reach, strict=True):
-        if clip.coefficient is not None:
-            for place in places if factor is not None else ():
-                earlier[place] *= clip.coefficient
-            yield clip
-            continue
-        if any(doubtful[place] != 1 or told[place] == 0 for place in places):
-            yield clip
-            continue
-        given = math.hypot(*[earlier[place] * before[place] for place in places])
-        left = math.hypot(*[after[place] * earlier[place] / told[place] for place in places])
-        own = left / given if given > 0 else 1.0
-        yield clip._replace(coefficient=own if own < 1 - ROUNDING else 1.0)
 
 
 def _are_disjoint(step: StepMeasurement) -> bool:
