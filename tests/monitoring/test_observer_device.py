@@ -101,7 +101,7 @@ def test_steps_are_written_when_their_copy_has_arrived_and_in_order(device, tmp_
     assert record.steps[0]["norm"] == pytest.approx(8**0.5)  # two gradients of norm 2
     assert record.steps[0]["coefficient"] == pytest.approx(0.5)  # the clip's own norm is 2 as well
     assert record.steps[0]["loss"] == 2.0
-    assert record.tensors[0]["max"] == [2.0, 2.0]
+    assert record.tensors[0]["weight"] == [2.0, 2.0]
     assert len(device.copies) == 4  # one for four steps, and one at the end
 
 

@@ -240,7 +240,7 @@ class Recorder(Listener):
         elapsed = now - self._started
         measurable = not spread and step.total is None  # of a part, or scaled, diagnostics would be wrong
         if measurable and self._schedule.due(self._steps, self._turns[step.optimizer or 0], elapsed):
-            step.diagnostics = measure_diagnostics(parameters, getattr(optimizer, "grad_scale", None))
+            step.diagnostics = measure_diagnostics(parameters)
             self._thread.diagnosed, self._thread.spent = parameters, time.perf_counter() - now
         if self._thread.diagnosed is not None or self._watching_updates <= FREE + SHARE * elapsed:
             began = time.thread_time()  # which other programs do not make longer

@@ -16,7 +16,7 @@ from gradguard.listeners import ClipEvent, RecoveryEvent
 from gradguard.monitoring.judge.detectors.loop_setup import setup_episode
 from gradguard.monitoring.judge.findings import Kind
 from gradguard.monitoring.judge.live import event_line
-from gradguard.monitoring.observe.measure import Diagnostics, Norms, histogram_of
+from gradguard.monitoring.observe.measure import Diagnostics, Norms
 from gradguard.monitoring.observe.updates import Moved
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.lines import known_fields, without_none
@@ -308,16 +308,12 @@ def _tensors_line(step: StepMeasurement, norms: list[float], table: ParameterTab
         line["rates"] = [_number(rate) for rate in step.moved.rates] if len(step.moved.rates) > 1 else None
     found = step.diagnostics
     if found is not None:
-        scale = _number(found.scale) or 1.0
-        line["max"] = table.array(step.places, [x / scale for x in _numbers(found.max)])
         line["zeros"] = table.array(step.places, found.zeros)
         rows = table.array(step.places, found.zero_rows, math.nan)
         line["zero_rows"] = [None if math.isnan(share) else share for share in rows]
         line["weight"] = table.array(step.places, found.weight)
         if found.update is not None:
             line["update"] = table.array(step.places, found.update)
-        if found.counts is not None:
-            line["histogram"] = histogram_of(_numbers(found.counts), scale)
     return line
 
 
