@@ -36,9 +36,10 @@ from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.recorder import Recorder, check_callable, safely
 from gradguard.monitoring.observe.schedule import Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, are_spread
-from gradguard.monitoring.observe.step import ScaleUpdate, ScriptClip, StepMeasurement, copied
+from gradguard.monitoring.observe.step import OWN_NAMES, ScriptClip, StepMeasurement, copied, scale_update
 from gradguard.monitoring.observe.termination import before_signals
 from gradguard.monitoring.show.sinks import Sinks
+from gradguard.monitoring.show.sinks.base import plain
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.torch_private import grads_of, loss_scale_of
 
@@ -145,10 +146,7 @@ class Monitor(Recorder):
         facts = program_facts(clip=None if clipper is None else type(clipper).__name__)
         writes = rank_and_world()[0] == 0
         sinks = Sinks(sink if writes else [])
-        self._lines = RecordBuffer(
-            sinks, every, arrived=self._arrived, failed=self._fail, keeps_rows=True,
-            on_finding=on_finding if writes else None,
-        )  # fmt: skip
+        self._lines = RecordBuffer(sinks, every, self._arrived, self._fail, on_finding=on_finding if writes else None)
         self._buffer = self._lines
         self._lines.begin(meta_line(facts, [optimizer], self._held, names))
         if model is not None:  # without it, it is not known which modules are trained here
@@ -173,12 +171,12 @@ class Monitor(Recorder):
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The last 1,000 ``step`` lines that were flushed, as plain dictionaries; `flush` first for the newest."""
-        return [dict(row) for row in self._lines.rows]
+        return [plain(row) for row in self._lines.rows]
 
     @property
     def last(self) -> dict[str, Any] | None:
         """The last of `rows`; None before the first."""
-        return dict(self._lines.rows[-1]) if self._lines.rows else None
+        return plain(self._lines.rows[-1]) if self._lines.rows else None
 
     def log(self, *, loss: Any = None, norm: Any = None, max_norm: Any = None, **scalars: Any) -> None:
         """Add numbers to the line of a step: call it at the same place of each iteration, before or after the step.
@@ -322,7 +320,7 @@ class Monitor(Recorder):
         step.amp_scale = copied(scale) if isinstance(scale, Tensor) else None
         if self._amp_scale is not None and step.amp_scale is not None:
             scales = self._amp_scale, step.amp_scale
-            self._lines.add(ScaleUpdate(max(self._steps - 1, 0), *scales, late=not step.amp_scale.is_cpu))
+            self._lines.add(scale_update(self._last_step, *scales))
         self._amp_scale = step.amp_scale
         if step.found_inf is not None and self._guard_event is not None:  # the scaler left it out; the guard said so
             note_guard(step, self._guard_event)
@@ -396,14 +394,6 @@ class Monitor(Recorder):
 def _if_living(method: weakref.WeakMethod, *args: Any) -> None:
     if (act := method()) is not None:
         act(*args)
-
-
-OWN_NAMES = frozenset((
-    "t", "i", "wall", "loss", "backwards", "origin", "lr", "norm", "post_norm", "coefficient", "threshold", "rule",
-    "clips", "clips_disjoint", "user_max_norm", "max_norm", "amp_scale", "skipped", "spike", "nonfinite", "top",
-    "optimizer", "scaled_clip", "kept_gradients", "update", "logit", "logit_of",
-))  # fmt: skip
-"""The fields of a ``step`` line."""
 
 
 class Logged:

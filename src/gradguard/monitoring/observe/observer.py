@@ -32,7 +32,7 @@ from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.recorder import Recorder, safely
 from gradguard.monitoring.observe.schedule import EVERY, Schedule
 from gradguard.monitoring.observe.shared_norms import is_captured
-from gradguard.monitoring.observe.step import ScaleUpdate, ScriptClip, StepMeasurement
+from gradguard.monitoring.observe.step import ScriptClip, StepMeasurement, scale_update
 from gradguard.monitoring.record.file import SCHEMA
 from gradguard.monitoring.record.text import on_stderr
 from gradguard.monitoring.show.sinks import Sinks
@@ -146,7 +146,7 @@ class Observer(Recorder):
             self._clips.forget()
         self._steps_at_update = self._steps
         if before is not None and after is not None and self._buffer is not None:
-            self._buffer.add(ScaleUpdate(max(self._steps - 1, 0), before, after, late=not after.is_cpu))
+            self._buffer.add(scale_update(self._last_step, before, after))
 
     def on_stepped(self, optimizer: Optimizer) -> None:
         """Add the row of the step that is done; end the program after the last step that was asked for."""
@@ -232,7 +232,7 @@ class Observer(Recorder):
         except GradguardError as error:
             on_stderr(f"{error} The program runs without a record.")
         return RecordBuffer(
-            sinks, self._every, arrived=self._arrived, failed=self._fail, in_background=True,
+            sinks, self._every, self._arrived, self._fail, in_background=True,
             on_finding=self._on_finding if path is not None else None,
         )  # fmt: skip
 

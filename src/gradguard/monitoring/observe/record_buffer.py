@@ -9,13 +9,12 @@ from typing import Any
 
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.judge.live import Judge
-from gradguard.monitoring.observe.host_copy import AsyncHostCopy, NumberPlaces
-from gradguard.monitoring.observe.step import Entry, ParameterTable, RecoveryNote, StepMeasurement, lines_of
+from gradguard.monitoring.observe.host_copy import AsyncHostCopy
+from gradguard.monitoring.observe.step import Entry, Event, ParameterTable, StepMeasurement, lines_of
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.lines import known_fields, without_none
 from gradguard.monitoring.show.alerts import Alerts
 from gradguard.monitoring.show.sinks import Sinks
-from gradguard.monitoring.show.sinks.base import plain
 
 FLUSH_ROWS = 50
 FLUSH_SECONDS = 2.0
@@ -24,9 +23,6 @@ KEPT_ROWS = 1000
 MOST_BEHIND = 2
 """Where so many parts wait for our own thread, the one that trains writes them: memory stays flat, and a program that
 is killed has left all but the last steps."""
-
-PARTS = 5
-"""Our own thread gets the rows of a flush in so many parts."""
 
 
 class RecordBuffer:
@@ -45,7 +41,6 @@ class RecordBuffer:
         failed: Called with what went wrong with a step; the others are written all the same.
         in_background: Whether a thread of our own writes steps that need no device.
         on_finding: A function that is called with each finding, in a thread of its own.
-        keeps_rows: Whether `rows` are kept.
 
     Attributes:
         sinks: Where lines go.
@@ -58,24 +53,23 @@ class RecordBuffer:
     def __init__(
         self,
         sinks: Sinks,
-        every: int | None = None,
+        every: int | None,
+        arrived: Callable[[StepMeasurement], object],
+        failed: Callable[[Exception], object],
         *,
-        arrived: Callable[[StepMeasurement], object] = lambda step: None,
-        failed: Callable[[Exception], object] = lambda error: None,
         in_background: bool = False,
-        keeps_rows: bool = False,
         on_finding: Callable[[Finding], object] | None = None,
     ) -> None:
         self.sinks, self._every, self._arrived, self._failed = sinks, every, arrived, failed
-        self._in_background, self._keeps_rows = in_background, keeps_rows
+        self._in_background = in_background
         self._alerts = None if on_finding is None else Alerts(on_finding, self.write)
         self._table, self._judge = ParameterTable(), Judge({})
         self.has_begun = False
         self.newest: StepMeasurement | None = None
         self.rows: deque[Line] = deque(maxlen=KEPT_ROWS)
         self._waiting: list[Entry] = []
-        self._behind: list[RecoveryNote] = []  # the newest
-        self._sent: deque[tuple[list[Entry], NumberPlaces | None, AsyncHostCopy | None]] = deque()
+        self._behind: list[Event] = []  # the newest
+        self._sent: deque[tuple[list[Entry], AsyncHostCopy | None]] = deque()
         self._flushed, self.seconds = time.perf_counter(), 0.0
         self._lock = threading.RLock()  # of what waits, and
         self._writing = threading.RLock()  # of what is written, which takes longer; nobody asks for the first within it
@@ -108,8 +102,7 @@ class RecordBuffer:
                 self.newest = entry
             else:
                 self._waiting.append(entry)
-            parts = 1 if entry.late or not self._in_background else PARTS
-            due = len(self._waiting) >= FLUSH_ROWS / parts or self._is_late()
+            due = len(self._waiting) >= FLUSH_ROWS or self._is_late()
             if due:
                 self._send()
         if self._in_background and self._thread is None:
@@ -121,7 +114,7 @@ class RecordBuffer:
         elif due or self._sent:
             self._write_arrived()
 
-    def add_behind(self, note: RecoveryNote) -> None:
+    def add_behind(self, note: Event) -> None:
         """Take what was done after the newest step, to which something may still be added."""
         with self._lock:
             if self.newest is not None:
@@ -174,25 +167,19 @@ class RecordBuffer:
             return
         waiting, self._waiting = self._waiting, []
         if waiting:
-            self._sent.append((waiting, *self._sent_for(waiting)))
+            copy = AsyncHostCopy(_holders(waiting)) if any([entry.late for entry in waiting]) else None
+            self._on_device = self._on_device or (copy is not None and copy.waits)
+            self._sent.append((waiting, copy))
         self._flushed = time.perf_counter()
-
-    def _sent_for(self, entries: list[Entry]) -> tuple[NumberPlaces | None, AsyncHostCopy | None]:
-        if not any([entry.late for entry in entries]):
-            return None, None
-        places = NumberPlaces(list(_holders(entries)))
-        copy = AsyncHostCopy(places.tensors)
-        self._on_device = self._on_device or copy.waits
-        return places, copy
 
     def _write_arrived(self, wait: bool = False) -> None:
         with self._writing:
-            while self._sent and (wait or self._sent[0][2] is None or self._sent[0][2].arrived()):
+            while self._sent and (wait or self._sent[0][1] is None or self._sent[0][1].arrived()):
                 self._write_sent(*self._sent.popleft())
 
-    def _write_sent(self, entries: list[Entry], places: NumberPlaces | None, copy: AsyncHostCopy | None) -> None:
-        if places is not None and copy is not None:
-            places.fill(copy.values())
+    def _write_sent(self, entries: list[Entry], copy: AsyncHostCopy | None) -> None:
+        if copy is not None:
+            copy.fill()
         lines: list[Line] = []
         for entry in entries:
             lines += self._lines_of(entry)
@@ -200,8 +187,7 @@ class RecordBuffer:
                 time.sleep(0)  # the thread that trains goes first
         if not lines:
             return
-        if self._keeps_rows:
-            self.rows += [plain(line) for line in lines if line["t"] == "step"]
+        self.rows += [line for line in lines if line["t"] == "step"]
         self.sinks.push(lines)
         if self._alerts is not None:
             for line in lines:

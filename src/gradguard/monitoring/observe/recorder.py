@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import repeat
 from operator import is_not
@@ -31,7 +31,7 @@ from gradguard.monitoring.observe.measure import measure_diagnostics, measure_up
 from gradguard.monitoring.observe.record_buffer import FLUSH_SECONDS, RecordBuffer
 from gradguard.monitoring.observe.schedule import Alarm, Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
-from gradguard.monitoring.observe.step import RecoveryNote, SetupEvent, StepMeasurement, copied, total_of
+from gradguard.monitoring.observe.step import StepMeasurement, copied, recovery, total_of
 from gradguard.monitoring.observe.updates import FREE, SHARE, Moving
 from gradguard.monitoring.record.redaction import redacted
 from gradguard.optimizer_hooks import parameters_of
@@ -218,17 +218,17 @@ class Recorder(Listener):
     def _look_at_setup(
         self, buffer: RecordBuffer, optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool
     ) -> None:
-        place, sure = self._place_of(optimizer), self._backwards >= IDLE_STEPS
-        events = list(self._idle.before_step(optimizer, place, parameters, has_gradients, sure))
+        place, sure, last = self._place_of(optimizer), self._backwards >= IDLE_STEPS, self._last_step
+        events = list(self._idle.before_step(optimizer, place, parameters, has_gradients, sure, last))
         if self._unowned is not None:
-            events += self._unowned.before_step(optimizer, parameters)
+            events += self._unowned.before_step(optimizer, parameters, last)
             self._unowned = None if self._unowned.is_over else self._unowned
-        self._add_events(buffer, events)
-
-    def _add_events(self, buffer: RecordBuffer, events: Iterable[SetupEvent]) -> None:
         for event in events:
-            event.index = max(self._steps - 1, 0)
             buffer.add(event)
+
+    @property
+    def _last_step(self) -> int:
+        return max(self._steps - 1, 0)
 
     @safely
     def _look_at_weights(self, optimizer: Optimizer, parameters: list[Tensor], spread: bool) -> None:
@@ -363,7 +363,7 @@ class Recorder(Listener):
         if self._buffer is not None and self._knows(event.optimizer):
             place = self._place_of(event.optimizer)
             if (index := self._last_steps.get(place or 0)) is not None:
-                self._buffer.add_behind(RecoveryNote(index, event, place))
+                self._buffer.add_behind(recovery(index, event, place))
 
     @safely
     def on_logits(self, name: str, largest: Tensor) -> None:
@@ -398,8 +398,9 @@ class Recorder(Listener):
             return
         with suppress(Exception):  # what cannot be told of the set-up must not take the last line with it
             if active and buffer.has_begun:
-                left = () if self._unowned is None else self._unowned.end()
-                self._add_events(buffer, [*left, *self._idle.end()])
+                left = () if self._unowned is None else self._unowned.end(self._last_step)
+                for event in [*left, *self._idle.end(self._last_step)]:
+                    buffer.add(event)
         with suppress(Exception):  # nothing here may change how the training ends
             buffer.close(
                 {

@@ -5,10 +5,11 @@ The one place where tensors become numbers.
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from gradguard.distributed.placements import is_sharded
@@ -140,48 +141,86 @@ class StepMeasurement:
 
 
 @dataclass(slots=True)
-class ScaleUpdate:
-    """A loss scale before and after the update that followed the step of this number; ``late`` as for a step."""
-
-    index: int
-    before: Any
-    after: Any
-    late: bool
-
-
-@dataclass(slots=True)
-class SetupEvent:
-    """Something about the set-up of the loop.
+class Event:
+    """Something behind the step of this number.
 
     Attributes:
-        kind: Its kind, of `loop_setup`.
-        params: The names of the parameters that it is about; None for all of ``optimizer``.
-        unchanged: Which of them have kept their values since they were first looked at: the others are left out.
-        optimizer: Which optimizer, where the script has several.
-        value: On how many steps it was seen.
-        harmless: Whether it may be meant.
-        index: Number of the last step.
+        index: Number of the step.
+        lines: Makes its lines, of the record's parameters and of `numbers`.
+        numbers: Numbers, or tensors until these have been read.
         late: Whether it holds tensors on a device.
     """
 
-    kind: Kind
-    params: Sequence[str] | None = None
-    unchanged: Any = None
-    optimizer: int | None = None
-    value: float | None = None
-    harmless: bool = False
-    index: int = 0
-    late: bool = False
-
-
-@dataclass(slots=True)
-class RecoveryNote:
-    """Spikes that were handled after the step of this number; ``optimizer`` is its place where there are several."""
-
     index: int
-    event: RecoveryEvent
-    optimizer: int | None = None
+    lines: "Callable[[ParameterTable, list[Any]], Iterable[Line]]"
+    numbers: list[Any] = field(default_factory=list)
     late: bool = False
+
+
+def scale_update(index: int, before: Tensor, after: Tensor) -> Event:
+    """Return the event of a loss scale before and after the update that followed a step; no line if it did not fall."""
+
+    def lines(table: ParameterTable, numbers: list[Any]) -> Iterable[Line]:
+        del table
+        old, new = map(float, numbers)
+        message = f"the loss scale fell from {old:g} to {new:g}: gradients overflowed, a step was skipped"
+        advice = "a few of these are normal; a scale that keeps falling is not"
+        line = {"t": "event", "i": index, "kind": "amp_skip", "severity": "info", "message": message, "advice": advice}
+        return [line] if new < old else []
+
+    return Event(index, lines, [before, after], late=not after.is_cpu)
+
+
+def setup_event(
+    kind: Kind,
+    index: int,
+    value: float,
+    optimizer: int | None = None,
+    named: Mapping[str, Tensor] | None = None,
+    *,
+    harmless: bool,
+) -> Event:
+    """Return the event of something about the set-up of the loop.
+
+    Args:
+        kind: Its kind, of `loop_setup`.
+        index: Number of the step.
+        value: On how many steps it was seen.
+        optimizer: Which optimizer, where the script has several.
+        named: The parameters that it is about, each with whether it has kept its values: others are left out. None
+            for all of ``optimizer``.
+        harmless: Whether it may be meant.
+    """
+    unchanged = [] if named is None else [torch.stack(list(named.values()))]
+
+    def lines(table: ParameterTable, numbers: list[Any]) -> Iterable[Line]:
+        if named is None:
+            names = table.names_of(optimizer)
+        else:
+            names = [name for name, same in zip(named, _numbers(numbers[0]), strict=True) if same]
+        if not names and named is not None:
+            return []
+        episode = setup_episode(kind, index, names, value, harmless=harmless)
+        episode.optimizer = optimizer
+        return [event_line(episode.finding(), index)]
+
+    return Event(index, lines, unchanged, late=bool(unchanged) and not unchanged[0].is_cpu)
+
+
+def recovery(index: int, event: RecoveryEvent, optimizer: int | None) -> Event:
+    """Return the event of what was done about spikes; ``optimizer`` is its place where there are several."""
+    line = {
+        "t": "event",
+        "i": index,
+        "kind": event.kind,
+        "severity": "warning" if event.kind == "rolled_back" else "info",
+        "message": event.message,
+        "lost": event.lost,
+        "recovery": event.recovery,
+        "slowed_down": event.slowed_down or None,
+        "optimizer": optimizer,
+    }
+    return Event(index, lambda *_: [line])
 
 
 class ParameterTable:
@@ -229,7 +268,7 @@ class ParameterTable:
         return [place for place in own if place not in measured]
 
 
-Entry = StepMeasurement | ScaleUpdate | SetupEvent | RecoveryNote
+Entry = StepMeasurement | Event
 
 
 THINNED_FROM = 100_000
@@ -245,14 +284,8 @@ def lines_of(step: Entry, table: ParameterTable, every: int | None) -> Iterator[
         every: A ``tensors`` line every so many steps of each optimizer; None for about 200 bytes a step, and from
             `THINNED_FROM` on fewer: a million steps of a small model have 262,500 of these lines.
     """
-    if isinstance(step, StepMeasurement):
-        lines = _lines_of_step(step, table, every)
-    elif isinstance(step, RecoveryNote):
-        lines = iter([_recovery_line(step)])
-    else:
-        lines = _lines_of_update(step) if isinstance(step, ScaleUpdate) else _lines_of_setup(step, table)
-    for line in lines:
-        yield known_fields(line)
+    lines = step.lines(table, step.numbers) if isinstance(step, Event) else _lines_of_step(step, table, every)
+    yield from map(known_fields, lines)
 
 
 def _every(turn: int, parameters: int) -> int:
@@ -470,44 +503,6 @@ def _nonfinite_line(step: StepMeasurement, norms: Sequence[float], names: Sequen
     }
 
 
-def _lines_of_update(update: ScaleUpdate) -> Iterator[Line]:
-    before, after = float(update.before), float(update.after)
-    if after < before:
-        yield {
-            "t": "event",
-            "i": update.index,
-            "kind": "amp_skip",
-            "severity": "info",
-            "message": f"the loss scale fell from {before:g} to {after:g}: gradients overflowed, a step was skipped",
-            "advice": "a few of these are normal; a scale that keeps falling is not",
-        }
-
-
-def _lines_of_setup(event: SetupEvent, table: ParameterTable) -> Iterator[Line]:
-    names = table.names_of(event.optimizer) if event.params is None else event.params
-    if event.unchanged is not None:
-        names = [name for name, same in zip(names, _numbers(event.unchanged), strict=True) if same]
-    if names or event.params is None:
-        episode = setup_episode(event.kind, event.index, names, event.value, harmless=event.harmless)
-        episode.optimizer = event.optimizer
-        yield event_line(episode.finding(), event.index)
-
-
-def _recovery_line(note: RecoveryNote) -> Line:
-    event = note.event
-    return {
-        "t": "event",
-        "i": note.index,
-        "kind": event.kind,
-        "severity": "warning" if event.kind == "rolled_back" else "info",
-        "message": event.message,
-        "lost": event.lost,
-        "recovery": event.recovery,
-        "slowed_down": event.slowed_down or None,
-        "optimizer": note.optimizer,
-    }
-
-
 def _numbers(values: Norms) -> list[float]:
     return values.tolist() if isinstance(values, Tensor) else values
 
@@ -521,3 +516,7 @@ def _number(value: Any) -> float | None:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+OWN_NAMES = frozenset(_step_line(StepMeasurement(0, [0.0], [0]), [0.0], None))
+"""The fields of a ``step`` line."""
