@@ -387,7 +387,7 @@ def test_a_clip_imported_by_name_before_is_seen_and_given_back(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"every": 0}, InvalidValueError, "at least 1"),
+        ({"every": 0}, InvalidValueError, "every=0: expected a whole number >= 1"),
         ({"path": 3}, InvalidTypeError, "expected a path such as 'run.jsonl', got int"),
     ],
 )

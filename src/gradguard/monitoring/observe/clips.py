@@ -161,8 +161,7 @@ class StepClips:
 
 
 def _only_measures(clip: ScriptClip) -> bool:
-    threshold = clip.threshold
-    return clip.rule in FIXED and isinstance(threshold, int | float) and math.isinf(threshold)
+    return clip.rule in FIXED and _is_infinite(clip.threshold)
 
 
 @dataclass(slots=True)

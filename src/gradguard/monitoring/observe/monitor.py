@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradguard.arguments import check_whole
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.grad_scaler import listen_to_steps
 from gradguard.listeners import ClipEvent, listen, rule_of
@@ -481,11 +482,11 @@ def check_arguments(optimizer: Optimizer, parameters: list[Tensor], model: Any, 
     """Refuse what cannot be meant, before anything is opened.
 
     Raises:
-        InvalidTypeError: If ``model`` or ``scaler`` is of another type.
-        InvalidValueError: If ``every`` is no number of steps, or ``model`` has none of the ``parameters``.
+        InvalidTypeError: If ``every``, ``model`` or ``scaler`` is of another type.
+        InvalidValueError: If ``every`` is below 1, or ``model`` has none of the ``parameters``.
     """
-    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-        raise InvalidValueError(f"every={every!r}: expected a whole number of steps, at least 1, or None.")
+    if every is not None:
+        check_whole("every", every)
     if model is not None and not isinstance(model, nn.Module):
         raise InvalidTypeError(f"model is {type(model).__name__}: expected the torch.nn.Module that is trained.")
     if model is not None and not {id(p) for p in model.parameters()} & set(map(id, parameters)):

@@ -169,10 +169,7 @@ class Recorder(Listener):
 
     def _parameters(self, optimizer: Optimizer) -> list[Tensor]:
         try:
-            parameters = parameters_of(optimizer)
-            if all(issubclass(kind, Tensor) for kind in set(map(type, parameters))):  # one by one it takes longer
-                return parameters
-            return [p for p in parameters if isinstance(p, Tensor)]
+            return parameters_of(optimizer)
         except Exception as error:  # an optimizer without the usual groups
             self._fail(error)
             return []

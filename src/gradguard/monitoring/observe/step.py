@@ -418,8 +418,8 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
         The clips that acted: the script's own, the one that the watcher applies, the guard's; what gradients were
         multiplied by in all, if that is known; and by those of them that acted within the step.
     """
-    clips = [_Clip(clip.rule, _threshold(clip.threshold), _of_clip(clip, step, total)) for clip in step.clips]
-    clips = [clip for clip in clips if clip.rule not in FIXED or clip.threshold != math.inf]  # others only measure
+    clips = [_Clip(clip.rule, _finite(clip.threshold), _of_clip(clip, step, total)) for clip in step.clips]
+    inner = without_none((step.applied, step.guard))
     known = math.prod(clip.coefficient for clip in clips if clip.coefficient is not None)
     unknown = [k for k, clip in enumerate(clips) if clip.coefficient is None]
     coefficient = None
@@ -431,21 +431,17 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
         own = min(1.0, coefficient / known)
         if len(clips) > 1 and own > 1 - ROUNDING:
             own, coefficient = 1.0, known
-        # Beside a clip within the step, each row of the record has a factor of its own gradients, not of all.
-        is_own = not step.reach or (step.applied is None and step.guard is None)
-        clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=own if is_own else None)
+        if not (step.reach and inner):  # else each row of the record has a factor of its own gradients, not of all
+            clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=own)
     within = 1.0
-    for clip in without_none((step.applied, step.guard)):
+    for clip in inner:
         own = _number(clip.coefficient)
-        clips.append(_Clip(clip.rule, _threshold(clip.threshold), own))
+        clips.append(_Clip(clip.rule, _finite(clip.threshold), own))
         coefficient = own if coefficient is None or own is None else own * coefficient
         within *= 1.0 if own is None else own
-    finite = math.isfinite(total)
-    shown = [
-        _Clip(rule, None if threshold == math.inf else threshold, one if finite else None)
-        for rule, threshold, one in clips
-    ]
-    return shown, coefficient if finite else None, within
+    if not math.isfinite(total):
+        return [clip._replace(coefficient=None) for clip in clips], None, within
+    return clips, coefficient, within
 
 
 def _are_disjoint(step: StepMeasurement) -> bool:
@@ -455,9 +451,9 @@ def _are_disjoint(step: StepMeasurement) -> bool:
     return len(set().union(*step.reach)) == sum(len(set(places)) for places in step.reach)
 
 
-def _threshold(value: Any) -> float | None:
+def _finite(value: Any) -> float | None:
     number = _number(value)
-    return number if number is None or math.isfinite(number) else math.inf
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _of_clip(clip: ScriptClip, step: StepMeasurement, total: float) -> float | None:
