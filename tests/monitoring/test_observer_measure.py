@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gradguard.monitoring.observe.measure import gradient_norms, measure_diagnostics, measure_update
-from gradguard.monitoring.observe.schedule import BURST, EVERY, SHARE, Alarm, Schedule
+from gradguard.monitoring.observe.schedule import EVERY, SHARE, Schedule
 
 TENSORS = {
     "short": lambda: torch.randn(2**14),
@@ -148,20 +148,10 @@ def test_extras_without_a_copy_of_weights_that_are_too_large(monkeypatch):
     assert extras.update is None
 
 
-def test_the_alarm_sees_spikes_and_follows_a_slow_drift():
-    alarm = Alarm()
-    norms = [(1 + 0.1 * math.sin(k)) * math.exp(-k / 200) for k in range(500)]
-    assert not any([alarm.see(norm) for norm in norms])
-    assert alarm.see(20 * norms[-1])
-    assert not alarm.see(norms[-1])
-    assert not alarm.see(0.0)
-    assert alarm.see(math.inf)
-
-
 def due(schedule: Schedule, steps: range, seconds: float, cost: float) -> list[int]:
     found = []
     for step in steps:
-        if schedule.due(step, step, 1 + step * seconds):
+        if schedule.due(step, 1 + step * seconds):
             found.append(step)
             schedule.spent(cost)
     return found
@@ -184,18 +174,5 @@ def test_what_is_dear_is_spaced_by_what_it_costs():
     assert all(step % EVERY == 0 for step in found)
 
 
-def test_a_burst_after_an_alert_and_not_for_ever():
-    schedule = Schedule()
-    assert due(schedule, range(7), 0.01, 0.01) == [0]
-    schedule.alert(7, 1.07)
-    assert due(schedule, range(7, 40), 0.01, 0.01) == list(range(7, 7 + BURST))
-    schedule.alert(40, 1.4)  # the first burst took more than its share
-    assert due(schedule, range(40, 50), 0.01, 0.01) == []
-    schedule.alert(40_000, 401)
-    assert len(due(schedule, range(40_000, 40_040), 0.01, 0.01)) >= BURST
-
-
 def test_no_extras_where_nobody_wants_them():
-    schedule = Schedule(0)
-    schedule.alert(3, 1.0)
-    assert due(schedule, range(100), 0.1, 0.0) == []
+    assert due(Schedule(0), range(100), 0.1, 0.0) == []

@@ -191,7 +191,7 @@ def test_a_clip_that_takes_another_way_leaves_the_same_norms(tmp_path, foreach):
     assert (step["norm"], step["coefficient"]) == pytest.approx((5.0, 0.2), rel=1e-5)
 
 
-def test_extras_come_on_schedule_and_in_a_burst_after_a_spike(tmp_path, monkeypatch):
+def test_extras_come_on_schedule(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.schedule"], "SHARE", 1e9)
     training, observer = Training(lr=0.0), Observer(tmp_path / "run.jsonl", {}, every=10**9)
     with observe(observer):
@@ -200,7 +200,7 @@ def test_extras_come_on_schedule_and_in_a_burst_after_a_spike(tmp_path, monkeypa
         training.steps(29)
     observer.close(0, False)
     lines = read_record(observer.path).tensors
-    assert [line["i"] for line in lines] == [0, 50, 100, *range(121, 141)]
+    assert [line["i"] for line in lines] == [0, 50, 100]
     assert all({"zeros", "weight", "update"} <= line.keys() for line in lines)
     assert all(line["update"] == [0.0, 0.0] for line in lines)
 

@@ -147,7 +147,7 @@ class Monitor(Recorder):
         facts = program_facts(clip=None if clipper is None else type(clipper).__name__)
         writes = rank_and_world()[0] == 0
         sinks = Sinks(sink if writes else [])
-        self._lines = RecordBuffer(sinks, every, self._arrived, self._fail, on_finding=on_finding if writes else None)
+        self._lines = RecordBuffer(sinks, every, self._fail, on_finding=on_finding if writes else None)
         self._buffer = self._lines
         self._lines.begin(meta_line(facts, [optimizer], self._held, names))
         if model is not None:  # without it, it is not known which modules are trained here
@@ -356,9 +356,8 @@ class Monitor(Recorder):
             note_guard(step, event)
         return step
 
-    def _complete(self, step: StepMeasurement) -> bool:
+    def _complete(self, step: StepMeasurement) -> None:
         self._logged.give(step)
-        return not self._logged.comes_before
 
     def _hears(self, parameters: Sequence[Tensor]) -> bool:
         """Clips of some of the optimizer's parameters; it may have got some since this was made."""

@@ -232,7 +232,7 @@ class Observer(Recorder):
         except GradguardError as error:
             on_stderr(f"{error} The program runs without a record.")
         return RecordBuffer(
-            sinks, self._every, self._arrived, self._fail, in_background=True,
+            sinks, self._every, self._fail, in_background=True,
             on_finding=self._on_finding if path is not None else None,
         )  # fmt: skip
 

@@ -10,7 +10,8 @@ from typing import Any
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.judge.live import Judge
 from gradguard.monitoring.observe.host_copy import AsyncHostCopy
-from gradguard.monitoring.observe.step import Entry, Event, ParameterTable, StepMeasurement, lines_of
+from gradguard.monitoring.observe.shared_norms import refuse_lost
+from gradguard.monitoring.observe.step import Entry, ParameterTable, StepMeasurement, lines_of
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.lines import known_fields, without_none
 from gradguard.monitoring.show.alerts import Alerts
@@ -37,7 +38,6 @@ class RecordBuffer:
     Args:
         sinks: Where lines go.
         every: Write the norm of each parameter every so many steps; None as `lines_of` has it.
-        arrived: Called with each step when its numbers are known, before its lines are made.
         failed: Called with what went wrong with a step; the others are written all the same.
         in_background: Whether a thread of our own writes steps that need no device.
         on_finding: A function that is called with each finding, in a thread of its own.
@@ -45,7 +45,6 @@ class RecordBuffer:
     Attributes:
         sinks: Where lines go.
         has_begun: Whether the first line has been written; steps wait for it.
-        newest: The last step, while something may still be added to it.
         rows: The last `KEPT_ROWS` ``step`` lines that were written.
         seconds: Processor time of the thread of our own.
     """
@@ -54,21 +53,18 @@ class RecordBuffer:
         self,
         sinks: Sinks,
         every: int | None,
-        arrived: Callable[[StepMeasurement], object],
         failed: Callable[[Exception], object],
         *,
         in_background: bool = False,
         on_finding: Callable[[Finding], object] | None = None,
     ) -> None:
-        self.sinks, self._every, self._arrived, self._failed = sinks, every, arrived, failed
+        self.sinks, self._every, self._failed = sinks, every, failed
         self._in_background = in_background
         self._alerts = None if on_finding is None else Alerts(on_finding, self.write)
         self._table, self._judge = ParameterTable(), Judge({})
         self.has_begun = False
-        self.newest: StepMeasurement | None = None
         self.rows: deque[Line] = deque(maxlen=KEPT_ROWS)
         self._waiting: list[Entry] = []
-        self._behind: list[Event] = []  # the newest
         self._sent: deque[tuple[list[Entry], AsyncHostCopy | None]] = deque()
         self._flushed, self.seconds = time.perf_counter(), 0.0
         self._lock = threading.RLock()  # of what waits, and
@@ -89,22 +85,13 @@ class RecordBuffer:
         with self._writing:
             self.sinks.push([known_fields(line)])
 
-    def add(self, entry: Entry, *, keep: bool = False) -> None:
-        """Take a step; write what is due.
-
-        Args:
-            entry: The step.
-            keep: Whether something may still be added to it: it then waits for the next one, or for a flush.
-        """
+    def add(self, entry: Entry) -> None:
+        """Take a step or an event; write what is due of those before, to which nothing will be added any more."""
         with self._lock:
-            self._release_newest()
-            if keep and isinstance(entry, StepMeasurement):
-                self.newest = entry
-            else:
-                self._waiting.append(entry)
             due = len(self._waiting) >= FLUSH_ROWS or self._is_late()
             if due:
                 self._send()
+            self._waiting.append(entry)
         if self._in_background and self._thread is None:
             self._thread = threading.Thread(target=self._keep_writing, name="gradguard-record", daemon=True)
             self._thread.start()
@@ -114,18 +101,14 @@ class RecordBuffer:
         elif due or self._sent:
             self._write_arrived()
 
-    def add_behind(self, note: Event) -> None:
-        """Take what was done after the newest step, to which something may still be added."""
-        with self._lock:
-            if self.newest is not None:
-                self._behind.append(note)
-                return
-        self.add(note)
+    @property
+    def newest(self) -> StepMeasurement | None:
+        """The last step, while something may still be added to it."""
+        return next((entry for entry in reversed(self._waiting) if isinstance(entry, StepMeasurement)), None)
 
     def flush(self, wait: bool = False) -> None:
         """Send for all steps, and write those that are here; ``wait`` for the others."""
         with self._lock:
-            self._release_newest()
             self._send()
         self._write_arrived(wait)
 
@@ -153,11 +136,6 @@ class RecordBuffer:
             self._thread.join(FLUSH_SECONDS)  # a thread within PyTorch while Python ends would abort the process
 
     # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _release_newest(self) -> None:
-        if self.newest is not None:
-            self._waiting += [self.newest, *self._behind]
-            self.newest, self._behind = None, []
 
     def _is_late(self) -> bool:
         return time.perf_counter() - self._flushed > FLUSH_SECONDS
@@ -197,7 +175,7 @@ class RecordBuffer:
         lines: list[Line] = []
         try:
             if isinstance(entry, StepMeasurement):
-                self._arrived(entry)
+                refuse_lost(entry.lost)
             for line in lines_of(entry, self._table, self._every):
                 lines += self._judge.follow(line)
         except Exception as error:  # one bad step must not take the others, or the end, with it

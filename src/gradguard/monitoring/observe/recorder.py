@@ -29,9 +29,9 @@ from gradguard.monitoring.observe.kept_gradients import KeptGradients
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, IdleOptimizers, Unowned
 from gradguard.monitoring.observe.measure import measure_diagnostics, measure_update
 from gradguard.monitoring.observe.record_buffer import FLUSH_SECONDS, RecordBuffer
-from gradguard.monitoring.observe.schedule import Alarm, Schedule
-from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
-from gradguard.monitoring.observe.step import StepMeasurement, copied, recovery, total_of
+from gradguard.monitoring.observe.schedule import Schedule
+from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured
+from gradguard.monitoring.observe.step import StepMeasurement, copied, recovery
 from gradguard.monitoring.observe.updates import FREE, SHARE, Moving
 from gradguard.monitoring.record.redaction import redacted
 from gradguard.optimizer_hooks import parameters_of
@@ -73,7 +73,7 @@ class Recorder(Listener):
         self._process, self._started, self._overhead = os.getpid(), time.perf_counter(), 0.0
         self._buffer: RecordBuffer | None = None  # once it is known where to write
         self._clips, self._shared, self._applied = HeardClips(), SharedNorms(), applied
-        self._schedule, self._alarms = schedule, dict[int | None, Alarm]()
+        self._schedule = schedule
         self._unowned: Unowned | None = None
         self._idle, self._kept = IdleOptimizers(), KeptGradients()
         # .step: the one that is running, its .optimizer and .moving; .diagnosed; of the ``scaler.step`` that is
@@ -122,10 +122,8 @@ class Recorder(Listener):
         """Which optimizer this is, where there are several."""
         del optimizer
 
-    def _complete(self, step: StepMeasurement) -> bool:
-        """Add what is known after it, and tell whether more may come, so that it waits for the next one."""
-        del step
-        return False
+    def _complete(self, step: StepMeasurement) -> None:
+        """Add what is known after it."""
 
     def _begins_in_child(self) -> bool:
         """Whether it begins anew in this forked child, with a record of its own."""
@@ -236,7 +234,7 @@ class Recorder(Listener):
         now = time.perf_counter()
         elapsed = now - self._started
         measurable = not spread and step.total is None  # of a part, or scaled, diagnostics would be wrong
-        if measurable and self._schedule.due(self._steps, self._turns[step.optimizer or 0], elapsed):
+        if measurable and self._schedule.due(self._turns[step.optimizer or 0], elapsed):
             step.diagnostics = measure_diagnostics(parameters)
             self._thread.diagnosed, self._thread.spent = parameters, time.perf_counter() - now
         if self._thread.diagnosed is not None or self._watching_updates <= FREE + SHARE * elapsed:
@@ -263,19 +261,17 @@ class Recorder(Listener):
         found_inf = getattr(optimizer, "found_inf", None)
         step.found_inf = copied(found_inf) if isinstance(found_inf, Tensor) else None
         self._add(self._buffer, step)
-        if not step.late:
-            self._watch_norm(step)
         if self._backwards and step.turn < KEPT_STEPS:
             self._kept.after_step(optimizer)
 
     def _add(self, buffer: RecordBuffer, step: StepMeasurement) -> None:
         with self._lock:  # several threads may train at once
-            keep = self._complete(step)
+            self._complete(step)
             optimizer = step.optimizer or 0
             step.index, step.turn = self._steps, self._turns[optimizer]
             self._steps, self._turns[optimizer] = step.index + 1, step.turn + 1
             self._last_steps[optimizer] = step.index
-            buffer.add(step, keep=keep)
+            buffer.add(step)
         self._active = self._active and not buffer.sinks.lost
 
     @safely
@@ -309,19 +305,6 @@ class Recorder(Listener):
     def _forget(self, parameters: list[Tensor]) -> None:
         """Forget what another evaluation of a closure told: it belongs to this step, and the next one would get it."""
         self._clips.forget(parameters)
-
-    def _arrived(self, step: StepMeasurement) -> None:
-        """Look at a step whose numbers have come from a device."""
-        refuse_lost(step.lost)
-        if step.late:
-            self._watch_norm(step)
-
-    def _watch_norm(self, step: StepMeasurement) -> None:
-        """Start a burst of diagnostics after a norm that is out of the ordinary."""
-        if (alarm := self._alarms.get(step.optimizer)) is None:
-            alarm = self._alarms[step.optimizer] = Alarm()
-        if alarm.see(total_of(step)):
-            self._schedule.alert(self._steps, time.perf_counter() - self._started)
 
     # --- clips --------------------------------------------------------------------------------------------------------
 
@@ -360,7 +343,7 @@ class Recorder(Listener):
         if self._buffer is not None and self._knows(event.optimizer):
             place = self._place_of(event.optimizer)
             if (index := self._last_steps.get(place or 0)) is not None:
-                self._buffer.add_behind(recovery(index, event, place))
+                self._buffer.add(recovery(index, event, place))
 
     @safely
     def on_logits(self, name: str, largest: Tensor) -> None:
