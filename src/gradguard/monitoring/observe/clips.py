@@ -165,21 +165,6 @@ def _only_measures(clip: ScriptClip) -> bool:
 
 
 @dataclass(slots=True)
-class RunningClip:
-    """A clip that has begun.
-
-    Attributes:
-        clip: What is known of it.
-        parameters: Those that it acts on. Their gradients are not kept: a clip that raises never ends.
-        norms: The 2-norms of the gradients before it, where these were measured.
-    """
-
-    clip: ScriptClip
-    parameters: Sequence[Tensor]
-    norms: Norms | None = None
-
-
-@dataclass(slots=True)
 class StepGradients:
     """The parts of a step.
 
@@ -205,7 +190,9 @@ It is given the optimizer, and what returns the modules of the script, and tells
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.running: list[RunningClip] = []  # a clip within another one behind it
+        # Clips that have begun, one within another behind it, with their parameters and the norms before. Gradients are
+        # not kept: a clip that raises never ends.
+        self.running: list[tuple[ScriptClip, Sequence[Tensor], Any]] = []
 
 
 @dataclass(slots=True)
@@ -238,40 +225,37 @@ class HeardClips:
         with self._lock:
             before, self._pending = self._pending, self._pending.unchanged()
         replaced = before is not self._pending
-        running = RunningClip(ScriptClip(call.rule, copied(call.threshold), copied(call.norm)), parameters)
-        self._thread.running.append(running)
+        clip, norms = ScriptClip(call.rule, copied(call.threshold), copied(call.norm)), None
         if shared is not None:
-            running.norms = shared.norms
+            norms = shared.norms
             if call.rule and call.norm is None and call.norm_type == 2 and not call.whole:
-                running.clip.norm = total(shared.norms)
+                clip.norm = total(norms)
         elif not spread:
-            if len(there) < len(parameters):
-                running.parameters = [p for p in parameters if p.grad is not None]
+            parameters = [p for p in parameters if p.grad is not None] if len(there) < len(parameters) else parameters
             if not (call.tells_norms or self._pending.has_norms_of(there)):  # norms are those before the first clip
-                running.norms = gradient_norms(there)
+                norms = gradient_norms(there)
+        self._thread.running.append((clip, parameters, norms))
         return replaced
 
     def end(self, event: ClipEvent) -> None:
         """The clip of the last `begin` is done and tells this."""
-        if event.elements is None and self._thread.running:  # else an error clip, of gradients on their way
-            running = self._thread.running.pop()
-            if not running.clip.rule:  # one of gradguard's
-                running.clip = ScriptClip.told(event)
-                running.clip.norm = copied(event.norm) if event.norm_type == 2 else None
-                running.norms = _norms_told(running.parameters, event) if running.norms is None else running.norms
-            elif running.clip.norm is None:
-                running.clip.norm = copied(event.norm)
-            self._finish(running)
-
-    def _finish(self, running: RunningClip) -> None:
-        gradients = grads_of(running.parameters)  # which the clip may have replaced
+        if event.elements is not None or not self._thread.running:  # an error clip, of gradients on their way
+            return
+        clip, parameters, norms = self._thread.running.pop()
+        if not clip.rule:  # one of gradguard's
+            clip = ScriptClip.told(event)
+            clip.norm = copied(event.norm) if event.norm_type == 2 else None
+            norms = _norms_told(parameters, event) if norms is None else norms
+        elif clip.norm is None:
+            clip.norm = copied(event.norm)
+        gradients = grads_of(parameters)  # which the clip may have replaced
         there = without_none(gradients)
-        norms: Any = running.norms
         if norms is not None and len(there) < len(gradients):
-            norms = [norm for norm, gradient in zip(norms, gradients, strict=True) if gradient is not None]
+            pairs: Any = zip(norms, gradients, strict=True)
+            norms = [norm for norm, gradient in pairs if gradient is not None]
         if there:
             with self._lock:
-                self._pending.add(running.clip, there, norms)
+                self._pending.add(clip, there, norms)
 
     def forget(self, parameters: Sequence[Tensor] | None = None) -> None:
         """Forget what clipped ``parameters``, or everything."""

@@ -65,14 +65,16 @@ class Diagnostics:
         zero_rows: Share of rows, along the first dimension, that hold nothing but zeros; NaN for a vector.
         weight: 2-norm of each parameter before the step.
         update: 2-norm of what the step changed; None if not measured.
-        before: The weights, until `measure_update`.
+        before: The parameters and copies of them, until `measure_update`.
+        seconds: How long it took.
     """
 
     zeros: Norms
     zero_rows: Norms
     weight: Norms
     update: Norms | None = None
-    before: list[Tensor] | None = None
+    before: Sequence[tuple[Tensor, Tensor]] = ()
+    seconds: float = 0.0
 
 
 @torch.no_grad()
@@ -85,16 +87,16 @@ def measure_diagnostics(parameters: Sequence[Tensor]) -> Diagnostics:
         zeros=_numbers([_zero_share(g, p.numel()) for g, p in zip(gradients, parameters, strict=True)]),
         zero_rows=_numbers([_zero_rows(g, p) for g, p in zip(gradients, parameters, strict=True)]),
         weight=gradient_norms(weights),
-        before=[w.clone() for w in weights] if small else None,
+        before=[(w, w.clone()) for w in weights] if small else (),
     )
 
 
 @torch.no_grad()
-def measure_update(diagnostics: Diagnostics, parameters: Sequence[Tensor]) -> None:
-    """Add the norms of what the step did to ``parameters``, and let go of the copies."""
-    before, diagnostics.before = diagnostics.before, None
-    if before is not None:
-        diagnostics.update = gradient_norms([old.sub_(p.detach()) for old, p in zip(before, parameters, strict=True)])
+def measure_update(diagnostics: Diagnostics) -> None:
+    """Add the norms of what the step did to the parameters, and let go of the copies."""
+    before, diagnostics.before = diagnostics.before, ()
+    if before:
+        diagnostics.update = gradient_norms([old.sub_(now) for now, old in before])
 
 
 def _numbers(scalars: list[Tensor]) -> Norms:

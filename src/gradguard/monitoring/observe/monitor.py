@@ -21,7 +21,7 @@ from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.grad_scaler import listen_to_steps
 from gradguard.listeners import ClipEvent, listen, rule_of
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.clips import StepGradients, note_guard
+from gradguard.monitoring.observe.clips import StepClips, StepGradients, note_guard
 from gradguard.monitoring.observe.loop_setup import Unowned
 from gradguard.monitoring.observe.measure import gradient_norms
 from gradguard.monitoring.observe.meta import (
@@ -139,7 +139,7 @@ class Monitor(Recorder):
         check_arguments(optimizer, self._held, model, scaler, every)
         super().__init__(Schedule() if self._guard is None else Schedule(every=0))
         names = name_parameters(self._held, [model] if model is not None else living_modules())
-        self._places = Places(self._held)
+        self._places = self._all_places = Places(self._held)
         self._optimizer, self._scaler, self._amp_scale = weakref.ref(optimizer), scaler, None
         self._result, self._guard_event = None, None  # the last that was written; the one of the step that begins
         self._logged, self._complained = Logged(self._tell), set[str]()
@@ -297,18 +297,16 @@ class Monitor(Recorder):
         orders = getattr(getattr(self._guard, "clipper", None), "orders", None)
         return orders is None or orders() == {2.0}
 
-    def _measured(self, optimizer: Optimizer, given: StepGradients) -> StepMeasurement | None:
-        clipped = None
+    def _measured(
+        self, optimizer: Optimizer, given: StepGradients, clipped: StepClips | None = None
+    ) -> StepMeasurement | None:
         if self._guard is not None:
             if (step := self._guarded(optimizer)) is not None:
                 return step
             parameters, clipped, _, shared = self._thread.before_guard
             given = StepGradients(parameters, grads_of(parameters), given.spread, shared)
-        if given.spread and given.shared is None:  # nobody has measured
-            return None
-        step = self._clips.step(self._steps, optimizer, given, clipped=clipped)
-        step.places = self._places.of(optimizer, given.parameters) if len(step.norms) else []
-        return step
+        nobody_measured = given.spread and given.shared is None
+        return None if nobody_measured else super()._measured(optimizer, given, clipped)
 
     def _is_open(self, optimizer: Optimizer) -> bool:
         del optimizer
@@ -344,7 +342,7 @@ class Monitor(Recorder):
         if not told or len(parameters) == len(names):
             given = StepGradients(parameters, [], shared=shared)
             step = self._clips.step(self._steps, optimizer, given, now=now, clipped=clipped)
-            step.places = self._places.of(optimizer, parameters)
+            step.places = self._all_places.of(optimizer, parameters)
         else:
             late = not result.tensor_norms.is_cpu
             step = StepMeasurement(self._steps, result.tensor_norms, array("q", [-1] * len(names)), late=late)

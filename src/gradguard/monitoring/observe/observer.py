@@ -17,7 +17,7 @@ from gradguard.distributed.placements import is_sharded, local_part, placement_o
 from gradguard.errors import GradguardError
 from gradguard.listeners import ClipEvent
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.clips import AppliedClip, StepGradients
+from gradguard.monitoring.observe.clips import AppliedClip, StepClips, StepGradients
 from gradguard.monitoring.observe.graph_facts import GraphFacts, origin_of
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, Unowned
 from gradguard.monitoring.observe.meta import (
@@ -77,7 +77,6 @@ class Observer(Recorder):
         super().__init__(Schedule(diagnostics_every), clip)
         self._diagnostics_every, self._in_child = diagnostics_every, in_child
         self._meta, self._every, self._path, self._on_finding = meta, every, path, on_finding
-        self._places: Places | None = None  # until the first line is written
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._count = 0  # optimizers but one
         self._losses, self._left = Losses(), last_step
@@ -158,12 +157,10 @@ class Observer(Recorder):
 
     # --- what differs from other recorders ----------------------------------------------------------------------------
 
-    def _measured(self, optimizer: Optimizer, given: StepGradients) -> StepMeasurement | None:
-        if not given.parameters or self._places is None:  # an optimizer that has nothing to do yet
-            return None
-        step = self._clips.step(self._steps, optimizer, given)
-        step.places = self._places.of(optimizer, given.parameters) if len(step.norms) else []
-        return step
+    def _measured(
+        self, optimizer: Optimizer, given: StepGradients, clipped: StepClips | None = None
+    ) -> StepMeasurement | None:
+        return super()._measured(optimizer, given, clipped) if given.parameters else None  # it has nothing to do yet
 
     def _begins_in_child(self) -> bool:
         """Begin anew: hooks and patches are there, and lead to this object; all else was the parent's."""

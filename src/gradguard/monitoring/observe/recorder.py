@@ -23,11 +23,12 @@ from torch.optim import Optimizer
 from gradguard.errors import InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.listeners import ClipCall, ClipEvent, Listener, RecoveryEvent
-from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, StepGradients, note_guard
+from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, StepClips, StepGradients, note_guard
 from gradguard.monitoring.observe.kept_gradients import STEPS as KEPT_STEPS
 from gradguard.monitoring.observe.kept_gradients import KeptGradients
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, IdleOptimizers, Unowned
 from gradguard.monitoring.observe.measure import measure_diagnostics, measure_update
+from gradguard.monitoring.observe.meta import Places
 from gradguard.monitoring.observe.record_buffer import FLUSH_SECONDS, RecordBuffer
 from gradguard.monitoring.observe.schedule import Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured
@@ -72,11 +73,12 @@ class Recorder(Listener):
     def __init__(self, schedule: Schedule, applied: AppliedClip | None = None) -> None:
         self._process, self._started, self._overhead = os.getpid(), time.perf_counter(), 0.0
         self._buffer: RecordBuffer | None = None  # once it is known where to write
+        self._places: Places | None = None  # once it is known what is trained
         self._clips, self._shared, self._applied = HeardClips(), SharedNorms(), applied
         self._schedule = schedule
         self._unowned: Unowned | None = None
         self._idle, self._kept = IdleOptimizers(), KeptGradients()
-        # .step: the one that is running, its .optimizer and .moving; .diagnosed; of the ``scaler.step`` that is
+        # .step: the one that is running, its .optimizer and .moving; of the ``scaler.step`` that is
         # running, .scaler_steps: whether it has reached the optimizer, .loss_scale: what it has multiplied the loss by,
         # and .scaled: whether nobody had divided the gradients by it when it began
         self._thread = threading.local()
@@ -106,9 +108,15 @@ class Recorder(Listener):
 
     # --- what differs -------------------------------------------------------------------------------------------------
 
-    def _measured(self, optimizer: Optimizer, given: StepGradients) -> StepMeasurement | None:
+    def _measured(
+        self, optimizer: Optimizer, given: StepGradients, clipped: StepClips | None = None
+    ) -> StepMeasurement | None:
         """Return the facts known before a step; None if the step is not recorded."""
-        raise NotImplementedError
+        if self._places is None:
+            return None
+        step = self._clips.step(self._steps, optimizer, given, clipped=clipped)
+        step.places = self._places.of(optimizer, given.parameters) if len(step.norms) else []
+        return step
 
     def _is_open(self, optimizer: Optimizer) -> bool:
         """Whether anybody takes what would be recorded of it."""
@@ -228,7 +236,7 @@ class Recorder(Listener):
     @safely
     def _look_at_weights(self, optimizer: Optimizer, parameters: list[Tensor], spread: bool) -> None:
         """Measure what is costlier, as often as it is due, and keep some of the weights until the step is done."""
-        step, self._thread.diagnosed, self._thread.moving = self._open_step(), None, None
+        step, self._thread.moving = self._open_step(), None
         if step is None or not parameters:
             return
         now = time.perf_counter()
@@ -236,8 +244,8 @@ class Recorder(Listener):
         measurable = not spread and step.total is None  # of a part, or scaled, diagnostics would be wrong
         if measurable and self._schedule.due(self._turns[step.optimizer or 0], elapsed):
             step.diagnostics = measure_diagnostics(parameters)
-            self._thread.diagnosed, self._thread.spent = parameters, time.perf_counter() - now
-        if self._thread.diagnosed is not None or self._watching_updates <= FREE + SHARE * elapsed:
+            step.diagnostics.seconds = time.perf_counter() - now
+        if step.diagnostics is not None or self._watching_updates <= FREE + SHARE * elapsed:
             began = time.thread_time()  # which other programs do not make longer
             self._thread.moving = Moving(optimizer, parameters)
             self._watching_updates += time.thread_time() - began
@@ -253,10 +261,9 @@ class Recorder(Listener):
             began, step.moved = time.thread_time(), moving.moved()
             self._watching_updates += time.thread_time() - began
         now = time.perf_counter()
-        if step.diagnostics is not None and self._thread.diagnosed is not None:
-            measure_update(step.diagnostics, self._thread.diagnosed)
-            self._schedule.spent(self._thread.spent + time.perf_counter() - now)
-            self._thread.diagnosed = None
+        if step.diagnostics is not None:
+            measure_update(step.diagnostics)
+            self._schedule.spent(step.diagnostics.seconds + time.perf_counter() - now)
         step.wall = now - self._started
         found_inf = getattr(optimizer, "found_inf", None)
         step.found_inf = copied(found_inf) if isinstance(found_inf, Tensor) else None
