@@ -71,7 +71,6 @@ class ClipEvent:
         spike: Whether it is left out as a finite spike, whatever ``skip_reason`` says: a bool, or a 0-dim tensor where
             only the device knows.
         clipped_elements: How many of these it changed: an int, or a 0-dim tensor where only the device knows.
-        one_factor: Whether ``coefficient`` is the one number that each gradient was multiplied by.
     """
 
     rule: str
@@ -87,7 +86,6 @@ class ClipEvent:
     elements: int | None = None
     clipped_elements: int | Tensor | None = None
     spike: bool | Tensor = False
-    one_factor: bool = False
 
 
 @dataclass(frozen=True, slots=True)

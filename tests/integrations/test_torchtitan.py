@@ -170,9 +170,9 @@ def test_gradients_that_are_not_finite(clipper, asked):
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
-        ({"clipper": 1.0}, InvalidTypeError, r"clipper is 1\.0: expected a clipper, such as gg\.ClipByMedian\(\)"),
+        ({"clipper": 1.0}, InvalidTypeError, r"clipper is float: expected a clipper, such as gg\.ClipByMedian\(\)"),
         ({"clipper": gg.Groups({"*": gg.ClipByMedian()})}, InvalidValueError, r"parameters without names"),
-        ({"nonfinite": "skip"}, InvalidValueError, r"nonfinite is 'skip'.*attach a gg\.Guard"),
+        ({"nonfinite": "skip"}, InvalidValueError, 'nonfinite="skip" means not'),
     ],
 )
 def test_what_is_refused(arguments, kind, words):

@@ -317,13 +317,15 @@ def test_clips_of_different_parameters(name, functions, watch, tmp_path):
             before = whole(p.grad for p in parameters).norm()
             getattr(functions, function)(parameters, threshold)
             if threshold < math.inf:
-                ratios[-1].append(float(whole(p.grad for p in parameters).norm() / before))
+                told = function == "clip_grad_norm_"  # a value clip knows no norm
+                ratio = float(whole(p.grad for p in parameters).norm() / before)
+                ratios[-1].append(pytest.approx(ratio, rel=1e-3) if told else None)
 
     steps, twin = training(a_function(clip), watcher(watch, tmp_path))
     for step, expected in zip(steps, ratios, strict=True):
         assert step.get("clips_disjoint", False) is disjoint
         assert "threshold" not in step
-        assert [clip[2] for clip in step["clips"]] == pytest.approx(expected, rel=1e-3)
+        assert [clip[2] for clip in step["clips"]] == expected
     assert [step["norm"] for step in steps] == pytest.approx(twin.before, rel=1e-4)
     assert [step["post_norm"] for step in steps] == pytest.approx(twin.after, rel=1e-2)
 

@@ -13,6 +13,7 @@ from torch import nn
 from gradguard.monitoring.observe import record_buffer
 from gradguard.monitoring.observe.host_copy import AsyncHostCopy
 from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.observe.step import Event
 from gradguard.monitoring.record.file import read_record
 
 pytestmark = pytest.mark.usefixtures("others_unseen")
@@ -56,11 +57,14 @@ def device(monkeypatch) -> FakeDevice:
 
 
 def test_a_parcel_of_two_devices(device):
-    parcel = AsyncHostCopy([torch.tensor([1.0, 3.0]), torch.empty(2, device="meta"), torch.empty((), device="meta")])
+    tensors = [torch.tensor([1.0, 3.0]), torch.empty(2, device="meta"), torch.empty((), device="meta")]
+    event = Event(0, lambda *_: [], tensors)
+    parcel = AsyncHostCopy([event])
     assert not parcel.arrived()
     device.arrive(0)
     assert parcel.arrived()
-    assert parcel.values() == [[1.0, 3.0], [2.0, 2.0], 2.0]
+    parcel.fill()
+    assert event.numbers == [[1.0, 3.0], [2.0, 2.0], 2.0]
     assert len(device.copies) == 1
 
 
@@ -101,7 +105,7 @@ def test_steps_are_written_when_their_copy_has_arrived_and_in_order(device, tmp_
     assert record.steps[0]["norm"] == pytest.approx(8**0.5)  # two gradients of norm 2
     assert record.steps[0]["coefficient"] == pytest.approx(0.5)  # the clip's own norm is 2 as well
     assert record.steps[0]["loss"] == 2.0
-    assert record.tensors[0]["max"] == [2.0, 2.0]
+    assert record.tensors[0]["weight"] == [2.0, 2.0]
     assert len(device.copies) == 4  # one for four steps, and one at the end
 
 

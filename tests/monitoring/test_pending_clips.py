@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradguard.monitoring.observe import clips
-from gradguard.monitoring.observe.clips import Clipped, PendingClips
+from gradguard.monitoring.observe.clips import PendingClips
 from gradguard.monitoring.observe.measure import gradient_norms
 from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.observe.step import ScriptClip
@@ -37,13 +37,31 @@ class EachByItself:
         return [self.entries.pop(k, None) for k in places]
 
 
+class Pending:
+    """The table of clips as `HeardClips` keeps it: what has changed is dropped before each clip and each step."""
+
+    def __init__(self):
+        self.table = PendingClips()
+
+    def drop_changed(self):
+        before, self.table = self.table, self.table.unchanged()
+        return before is not self.table
+
+    def add(self, clip, gradients, norms):
+        self.table.add(clip, gradients, norms)
+
+    def take(self, gradients):
+        own, self.table = self.table.unchanged().split(gradients)
+        return own
+
+
 def shown(found):
     entries = [None] * found.count
-    for part, places in found.parts:
-        norms = [None] * len(places) if part.norms is None else [float(norm) for norm in part.norms]
-        for k, norm in zip(places, norms, strict=True):
-            before, clips = entries[k] or (None, [])
-            entries[k] = (norm if before is None else before, [*clips, part.clip.threshold])
+    for place, norm in zip(found.places, found.known, strict=True):
+        entries[place] = (None if norm is None else float(norm), [])
+    for clip, places, _ in found.clips:
+        for place in places:
+            entries[place][1].append(clip.threshold)
     return entries
 
 
@@ -51,7 +69,7 @@ def shown(found):
 def test_clips_of_any_gradients_in_any_order(seed):
     draw = random.Random(seed)
     gradients = [torch.zeros(2) for _ in range(5)]
-    pending, twin, changed = PendingClips(), EachByItself(), set()
+    pending, twin, changed = Pending(), EachByItself(), set()
     for number in range(60):
         places = draw.sample(range(5), draw.randint(1, 5)) if draw.random() < 0.5 else list(range(5))
         chosen = [gradients[k] for k in places]
@@ -79,27 +97,27 @@ def test_clips_of_any_gradients_in_any_order(seed):
 
 
 def test_gradients_are_not_kept_alive():
-    pending, gradient = PendingClips(), torch.zeros(2)
+    pending, gradient = Pending(), torch.zeros(2)
     pending.add(ScriptClip("norm", 1.0, None), [gradient], [2.0])
     ref = weakref.ref(gradient)
     del gradient
     assert ref() is None
-    assert pending.take([torch.zeros(2)]).parts == []
+    assert not pending.take([torch.zeros(2)]).clips
 
 
 def test_clips_whose_gradients_are_gone_are_not_kept():
-    pending, gradients = PendingClips(), [torch.zeros(1) for _ in range(6)]
+    pending, gradients = Pending(), [torch.zeros(1) for _ in range(6)]
     for k, gradient in enumerate(gradients):
         pending.add(ScriptClip("norm", float(k), None), [gradient], None)
     del gradients[:4], gradient
     assert pending.drop_changed()
-    assert len(pending._clipped) == 2
+    assert len(pending.table.gradients) == len(pending.table.clips) == 2
     assert not pending.drop_changed()
 
 
 @pytest.mark.parametrize("count", [2, 66, 200])
 def test_a_clip_for_each_gradient_is_known_at_the_step(count):
-    pending, gradients = PendingClips(), [torch.zeros(1) for _ in range(count)]
+    pending, gradients = Pending(), [torch.zeros(1) for _ in range(count)]
     for k, gradient in enumerate(gradients):
         assert not pending.drop_changed()
         pending.add(ScriptClip("norm", float(k), None), [gradient], [float(k)])
@@ -107,7 +125,7 @@ def test_a_clip_for_each_gradient_is_known_at_the_step(count):
 
 
 def test_a_clip_of_one_view_of_a_buffer_is_no_write_to_the_others():
-    pending, views = PendingClips(), list(torch.zeros(6).view(3, 2).unbind())
+    pending, views = Pending(), list(torch.zeros(6).view(3, 2).unbind())
     for k, view in enumerate(views):
         pending.drop_changed()
         view.mul_(0.5)
@@ -116,18 +134,6 @@ def test_a_clip_of_one_view_of_a_buffer_is_no_write_to_the_others():
     pending.add(ScriptClip("norm", 1.0, None), views[:1], [2.0])
     views[1].add_(1)
     assert pending.drop_changed()  # nobody can tell which one was written
-
-
-def test_a_clip_for_each_gradient_does_not_walk_through_the_clips_before_it(monkeypatch):
-    walked = []
-    for name in ("living", "keep"):
-        original = getattr(Clipped, name)
-        monkeypatch.setattr(Clipped, name, lambda part, *a, f=original: walked.append(part) or f(part, *a))
-    pending, gradients = PendingClips(), [torch.zeros(2) for _ in range(50)]
-    for gradient in gradients:
-        assert not pending.drop_changed()
-        pending.add(ScriptClip("norm", 1.0, None), [gradient], [1.0])
-    assert len(walked) < 10  # once, when there are several
 
 
 LAID_OUT = {
@@ -140,11 +146,10 @@ LAID_OUT = {
 
 
 @pytest.mark.parametrize("layout", LAID_OUT)
-@pytest.mark.parametrize("beside", [False, True])
-def test_clips_of_each_gradient_alone_are_known_at_the_step(layout, beside):
-    pending, gradients = PendingClips(), LAID_OUT[layout](8)
+def test_clips_of_each_gradient_alone_are_known_at_the_step(layout):
+    pending, gradients = Pending(), LAID_OUT[layout](8)
     for k, gradient in enumerate(gradients):
-        assert not pending.drop_changed([gradient] if beside else None)
+        assert not pending.drop_changed()
         gradient.mul_(0.5)
         pending.add(ScriptClip("norm", float(k), None), [gradient], [float(k)])
     assert shown(pending.take(gradients)) == [(float(k), [float(k)]) for k in range(8)]
@@ -152,25 +157,13 @@ def test_clips_of_each_gradient_alone_are_known_at_the_step(layout, beside):
 
 @pytest.mark.parametrize("layout", LAID_OUT)
 def test_a_write_between_two_clips_of_a_gradient_is_seen(layout):
-    pending, gradients = PendingClips(), LAID_OUT[layout](8)
+    pending, gradients = Pending(), LAID_OUT[layout](8)
     pending.add(ScriptClip("norm", 1.0, None), gradients, [1.0] * 8)
-    assert not pending.drop_changed(gradients[:1])
+    assert not pending.drop_changed()
     gradients[0].add_(1)
-    assert pending.drop_changed(gradients[:1])
+    assert pending.drop_changed()
     pending.add(ScriptClip("norm", 2.0, None), gradients[:1], [2.0])
     assert shown(pending.take(gradients))[0] == (2.0, [2.0])
-
-
-@pytest.mark.parametrize("layout", ["alone", "views", "as autograd leaves them"])
-def test_the_work_of_a_clip_does_not_grow_with_the_clips_before_it(layout, monkeypatch):
-    looked, versions_of = [], clips.versions_of
-    monkeypatch.setattr(clips, "versions_of", lambda tensors: looked.extend(found := versions_of(tensors)) or found)
-    pending, gradients = PendingClips(), LAID_OUT[layout](100)
-    for gradient in gradients:
-        pending.drop_changed([gradient])
-        gradient.mul_(0.5)
-        pending.add(ScriptClip("norm", 1.0, None), [gradient], [1.0])
-    assert len(looked) <= 2 * len(gradients)
 
 
 def test_a_clip_that_raises_keeps_no_gradient_alive():

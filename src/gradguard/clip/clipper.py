@@ -352,7 +352,6 @@ class Clipper(ABC):
         order = float(getattr(self, "norm_type", 2.0))
         return ClipEvent(
             rule_of(self), decision.gradients.parameters, *told, optimizer, skipped, order, skip_reason,
-            one_factor=decision.coefficient is not None,
         )  # fmt: skip
 
     def learn(self, parameters: Parameters) -> None:

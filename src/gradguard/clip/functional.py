@@ -138,7 +138,7 @@ def clip_grad_norm_(
     if policy == "zero":
         zero_if_nonfinite_(norm, grads.gradients)
     if heard:
-        tell(ClipEvent("norm", grads.parameters, max_norm, norm, coefficient, norm_type=order, one_factor=True))
+        tell(ClipEvent("norm", grads.parameters, max_norm, norm, coefficient, norm_type=order))
     return norm.to(public_dtype(grads.gradients))
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
-from gradguard.integrations.one_clip import OnlyGuard
+from gradguard.integrations.one_clip import OnlyGuard, OnlyRecovery
 from gradguard.integrations.versions import require
 from gradguard.policies import GuardPolicy
 
@@ -28,8 +28,6 @@ from gradguard.integrations.accelerate_per_sample import (  # noqa: E402
 from gradguard.integrations.accelerate_private import PrivateClip, make_private  # noqa: E402
 
 __all__ = [
-    "AcceleratedGuard",
-    "AcceleratedRecovery",
     "PerSampleClip",
     "PrivateClip",
     "clip_per_sample",
@@ -40,29 +38,6 @@ __all__ = [
 ]
 
 
-class AcceleratedGuard(OnlyGuard):
-    """A `gradguard.Guard` next to which Accelerate's own clips are refused; `guard` makes it.
-
-    While it is attached, ``accelerator.clip_grad_norm_`` and ``clip_grad_value_`` raise an error for parameters of its
-    optimizer: two clips, one after the other, would do more than either says. After `detach` they work again.
-
-    Example:
-        >>> import gradguard as gg, torch
-        >>> from accelerate import Accelerator
-        >>> from gradguard.integrations.accelerate import guard
-        >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
-        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> with guard(accelerator, optimizer, gg.ClipByGlobalNorm(1.0), model=model):
-        ...     accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        Traceback (most recent call last):
-        gradguard.errors.InvalidValueError: accelerator.clip_grad_norm_ was called with gradients that a Guard clips...
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        watch_clips()
-
-
 def guard(
     accelerator: Accelerator,
     optimizer: torch.optim.Optimizer,
@@ -71,7 +46,7 @@ def guard(
     model: nn.Module | None = None,
     nonfinite: GuardPolicy = "skip",
     max_consecutive_skips: int | None = 20,
-) -> AcceleratedGuard:
+) -> gg.Guard:
     """Clip at each real step of ``optimizer``, which ``accelerator`` has prepared; the loop needs no clip any more.
 
     One line after ``accelerator.prepare(...)``. What it adds to `gradguard.Guard`: it finds the optimizer inside
@@ -129,7 +104,8 @@ def guard(
         (5.0, ('weight',))
     """
     check_types(accelerator, optimizer)
-    made = AcceleratedGuard(
+    watch_clips()
+    made = OnlyGuard(
         inner_optimizer(optimizer),
         clipper,
         model=model,
@@ -140,18 +116,6 @@ def guard(
     return made
 
 
-class AcceleratedRecovery(gg.SpikeRecovery):
-    """A `gradguard.SpikeRecovery` with an `AcceleratedGuard`; `resilience` makes it.
-
-    Example:
-        >>> from gradguard.integrations.accelerate import AcceleratedGuard, AcceleratedRecovery
-        >>> AcceleratedRecovery._guard_type is AcceleratedGuard
-        True
-    """
-
-    _guard_type = AcceleratedGuard
-
-
 def resilience(
     accelerator: Accelerator,
     model: nn.Module,
@@ -160,7 +124,7 @@ def resilience(
     *,
     extra_state: Iterable[Any] = (),
     **options: Any,
-) -> AcceleratedRecovery:
+) -> gg.SpikeRecovery:
     """Skip the spikes of a run and undo its bursts: `gradguard.SpikeRecovery` after ``accelerator.prepare(...)``.
 
     It finds the optimizer inside Accelerate's and the accelerator's GradScaler, is saved and loaded with
@@ -197,9 +161,8 @@ def resilience(
     """
     check_types(accelerator, optimizer)
     found = [] if accelerator.scaler is None else [accelerator.scaler]
-    made = AcceleratedRecovery(
-        model, inner_optimizer(optimizer), clipper, extra_state=[*extra_state, *found], **options
-    )
+    watch_clips()
+    made = OnlyRecovery(model, inner_optimizer(optimizer), clipper, extra_state=[*extra_state, *found], **options)
     accelerator.register_for_checkpointing(made)
     return made
 

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.integrations.per_sample import shown
+from gradguard.integrations.one_clip import check_clipper
 
 Clippers = (
     gg.rules.Clipper
@@ -22,7 +22,7 @@ def checked(clipper: Clippers) -> Any:
     """Return ``clipper`` if it can be meant.
 
     Args:
-        clipper: What was passed.
+        clipper: The argument of the user.
 
     Returns:
         ``clipper``; for a list or tuple a dictionary by position.
@@ -31,15 +31,12 @@ def checked(clipper: Clippers) -> Any:
         InvalidTypeError: If it is none of `Clippers`.
     """
     found = dict(enumerate(clipper)) if isinstance(clipper, list | tuple) else clipper
-    if not isinstance(found, Mapping):
-        if callable(found):  # a clipper is
-            return found
-    elif found and all(type(k) is int and isinstance(one, gg.rules.Clipper | None) for k, one in found.items()):
+    if callable(found):  # a clipper is
         return found
-    raise InvalidTypeError(
-        f"clipper is {shown(clipper)}: expected a clipper, such as gg.ClipByMedian(); or, for several optimizers, one "
-        "for each in a list, a dict such as {0: gg.ClipByMedian(), 1: None}, or a function that makes one."
-    )
+    for one in found.values() if isinstance(found, Mapping) and set(map(type, found)) == {int} else [clipper]:
+        if one is not None:
+            check_clipper(one)
+    return found
 
 
 def one_for_each(clipper: Any, optimizers: Sequence[Optimizer]) -> list[gg.rules.Clipper | None]:
@@ -62,23 +59,22 @@ def one_for_each(clipper: Any, optimizers: Sequence[Optimizer]) -> list[gg.rules
         >>> [type(clipper).__name__ for clipper in one_for_each(gg.ClipByMedian, ["two", "optimizers"])]
         ['ClipByMedian', 'ClipByMedian']
     """
-    count = len(optimizers)
-    if isinstance(clipper, gg.rules.Clipper):
-        if count > 1:
-            raise InvalidValueError(
-                f"one {type(clipper).__name__} for {count} optimizers: expected one for each, or histories would mix. "
-                f"Pass a function that makes one for each, as in GradGuardCallback(lambda: gg.{type(clipper).__name__}"
-                f"(...)), or a list of {count} clippers in the order of configure_optimizers."
-            )
-        return [clipper]
+    places = range(len(optimizers))
+    if isinstance(clipper, gg.rules.Clipper) and len(places) > 1:
+        name = type(clipper).__name__
+        raise InvalidValueError(
+            f"one {name} for {len(places)} optimizers: expected one for each, or histories would mix. Pass a function "
+            f"that makes one for each, as in GradGuardCallback(lambda: gg.{name}(...)), or a list of {len(places)} "
+            "clippers in the order of configure_optimizers."
+        )
     if isinstance(clipper, Mapping):
-        if sorted(clipper) != list(range(count)):
+        if sorted(clipper) != list(places):
             raise InvalidValueError(
-                f"clippers for the optimizers {sorted(clipper)}, and configure_optimizers returned {count}: "
-                f"expected one for each of {list(range(count))}, None for one to be left alone."
+                f"clippers for the optimizers {sorted(clipper)}, and configure_optimizers returned {len(places)}: "
+                f"expected one for each of {list(places)}, None for one to be left alone."
             )
-        return [clipper[position] for position in range(count)]
-    made: list[Any] = [clipper() for _ in optimizers]
+        return [clipper[place] for place in places]
+    made = [clipper if isinstance(clipper, gg.rules.Clipper) else clipper() for _ in places]
     if not all(isinstance(one, gg.rules.Clipper) for one in made):
         raise InvalidTypeError(f"the function for clippers returned {made}: expected a new clipper at each call.")
     return made

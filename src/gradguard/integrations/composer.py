@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 
 import gradguard as gg
-from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.errors import InvalidValueError
+from gradguard.integrations.one_clip import check_clipper
 from gradguard.policies import NonFinitePolicy, check_policy
 
 ClippingType = Literal["norm", "value", "adaptive"]
@@ -120,10 +121,7 @@ class ClipGradients:
     def __init__(
         self, clipper: gg.rules.Clipper, *, nonfinite: NonFinitePolicy = "propagate", log: bool = False
     ) -> None:
-        if not isinstance(clipper, gg.rules.Clipper):
-            raise InvalidTypeError(
-                f"clipper is {type(clipper).__name__}: expected a clipper, such as ClipByGlobalNorm(1.0)."
-            )
+        check_clipper(clipper)
         self.clipper = clipper
         self.last: gg.results.ClipResult | None = None
         self._nonfinite: NonFinitePolicy = check_policy(nonfinite)

@@ -102,7 +102,7 @@ def tell_clips(engine: Any) -> Callable[[], None]:
         own(part, total_norm)
         threshold = float(zero.clip_grad) or torch.inf
         coefficient = (threshold / (norm + 1e-6)).clamp(max=1.0)
-        tell(ClipEvent("norm", parameters, threshold, norm, coefficient, one_factor=True))
+        tell(ClipEvent("norm", parameters, threshold, norm, coefficient))
 
     zero.unscale_and_clip_grads = clip
 

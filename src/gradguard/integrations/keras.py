@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, MissingPackageError, NonFiniteGradientError
-from gradguard.integrations.one_clip import replaced
+from gradguard.integrations.one_clip import check_clipper, replaced
 from gradguard.integrations.versions import require
-from gradguard.policies import GuardPolicy
+from gradguard.policies import GuardPolicy, check_guard_options
 
 require("keras", "3.10", "4", extra="keras")
 
@@ -109,7 +109,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         max_consecutive_skips: int | None = 20,
         name: str | None = None,
     ) -> None:
-        _check(inner_optimizer, clipper, nonfinite)
+        _check(inner_optimizer, clipper, nonfinite, max_consecutive_skips)
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
         self.clipper, self.max_consecutive_skips = clipper, max_consecutive_skips
@@ -350,18 +350,14 @@ def loading(clipper: gg.rules.Clipper) -> Iterator[None]:
         _clipper_to_load.reset(token)
 
 
-def _check(optimizer: Any, clipper: Any, policy: str) -> None:
+def _check(optimizer: Any, clipper: Any, policy: str, max_skips: int | None) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise InvalidTypeError(
             f"inner_optimizer is {type(optimizer).__name__}: expected a Keras optimizer, such as "
             "keras.optimizers.Adam(). Round a torch.optim.Optimizer put gradguard.Guard."
         )
-    if not isinstance(clipper, gg.rules.Clipper):
-        raise InvalidTypeError(
-            f"clipper is {type(clipper).__name__}: expected a clipper, such as ClipByGlobalNorm(1.0)."
-        )
-    if policy not in get_args(GuardPolicy):
-        raise InvalidValueError(f"nonfinite={policy!r}: expected 'skip', 'propagate', 'raise' or 'zero'.")
+    check_clipper(clipper)
+    check_guard_options(policy, max_skips)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise InvalidValueError(
             "the optimizer is a LossScaleOptimizer, whose gradients are scaled: guard the one inside, "

@@ -1,8 +1,7 @@
 """Lightning: a callback that makes training differentially private, under the Trainer's own loop."""
 
-from typing import Any, Literal
+from typing import Any
 
-import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.integrations.lightning_per_sample import PerSampleCallback, refuse_optimizers
 from gradguard.integrations.private_run import PrivateBatches, PrivateClips, private_options
@@ -57,17 +56,13 @@ class PrivateCallback(PrivateClips, PerSampleCallback):
     At the end of each epoch it logs ``epsilon``.
 
     Args:
-        target_delta: As for `gradguard.private.make_private`, as are the others.
-        target_epsilon: What the whole training, of as many steps as the Trainer plans, may spend; or else
-        noise_multiplier: how much noise.
-        max_grad_norm: Bound on the norm of each sample's gradient; 1 if there is no ``norm_clipper`` either.
-        norm_clipper: Another rule of clipping.
-        accountant: ``"pld"`` or ``"rdp"``.
-        secure: Draw noise from the operating system, bit by bit.
-        seed: Makes noise and batches repeatable, which is for tests.
         loss_reduction: Whether ``training_step`` returns the ``"mean"`` or the ``"sum"`` of the samples' losses.
         batch_first: As for `gradguard.PerSampleGradientClipper`.
         mode: As for `gradguard.PerSampleGradientClipper`.
+        **options: Options of `gradguard.private.make_private`: ``target_delta``; ``target_epsilon``, for the whole
+            training of as many steps as the Trainer plans, or ``noise_multiplier``; ``max_grad_norm``, the bound on
+            each sample's gradient (1 by default), or another rule as ``norm_clipper``; ``accountant``, ``secure`` and
+            ``seed``.
 
     Attributes:
         norm_clipper: The rule.
@@ -89,26 +84,11 @@ class PrivateCallback(PrivateClips, PerSampleCallback):
     """
 
     def __init__(
-        self,
-        *,
-        target_delta: float,
-        target_epsilon: float | None = None,
-        noise_multiplier: float | None = None,
-        max_grad_norm: float | None = None,
-        norm_clipper: gg.rules.NormClipper | None = None,
-        accountant: Literal["pld", "rdp"] = "pld",
-        secure: bool = False,
-        seed: int | None = None,
-        loss_reduction: str = "mean",
-        batch_first: bool = True,
-        mode: str = "fast",
+        self, *, loss_reduction: str = "mean", batch_first: bool = True, mode: str = "fast", **options: Any
     ) -> None:
-        options = private_options(
-            target_delta=target_delta, noise_multiplier=noise_multiplier, target_epsilon=target_epsilon,
-            max_grad_norm=max_grad_norm, norm_clipper=norm_clipper, accountant=accountant, secure=secure, seed=seed,
-        )  # fmt: skip
-        self._private = options | {"loss_reduction": loss_reduction, "batch_first": batch_first, "mode": mode}
-        super().__init__(options["norm_clipper"], loss_reduction=loss_reduction, batch_first=batch_first, mode=mode)
+        of_samples: dict[str, Any] = {"loss_reduction": loss_reduction, "batch_first": batch_first, "mode": mode}
+        self._private = private_options(**options) | of_samples
+        super().__init__(self._private["norm_clipper"], **of_samples)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before anything is trained, what cannot be right, and take the loader's place."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import gradguard as gg
-from gradguard.errors import InvalidValueError, UnsupportedVersionError
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedVersionError
 
 
 class OnlyClip:
@@ -121,6 +121,22 @@ class ResilienceClips(OnlyClip):
     def _end_resilience(self) -> None:
         if self.resilience is not None:
             self.resilience.detach()
+
+
+def check_clipper(clipper: object) -> None:
+    """Raise if it is no rule for whole gradients.
+
+    Args:
+        clipper: The argument of the user.
+
+    Raises:
+        InvalidTypeError: If it is none; of a rule for samples it says who takes it.
+    """
+    if not isinstance(clipper, gg.rules.Clipper):
+        shown = f"the class {clipper.__name__}" if isinstance(clipper, type) else type(clipper).__name__
+        if isinstance(clipper, gg.rules.NormClipper):
+            shown += ", a rule for each sample's gradient, which PerSampleCallback takes"
+        raise InvalidTypeError(f"clipper is {shown}: expected a clipper, such as gg.ClipByMedian().")
 
 
 _guards: "WeakSet[OnlyGuard]" = WeakSet()

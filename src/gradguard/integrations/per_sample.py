@@ -61,26 +61,6 @@ def check_norm_clipper(norm_clipper: object, processes: int = 1) -> None:
         )
 
 
-def shown(clipper: object) -> str:
-    """Return what came in the place of a clipper of whole gradients, for a message.
-
-    Args:
-        clipper: What the user gave.
-
-    Returns:
-        Its type; of a rule for samples also who takes it, and of a list or a dict the types of what is in it.
-    """
-    if isinstance(clipper, type):
-        return f"the class {clipper.__name__}"
-    if isinstance(clipper, gg.rules.NormClipper):
-        return f"{type(clipper).__name__}, a rule for each sample's gradient, which PerSampleCallback takes"
-    if isinstance(clipper, list | tuple):
-        return f"[{', '.join(map(shown, clipper))}]"
-    if isinstance(clipper, dict):
-        return f"{{{', '.join(f'{key!r}: {shown(value)}' for key, value in clipper.items())}}}"
-    return type(clipper).__name__
-
-
 def refuse_other_clips(callback: OnlyClip, callbacks: Iterable[object]) -> None:
     """Raise if another of a trainer's ``callbacks`` clips.
 

@@ -173,13 +173,13 @@ class PrivateClips(PerSampleClips):
 def private_options(
     *,
     target_delta: float,
-    noise_multiplier: float | None,
-    target_epsilon: float | None,
-    max_grad_norm: float | None,
-    norm_clipper: gg.rules.NormClipper | None,
-    accountant: Literal["pld", "rdp"],
-    secure: bool,
-    seed: int | None,
+    noise_multiplier: float | None = None,
+    target_epsilon: float | None = None,
+    max_grad_norm: float | None = None,
+    norm_clipper: gg.rules.NormClipper | None = None,
+    accountant: Literal["pld", "rdp"] = "pld",
+    secure: bool = False,
+    seed: int | None = None,
 ) -> dict[str, Any]:
     """Return the options that every callback takes, with one rule in them.
 

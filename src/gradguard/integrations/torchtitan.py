@@ -2,15 +2,16 @@
 
 import io
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import gradguard as gg
-from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.errors import InvalidValueError
+from gradguard.integrations.one_clip import check_clipper
 from gradguard.integrations.versions import require
-from gradguard.policies import NonFinitePolicy
+from gradguard.policies import NonFinitePolicy, check_policy
 
 require("torchtitan", "0.3", "0.4", "torchtitan")
 
@@ -80,10 +81,9 @@ class ReplacedClip:
         """
         state = torch.load(io.BytesIO(state_dict["clipper"]), map_location="cpu", weights_only=True)
         if bool(state) != (self.clipper is not None):
-            there, here = ("a", "no") if self.clipper is None else ("no", "a")
             raise InvalidValueError(
-                f"the checkpoint holds {there} clipper's state, and replace_clip was called with {here} clipper: "
-                "expected the same as in the run that is resumed."
+                "of the checkpoint and this call of replace_clip only one has a clipper: expected the same as in the "
+                "run that is resumed."
             )
         if self.clipper is not None:
             self.clipper.load_state_dict(state)
@@ -142,21 +142,14 @@ def replace_clip(clipper: gg.rules.Clipper | None = None, *, nonfinite: NonFinit
 
     The function that it replaces: torchtitan (Liang et al., 2024).
     """
-    if clipper is not None and not isinstance(clipper, gg.rules.Clipper):
-        raise InvalidTypeError(
-            f"clipper is {clipper!r}: expected a clipper, such as gg.ClipByMedian(), or nothing for the max_norm of "
-            "torchtitan's configuration."
-        )
+    if clipper is not None:
+        check_clipper(clipper)
     if isinstance(clipper, gg.Groups):
         raise InvalidValueError(
             "clipper is a Groups, and torchtitan's trainers hand over parameters without names: expected one rule for "
             "all of them, such as gg.ClipByMedian()."
         )
-    if nonfinite not in get_args(NonFinitePolicy):
-        raise InvalidValueError(
-            f"nonfinite is {nonfinite!r}: expected 'propagate', 'raise' or 'zero'. To skip a step, attach a gg.Guard "
-            "to each of the trainer's optimizers instead."
-        )
+    check_policy(nonfinite)
     now = utils.clip_grad_norm_
     made = ReplacedClip(clipper, nonfinite, now._own if isinstance(now, ReplacedClip) else now)
     utils.clip_grad_norm_ = made

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import gradguard as gg
-from gradguard.errors import InvalidTypeError, UnsupportedGradientError
+from gradguard.errors import UnsupportedGradientError
 from gradguard.integrations.accelerate import inner_optimizer
-from gradguard.integrations.one_clip import ResilienceClips
-from gradguard.integrations.per_sample import shown
+from gradguard.integrations.one_clip import ResilienceClips, check_clipper
 from gradguard.integrations.transformers_clip import TrainersClip
 from gradguard.integrations.transformers_per_sample import PerSampleCallback
 from gradguard.integrations.transformers_private import PrivateCallback
@@ -119,8 +118,7 @@ class GradGuardCallback(TrainersClip):
     def __init__(
         self, clipper: gg.rules.Clipper, *, nonfinite: GuardPolicy = "skip", max_consecutive_skips: int | None = 20
     ) -> None:
-        if not isinstance(clipper, gg.rules.Clipper):
-            raise InvalidTypeError(f"clipper is {shown(clipper)}: expected a clipper, such as ClipByGlobalNorm(1.0).")
+        check_clipper(clipper)
         check_guard_options(nonfinite, max_consecutive_skips)
         super().__init__()
         self.clipper = clipper

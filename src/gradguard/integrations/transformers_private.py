@@ -1,7 +1,7 @@
 """Hugging Face Transformers: a callback that makes training differentially private, under the Trainer's own loop."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -55,17 +55,12 @@ class PrivateCallback(PrivateClips, PerSampleCallback):
     ==================================================  ==========================================================
 
     Args:
-        target_delta: As for `gradguard.private.make_private`, as are the others.
-        target_epsilon: What the whole training, of as many steps as the Trainer plans, may spend; or else
-        noise_multiplier: how much noise.
-        max_grad_norm: Bound on the norm of each sample's gradient; 1 if there is no ``norm_clipper`` either. That of
-            ``TrainingArguments`` stays at its default.
-        norm_clipper: Another rule of clipping.
-        accountant: ``"pld"`` or ``"rdp"``.
-        secure: Draw noise from the operating system, bit by bit.
-        seed: Makes noise and batches repeatable, which is for tests.
         loss: As for `PerSampleCallback`.
         mode: As for `gradguard.PerSampleGradientClipper`.
+        **options: Options of `gradguard.private.make_private`: ``target_delta``; ``target_epsilon``, for the whole
+            training of as many steps as the Trainer plans, or ``noise_multiplier``; ``max_grad_norm``, the bound on
+            each sample's gradient (1 by default), or another rule as ``norm_clipper``; ``accountant``, ``secure`` and
+            ``seed``. ``max_grad_norm`` of ``TrainingArguments`` stays at its default.
 
     Attributes:
         norm_clipper: The rule.
@@ -100,26 +95,9 @@ class PrivateCallback(PrivateClips, PerSampleCallback):
     state_file = "gradguard_private.pt"
     _running: bool
 
-    def __init__(
-        self,
-        *,
-        target_delta: float,
-        target_epsilon: float | None = None,
-        noise_multiplier: float | None = None,
-        max_grad_norm: float | None = None,
-        norm_clipper: gg.rules.NormClipper | None = None,
-        accountant: Literal["pld", "rdp"] = "pld",
-        secure: bool = False,
-        seed: int | None = None,
-        loss: SampleLosses | None = None,
-        mode: str = "fast",
-    ) -> None:
-        options = private_options(
-            target_delta=target_delta, noise_multiplier=noise_multiplier, target_epsilon=target_epsilon,
-            max_grad_norm=max_grad_norm, norm_clipper=norm_clipper, accountant=accountant, secure=secure, seed=seed,
-        )  # fmt: skip
-        self._private = options | {"mode": mode}
-        super().__init__(options["norm_clipper"], loss=loss, mode=mode)
+    def __init__(self, *, loss: SampleLosses | None = None, mode: str = "fast", **options: Any) -> None:
+        self._private = private_options(**options) | {"mode": mode}
+        super().__init__(self._private["norm_clipper"], loss=loss, mode=mode)
 
     def _not_begun(self) -> dict[str, Any]:
         return {**super()._not_begun(), "_running": False}

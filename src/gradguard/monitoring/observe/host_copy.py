@@ -4,7 +4,8 @@ Small tensors of many steps are put side by side, copied into pinned memory with
 when the event behind the copy has completed, not earlier: a number that is read too early is some old number.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,23 +16,23 @@ from gradguard.tensors.layout import are_readable, wide_dtype
 
 
 class AsyncHostCopy:
-    """A copy of some tensors of any devices to the host, under way.
+    """A copy of the tensors in some steps to the host, under way; the numbers then take the tensors' place.
 
     Args:
-        tensors: What is copied. Those that Python may read at no cost are read where they are.
+        holders: What holds the tensors: objects with slots, whose fields are tensors, or lists or dictionaries with
+            tensors. Those that Python may read at no cost are read where they are.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors: list[Tensor | None] = [t if are_readable(t) else None for t in tensors]
-        self._shapes = [t.shape for t in tensors]
-        by_device: dict[torch.device, list[int]] = {}
-        for i, tensor in enumerate(tensors):
-            if self._tensors[i] is None:
-                by_device.setdefault(tensor.device, []).append(i)
+    def __init__(self, holders: Iterable[Any]) -> None:
+        by_device: dict[torch.device | None, list[_Place]] = {}
+        for place in (place for holder in holders for place in _places_in(holder)):
+            device = None if are_readable(place[0]) else place[0].device
+            by_device.setdefault(device, []).append(place)
+        self._here = by_device.pop(None, [])
         self._copies = []
         for device, places in by_device.items():
-            wide = wide_dtype(device)
-            flat = torch.cat([tensors[i].detach().reshape(-1).to(wide) for i in places])
+            wide = wide_dtype(device)  # type: ignore[arg-type]
+            flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor, _ in places])
             self._copies.append((places, *copy_to_host(flat)))
 
     @property
@@ -40,54 +41,33 @@ class AsyncHostCopy:
         return any(event is not None for _, _, event in self._copies)
 
     def arrived(self) -> bool:
-        """Return whether `values` would not wait."""
+        """Return whether `fill` would not wait."""
         return all(event is None or event.query() for _, _, event in self._copies)
 
-    def values(self) -> list[Any]:
-        """Return each tensor as a number, or a list of numbers; waits if it must."""
-        found: list[Any] = [None if t is None else t.tolist() for t in self._tensors]
+    def fill(self) -> None:
+        """Put a number, or a list of numbers, in the place of each tensor; waits if it must."""
+        for tensor, put in self._here:
+            put(tensor.tolist())
         for places, host, event in self._copies:
             if event is not None:
                 event.synchronize()
-            pieces = host.split([self._shapes[i].numel() for i in places])
-            for i, piece in zip(places, pieces, strict=True):
-                found[i] = piece.view(self._shapes[i]).tolist()
-        return found
+            pieces = host.split([tensor.numel() for tensor, _ in places])
+            for (tensor, put), piece in zip(places, pieces, strict=True):
+                put(piece.view(tensor.shape).tolist())
 
 
-class NumberPlaces:
-    """Where the numbers of some steps are still tensors, and how they take the numbers' place.
+_Place = tuple[Tensor, Callable[[Any], None]]
+"""A tensor, and what puts another value in its place."""
 
-    Args:
-        holders: What holds them: objects with slots, whose fields are tensors, or lists or dictionaries with tensors.
-    """
-
-    def __init__(self, holders: Sequence[Any]) -> None:
-        self._places = [place for holder in holders for place in _places_in(holder)]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors, in their order."""
-        return [holder[key] if is_item else getattr(holder, key) for holder, key, is_item in self._places]
-
-    def fill(self, values: Sequence[Any]) -> None:
-        """Put ``values`` in the tensors' place."""
-        for (holder, key, is_item), value in zip(self._places, values, strict=True):
-            if is_item:
-                holder[key] = value
-            else:
-                setattr(holder, key, value)
-
-
-_SEARCHED = {"losses", "scalars", "rates", "logits"}
+_SEARCHED = {"losses", "scalars", "rates", "logits", "numbers"}
 """The fields whose entries are looked at; others may be long (one for each parameter) or not to be read (weights)."""
 
 
-def _places_in(holder: Any) -> Iterator[tuple[Any, Any, bool]]:
+def _places_in(holder: Any) -> Iterator[_Place]:
     for name in type(holder).__slots__:
         value = getattr(holder, name)
         if isinstance(value, Tensor):
-            yield holder, name, False
+            yield value, partial(setattr, holder, name)
         elif name in _SEARCHED:
             entries = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from ((value, key, True) for key, entry in entries if isinstance(entry, Tensor))
+            yield from ((entry, partial(value.__setitem__, key)) for key, entry in entries if isinstance(entry, Tensor))

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -17,7 +16,7 @@ from gradguard.distributed.wrappers import named_parameters
 from gradguard.monitoring.judge.detectors.loop_setup import NO_GRADIENT, NO_OPTIMIZER
 from gradguard.monitoring.observe.meta import all_optimizers
 from gradguard.monitoring.observe.shared_norms import are_spread, is_captured
-from gradguard.monitoring.observe.step import SetupEvent
+from gradguard.monitoring.observe.step import Event, setup_event
 from gradguard.optimizer_hooks import parameters_of
 from gradguard.torch_private import version_of
 
@@ -104,7 +103,7 @@ class Unowned:
         """Whether there is nothing to look for any more."""
         return not self._candidates
 
-    def before_step(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[SetupEvent]:
+    def before_step(self, optimizer: Optimizer, parameters: Sequence[Tensor], index: int) -> Iterator[Event]:
         """Look at the gradients of one step of any optimizer; say what is sure."""
         if self._sizes.get(optimizer) != len(parameters):
             self._sizes[optimizer] = len(parameters)
@@ -117,15 +116,15 @@ class Unowned:
             if self._looks == LOOKS:
                 self._compare()
         elif self._steps == PATIENCE:
-            yield from self.end()
+            yield from self.end(index)
 
-    def end(self) -> Iterator[SetupEvent]:
+    def end(self, index: int) -> Iterator[Event]:
         """Say what is left; by now the model may be gone."""
         if self._looks < LOOKS:
             self._compare()
         left = self._candidates.values()
         for forgotten in (True, False):
-            yield from _told([one for one in left if one.is_forgotten is forgotten], not forgotten)
+            yield from _told([one for one in left if one.is_forgotten is forgotten], index, not forgotten)
         self._candidates = {}
 
     def _compare(self) -> None:
@@ -177,8 +176,14 @@ class IdleOptimizers:
         return sum(idle.steps for idle in self._idle.values())
 
     def before_step(
-        self, optimizer: Optimizer, place: int | None, parameters: Sequence[Tensor], has_gradients: bool, sure: bool
-    ) -> Iterator[SetupEvent]:
+        self,
+        optimizer: Optimizer,
+        place: int | None,
+        parameters: Sequence[Tensor],
+        has_gradients: bool,
+        sure: bool,
+        index: int,
+    ) -> Iterator[Event]:
         """Take note of a step; say what is sure.
 
         Args:
@@ -187,6 +192,7 @@ class IdleOptimizers:
             parameters: Its parameters.
             has_gradients: Whether one of them has a gradient.
             sure: Whether backward has run as often, so that gradients went elsewhere.
+            index: Number of the last step.
 
         Yields:
             An optimizer without gradients, where there is none with.
@@ -199,13 +205,13 @@ class IdleOptimizers:
             idle.steps += 1
             if idle.steps >= IDLE_STEPS and sure and not idle.told and not self.alive:
                 idle.told = True  # nothing that is watched is trained
-                yield SetupEvent(NO_GRADIENT, optimizer=place, value=idle.steps)
+                yield setup_event(NO_GRADIENT, index, idle.steps, place, harmless=False)
 
-    def end(self) -> Iterator[SetupEvent]:
+    def end(self, index: int) -> Iterator[Event]:
         """Say what is left: while the run goes on, a later phase of it may bring gradients."""
         for place, idle in self._idle.items():
             if idle.steps >= IDLE_STEPS and not idle.told:
-                yield SetupEvent(NO_GRADIENT, optimizer=place, value=idle.steps, harmless=True)
+                yield setup_event(NO_GRADIENT, index, idle.steps, place, harmless=True)
 
 
 @dataclass(slots=True)
@@ -214,13 +220,13 @@ class _Idle:
     told: bool = False
 
 
-def _told(found: Sequence[_Candidate], harmless: bool) -> Iterator[SetupEvent]:
-    same = [one.unchanged for one in found if one.unchanged is not None]
+def _told(found: Sequence[_Candidate], index: int, harmless: bool) -> Iterator[Event]:
+    same = {one.name: one.unchanged for one in found if one.unchanged is not None}
     if same:
-        unchanged = torch.stack([one.to(same[0].device, non_blocking=not same[0].is_cpu) for one in same])
-        names, count = [one.name for one in found], max(one.fresh for one in found)
-        late = not unchanged.is_cpu
-        yield SetupEvent(NO_OPTIMIZER, names, unchanged=unchanged, harmless=harmless, value=count, late=late)
+        device = next(iter(same.values())).device
+        named = {name: one.to(device, non_blocking=device.type != "cpu") for name, one in same.items()}
+        count = max(one.fresh for one in found)
+        yield setup_event(NO_OPTIMIZER, index, count, named=named, harmless=harmless)
 
 
 def _sample(parameter: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def living_optimizers(first: Optimizer) -> list[Optimizer]:
 
 
 def _shapes(optimizer: Optimizer) -> list[tuple[int, ...]]:
-    return [() if is_lazy(p) else tuple(p.shape) for p in parameters_of(optimizer)]
+    return list(map(_shape, parameters_of(optimizer)))
 
 
 def all_optimizers() -> list[Optimizer]:
@@ -183,20 +183,18 @@ def name_parameters(parameters: list[Tensor], modules: list[nn.Module]) -> list[
     Where several root modules hold some of the parameters, names that occur twice start with the module's class and its
     number, in the order of ``parameters``.
     """
-    wanted = {id(p): place for place, p in reversed([*enumerate(parameters)])}
+    wanted = set(map(id, parameters))
+    owners: dict[int, tuple[nn.Module | None, str]] = {}
     held = [(module, {name: p for name, p in _named(module).items() if id(p) in wanted}) for module in modules]
-    held = sorted((pair for pair in held if pair[1]), key=lambda pair: -len(pair[1]))
-    owners: dict[int, tuple[nn.Module, str]] = {}
-    for module, named in held:
+    for module, named in sorted(held, key=lambda pair: -len(pair[1])):  # the module that holds most of them first
         for name, p in named.items():
             owners.setdefault(id(p), (module, name))
-    numbers: dict[nn.Module, int] = {}
-    for key in sorted(owners, key=wanted.__getitem__):
-        numbers.setdefault(owners[key][0], len(numbers))
-    found = {key: (name, f"{type(module).__name__}#{numbers[module]}.{name}") for key, (module, name) in owners.items()}
-    shared = Counter(name for name, _ in found.values())
-    names = {key: full if shared[name] > 1 else name for key, (name, full) in found.items()}
-    return [names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]
+    shared, numbers, names = Counter(name for _, name in owners.values()), dict[nn.Module | None, int](), []
+    for place, p in enumerate(parameters):
+        module, name = owners.get(id(p), (None, f"parameter {place}"))
+        number = numbers.setdefault(module, len(numbers)) if module is not None else 0
+        names.append(f"{type(module).__name__}#{number}.{name}" if shared[name] > 1 else name)
+    return names
 
 
 def _named(module: nn.Module) -> dict[str, Tensor]:
@@ -208,35 +206,45 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 
 def described(
     names: Sequence[str], parameters: Sequence[Tensor], optimizers: Sequence[Optimizer], graph: GraphFacts | None = None
-) -> list[dict]:
+) -> list[Line]:
     """Return what ``meta`` says of each parameter; ``optimizer`` where there are several, ``frozen`` where it is.
 
     ``order`` is its place in the forward, where a backward has reached it before the first step, and ``uses`` how many
     operations took it.
     """
     used = [{}] * len(parameters) if graph is None else graph.of(parameters)
-    numbered = [pair for opt in optimizers for pair in enumerate(opt.param_groups)]
-    groups = {id(p): (k, group) for k, group in numbered for p in group["params"]}
-    owners = {id(p): place for place, opt in enumerate(optimizers) for p in parameters_of(opt)}
-    return [
-        {
-            "name": name,
-            "shape": [] if is_lazy(p) else list(p.shape),  # of a lazy module that was never called, nobody knows it
-            "numel": 0 if is_lazy(p) else p.numel(),
-            "dtype": str(p.dtype).removeprefix("torch."),
-            "group": groups[id(p)][0],
-        }
-        | _decay_of(groups[id(p)][1])
-        | ({"optimizer": owners[id(p)]} if len(optimizers) > 1 else {})
-        | ({} if p.requires_grad else {"frozen": True})
-        | its
-        for name, p, its in zip(names, parameters, used, strict=True)
-    ]
+    groups = {
+        id(p): (place if len(optimizers) > 1 else None, k, group)
+        for place, optimizer in enumerate(optimizers)
+        for k, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+    }
+    lines = []
+    for name, p, its in zip(names, parameters, used, strict=True):
+        owner, k, group = groups[id(p)]
+        lines.append(
+            {
+                "name": name,
+                "shape": list(_shape(p)),
+                "numel": 0 if is_lazy(p) else p.numel(),
+                "dtype": str(p.dtype).removeprefix("torch."),
+                "group": k,
+                "weight_decay": _number_in(group, "weight_decay") or None,
+                "optimizer": owner,
+                "frozen": None if p.requires_grad else True,
+                **its,
+            }
+        )
+    return [known_fields(line) for line in lines]
 
 
-def _decay_of(group: dict[str, Any]) -> dict[str, float]:
-    decay = group.get("weight_decay")
-    return {"weight_decay": float(decay)} if isinstance(decay, int | float) and decay else {}
+def _shape(parameter: Tensor) -> tuple[int, ...]:
+    return () if is_lazy(parameter) else tuple(parameter.shape)  # of a module that was never called, nobody knows it
+
+
+def _number_in(group: dict[str, Any], name: str) -> float | None:
+    value = group.get(name)
+    return float(value) if isinstance(value, int | float) else None
 
 
 def program_facts(argv: Sequence[str] | None = None, clip: str | None = None, *, keep_arguments: bool = False) -> Line:
@@ -253,12 +261,6 @@ def program_facts(argv: Sequence[str] | None = None, clip: str | None = None, *,
     shown = list(given) if keep_arguments else redacted_arguments(given)
     version = getattr(sys.modules.get("gradguard"), "__version__", None)  # not imported: this floor is below
     return {"version": version, "argv": shown, "clip": clip, "git": git_state()}
-
-
-def _eps_of(optimizer: Optimizer) -> float | None:
-    """Return the epsilon that an Adam-like optimizer adds to its divisor."""
-    eps = optimizer.param_groups[0].get("eps") if optimizer.param_groups else None
-    return float(eps) if isinstance(eps, int | float) else None
 
 
 def meta_line(
@@ -285,7 +287,7 @@ def meta_line(
         "torch": torch.__version__,
         **describe(parameters),
         "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
-        "eps": [_eps_of(optimizer) for optimizer in optimizers],
+        "eps": [_number_in(optimizer.param_groups[0], "eps") for optimizer in optimizers],  # beside Adam's divisor
         "compute": None if seen is None else sorted(seen.dtypes),
         "leaves": None if graph is None else len(graph.leaves),
         "loss_factor": None if seen is None else seen.factor,

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradguard.arguments import check_whole
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.grad_scaler import listen_to_steps
 from gradguard.listeners import ClipEvent, listen, rule_of
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.clips import StepGradients, note_guard
+from gradguard.monitoring.observe.clips import StepClips, StepGradients, note_guard
 from gradguard.monitoring.observe.loop_setup import Unowned
 from gradguard.monitoring.observe.measure import gradient_norms
 from gradguard.monitoring.observe.meta import (
@@ -36,9 +37,10 @@ from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.recorder import Recorder, check_callable, safely
 from gradguard.monitoring.observe.schedule import Schedule
 from gradguard.monitoring.observe.shared_norms import Shared, are_spread
-from gradguard.monitoring.observe.step import ScaleUpdate, ScriptClip, StepMeasurement, copied
+from gradguard.monitoring.observe.step import OWN_NAMES, ScriptClip, StepMeasurement, copied, scale_update
 from gradguard.monitoring.observe.termination import before_signals
 from gradguard.monitoring.show.sinks import Sinks
+from gradguard.monitoring.show.sinks.base import plain
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.torch_private import grads_of, loss_scale_of
 
@@ -79,7 +81,7 @@ class Monitor(Recorder):
     several processes                                only rank 0 writes
     a forked child (DataLoader)                      writes nothing
     sharded gradients (DTensor, FSDP1)               measured by all processes together at each step: make the monitor
-                                                     on every one of them; without max, weights, updates and histogram
+                                                     on every one of them; without zeros, weights and their updates
     the program ends without ``close()``             what is there is written at exit and on SIGTERM and SIGHUP, after
                                                      which the signal does what it would have done; a program that is
                                                      killed keeps what was flushed. The same where the optimizer goes
@@ -137,7 +139,7 @@ class Monitor(Recorder):
         check_arguments(optimizer, self._held, model, scaler, every)
         super().__init__(Schedule() if self._guard is None else Schedule(every=0))
         names = name_parameters(self._held, [model] if model is not None else living_modules())
-        self._places = Places(self._held)
+        self._places = self._all_places = Places(self._held)
         self._optimizer, self._scaler, self._amp_scale = weakref.ref(optimizer), scaler, None
         self._result, self._guard_event = None, None  # the last that was written; the one of the step that begins
         self._logged, self._complained = Logged(self._tell), set[str]()
@@ -145,10 +147,7 @@ class Monitor(Recorder):
         facts = program_facts(clip=None if clipper is None else type(clipper).__name__)
         writes = rank_and_world()[0] == 0
         sinks = Sinks(sink if writes else [])
-        self._lines = RecordBuffer(
-            sinks, every, arrived=self._arrived, failed=self._fail, keeps_rows=True,
-            on_finding=on_finding if writes else None,
-        )  # fmt: skip
+        self._lines = RecordBuffer(sinks, every, self._fail, on_finding=on_finding if writes else None)
         self._buffer = self._lines
         self._lines.begin(meta_line(facts, [optimizer], self._held, names))
         if model is not None:  # without it, it is not known which modules are trained here
@@ -173,12 +172,12 @@ class Monitor(Recorder):
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The last 1,000 ``step`` lines that were flushed, as plain dictionaries; `flush` first for the newest."""
-        return [dict(row) for row in self._lines.rows]
+        return [plain(row) for row in self._lines.rows]
 
     @property
     def last(self) -> dict[str, Any] | None:
         """The last of `rows`; None before the first."""
-        return dict(self._lines.rows[-1]) if self._lines.rows else None
+        return plain(self._lines.rows[-1]) if self._lines.rows else None
 
     def log(self, *, loss: Any = None, norm: Any = None, max_norm: Any = None, **scalars: Any) -> None:
         """Add numbers to the line of a step: call it at the same place of each iteration, before or after the step.
@@ -298,18 +297,16 @@ class Monitor(Recorder):
         orders = getattr(getattr(self._guard, "clipper", None), "orders", None)
         return orders is None or orders() == {2.0}
 
-    def _measured(self, optimizer: Optimizer, given: StepGradients) -> StepMeasurement | None:
-        clipped = None
+    def _measured(
+        self, optimizer: Optimizer, given: StepGradients, clipped: StepClips | None = None
+    ) -> StepMeasurement | None:
         if self._guard is not None:
             if (step := self._guarded(optimizer)) is not None:
                 return step
             parameters, clipped, _, shared = self._thread.before_guard
             given = StepGradients(parameters, grads_of(parameters), given.spread, shared)
-        if given.spread and given.shared is None:  # nobody has measured
-            return None
-        step = self._clips.step(self._steps, optimizer, given, clipped=clipped)
-        step.places = self._places.of(optimizer, given.parameters) if len(step.norms) else []
-        return step
+        nobody_measured = given.spread and given.shared is None
+        return None if nobody_measured else super()._measured(optimizer, given, clipped)
 
     def _is_open(self, optimizer: Optimizer) -> bool:
         del optimizer
@@ -322,7 +319,7 @@ class Monitor(Recorder):
         step.amp_scale = copied(scale) if isinstance(scale, Tensor) else None
         if self._amp_scale is not None and step.amp_scale is not None:
             scales = self._amp_scale, step.amp_scale
-            self._lines.add(ScaleUpdate(max(self._steps - 1, 0), *scales, late=not step.amp_scale.is_cpu))
+            self._lines.add(scale_update(self._last_step, *scales))
         self._amp_scale = step.amp_scale
         if step.found_inf is not None and self._guard_event is not None:  # the scaler left it out; the guard said so
             note_guard(step, self._guard_event)
@@ -345,7 +342,7 @@ class Monitor(Recorder):
         if not told or len(parameters) == len(names):
             given = StepGradients(parameters, [], shared=shared)
             step = self._clips.step(self._steps, optimizer, given, now=now, clipped=clipped)
-            step.places = self._places.of(optimizer, parameters)
+            step.places = self._all_places.of(optimizer, parameters)
         else:
             late = not result.tensor_norms.is_cpu
             step = StepMeasurement(self._steps, result.tensor_norms, array("q", [-1] * len(names)), late=late)
@@ -357,9 +354,8 @@ class Monitor(Recorder):
             note_guard(step, event)
         return step
 
-    def _complete(self, step: StepMeasurement) -> bool:
+    def _complete(self, step: StepMeasurement) -> None:
         self._logged.give(step)
-        return not self._logged.comes_before
 
     def _hears(self, parameters: Sequence[Tensor]) -> bool:
         """Clips of some of the optimizer's parameters; it may have got some since this was made."""
@@ -396,14 +392,6 @@ class Monitor(Recorder):
 def _if_living(method: weakref.WeakMethod, *args: Any) -> None:
     if (act := method()) is not None:
         act(*args)
-
-
-OWN_NAMES = frozenset((
-    "t", "i", "wall", "loss", "backwards", "origin", "lr", "norm", "post_norm", "coefficient", "threshold", "rule",
-    "clips", "clips_disjoint", "user_max_norm", "max_norm", "amp_scale", "skipped", "spike", "nonfinite", "top",
-    "optimizer", "scaled_clip", "kept_gradients", "update", "logit", "logit_of",
-))  # fmt: skip
-"""The fields of a ``step`` line."""
 
 
 class Logged:
@@ -491,11 +479,11 @@ def check_arguments(optimizer: Optimizer, parameters: list[Tensor], model: Any, 
     """Refuse what cannot be meant, before anything is opened.
 
     Raises:
-        InvalidTypeError: If ``model`` or ``scaler`` is of another type.
-        InvalidValueError: If ``every`` is no number of steps, or ``model`` has none of the ``parameters``.
+        InvalidTypeError: If ``every``, ``model`` or ``scaler`` is of another type.
+        InvalidValueError: If ``every`` is below 1, or ``model`` has none of the ``parameters``.
     """
-    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-        raise InvalidValueError(f"every={every!r}: expected a whole number of steps, at least 1, or None.")
+    if every is not None:
+        check_whole("every", every)
     if model is not None and not isinstance(model, nn.Module):
         raise InvalidTypeError(f"model is {type(model).__name__}: expected the torch.nn.Module that is trained.")
     if model is not None and not {id(p) for p in model.parameters()} & set(map(id, parameters)):

@@ -17,7 +17,7 @@ from gradguard.distributed.placements import is_sharded, local_part, placement_o
 from gradguard.errors import GradguardError
 from gradguard.listeners import ClipEvent
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.clips import AppliedClip, StepGradients
+from gradguard.monitoring.observe.clips import AppliedClip, StepClips, StepGradients
 from gradguard.monitoring.observe.graph_facts import GraphFacts, origin_of
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, Unowned
 from gradguard.monitoring.observe.meta import (
@@ -32,7 +32,7 @@ from gradguard.monitoring.observe.record_buffer import RecordBuffer
 from gradguard.monitoring.observe.recorder import Recorder, safely
 from gradguard.monitoring.observe.schedule import EVERY, Schedule
 from gradguard.monitoring.observe.shared_norms import is_captured
-from gradguard.monitoring.observe.step import ScaleUpdate, ScriptClip, StepMeasurement
+from gradguard.monitoring.observe.step import ScriptClip, StepMeasurement, scale_update
 from gradguard.monitoring.record.file import SCHEMA
 from gradguard.monitoring.record.text import on_stderr
 from gradguard.monitoring.show.sinks import Sinks
@@ -77,7 +77,6 @@ class Observer(Recorder):
         super().__init__(Schedule(diagnostics_every), clip)
         self._diagnostics_every, self._in_child = diagnostics_every, in_child
         self._meta, self._every, self._path, self._on_finding = meta, every, path, on_finding
-        self._places: Places | None = None  # until the first line is written
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._count = 0  # optimizers but one
         self._losses, self._left = Losses(), last_step
@@ -102,7 +101,6 @@ class Observer(Recorder):
     @safely
     def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Callable[[], None] | None:
         """Keep the loss; on the first steps, look whether the gradients of the last one are still there."""
-        self._clips.looked = False
         if any(is_captured(loss) for loss in losses):  # what is copied later would be memory that only a replay writes
             return None
         with suppress(Exception):  # one that cannot be read is no reason to stop
@@ -147,7 +145,7 @@ class Observer(Recorder):
             self._clips.forget()
         self._steps_at_update = self._steps
         if before is not None and after is not None and self._buffer is not None:
-            self._buffer.add(ScaleUpdate(max(self._steps - 1, 0), before, after, late=not after.is_cpu))
+            self._buffer.add(scale_update(self._last_step, before, after))
 
     def on_stepped(self, optimizer: Optimizer) -> None:
         """Add the row of the step that is done; end the program after the last step that was asked for."""
@@ -159,12 +157,10 @@ class Observer(Recorder):
 
     # --- what differs from other recorders ----------------------------------------------------------------------------
 
-    def _measured(self, optimizer: Optimizer, given: StepGradients) -> StepMeasurement | None:
-        if not given.parameters or self._places is None:  # an optimizer that has nothing to do yet
-            return None
-        step = self._clips.step(self._steps, optimizer, given)
-        step.places = self._places.of(optimizer, given.parameters) if len(step.norms) else []
-        return step
+    def _measured(
+        self, optimizer: Optimizer, given: StepGradients, clipped: StepClips | None = None
+    ) -> StepMeasurement | None:
+        return super()._measured(optimizer, given, clipped) if given.parameters else None  # it has nothing to do yet
 
     def _begins_in_child(self) -> bool:
         """Begin anew: hooks and patches are there, and lead to this object; all else was the parent's."""
@@ -233,7 +229,7 @@ class Observer(Recorder):
         except GradguardError as error:
             on_stderr(f"{error} The program runs without a record.")
         return RecordBuffer(
-            sinks, self._every, arrived=self._arrived, failed=self._fail, in_background=True,
+            sinks, self._every, self._fail, in_background=True,
             on_finding=self._on_finding if path is not None else None,
         )  # fmt: skip
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.judge.live import Judge
-from gradguard.monitoring.observe.host_copy import AsyncHostCopy, NumberPlaces
-from gradguard.monitoring.observe.step import Entry, ParameterTable, RecoveryNote, StepMeasurement, lines_of
+from gradguard.monitoring.observe.host_copy import AsyncHostCopy
+from gradguard.monitoring.observe.shared_norms import refuse_lost
+from gradguard.monitoring.observe.step import Entry, ParameterTable, StepMeasurement, lines_of
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.lines import known_fields, without_none
 from gradguard.monitoring.show.alerts import Alerts
 from gradguard.monitoring.show.sinks import Sinks
-from gradguard.monitoring.show.sinks.base import plain
 
 FLUSH_ROWS = 50
 FLUSH_SECONDS = 2.0
@@ -24,9 +24,6 @@ KEPT_ROWS = 1000
 MOST_BEHIND = 2
 """Where so many parts wait for our own thread, the one that trains writes them: memory stays flat, and a program that
 is killed has left all but the last steps."""
-
-PARTS = 5
-"""Our own thread gets the rows of a flush in so many parts."""
 
 
 class RecordBuffer:
@@ -41,16 +38,13 @@ class RecordBuffer:
     Args:
         sinks: Where lines go.
         every: Write the norm of each parameter every so many steps; None as `lines_of` has it.
-        arrived: Called with each step when its numbers are known, before its lines are made.
         failed: Called with what went wrong with a step; the others are written all the same.
         in_background: Whether a thread of our own writes steps that need no device.
         on_finding: A function that is called with each finding, in a thread of its own.
-        keeps_rows: Whether `rows` are kept.
 
     Attributes:
         sinks: Where lines go.
         has_begun: Whether the first line has been written; steps wait for it.
-        newest: The last step, while something may still be added to it.
         rows: The last `KEPT_ROWS` ``step`` lines that were written.
         seconds: Processor time of the thread of our own.
     """
@@ -58,24 +52,20 @@ class RecordBuffer:
     def __init__(
         self,
         sinks: Sinks,
-        every: int | None = None,
+        every: int | None,
+        failed: Callable[[Exception], object],
         *,
-        arrived: Callable[[StepMeasurement], object] = lambda step: None,
-        failed: Callable[[Exception], object] = lambda error: None,
         in_background: bool = False,
-        keeps_rows: bool = False,
         on_finding: Callable[[Finding], object] | None = None,
     ) -> None:
-        self.sinks, self._every, self._arrived, self._failed = sinks, every, arrived, failed
-        self._in_background, self._keeps_rows = in_background, keeps_rows
+        self.sinks, self._every, self._failed = sinks, every, failed
+        self._in_background = in_background
         self._alerts = None if on_finding is None else Alerts(on_finding, self.write)
         self._table, self._judge = ParameterTable(), Judge({})
         self.has_begun = False
-        self.newest: StepMeasurement | None = None
         self.rows: deque[Line] = deque(maxlen=KEPT_ROWS)
         self._waiting: list[Entry] = []
-        self._behind: list[RecoveryNote] = []  # the newest
-        self._sent: deque[tuple[list[Entry], NumberPlaces | None, AsyncHostCopy | None]] = deque()
+        self._sent: deque[tuple[list[Entry], AsyncHostCopy | None]] = deque()
         self._flushed, self.seconds = time.perf_counter(), 0.0
         self._lock = threading.RLock()  # of what waits, and
         self._writing = threading.RLock()  # of what is written, which takes longer; nobody asks for the first within it
@@ -95,23 +85,13 @@ class RecordBuffer:
         with self._writing:
             self.sinks.push([known_fields(line)])
 
-    def add(self, entry: Entry, *, keep: bool = False) -> None:
-        """Take a step; write what is due.
-
-        Args:
-            entry: The step.
-            keep: Whether something may still be added to it: it then waits for the next one, or for a flush.
-        """
+    def add(self, entry: Entry) -> None:
+        """Take a step or an event; write what is due of those before, to which nothing will be added any more."""
         with self._lock:
-            self._release_newest()
-            if keep and isinstance(entry, StepMeasurement):
-                self.newest = entry
-            else:
-                self._waiting.append(entry)
-            parts = 1 if entry.late or not self._in_background else PARTS
-            due = len(self._waiting) >= FLUSH_ROWS / parts or self._is_late()
+            due = len(self._waiting) >= FLUSH_ROWS or self._is_late()
             if due:
                 self._send()
+            self._waiting.append(entry)
         if self._in_background and self._thread is None:
             self._thread = threading.Thread(target=self._keep_writing, name="gradguard-record", daemon=True)
             self._thread.start()
@@ -121,18 +101,14 @@ class RecordBuffer:
         elif due or self._sent:
             self._write_arrived()
 
-    def add_behind(self, note: RecoveryNote) -> None:
-        """Take what was done after the newest step, to which something may still be added."""
-        with self._lock:
-            if self.newest is not None:
-                self._behind.append(note)
-                return
-        self.add(note)
+    @property
+    def newest(self) -> StepMeasurement | None:
+        """The last step, while something may still be added to it."""
+        return next((entry for entry in reversed(self._waiting) if isinstance(entry, StepMeasurement)), None)
 
     def flush(self, wait: bool = False) -> None:
         """Send for all steps, and write those that are here; ``wait`` for the others."""
         with self._lock:
-            self._release_newest()
             self._send()
         self._write_arrived(wait)
 
@@ -161,11 +137,6 @@ class RecordBuffer:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _release_newest(self) -> None:
-        if self.newest is not None:
-            self._waiting += [self.newest, *self._behind]
-            self.newest, self._behind = None, []
-
     def _is_late(self) -> bool:
         return time.perf_counter() - self._flushed > FLUSH_SECONDS
 
@@ -174,25 +145,19 @@ class RecordBuffer:
             return
         waiting, self._waiting = self._waiting, []
         if waiting:
-            self._sent.append((waiting, *self._sent_for(waiting)))
+            copy = AsyncHostCopy(_holders(waiting)) if any([entry.late for entry in waiting]) else None
+            self._on_device = self._on_device or (copy is not None and copy.waits)
+            self._sent.append((waiting, copy))
         self._flushed = time.perf_counter()
-
-    def _sent_for(self, entries: list[Entry]) -> tuple[NumberPlaces | None, AsyncHostCopy | None]:
-        if not any([entry.late for entry in entries]):
-            return None, None
-        places = NumberPlaces(list(_holders(entries)))
-        copy = AsyncHostCopy(places.tensors)
-        self._on_device = self._on_device or copy.waits
-        return places, copy
 
     def _write_arrived(self, wait: bool = False) -> None:
         with self._writing:
-            while self._sent and (wait or self._sent[0][2] is None or self._sent[0][2].arrived()):
+            while self._sent and (wait or self._sent[0][1] is None or self._sent[0][1].arrived()):
                 self._write_sent(*self._sent.popleft())
 
-    def _write_sent(self, entries: list[Entry], places: NumberPlaces | None, copy: AsyncHostCopy | None) -> None:
-        if places is not None and copy is not None:
-            places.fill(copy.values())
+    def _write_sent(self, entries: list[Entry], copy: AsyncHostCopy | None) -> None:
+        if copy is not None:
+            copy.fill()
         lines: list[Line] = []
         for entry in entries:
             lines += self._lines_of(entry)
@@ -200,8 +165,7 @@ class RecordBuffer:
                 time.sleep(0)  # the thread that trains goes first
         if not lines:
             return
-        if self._keeps_rows:
-            self.rows += [plain(line) for line in lines if line["t"] == "step"]
+        self.rows += [line for line in lines if line["t"] == "step"]
         self.sinks.push(lines)
         if self._alerts is not None:
             for line in lines:
@@ -211,7 +175,7 @@ class RecordBuffer:
         lines: list[Line] = []
         try:
             if isinstance(entry, StepMeasurement):
-                self._arrived(entry)
+                refuse_lost(entry.lost)
             for line in lines_of(entry, self._table, self._every):
                 lines += self._judge.follow(line)
         except Exception as error:  # one bad step must not take the others, or the end, with it

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import repeat
 from operator import is_not
@@ -23,15 +23,16 @@ from torch.optim import Optimizer
 from gradguard.errors import InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.listeners import ClipCall, ClipEvent, Listener, RecoveryEvent
-from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, StepGradients, note_guard
+from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, StepClips, StepGradients, note_guard
 from gradguard.monitoring.observe.kept_gradients import STEPS as KEPT_STEPS
 from gradguard.monitoring.observe.kept_gradients import KeptGradients
 from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, IdleOptimizers, Unowned
 from gradguard.monitoring.observe.measure import measure_diagnostics, measure_update
+from gradguard.monitoring.observe.meta import Places
 from gradguard.monitoring.observe.record_buffer import FLUSH_SECONDS, RecordBuffer
-from gradguard.monitoring.observe.schedule import Alarm, Schedule
-from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured, refuse_lost
-from gradguard.monitoring.observe.step import RecoveryNote, SetupEvent, StepMeasurement, copied, total_of
+from gradguard.monitoring.observe.schedule import Schedule
+from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, are_spread, is_captured
+from gradguard.monitoring.observe.step import StepMeasurement, copied, recovery
 from gradguard.monitoring.observe.updates import FREE, SHARE, Moving
 from gradguard.monitoring.record.redaction import redacted
 from gradguard.optimizer_hooks import parameters_of
@@ -72,11 +73,12 @@ class Recorder(Listener):
     def __init__(self, schedule: Schedule, applied: AppliedClip | None = None) -> None:
         self._process, self._started, self._overhead = os.getpid(), time.perf_counter(), 0.0
         self._buffer: RecordBuffer | None = None  # once it is known where to write
+        self._places: Places | None = None  # once it is known what is trained
         self._clips, self._shared, self._applied = HeardClips(), SharedNorms(), applied
-        self._schedule, self._alarms = schedule, dict[int | None, Alarm]()
+        self._schedule = schedule
         self._unowned: Unowned | None = None
         self._idle, self._kept = IdleOptimizers(), KeptGradients()
-        # .step: the one that is running, its .optimizer and .moving; .diagnosed; of the ``scaler.step`` that is
+        # .step: the one that is running, its .optimizer and .moving; of the ``scaler.step`` that is
         # running, .scaler_steps: whether it has reached the optimizer, .loss_scale: what it has multiplied the loss by,
         # and .scaled: whether nobody had divided the gradients by it when it began
         self._thread = threading.local()
@@ -106,9 +108,15 @@ class Recorder(Listener):
 
     # --- what differs -------------------------------------------------------------------------------------------------
 
-    def _measured(self, optimizer: Optimizer, given: StepGradients) -> StepMeasurement | None:
+    def _measured(
+        self, optimizer: Optimizer, given: StepGradients, clipped: StepClips | None = None
+    ) -> StepMeasurement | None:
         """Return the facts known before a step; None if the step is not recorded."""
-        raise NotImplementedError
+        if self._places is None:
+            return None
+        step = self._clips.step(self._steps, optimizer, given, clipped=clipped)
+        step.places = self._places.of(optimizer, given.parameters) if len(step.norms) else []
+        return step
 
     def _is_open(self, optimizer: Optimizer) -> bool:
         """Whether anybody takes what would be recorded of it."""
@@ -122,10 +130,8 @@ class Recorder(Listener):
         """Which optimizer this is, where there are several."""
         del optimizer
 
-    def _complete(self, step: StepMeasurement) -> bool:
-        """Add what is known after it, and tell whether more may come, so that it waits for the next one."""
-        del step
-        return False
+    def _complete(self, step: StepMeasurement) -> None:
+        """Add what is known after it."""
 
     def _begins_in_child(self) -> bool:
         """Whether it begins anew in this forked child, with a record of its own."""
@@ -169,10 +175,7 @@ class Recorder(Listener):
 
     def _parameters(self, optimizer: Optimizer) -> list[Tensor]:
         try:
-            parameters = parameters_of(optimizer)
-            if all(issubclass(kind, Tensor) for kind in set(map(type, parameters))):  # one by one it takes longer
-                return parameters
-            return [p for p in parameters if isinstance(p, Tensor)]
+            return parameters_of(optimizer)
         except Exception as error:  # an optimizer without the usual groups
             self._fail(error)
             return []
@@ -218,31 +221,31 @@ class Recorder(Listener):
     def _look_at_setup(
         self, buffer: RecordBuffer, optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool
     ) -> None:
-        place, sure = self._place_of(optimizer), self._backwards >= IDLE_STEPS
-        events = list(self._idle.before_step(optimizer, place, parameters, has_gradients, sure))
+        place, sure, last = self._place_of(optimizer), self._backwards >= IDLE_STEPS, self._last_step
+        events = list(self._idle.before_step(optimizer, place, parameters, has_gradients, sure, last))
         if self._unowned is not None:
-            events += self._unowned.before_step(optimizer, parameters)
+            events += self._unowned.before_step(optimizer, parameters, last)
             self._unowned = None if self._unowned.is_over else self._unowned
-        self._add_events(buffer, events)
-
-    def _add_events(self, buffer: RecordBuffer, events: Iterable[SetupEvent]) -> None:
         for event in events:
-            event.index = max(self._steps - 1, 0)
             buffer.add(event)
+
+    @property
+    def _last_step(self) -> int:
+        return max(self._steps - 1, 0)
 
     @safely
     def _look_at_weights(self, optimizer: Optimizer, parameters: list[Tensor], spread: bool) -> None:
         """Measure what is costlier, as often as it is due, and keep some of the weights until the step is done."""
-        step, self._thread.diagnosed, self._thread.moving = self._open_step(), None, None
+        step, self._thread.moving = self._open_step(), None
         if step is None or not parameters:
             return
         now = time.perf_counter()
         elapsed = now - self._started
         measurable = not spread and step.total is None  # of a part, or scaled, diagnostics would be wrong
-        if measurable and self._schedule.due(self._steps, self._turns[step.optimizer or 0], elapsed):
-            step.diagnostics = measure_diagnostics(parameters, getattr(optimizer, "grad_scale", None))
-            self._thread.diagnosed, self._thread.spent = parameters, time.perf_counter() - now
-        if self._thread.diagnosed is not None or self._watching_updates <= FREE + SHARE * elapsed:
+        if measurable and self._schedule.due(self._turns[step.optimizer or 0], elapsed):
+            step.diagnostics = measure_diagnostics(parameters)
+            step.diagnostics.seconds = time.perf_counter() - now
+        if step.diagnostics is not None or self._watching_updates <= FREE + SHARE * elapsed:
             began = time.thread_time()  # which other programs do not make longer
             self._thread.moving = Moving(optimizer, parameters)
             self._watching_updates += time.thread_time() - began
@@ -258,27 +261,24 @@ class Recorder(Listener):
             began, step.moved = time.thread_time(), moving.moved()
             self._watching_updates += time.thread_time() - began
         now = time.perf_counter()
-        if step.diagnostics is not None and self._thread.diagnosed is not None:
-            measure_update(step.diagnostics, self._thread.diagnosed)
-            self._schedule.spent(self._thread.spent + time.perf_counter() - now)
-            self._thread.diagnosed = None
+        if step.diagnostics is not None:
+            measure_update(step.diagnostics)
+            self._schedule.spent(step.diagnostics.seconds + time.perf_counter() - now)
         step.wall = now - self._started
         found_inf = getattr(optimizer, "found_inf", None)
         step.found_inf = copied(found_inf) if isinstance(found_inf, Tensor) else None
         self._add(self._buffer, step)
-        if not step.late:
-            self._watch_norm(step)
         if self._backwards and step.turn < KEPT_STEPS:
             self._kept.after_step(optimizer)
 
     def _add(self, buffer: RecordBuffer, step: StepMeasurement) -> None:
         with self._lock:  # several threads may train at once
-            keep = self._complete(step)
+            self._complete(step)
             optimizer = step.optimizer or 0
             step.index, step.turn = self._steps, self._turns[optimizer]
             self._steps, self._turns[optimizer] = step.index + 1, step.turn + 1
             self._last_steps[optimizer] = step.index
-            buffer.add(step, keep=keep)
+            buffer.add(step)
         self._active = self._active and not buffer.sinks.lost
 
     @safely
@@ -312,19 +312,6 @@ class Recorder(Listener):
     def _forget(self, parameters: list[Tensor]) -> None:
         """Forget what another evaluation of a closure told: it belongs to this step, and the next one would get it."""
         self._clips.forget(parameters)
-
-    def _arrived(self, step: StepMeasurement) -> None:
-        """Look at a step whose numbers have come from a device."""
-        refuse_lost(step.lost)
-        if step.late:
-            self._watch_norm(step)
-
-    def _watch_norm(self, step: StepMeasurement) -> None:
-        """Start a burst of diagnostics after a norm that is out of the ordinary."""
-        if (alarm := self._alarms.get(step.optimizer)) is None:
-            alarm = self._alarms[step.optimizer] = Alarm()
-        if alarm.see(total_of(step)):
-            self._schedule.alert(self._steps, time.perf_counter() - self._started)
 
     # --- clips --------------------------------------------------------------------------------------------------------
 
@@ -363,7 +350,7 @@ class Recorder(Listener):
         if self._buffer is not None and self._knows(event.optimizer):
             place = self._place_of(event.optimizer)
             if (index := self._last_steps.get(place or 0)) is not None:
-                self._buffer.add_behind(RecoveryNote(index, event, place))
+                self._buffer.add(recovery(index, event, place))
 
     @safely
     def on_logits(self, name: str, largest: Tensor) -> None:
@@ -398,8 +385,9 @@ class Recorder(Listener):
             return
         with suppress(Exception):  # what cannot be told of the set-up must not take the last line with it
             if active and buffer.has_begun:
-                left = () if self._unowned is None else self._unowned.end()
-                self._add_events(buffer, [*left, *self._idle.end()])
+                left = () if self._unowned is None else self._unowned.end(self._last_step)
+                for event in [*left, *self._idle.end(self._last_step)]:
+                    buffer.add(event)
         with suppress(Exception):  # nothing here may change how the training ends
             buffer.close(
                 {

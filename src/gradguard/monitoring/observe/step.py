@@ -5,11 +5,11 @@ The one place where tensors become numbers.
 
 import math
 import operator
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from gradguard.distributed.placements import is_sharded
@@ -17,7 +17,7 @@ from gradguard.listeners import ClipEvent, RecoveryEvent
 from gradguard.monitoring.judge.detectors.loop_setup import setup_episode
 from gradguard.monitoring.judge.findings import Kind
 from gradguard.monitoring.judge.live import event_line
-from gradguard.monitoring.observe.measure import Diagnostics, Norms, histogram_of
+from gradguard.monitoring.observe.measure import Diagnostics, Norms
 from gradguard.monitoring.observe.updates import Moved
 from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.lines import known_fields, without_none
@@ -55,20 +55,18 @@ class ScriptClip:
         norm: The norm that a norm clip compares with its threshold, copied: what it returned or was given, unless
             that is the 2-norm of all gradients that it got, which is measured here.
         coefficient: What it multiplied the gradients by, on the whole, copied; None if it does not tell.
-        one_factor: Whether it multiplied each gradient by that one number.
     """
 
     rule: str = ""
     threshold: Any = None
     norm: Any = None
     coefficient: Any = None
-    one_factor: bool = False
 
     @classmethod
     def told(cls, event: ClipEvent) -> Self:
         """Return what a clip of gradguard's tells, without its norm, which a clip within a step has no use for."""
         coefficient = copied(event.coefficient)
-        return cls(event.rule, copied(event.threshold), coefficient=coefficient, one_factor=event.one_factor)
+        return cls(event.rule, copied(event.threshold), coefficient=coefficient)
 
 
 @dataclass(slots=True)
@@ -84,7 +82,6 @@ class StepMeasurement:
         lr: Learning rate of the first parameter group: a number, or a copy of the script's tensor.
         clips: The script's own clips, in their order.
         reach: The places in ``norms`` that each acted on; empty where all acted on all of them.
-        after: 2-norm of each gradient after the clips, where there are several with a `reach`.
         applied: The clip that the watcher applies itself, behind them.
         guard: The clip of a `Guard` that acted within the step; None if none did.
         skipped: Whether a guard left the step out.
@@ -116,7 +113,6 @@ class StepMeasurement:
     lr: Any = None
     clips: Sequence[ScriptClip] = ()
     reach: Sequence[Sequence[int]] = ()
-    after: Norms | None = None
     applied: ScriptClip | None = None
     guard: ScriptClip | None = None
     skipped: Any = None
@@ -145,48 +141,86 @@ class StepMeasurement:
 
 
 @dataclass(slots=True)
-class ScaleUpdate:
-    """A loss scale before and after the update that followed the step of this number; ``late`` as for a step."""
-
-    index: int
-    before: Any
-    after: Any
-    late: bool
-
-
-@dataclass(slots=True)
-class SetupEvent:
-    """Something about the set-up of the loop.
+class Event:
+    """Something behind the step of this number.
 
     Attributes:
-        kind: Its kind, of `loop_setup`.
-        params: The names of the parameters that it is about; None for all of ``optimizer``.
-        unchanged: Which of them have kept their values since they were first looked at: the others are left out.
-        optimizer: Which optimizer, where the script has several.
-        value: On how many steps it was seen.
-        harmless: Whether it may be meant.
-        index: Number of the last step.
+        index: Number of the step.
+        lines: Makes its lines, of the record's parameters and of `numbers`.
+        numbers: Numbers, or tensors until these have been read.
         late: Whether it holds tensors on a device.
     """
 
-    kind: Kind
-    params: Sequence[str] | None = None
-    unchanged: Any = None
-    optimizer: int | None = None
-    value: float | None = None
-    harmless: bool = False
-    index: int = 0
-    late: bool = False
-
-
-@dataclass(slots=True)
-class RecoveryNote:
-    """Spikes that were handled after the step of this number; ``optimizer`` is its place where there are several."""
-
     index: int
-    event: RecoveryEvent
-    optimizer: int | None = None
+    lines: "Callable[[ParameterTable, list[Any]], Iterable[Line]]"
+    numbers: list[Any] = field(default_factory=list)
     late: bool = False
+
+
+def scale_update(index: int, before: Tensor, after: Tensor) -> Event:
+    """Return the event of a loss scale before and after the update that followed a step; no line if it did not fall."""
+
+    def lines(table: ParameterTable, numbers: list[Any]) -> Iterable[Line]:
+        del table
+        old, new = map(float, numbers)
+        message = f"the loss scale fell from {old:g} to {new:g}: gradients overflowed, a step was skipped"
+        advice = "a few of these are normal; a scale that keeps falling is not"
+        line = {"t": "event", "i": index, "kind": "amp_skip", "severity": "info", "message": message, "advice": advice}
+        return [line] if new < old else []
+
+    return Event(index, lines, [before, after], late=not after.is_cpu)
+
+
+def setup_event(
+    kind: Kind,
+    index: int,
+    value: float,
+    optimizer: int | None = None,
+    named: Mapping[str, Tensor] | None = None,
+    *,
+    harmless: bool,
+) -> Event:
+    """Return the event of something about the set-up of the loop.
+
+    Args:
+        kind: Its kind, of `loop_setup`.
+        index: Number of the step.
+        value: On how many steps it was seen.
+        optimizer: Which optimizer, where the script has several.
+        named: The parameters that it is about, each with whether it has kept its values: others are left out. None
+            for all of ``optimizer``.
+        harmless: Whether it may be meant.
+    """
+    unchanged = [] if named is None else [torch.stack(list(named.values()))]
+
+    def lines(table: ParameterTable, numbers: list[Any]) -> Iterable[Line]:
+        if named is None:
+            names = table.names_of(optimizer)
+        else:
+            names = [name for name, same in zip(named, _numbers(numbers[0]), strict=True) if same]
+        if not names and named is not None:
+            return []
+        episode = setup_episode(kind, index, names, value, harmless=harmless)
+        episode.optimizer = optimizer
+        return [event_line(episode.finding(), index)]
+
+    return Event(index, lines, unchanged, late=bool(unchanged) and not unchanged[0].is_cpu)
+
+
+def recovery(index: int, event: RecoveryEvent, optimizer: int | None) -> Event:
+    """Return the event of what was done about spikes; ``optimizer`` is its place where there are several."""
+    line = {
+        "t": "event",
+        "i": index,
+        "kind": event.kind,
+        "severity": "warning" if event.kind == "rolled_back" else "info",
+        "message": event.message,
+        "lost": event.lost,
+        "recovery": event.recovery,
+        "slowed_down": event.slowed_down or None,
+        "optimizer": optimizer,
+    }
+    return Event(index, lambda *_: [line])
 
 
 class ParameterTable:
@@ -234,7 +268,7 @@ class ParameterTable:
         return [place for place in own if place not in measured]
 
 
-Entry = StepMeasurement | ScaleUpdate | SetupEvent | RecoveryNote
+Entry = StepMeasurement | Event
 
 
 THINNED_FROM = 100_000
@@ -250,14 +284,8 @@ def lines_of(step: Entry, table: ParameterTable, every: int | None) -> Iterator[
         every: A ``tensors`` line every so many steps of each optimizer; None for about 200 bytes a step, and from
             `THINNED_FROM` on fewer: a million steps of a small model have 262,500 of these lines.
     """
-    if isinstance(step, StepMeasurement):
-        lines = _lines_of_step(step, table, every)
-    elif isinstance(step, RecoveryNote):
-        lines = iter([_recovery_line(step)])
-    else:
-        lines = _lines_of_update(step) if isinstance(step, ScaleUpdate) else _lines_of_setup(step, table)
-    for line in lines:
-        yield known_fields(line)
+    lines = step.lines(table, step.numbers) if isinstance(step, Event) else _lines_of_step(step, table, every)
+    yield from map(known_fields, lines)
 
 
 def _every(turn: int, parameters: int) -> int:
@@ -313,16 +341,12 @@ def _tensors_line(step: StepMeasurement, norms: list[float], table: ParameterTab
         line["rates"] = [_number(rate) for rate in step.moved.rates] if len(step.moved.rates) > 1 else None
     found = step.diagnostics
     if found is not None:
-        scale = _number(found.scale) or 1.0
-        line["max"] = table.array(step.places, [x / scale for x in _numbers(found.max)])
         line["zeros"] = table.array(step.places, found.zeros)
         rows = table.array(step.places, found.zero_rows, math.nan)
         line["zero_rows"] = [None if math.isnan(share) else share for share in rows]
         line["weight"] = table.array(step.places, found.weight)
         if found.update is not None:
             line["update"] = table.array(step.places, found.update)
-        if found.counts is not None:
-            line["histogram"] = histogram_of(_numbers(found.counts), scale)
     return line
 
 
@@ -394,10 +418,8 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
         The clips that acted: the script's own, the one that the watcher applies, the guard's; what gradients were
         multiplied by in all, if that is known; and by those of them that acted within the step.
     """
-    clips = [_Clip(clip.rule, _threshold(clip.threshold), _of_clip(clip, step, total)) for clip in step.clips]
-    if step.acts_apart and step.after is not None:
-        clips = list(_measured(clips, step, _numbers(step.norms), _numbers(step.after)))
-    clips = [clip for clip in clips if clip.rule not in FIXED or clip.threshold != math.inf]  # others only measure
+    clips = [_Clip(clip.rule, _finite(clip.threshold), _of_clip(clip, step, total)) for clip in step.clips]
+    inner = without_none((step.applied, step.guard))
     known = math.prod(clip.coefficient for clip in clips if clip.coefficient is not None)
     unknown = [k for k, clip in enumerate(clips) if clip.coefficient is None]
     coefficient = None
@@ -409,54 +431,17 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
         own = min(1.0, coefficient / known)
         if len(clips) > 1 and own > 1 - ROUNDING:
             own, coefficient = 1.0, known
-        # Beside a clip within the step, each row of the record has a factor of its own gradients, not of all.
-        is_own = not step.reach or (step.applied is None and step.guard is None)
-        clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=own if is_own else None)
+        if not (step.reach and inner):  # else each row of the record has a factor of its own gradients, not of all
+            clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=own)
     within = 1.0
-    for clip in without_none((step.applied, step.guard)):
+    for clip in inner:
         own = _number(clip.coefficient)
-        clips.append(_Clip(clip.rule, _threshold(clip.threshold), own))
+        clips.append(_Clip(clip.rule, _finite(clip.threshold), own))
         coefficient = own if coefficient is None or own is None else own * coefficient
         within *= 1.0 if own is None else own
-    finite = math.isfinite(total)
-    shown = [
-        _Clip(rule, None if threshold == math.inf else threshold, one if finite else None)
-        for rule, threshold, one in clips
-    ]
-    return shown, coefficient if finite else None, within
-
-
-def _measured(
-    clips: Sequence[_Clip], step: StepMeasurement, before: Sequence[float], after: Sequence[float]
-) -> Iterator[_Clip]:
-    """Yield the clips, with a coefficient from norms for each that told none, where the norms determine it.
-
-    It is the norm of the clip's own gradients behind it over that before it: what the factors that other clips told
-    make of the norms after and before all clips. A clip that met another one of its kind, or one that is not one factor
-    for all of its gradients, has none.
-    """
-    told, doubtful = [1.0] * len(before), Counter[int]()
-    factors = [clip.coefficient if own.one_factor else None for clip, own in zip(clips, step.clips, strict=True)]
-    for factor, places in zip(factors, step.reach, strict=True):
-        if factor is None:
-            doubtful.update(set(places))
-            continue
-        for place in places:
-            told[place] *= factor
-    earlier = [1.0] * len(before)
-    for clip, factor, places in zip(clips, factors, step.reach, strict=True):
-        if clip.coefficient is not None:
-            for place in places if factor is not None else ():
-                earlier[place] *= clip.coefficient
-            yield clip
-            continue
-        if any(doubtful[place] != 1 or told[place] == 0 for place in places):
-            yield clip
-            continue
-        given = math.hypot(*[earlier[place] * before[place] for place in places])
-        left = math.hypot(*[after[place] * earlier[place] / told[place] for place in places])
-        own = left / given if given > 0 else 1.0
-        yield clip._replace(coefficient=own if own < 1 - ROUNDING else 1.0)
+    if not math.isfinite(total):
+        return [clip._replace(coefficient=None) for clip in clips], None, within
+    return clips, coefficient, within
 
 
 def _are_disjoint(step: StepMeasurement) -> bool:
@@ -466,9 +451,9 @@ def _are_disjoint(step: StepMeasurement) -> bool:
     return len(set().union(*step.reach)) == sum(len(set(places)) for places in step.reach)
 
 
-def _threshold(value: Any) -> float | None:
+def _finite(value: Any) -> float | None:
     number = _number(value)
-    return number if number is None or math.isfinite(number) else math.inf
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _of_clip(clip: ScriptClip, step: StepMeasurement, total: float) -> float | None:
@@ -514,44 +499,6 @@ def _nonfinite_line(step: StepMeasurement, norms: Sequence[float], names: Sequen
     }
 
 
-def _lines_of_update(update: ScaleUpdate) -> Iterator[Line]:
-    before, after = float(update.before), float(update.after)
-    if after < before:
-        yield {
-            "t": "event",
-            "i": update.index,
-            "kind": "amp_skip",
-            "severity": "info",
-            "message": f"the loss scale fell from {before:g} to {after:g}: gradients overflowed, a step was skipped",
-            "advice": "a few of these are normal; a scale that keeps falling is not",
-        }
-
-
-def _lines_of_setup(event: SetupEvent, table: ParameterTable) -> Iterator[Line]:
-    names = table.names_of(event.optimizer) if event.params is None else event.params
-    if event.unchanged is not None:
-        names = [name for name, same in zip(names, _numbers(event.unchanged), strict=True) if same]
-    if names or event.params is None:
-        episode = setup_episode(event.kind, event.index, names, event.value, harmless=event.harmless)
-        episode.optimizer = event.optimizer
-        yield event_line(episode.finding(), event.index)
-
-
-def _recovery_line(note: RecoveryNote) -> Line:
-    event = note.event
-    return {
-        "t": "event",
-        "i": note.index,
-        "kind": event.kind,
-        "severity": "warning" if event.kind == "rolled_back" else "info",
-        "message": event.message,
-        "lost": event.lost,
-        "recovery": event.recovery,
-        "slowed_down": event.slowed_down or None,
-        "optimizer": note.optimizer,
-    }
-
-
 def _numbers(values: Norms) -> list[float]:
     return values.tolist() if isinstance(values, Tensor) else values
 
@@ -565,3 +512,7 @@ def _number(value: Any) -> float | None:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+OWN_NAMES = frozenset(_step_line(StepMeasurement(0, [0.0], [0]), [0.0], None))
+"""The fields of a ``step`` line."""

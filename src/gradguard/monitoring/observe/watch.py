@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
+from gradguard.arguments import check_whole
+from gradguard.errors import InvalidTypeError, RecordError
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.meta import OWNER, program_facts, rank_and_world
 from gradguard.monitoring.observe.observer import Observer, observe
@@ -152,8 +153,8 @@ def watch(
         >>> seen.steps, seen.path.name
         (1, 'run.jsonl')
     """
-    if every is not None and every < 1:
-        raise InvalidValueError(f"every={every}: expected a number of steps, at least 1, as in every=10.")
+    if every is not None:
+        check_whole("every", every)
     if path is not None and not isinstance(path, str | os.PathLike):
         raise InvalidTypeError(f"path: expected a path such as 'run.jsonl', got {type(path).__name__}.")
     check_callable(on_finding)
