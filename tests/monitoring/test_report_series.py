@@ -9,8 +9,7 @@ from synthetic import make_record, steps_of, wide_meta, write_gan, write_sick
 
 from gradguard.monitoring.record.steps import by_optimizer
 from gradguard.monitoring.show.report import layers
-from gradguard.monitoring.show.report.layer_figures import layer_heat_map
-from gradguard.monitoring.show.report.series import band, clip_windows, decimate, log_histogram, loss_range, outline
+from gradguard.monitoring.show.report.series import band, clip_windows, loss_range, outline
 
 
 def params(*names):
@@ -19,16 +18,6 @@ def params(*names):
 
 def tensors(rows, **more):
     return [{"t": "tensors", "i": i, "norm": row} | more for i, row in enumerate(rows)]
-
-
-def test_decimation_keeps_the_spike_and_the_gap():
-    values = [1.0] * 50_000
-    values[31_234] = 99.0
-    values[:1000] = [None] * 1000
-    x, y = decimate(range(50_000), values)
-    assert len(x) <= 2000
-    assert (x[y.index(99.0)], y[0]) == (31_234, None)
-    assert x == sorted(set(x))
 
 
 def test_a_band_keeps_a_spike_of_one_step_in_a_hundred_thousand():
@@ -85,17 +74,6 @@ def test_windows_count_what_bound_and_leave_faults_out():
     assert whole.share == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("values", [[], [None], [0.0], [-1.0]])
-def test_nothing_to_count(values):
-    assert log_histogram(values) is None
-
-
-def test_equal_values_are_one_bin():
-    found = log_histogram([2.0] * 7)
-    assert found.counts == [7]
-    assert found.edges[0] < found.edges[1]
-
-
 def test_layer_norms_mark_zero_and_nonfinite():
     record = make_record(meta=params("a", "b"), tensors=tensors([[0.0, 10.0], [None, 1.0], [1.0, 0.1]]))
     matrix = layers.layer_norms(record)
@@ -112,8 +90,8 @@ def test_what_had_no_gradient_is_a_gap_and_no_zero():
     assert list(array("h", base64.b64decode(matrix.packed())))[:4] == [30, *[layers.GAP] * 3]
     assert [row[-1] for row in matrix.cells[1:]] == [1.0, 0.0]
     late = make_record(meta=record.meta, tensors=lines)
-    chart = layer_heat_map(late, late)
-    assert "1 zero throughout, 1 without a gradient throughout" in chart.summary
+    chart = layers.heat_map(late, late)
+    assert [row[3:] for row in chart.table.rows] == [("0", "0"), ("0", "0"), ("3", "0")]
     assert chart.figure["heat"]["norm"]["labels"] == ["gone (no gradient)", "alive", "dead (all zero)"]
 
 
@@ -157,11 +135,10 @@ def test_rows_belong_to_the_optimizer_that_steps_them(tmp_path):
 def test_dominance_by_hand():
     rows = [[3.0, 4.0]] * 8 + [[0.0, 10.0]]
     record = make_record(meta=params("a", "b"), tensors=tensors(rows))
-    shares = layers.dominance(record, {8})
-    assert (shares["names"], shares["label"], shares["count"]) == (["a", "b"], "spike steps", 1)
-    assert shares["ordinary"] == pytest.approx([0.36, 0.64])
-    assert shares["spikes"] == pytest.approx([0.0, 1.0])
-    assert layers.dominance(record, {99})["label"] == "largest 5 % of steps"
+    rows, label = layers.shares(record, {8})
+    assert label == "spike steps (1 recorded)"
+    assert rows == [("a", pytest.approx(0.36), 0.0), ("b", pytest.approx(0.64), 1.0)]
+    assert layers.shares(record, {99})[1] == "largest 5 % of steps (1 recorded)"
 
 
 @pytest.mark.parametrize(
