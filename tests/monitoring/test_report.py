@@ -309,9 +309,6 @@ def test_two_optimizers_of_one_run_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(page_module, "recommend", lambda record: constant(0.59))
     page = words_of(page_of(write_gan(tmp_path / "run.jsonl")))
     assert page.index('id="overlay"') < page.index("optimizer 0 (Adam)</h2>") < page.index("optimizer 1 (SGD)</h2>")
-    first, second = page.split('<h2 id="run-')[1:]
-    rows = [re.search(r'"rows":(\[.*?\])', part)[1] for part in (first, second)]
-    assert rows == ['["generator.0.weight","generator.2.weight"]', '["critic.0.weight"]']
     assert "in gan.py, before the step of optimizer 1 (SGD): max_norm=0.59" in page
     assert "gradguard run --clip" not in page
 

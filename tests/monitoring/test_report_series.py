@@ -5,9 +5,8 @@ import math
 from array import array
 
 import pytest
-from synthetic import make_record, steps_of, wide_meta, write_gan, write_sick
+from synthetic import make_record, steps_of, wide_meta
 
-from gradguard.monitoring.record.steps import by_optimizer
 from gradguard.monitoring.show.report import layers
 from gradguard.monitoring.show.report.series import band, clip_windows, loss_range, outline
 
@@ -76,7 +75,7 @@ def test_windows_count_what_bound_and_leave_faults_out():
 
 def test_layer_norms_mark_zero_and_nonfinite():
     record = make_record(meta=params("a", "b"), tensors=tensors([[0.0, 10.0], [None, 1.0], [1.0, 0.1]]))
-    matrix = layers.layer_norms(record)
+    matrix = layers.layer_norms(record, [0, 1, 2])
     assert matrix.cells == [[0.0, None, 1.0], [10.0, 1.0, 0.1]]
     assert matrix.medians() == [1.0, 1.0]
     packed = array("h", base64.b64decode(matrix.packed()))
@@ -86,11 +85,11 @@ def test_layer_norms_mark_zero_and_nonfinite():
 def test_what_had_no_gradient_is_a_gap_and_no_zero():
     lines = tensors([[0.0, 1.0, 0.0]] * 3, absent=[0])
     record = make_record(meta=params("gone", "alive", "dead"), tensors=[tensors([[2.0, 1.0, 0.0]])[0], *lines])
-    matrix = layers.layer_norms(record)
+    matrix = layers.layer_norms(record, [0, 1, 2])
     assert list(array("h", base64.b64decode(matrix.packed())))[:4] == [30, *[layers.GAP] * 3]
     assert [row[-1] for row in matrix.cells[1:]] == [1.0, 0.0]
     late = make_record(meta=record.meta, tensors=lines)
-    chart = layers.heat_map(late, late)
+    chart = layers.heat_map(late, None)
     assert [row[3:] for row in chart.table.rows] == [("0", "0"), ("0", "0"), ("3", "0")]
     assert chart.figure["heat"]["norm"]["labels"] == ["gone (no gradient)", "alive", "dead (all zero)"]
 
@@ -98,7 +97,7 @@ def test_what_had_no_gradient_is_a_gap_and_no_zero():
 def test_layer_norms_keep_spikes_when_thinned():
     rows = [[1.0]] * 3000
     rows[1717] = [50.0]
-    matrix = layers.layer_norms(make_record(meta=params("a"), tensors=tensors(rows)))
+    matrix = layers.layer_norms(make_record(meta=params("a"), tensors=tensors(rows)), [0])
     assert len(matrix.steps) == 600
     assert max(matrix.cells[0]) == 50.0
 
@@ -107,7 +106,7 @@ def test_a_model_too_wide_for_a_page_keeps_what_moved():
     rows = [[1.0] * 2000 for _ in range(50)]
     rows[7][1234] = 900.0
     rows[8][55] = None
-    matrix = layers.layer_norms(make_record(meta=wide_meta(2000), tensors=tensors(rows)))
+    matrix = layers.layer_norms(make_record(meta=wide_meta(2000), tensors=tensors(rows)), range(2000))
     assert (len(matrix.names), matrix.left_out) == (layers.MOST_ROWS, 500)
     assert wide_meta(2000)["params"][1234]["name"] in matrix.names
     assert any(None in row for row in matrix.cells)
@@ -117,28 +116,32 @@ def test_a_model_too_wide_for_a_page_keeps_what_moved():
 def test_update_ratios_only_where_they_were_recorded():
     lines = tensors([[1.0, 1.0, 1.0]] * 4)
     lines[2] |= {"weight": [2.0, 0.0, 1.0], "update": [1.0, 0.5, None]}
-    matrix = layers.update_ratios(make_record(meta=params("a", "b", "c"), tensors=lines))
+    matrix = layers.update_ratios(make_record(meta=params("a", "b", "c"), tensors=lines), [0, 1, 2])
     assert matrix.steps == [2]
     assert matrix.cells[0] == [0.5]
     assert math.isnan(matrix.cells[1][0])
     assert matrix.cells[2] == [None]
     assert list(array("h", base64.b64decode(matrix.packed()))) == [-30, layers.GAP, layers.NONFINITE]
-    assert layers.update_ratios(make_record(meta=params("a"), tensors=tensors([[1.0]]))) is None
+    assert layers.update_ratios(make_record(meta=params("a"), tensors=tensors([[1.0]])), [0]) is None
 
 
-def test_rows_belong_to_the_optimizer_that_steps_them(tmp_path):
-    gan, sick = write_gan(tmp_path / "gan.jsonl", steps=20), write_sick(tmp_path / "sick.jsonl", steps=20)
-    assert [layers.rows_of(part.record, gan) for part in by_optimizer(gan)] == [[0, 1], [2]]
-    assert [layers.rows_of(part.record, sick) for part in by_optimizer(sick)] == [None]
+def test_rows_belong_to_the_optimizer_that_steps_them():
+    meta = {"t": "meta", "params": [{"name": name, "optimizer": int(name > "b")} for name in "abc"]}
+    record = make_record(meta=meta, tensors=tensors([[1.0, 2.0, 3.0]] * 8))
+    assert [layers.rows_of(record, optimizer) for optimizer in (None, 0, 1)] == [[0, 1, 2], [0, 1], [2]]
+    assert layers.rows_of(make_record(meta=params("a", "b")), 1) == [0, 1]
+    for optimizer, names in ((0, ["a", "b"]), (1, ["c"])):
+        assert layers.heat_map(record, optimizer).figure["heat"]["norm"]["rows"] == names
+        assert sorted(row[0] for row in layers.dominance(record, optimizer, ()).table.rows) == names
 
 
 def test_dominance_by_hand():
     rows = [[3.0, 4.0]] * 8 + [[0.0, 10.0]]
     record = make_record(meta=params("a", "b"), tensors=tensors(rows))
-    rows, label = layers.shares(record, {8})
+    rows, label = layers.shares(record, {8}, [0, 1])
     assert label == "spike steps (1 recorded)"
     assert rows == [("a", pytest.approx(0.36), 0.0), ("b", pytest.approx(0.64), 1.0)]
-    assert layers.shares(record, {99})[1] == "largest 5 % of steps (1 recorded)"
+    assert layers.shares(record, {99}, [0, 1])[1] == "largest 5 % of steps (1 recorded)"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from gradguard.json_values import jsonable
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.judge.live import Judge
 from gradguard.monitoring.observe.host_copy import AsyncHostCopy, NumberPlaces
@@ -15,7 +16,6 @@ from gradguard.monitoring.record.file import Line
 from gradguard.monitoring.record.lines import known_fields, without_none
 from gradguard.monitoring.show.alerts import Alerts
 from gradguard.monitoring.show.sinks import Sinks
-from gradguard.monitoring.show.sinks.base import plain
 
 FLUSH_ROWS = 50
 FLUSH_SECONDS = 2.0
@@ -201,7 +201,7 @@ class RecordBuffer:
         if not lines:
             return
         if self._keeps_rows:
-            self.rows += [plain(line) for line in lines if line["t"] == "step"]
+            self.rows += [jsonable(line) for line in lines if line["t"] == "step"]
         self.sinks.push(lines)
         if self._alerts is not None:
             for line in lines:

@@ -75,23 +75,23 @@ class LayerMatrix:
         return base64.b64encode(numbers.tobytes()).decode("ascii")
 
 
-def heat_map(record: Record, whole: Record, most_cells: int = MOST_CELLS) -> Chart | None:
+def heat_map(record: Record, optimizer: int | None, most_cells: int = MOST_CELLS) -> Chart | None:
     """Draw every parameter's norm over time: against its own median, as it is, and the change of the weights.
 
     The page draws the cells itself, because a packed matrix is a third of what plotly would store.
 
     Args:
         record: The record of a run, or of one optimizer of it.
-        whole: The record of the run.
+        optimizer: Its place among the optimizers; None for all parameters.
         most_cells: How many cells the page can carry.
 
     Returns:
         The chart, or None where nothing was recorded per parameter.
     """
-    matrix = layer_norms(record, most_cells, rows_of(record, whole))
+    matrix = layer_norms(record, rows_of(record, optimizer), most_cells)
     if matrix is None:
         return None
-    ratios = update_ratios(record, most_cells, matrix.rows)
+    ratios = update_ratios(record, matrix.rows, most_cells)
     pixels = max(2.5, min(26, 1000 / len(matrix.names)))
     every = math.ceil(_LABEL_PIXELS / pixels)
     yaxis = {"type": "category", "autorange": "reversed", "showgrid": False, "ticks": ""}
@@ -108,18 +108,18 @@ def heat_map(record: Record, whole: Record, most_cells: int = MOST_CELLS) -> Cha
     return Chart("layers", "Layers", caption, figure | {"heat": heat}, _numbers(matrix), over_steps=True)
 
 
-def dominance(record: Record, whole: Record, spikes: Collection[int]) -> Chart | None:
+def dominance(record: Record, optimizer: int | None, spikes: Collection[int]) -> Chart | None:
     """Draw the ten parameters that make the norm, at ordinary and at spike steps.
 
     Args:
         record: The record of a run, or of one optimizer of it.
-        whole: The record of the run.
+        optimizer: Its place among the optimizers; None for all parameters.
         spikes: The steps that are spikes.
 
     Returns:
         The chart, or None where nothing was recorded per parameter.
     """
-    found = shares(record, spikes, rows_of(record, whole))
+    found = shares(record, spikes, rows_of(record, optimizer))
     if found is None:
         return None
     rows, at_spikes = found
@@ -137,14 +137,14 @@ def dominance(record: Record, whole: Record, spikes: Collection[int]) -> Chart |
     return Chart("dominance", "Who dominates", _DOMINANCE, figure, table)
 
 
-def layer_norms(record: Record, most_cells: int = MOST_CELLS, rows: Sequence[int] | None = None) -> LayerMatrix | None:
+def layer_norms(record: Record, rows: Sequence[int], most_cells: int = MOST_CELLS) -> LayerMatrix | None:
     """Return the norm of every parameter's gradient over time.
 
     Args:
         record: The record of a run.
+        rows: The parameters to show.
         most_cells: How many cells a page can carry; the columns are as wide as they must be, and fewer rows are shown
             where there are few.
-        rows: The parameters to show; all of them if None.
 
     Returns:
         The matrix, or None where nothing was recorded per parameter.
@@ -154,15 +154,13 @@ def layer_norms(record: Record, most_cells: int = MOST_CELLS, rows: Sequence[int
     return _matrix(record, lines.column("i"), norms, most_cells, rows)
 
 
-def update_ratios(
-    record: Record, most_cells: int = MOST_CELLS, rows: Sequence[int] | None = None
-) -> LayerMatrix | None:
+def update_ratios(record: Record, rows: Sequence[int], most_cells: int = MOST_CELLS) -> LayerMatrix | None:
     """Return how much each step changed every parameter, as a share of its norm, where that was recorded.
 
     Args:
         record: The record of a run.
+        rows: The parameters to show.
         most_cells: How many cells a page can carry.
-        rows: The parameters to show; all of them if None.
 
     Returns:
         The matrix, or None where weights and updates were not recorded.
@@ -173,24 +171,19 @@ def update_ratios(
     return _matrix(record, lines.column("i"), ratios, most_cells, rows)
 
 
-def rows_of(part: Record, whole: Record) -> list[int] | None:
-    """Return the parameters that one optimizer steps, read from which of them ever had a gradient on its steps.
+def rows_of(record: Record, optimizer: int | None) -> list[int]:
+    """Return the places of the parameters that one optimizer steps; of all where None or the record does not say.
 
     Args:
-        part: The steps of one optimizer.
-        whole: The record that they come from.
-
-    Returns:
-        Places in the names; None for all, where the record has one optimizer.
+        record: The record of a run, or of one optimizer of it.
+        optimizer: Its place among the optimizers.
     """
-    if part is whole or not part.tensors:
-        return None
-    mine, all_ = _touched(part), _touched(whole)
-    return [row for row in range(len(whole.names)) if row in mine or row not in all_]
+    params = record.meta.get("params", ())
+    return [row for row, one in enumerate(params) if optimizer is None or one.get("optimizer", optimizer) == optimizer]
 
 
 def shares(
-    record: Record, spikes: Collection[int], rows: Sequence[int] | None = None
+    record: Record, spikes: Collection[int], rows: Sequence[int]
 ) -> tuple[list[tuple[str, float, float]], str] | None:
     """Return who makes the norm: the mean share of the squared norm of each parameter.
 
@@ -200,7 +193,7 @@ def shares(
     Args:
         record: The record of a run.
         spikes: The steps that are spikes.
-        rows: The parameters that can be named; all of them if None.
+        rows: The parameters that can be named.
 
     Returns:
         Names with their shares at ordinary and at spike steps, the largest of the latter last, ten at most; what to
@@ -212,16 +205,15 @@ def shares(
     norms = lines.column("norm")
     totals = [sum([norm * norm for norm in row]) for row in norms]  # a product overflows where a power would raise
     order = sorted((place for place, total in enumerate(totals) if 0 < total < math.inf), key=totals.__getitem__)
-    if not order:
+    if not order or not rows:
         return None
     numbers = lines.column("i")
     at, label = [place for place in order if numbers[place] in spikes], "spike steps"
     if not at:
         at, label = order[-max(1, len(order) // 20) :], "largest 5 % of steps"
-    middle = order[len(order) // 4 : -(-3 * len(order) // 4)] or order
+    middle = order[len(order) // 4 : -(-3 * len(order) // 4)]
     found = list(zip(record.names, _mean_shares(norms, middle), _mean_shares(norms, at), strict=True))
-    named = [share for row, share in enumerate(found) if rows is None or row in rows] or found
-    top = sorted(named, key=lambda share: max(share[1:]))[-10:]
+    top = sorted((found[row] for row in rows), key=lambda share: max(share[1:]))[-10:]
     return sorted(top, key=lambda share: share[2]), f"{label} ({len(at):,} recorded)"
 
 
@@ -230,10 +222,10 @@ def _matrix(
     numbers: Sequence[int],
     values: Sequence[list[Number]],
     most_cells: int,
-    rows: Sequence[int] | None,
+    rows: Sequence[int],
 ) -> LayerMatrix | None:
     count = min([len(record.names), *map(len, values)])
-    kept = [row for row in (range(count) if rows is None else rows) if row < count]
+    kept = [row for row in rows if row < count]
     if not len(values) or not kept:
         return None
     most_rows = MOST_ROWS * most_cells // MOST_CELLS
@@ -277,10 +269,6 @@ def _ratios(updates: list[Number], weights: list[Number]) -> list[Number]:
         None if update is None or weight is None else update / weight if weight else math.nan
         for update, weight in zip(updates, weights, strict=False)
     ]
-
-
-def _touched(record: Record) -> set[int]:
-    return {row for norms in record.tensors.column("norm") for row, norm in enumerate(norms) if norm != 0}
 
 
 def _hundredths(cell: Number) -> int:

@@ -161,7 +161,7 @@ def _subject(part: OptimizerSteps, whole: Record, label: str, identity: str, amo
     events = untold(_events(record, whole, part.index), findings)
     gravest = sorted(events, key=lambda event: SEVERITIES.index(event.get("severity", "info")))[:_MOST_EVENTS]
     prefix = f"{identity}-" if among > 1 else ""
-    charts = _charts(record, whole, judged, recommendation, among)
+    charts = _charts(record, part.index, judged, recommendation, among)
     return {
         "id": identity,
         "prefix": prefix,
@@ -192,7 +192,7 @@ def _events(record: Record, whole: Record, index: int | None) -> list[dict[str, 
 
 
 def _charts(
-    record: Record, whole: Record, judged: Verdict, recommendation: Recommendation, among: int
+    record: Record, index: int | None, judged: Verdict, recommendation: Recommendation, among: int
 ) -> list[Chart | None]:
     usable = usable_steps(record).column("i")
     spikes = {usable[place] for place in spikes_of(record)}
@@ -201,8 +201,8 @@ def _charts(
         figures.updates_over_time(record, _points(among)),
         figures.clip_share(record, judged, recommendation),
         figures.along_depth(record),
-        layers.heat_map(record, whole, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
-        layers.dominance(record, whole, spikes),
+        layers.heat_map(record, index, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
+        layers.dominance(record, index, spikes),
     ]
 
 
