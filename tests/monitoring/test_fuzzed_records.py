@@ -23,7 +23,7 @@ from gradguard.monitoring.show.report.figures import overlay
 from gradguard.monitoring.show.report.json_summary import text_summary
 from gradguard.monitoring.show.report.summary import print_comparison, print_summary
 from gradguard.monitoring.show.tail import Watched
-from gradguard.monitoring.show.tail_view import event_line, fitting_view, line
+from gradguard.monitoring.show.tail_view import event_line, line, view
 
 NASTY: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 7, 10**6, 2**53, -(2**63), 10**30, 10**200, 10**400, 0.0, -0.0, 0.5, 1e-320,
@@ -181,7 +181,7 @@ def _follow(path: Path, console: Console) -> None:
         return
     print(line(watched.run), *map(event_line, watched.run.events), sep="\n", file=console.file)
     if watched.there:
-        console.print(fitting_view(watched.run, watched.status(0.0), watched.title(), 5, console))
+        console.print(view(watched.run, watched.status(0.0), watched.title(), 5, console))
 
 
 def fuzz(sound: list[bytes], path: Path, seeds: range) -> Iterator[int]:

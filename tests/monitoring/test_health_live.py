@@ -13,7 +13,7 @@ from gradguard.monitoring.observe.monitor import Monitor
 from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.record.file import RecordWriter, read_record
 from gradguard.monitoring.show.report import text_summary
-from gradguard.monitoring.show.report.advice import findings_of, untold
+from gradguard.monitoring.show.report.summary import untold
 
 pytestmark = pytest.mark.usefixtures("others_unseen")
 
@@ -105,12 +105,12 @@ def test_a_record_names_the_culprit_once_and_so_does_the_report(watch, tmp_path)
     assert [(event["kind"], event["i"], event["params"]) for event in record.events] == [("nonfinite", 2, ["bias"])]
     (found,) = findings(record)
     assert (found.kind, found.params) == ("nonfinite", ("bias",))
-    assert untold(record.events, findings_of(record)) == []
+    assert untold(record.events, findings(record)) == []
 
 
 def test_events_that_no_finding_tells_stay():
     record = make_record(steps=steps_of([1.0] * 9), events=[{"t": "event", "i": 1, "kind": "amp_skip"}])
-    assert untold(record.events, findings_of(record)) == record.events
+    assert untold(record.events, findings(record)) == record.events
 
 
 @pytest.mark.parametrize(("end", "words"), [

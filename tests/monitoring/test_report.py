@@ -21,11 +21,11 @@ from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import RecordWriter, read_record
 from gradguard.monitoring.record.steps import by_optimizer
 from gradguard.monitoring.show.replay import print_replay
-from gradguard.monitoring.show.report import advice, print_comparison, print_summary, text_summary, write_report
 from gradguard.monitoring.show.report import figure as figure_module
 from gradguard.monitoring.show.report import page as page_module
+from gradguard.monitoring.show.report import print_comparison, print_summary, text_summary, write_report
 from gradguard.monitoring.show.report.glossary import TERMS, explained
-from gradguard.monitoring.show.report.summary import command, compared, labelled
+from gradguard.monitoring.show.report.summary import command, compared, labelled, sentence
 from gradguard.monitoring.show.tail import tail
 
 EVIL = "</script><img src=x onerror=alert(1)>&'\""
@@ -120,7 +120,6 @@ def test_one_run_has_every_figure(tmp_path):
         "Along depth",
         "Layers",
         "Who dominates",
-        "Distribution of norms",
         "Findings",
         "Events",
         "Environment and cost",
@@ -310,9 +309,6 @@ def test_two_optimizers_of_one_run_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(page_module, "recommend", lambda record: constant(0.59))
     page = words_of(page_of(write_gan(tmp_path / "run.jsonl")))
     assert page.index('id="overlay"') < page.index("optimizer 0 (Adam)</h2>") < page.index("optimizer 1 (SGD)</h2>")
-    first, second = page.split('<h2 id="run-')[1:]
-    rows = [re.search(r'"rows":(\[.*?\])', part)[1] for part in (first, second)]
-    assert rows == ['["generator.0.weight","generator.2.weight"]', '["critic.0.weight"]']
     assert "in gan.py, before the step of optimizer 1 (SGD): max_norm=0.59" in page
     assert "gradguard run --clip" not in page
 
@@ -403,13 +399,11 @@ def test_lines_and_text_are_seen_on_their_grounds(ground):
     def shown(colour):
         return exchanged.get(colour, colour)
 
-    page, shades = shown(figure_module.PAGE), [shown(shade) for shade, _ in figure_module.REGIMES.values()]
-    for shade, bar in figure_module.REGIMES.values():
-        assert contrast(shown(bar), shown(shade)) >= 3
-    for line in (*LINES, figure_module.GREY):
+    page = shown(figure_module.PAGE)
+    for line in (*LINES, *figure_module.REGIMES.values()):
         assert contrast(shown(line), page) >= 3, line
     for text in (figure_module.INK, figure_module.GREEN, figure_module.BLACK):
-        assert all(contrast(shown(text), behind) >= 4.5 for behind in (page, *shades[:1])), text
+        assert contrast(shown(text), page) >= 4.5, text
     style = styles(ground)
     assert style["page"].upper() == page.upper()
     for text in ("ink", "soft", "link", "note"):
@@ -486,9 +480,8 @@ def test_a_part_is_judged_as_it_is_beside_the_others(optimizer):
         ({}, ""),
         ({"a": 1.0}, ""),
         ({"a": None, "b": None}, "No run ended with a finite loss."),
-        ({"a": 2.0, "b": 1.0}, "b has the lowest final loss, 1.00; a ends at 2.00. With one run of each"),
-        ({"a": 2.0, "b": None}, "a has the lowest final loss, 2.00; b at one that is not finite. With one"),
-        (dict(zip("abcdef", range(1, 7), strict=True)), "a has the lowest final loss, 1.00; b ends at 2.00, c ends at"),
+        ({"a": 2.0, "b": 1.0}, "b has the lowest final loss, 1.00. With one run of each"),
+        ({"a": 2.0, "b": None}, "a has the lowest final loss, 2.00. With one"),
     ],
 )
 def test_a_comparison_begins_with_the_lowest_loss(losses, words):
@@ -614,7 +607,7 @@ def test_a_script_with_two_rules_is_named_by_both(capsys):
 def test_norms_near_the_largest_number_make_a_page(tmp_path):
     steps = steps_of([1e308 if i % 2 else 1e-308 for i in range(300)], loss=1e308)
     page = write_report([make_record(path=tmp_path / "run.jsonl", steps=steps)], tmp_path / "report.html")
-    assert "Distribution of norms" in page.read_text(encoding="utf-8")
+    assert "Norms over time" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -627,4 +620,4 @@ def test_norms_near_the_largest_number_make_a_page(tmp_path):
     ],
 )
 def test_a_sentence_ends_before_the_next_one_begins(text, shown):
-    assert advice._sentence(text) == shown
+    assert sentence(text) == shown

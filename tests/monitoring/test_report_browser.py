@@ -1,7 +1,6 @@
 """The report in a real Chromium: drawn, quiet, offline, usable by keyboard."""
 
 import base64
-import csv
 import os
 import shutil
 import struct
@@ -47,11 +46,11 @@ def two_runs(folder):
 
 
 PAGES = {
-    "a long run": (long_run, 6),
-    "a sick run": (lambda folder: [write_sick(folder / "run.jsonl")], 6),
-    "two optimizers": (lambda folder: [write_gan(folder / "run.jsonl")], 10),
+    "a long run": (long_run, 5),
+    "a sick run": (lambda folder: [write_sick(folder / "run.jsonl")], 5),
+    "two optimizers": (lambda folder: [write_gan(folder / "run.jsonl")], 9),
     "two runs": (two_runs, 11),
-    "evil names": (evil_run, 4),
+    "evil names": (evil_run, 3),
     "long names": (run_with_long_names, 4),
     "nothing": (lambda folder: [make_record(path=folder / "run.jsonl")], 0),
 }
@@ -152,7 +151,7 @@ def test_the_heat_map_toggles_by_click(open_page):
     assert len({str(one) for one in seen}) == 3
     norm = page.evaluate("document.querySelector('.plot:has(.hm)').data[0].customdata[3][0]")
     assert norm == pytest.approx(0.00004, rel=0.8)  # update / weight of the fourth parameter: about 0.001 * 0.16 / 4
-    page.get_by_label("against its own median").click()
+    page.get_by_label("against its own median", exact=True).click()
     assert cells(page) == seen[0]
     assert page.said == []
 
@@ -161,7 +160,7 @@ def test_the_heat_map_toggles_by_click(open_page):
 def test_the_heat_map_toggles_by_key(open_page):
     page = open_page("a sick run")
     before = cells(page)
-    page.get_by_label("against its own median").focus()
+    page.get_by_label("against its own median", exact=True).focus()
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.activeElement.value") == "absolute"
     assert cells(page) != before
@@ -237,51 +236,20 @@ def test_a_page_prints_in_light_without_its_controls(open_page):
     assert page.said == []
 
 
-def saved(page, name, kind, folder):
+def saved(page, name, folder):
     """What the button of a chart saves."""
     with page.expect_download() as download:
-        page.click(f"[data-save={kind}][data-plot={name}-plot]")
+        page.click(f"[data-save={name}-plot]")
     path = folder / download.value.suggested_filename
     download.value.save_as(path)
     return path
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("page_name", "chart", "head", "row"),
-    [
-        ("long names", "norms", "series,step,value,smallest around it,largest around it", "gradient norm,0,"),
-        ("long names", "layers", "step,transformer.h.0.attention.in_proj_weight,", "10,1,2,4,7.9"),
-        ("long names", "distribution", "norm from,to,steps", None),
-        ("long names", "dominance", "parameter,steps,share of the squared norm", "transformer.h.0.mlp.0.weight,"),
-        ("a sick run", "clip-share", "first step,last step,steps,share,regime", "0,9,10,1,normalising"),
-        ("evil names", "layers", "step,transformer.h.0.attention.in_proj_weight,", "0,0,1,non-finite"),
-        ("long names", "depth", "parameter,when,gradient of an element", "transformer.h.0.mlp.0.weight,last tenth,"),
-    ],
-)
-def test_a_chart_is_saved_as_a_table(open_page, tmp_path, page_name, chart, head, row):
-    page = open_page(page_name)
-    path = saved(page, chart, "csv", tmp_path)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert lines[0].startswith(head)
-    assert path.suffix == ".csv"
-    assert row is None or any(line.startswith(row) for line in lines), lines[:5]
-    assert len({len(fields) for fields in csv.reader(lines)}) <= 2  # a line without the numbers around it
-    assert page.said == []
-
-
-def test_no_name_is_a_formula_in_a_table(open_page, tmp_path):
-    page = open_page("evil names")
-    page.evaluate("document.querySelector('#layers-plot').data[0].y[0] = '=1+1'")
-    head = next(csv.reader(saved(page, "layers", "csv", tmp_path).read_text(encoding="utf-8").splitlines()))
-    assert head[:3] == ["step", "'=1+1", EVIL]
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_chart_is_saved_as_a_picture_on_its_ground(open_page, tmp_path, scheme):
     page = open_page("a sick run", scheme=scheme)
-    content = saved(page, "layers", "png", tmp_path).read_bytes()
+    content = saved(page, "layers", tmp_path).read_bytes()
     assert content.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", content[16:24])
     assert width == 2 * round(page.evaluate("document.querySelector('#layers-plot').clientWidth"))

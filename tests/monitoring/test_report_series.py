@@ -5,12 +5,10 @@ import math
 from array import array
 
 import pytest
-from synthetic import make_record, steps_of, wide_meta, write_gan, write_sick
+from synthetic import make_record, steps_of, wide_meta
 
-from gradguard.monitoring.record.steps import by_optimizer
 from gradguard.monitoring.show.report import layers
-from gradguard.monitoring.show.report.layer_figures import layer_heat_map
-from gradguard.monitoring.show.report.series import band, clip_windows, decimate, log_histogram, loss_range, outline
+from gradguard.monitoring.show.report.series import band, clip_windows, loss_range, outline
 
 
 def params(*names):
@@ -19,16 +17,6 @@ def params(*names):
 
 def tensors(rows, **more):
     return [{"t": "tensors", "i": i, "norm": row} | more for i, row in enumerate(rows)]
-
-
-def test_decimation_keeps_the_spike_and_the_gap():
-    values = [1.0] * 50_000
-    values[31_234] = 99.0
-    values[:1000] = [None] * 1000
-    x, y = decimate(range(50_000), values)
-    assert len(x) <= 2000
-    assert (x[y.index(99.0)], y[0]) == (31_234, None)
-    assert x == sorted(set(x))
 
 
 def test_a_band_keeps_a_spike_of_one_step_in_a_hundred_thousand():
@@ -85,20 +73,9 @@ def test_windows_count_what_bound_and_leave_faults_out():
     assert whole.share == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("values", [[], [None], [0.0], [-1.0]])
-def test_nothing_to_count(values):
-    assert log_histogram(values) is None
-
-
-def test_equal_values_are_one_bin():
-    found = log_histogram([2.0] * 7)
-    assert found.counts == [7]
-    assert found.edges[0] < found.edges[1]
-
-
 def test_layer_norms_mark_zero_and_nonfinite():
     record = make_record(meta=params("a", "b"), tensors=tensors([[0.0, 10.0], [None, 1.0], [1.0, 0.1]]))
-    matrix = layers.layer_norms(record)
+    matrix = layers.layer_norms(record, [0, 1, 2])
     assert matrix.cells == [[0.0, None, 1.0], [10.0, 1.0, 0.1]]
     assert matrix.medians() == [1.0, 1.0]
     packed = array("h", base64.b64decode(matrix.packed()))
@@ -108,19 +85,19 @@ def test_layer_norms_mark_zero_and_nonfinite():
 def test_what_had_no_gradient_is_a_gap_and_no_zero():
     lines = tensors([[0.0, 1.0, 0.0]] * 3, absent=[0])
     record = make_record(meta=params("gone", "alive", "dead"), tensors=[tensors([[2.0, 1.0, 0.0]])[0], *lines])
-    matrix = layers.layer_norms(record)
+    matrix = layers.layer_norms(record, [0, 1, 2])
     assert list(array("h", base64.b64decode(matrix.packed())))[:4] == [30, *[layers.GAP] * 3]
     assert [row[-1] for row in matrix.cells[1:]] == [1.0, 0.0]
     late = make_record(meta=record.meta, tensors=lines)
-    chart = layer_heat_map(late, late)
-    assert "1 zero throughout, 1 without a gradient throughout" in chart.summary
+    chart = layers.heat_map(late, None)
+    assert [row[3:] for row in chart.table.rows] == [("0", "0"), ("0", "0"), ("3", "0")]
     assert chart.figure["heat"]["norm"]["labels"] == ["gone (no gradient)", "alive", "dead (all zero)"]
 
 
 def test_layer_norms_keep_spikes_when_thinned():
     rows = [[1.0]] * 3000
     rows[1717] = [50.0]
-    matrix = layers.layer_norms(make_record(meta=params("a"), tensors=tensors(rows)))
+    matrix = layers.layer_norms(make_record(meta=params("a"), tensors=tensors(rows)), [0])
     assert len(matrix.steps) == 600
     assert max(matrix.cells[0]) == 50.0
 
@@ -129,7 +106,7 @@ def test_a_model_too_wide_for_a_page_keeps_what_moved():
     rows = [[1.0] * 2000 for _ in range(50)]
     rows[7][1234] = 900.0
     rows[8][55] = None
-    matrix = layers.layer_norms(make_record(meta=wide_meta(2000), tensors=tensors(rows)))
+    matrix = layers.layer_norms(make_record(meta=wide_meta(2000), tensors=tensors(rows)), range(2000))
     assert (len(matrix.names), matrix.left_out) == (layers.MOST_ROWS, 500)
     assert wide_meta(2000)["params"][1234]["name"] in matrix.names
     assert any(None in row for row in matrix.cells)
@@ -139,29 +116,32 @@ def test_a_model_too_wide_for_a_page_keeps_what_moved():
 def test_update_ratios_only_where_they_were_recorded():
     lines = tensors([[1.0, 1.0, 1.0]] * 4)
     lines[2] |= {"weight": [2.0, 0.0, 1.0], "update": [1.0, 0.5, None]}
-    matrix = layers.update_ratios(make_record(meta=params("a", "b", "c"), tensors=lines))
+    matrix = layers.update_ratios(make_record(meta=params("a", "b", "c"), tensors=lines), [0, 1, 2])
     assert matrix.steps == [2]
     assert matrix.cells[0] == [0.5]
     assert math.isnan(matrix.cells[1][0])
     assert matrix.cells[2] == [None]
     assert list(array("h", base64.b64decode(matrix.packed()))) == [-30, layers.GAP, layers.NONFINITE]
-    assert layers.update_ratios(make_record(meta=params("a"), tensors=tensors([[1.0]]))) is None
+    assert layers.update_ratios(make_record(meta=params("a"), tensors=tensors([[1.0]])), [0]) is None
 
 
-def test_rows_belong_to_the_optimizer_that_steps_them(tmp_path):
-    gan, sick = write_gan(tmp_path / "gan.jsonl", steps=20), write_sick(tmp_path / "sick.jsonl", steps=20)
-    assert [layers.rows_of(part.record, gan) for part in by_optimizer(gan)] == [[0, 1], [2]]
-    assert [layers.rows_of(part.record, sick) for part in by_optimizer(sick)] == [None]
+def test_rows_belong_to_the_optimizer_that_steps_them():
+    meta = {"t": "meta", "params": [{"name": name, "optimizer": int(name > "b")} for name in "abc"]}
+    record = make_record(meta=meta, tensors=tensors([[1.0, 2.0, 3.0]] * 8))
+    assert [layers.rows_of(record, optimizer) for optimizer in (None, 0, 1)] == [[0, 1, 2], [0, 1], [2]]
+    assert layers.rows_of(make_record(meta=params("a", "b")), 1) == [0, 1]
+    for optimizer, names in ((0, ["a", "b"]), (1, ["c"])):
+        assert layers.heat_map(record, optimizer).figure["heat"]["norm"]["rows"] == names
+        assert sorted(row[0] for row in layers.dominance(record, optimizer, ()).table.rows) == names
 
 
 def test_dominance_by_hand():
     rows = [[3.0, 4.0]] * 8 + [[0.0, 10.0]]
     record = make_record(meta=params("a", "b"), tensors=tensors(rows))
-    shares = layers.dominance(record, {8})
-    assert (shares["names"], shares["label"], shares["count"]) == (["a", "b"], "spike steps", 1)
-    assert shares["ordinary"] == pytest.approx([0.36, 0.64])
-    assert shares["spikes"] == pytest.approx([0.0, 1.0])
-    assert layers.dominance(record, {99})["label"] == "largest 5 % of steps"
+    rows, label = layers.shares(record, {8}, [0, 1])
+    assert label == "spike steps (1 recorded)"
+    assert rows == [("a", pytest.approx(0.36), 0.0), ("b", pytest.approx(0.64), 1.0)]
+    assert layers.shares(record, {99}, [0, 1])[1] == "largest 5 % of steps (1 recorded)"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -254,12 +255,9 @@ def test_memory_does_not_grow_with_the_run():
 def test_the_history_keeps_the_extremes_of_every_step():
     history = History()
     for i in range(5000):
-        history.add(1000.0 if i == 3333 else None if i == 100 else 1.0, nonfinite=i == 100)
+        history.add({3333: 1000.0, 100: math.inf}.get(i, 1.0))
     columns = history.columns(50)
-    assert [k for k, bucket in enumerate(columns) if bucket.high == 1000] == [33]
-    assert [k for k, bucket in enumerate(columns) if bucket.nonfinite] == [1]
-    assert {bucket.low for bucket in columns} == {1.0}
-    assert history.columns(3)[1].low == 1.0
+    assert [(k, norm) for k, norm in enumerate(columns) if norm != 1.0] == [(1, math.inf), (33, 1000.0)]
     assert History().columns(5) == []
 
 
@@ -339,7 +337,7 @@ def shown(
     console = Console(
         file=file, force_terminal=True, color_system=None, width=width, height=height, legacy_windows=False
     )
-    console.print(tail_view.fitting_view(run, status, "gradguard train.py", events, console))
+    console.print(tail_view.view(run, status, "gradguard train.py", events, console))
     file.flush()
     return file.buffer.getvalue().decode(encoding)
 
@@ -364,7 +362,7 @@ def test_everything_that_is_known_is_shown():
     text = shown(run_of(*EVERYTHING))
     for words in (
         "gradguard train.py", "step 1", "10.0 steps/s", "loss not finite", "norm 0.0200", "threshold 1.0",
-        "coefficient 1.00", "clipped 50 % of 2 (shaping)", "AMP scale 65,536", "lr 0.0003", "steps 0 to 1, log scale",
+        "coefficient 1.00", "clipped 50 % of 2 (shaping)", "AMP scale 65536", "lr 0.0003", "steps 0 to 1, log scale",
         "b.weight   90 % ━━━", "a.weight   10 % ━", "2 events: 1 warning, 1 error", "step 0 warning old",
         "step 1 error gradients of a.weight[0] are not finite", "lower the learning rate", "running",
     ):  # fmt: skip
@@ -422,8 +420,8 @@ def test_the_view_fits_the_terminal(tmp_path, width, height, encoding):
     text = shown(run, width, height, encoding)
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
-    assert len(lines) <= max(height, 13)  # one column of facts alone takes as much
     assert "step" in text
+    assert any("running" in line for line in lines[:2])  # a terminal cuts off the end
 
 
 def test_the_chart_goes_from_the_smallest_to_the_largest_norm():
@@ -431,7 +429,7 @@ def test_the_chart_goes_from_the_smallest_to_the_largest_norm():
     heading, row = tail_view.chart(run.state, 10).plain.splitlines()
     assert heading == "norm before any clip, 1.00 to 1,000, steps 0 to 3, log scale"
     assert row == "▁▃▆█"
-    assert tail_view.chart(run.state, 2).plain.splitlines()[1] == "▃█"  # two steps in each character
+    assert tail_view.chart(run.state, 2).plain.splitlines()[1] == "▁█"  # two steps in each character
     assert tail_view.chart(run.state, 10, ascii_only=True).plain.splitlines()[1] == ".-*@"
     assert tail_view.chart(run_of(META, step(0, norm=None)).state, 10).plain == "no finite norm yet"
 
@@ -479,7 +477,7 @@ def test_once_prints_plain_lines_where_there_is_no_terminal(path, capsys):
     assert first.startswith("A number left the range of float16")
     assert others == [
         "step 1 error: gradients of a.weight[0] are not finite (lower the learning rate)",
-        "step 1  rate 10.0 steps/s  time 0 s  loss not finite  AMP scale 65,536  norm 0.0200  threshold 1.0  "
+        "step 1  rate 10.0 steps/s  time 0 s  loss not finite  AMP scale 65536  norm 0.0200  threshold 1.0  "
         "coefficient 1.00  clipped 50 % of 2 (shaping)  lr 0.0003  largest b.weight 90 %",
         "running",
     ]

@@ -399,7 +399,7 @@ def test_a_run_whose_metric_is_not_finite_is_lost(tune):
     assert code == 0
     assert "norm=1, seed 1: no finite metric" in err
     assert "norm=1 with seed 1 printed no finite metric and counts as diverged: see" in flat(out)
-    [line] = [line for line in out.splitlines() if " norm=1 " in line and "of 2" in line]
+    [line] = [line for line in out.splitlines() if line.startswith("norm=1 ") and "of 2" in line]
     assert "1 of 2" in line
 
 

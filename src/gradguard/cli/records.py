@@ -53,7 +53,11 @@ def read(paths: Sequence[Path], say: Callable[[str], object]) -> "list[Record]":
     collects = gc.isenabled()
     gc.disable()  # lines are no cycles, and to look for some among a million takes a quarter of the time
     try:
-        return [read_record(path, lambda share, name=path: say(f"reading {share:.0%} of {name}")) for path in paths]
+        records = []
+        for path in paths:
+            say(f"reading {path}")
+            records.append(read_record(path))
+        return records
     finally:
         if collects:
             gc.enable()

@@ -1,8 +1,6 @@
 """Read JSON whose depth and size are known before it is parsed."""
 
 import json
-import re
-from itertools import accumulate
 from typing import Any
 
 DEEPEST = 150
@@ -11,9 +9,6 @@ DEEPEST = 150
 MOST_VALUES = 4_000_000
 """Numbers, texts and containers of one text: some 64 bytes each in memory."""
 
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _SHORT = 1 << 16
 """A text as long as that cannot have many values."""
 
@@ -38,9 +33,13 @@ def decode_json(text: bytes, *, finite: bool = True) -> Any:
         ValueError: nested more deeply than 150 brackets
     """
     refuse_many_values(text)
-    if depth_of(text) > DEEPEST:
+    try:
+        value = (_DECODER if finite else _DECODER_OF_ALL).decode(text.decode("utf-8"))
+    except RecursionError:
+        raise ValueError(f"nested more deeply than {DEEPEST} brackets") from None
+    if is_deep(value):
         raise ValueError(f"nested more deeply than {DEEPEST} brackets")
-    return (_DECODER if finite else _DECODER_OF_ALL).decode(text.decode("utf-8"))
+    return value
 
 
 def refuse_many_values(text: bytes) -> None:
@@ -51,14 +50,6 @@ def refuse_many_values(text: bytes) -> None:
     """
     if len(text) > _SHORT and text.count(b",") + text.count(b"[") + text.count(b"{") > MOST_VALUES:
         raise ValueError(f"more than {MOST_VALUES:,} values")
-
-
-def depth_of(text: bytes) -> int:
-    """Return how many brackets are open at once at most; those within strings do not count."""
-    if text.count(b"[") + text.count(b"{") <= DEEPEST:
-        return text.count(b"[") + text.count(b"{")
-    brackets = _STRING.sub(b"", text).translate(None, _NO_BRACKETS)
-    return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
 
 
 def is_deep(value: Any) -> bool:

@@ -215,7 +215,7 @@ class RecordWriter:
         self.close()
 
 
-def read_record(path: str | Path, told: Callable[[float], object] | None = None) -> Record:
+def read_record(path: str | Path) -> Record:
     """Read the record of one run; a folder stands for the ``run.jsonl`` in it.
 
     **Guarantees**: every field of the record is what its table says (`gradguard.monitoring.record.fields`), text is
@@ -235,7 +235,6 @@ def read_record(path: str | Path, told: Callable[[float], object] | None = None)
 
     Args:
         path: A record, or a folder that holds ``run.jsonl``.
-        told: Called now and then with the share of the file that has been read.
 
     Returns:
         The record; every number in it is finite.
@@ -251,12 +250,11 @@ def read_record(path: str | Path, told: Callable[[float], object] | None = None)
     path = _locate(Path(path))
     try:
         with open_regular(path) as file:
-            return _read(path, file, told)
+            return _read(path, file)
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror or error}. {_ADVICE}") from error
 
 
-_LINES_UNTOLD = 1000
 _ADVICE = "Make one: gradguard run --out DIR train.py"
 
 
@@ -396,12 +394,10 @@ class _Run:
         )  # fmt: skip
 
 
-def _read(path: Path, file: BufferedReader, told: Callable[[float], object] | None) -> Record:
+def _read(path: Path, file: BufferedReader) -> Record:
     refuse_at_once(path, file.peek(64)[:64])
     run, last_is_bad = None, ""
     for number, raw in enumerate(_lines_of(file), 1):
-        if told is not None and number % _LINES_UNTOLD == 0:
-            told(file.tell() / max(1, os.fstat(file.fileno()).st_size))
         if raw.isspace():
             continue
         if run is not None:

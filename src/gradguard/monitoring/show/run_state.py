@@ -19,67 +19,39 @@ MOST_EVENTS = 50
 MOST_OPTIMIZERS = 16
 
 
-@dataclass(slots=True)
-class Bucket:
-    """Some consecutive steps: the smallest and the largest norm, and whether one was not finite.
-
-    Attributes:
-        low: The smallest finite norm; infinity if there is none.
-        high: The largest finite norm; minus infinity if there is none.
-        nonfinite: Whether a step with non-finite gradients is among them.
-    """
-
-    low: float = float("inf")
-    high: float = float("-inf")
-    nonfinite: bool = False
-
-    def merge(self, other: "Bucket") -> "Bucket":
-        """Return a bucket for the steps of both."""
-        return Bucket(min(self.low, other.low), max(self.high, other.high), self.nonfinite or other.nonfinite)
-
-
 class History:
-    """The norms of a whole run in at most `MOST_BUCKETS` buckets: when they are full, each two become one.
+    """The largest norms of a whole run in at most `MOST_BUCKETS` buckets: when they are full, each two become one.
 
     Example:
         >>> history = History()
         >>> for norm in range(5000):
-        ...     history.add(float(norm), nonfinite=False)
-        >>> [(bucket.low, bucket.high) for bucket in history.columns(2)]
-        [(0.0, 2495.0), (2496.0, 4999.0)]
+        ...     history.add(float(norm))
+        >>> history.columns(2)
+        [2495.0, 4999.0]
     """
 
     def __init__(self) -> None:
-        self._buckets: list[Bucket] = []
+        self._buckets: list[float] = []
         self._width, self._filled = 1, 0  # steps in a bucket, and in the last one
 
-    def add(self, norm: float | None, nonfinite: bool) -> None:
-        """Add the norm of one step; None if it was not finite or not measured."""
-        bucket = Bucket(nonfinite=nonfinite) if norm is None else Bucket(norm, norm, nonfinite)
+    def add(self, norm: float) -> None:
+        """Add the norm of one step: infinity if its gradients were not finite, 0 if it was not measured."""
         if self._buckets and self._filled < self._width:
-            self._buckets[-1] = self._buckets[-1].merge(bucket)
+            self._buckets[-1] = max(self._buckets[-1], norm)
             self._filled += 1
             return
         if len(self._buckets) == MOST_BUCKETS:
-            pairs = zip(self._buckets[::2], self._buckets[1::2], strict=True)
-            self._buckets = [first.merge(second) for first, second in pairs]
+            self._buckets = list(map(max, self._buckets[::2], self._buckets[1::2]))
             self._width *= 2
-        self._buckets.append(bucket)
+        self._buckets.append(norm)
         self._filled = 1
 
-    def columns(self, count: int) -> list[Bucket]:
+    def columns(self, count: int) -> list[float]:
         """Return the run in ``count`` buckets, or in fewer if it has fewer steps."""
         total = len(self._buckets)
         count = min(count, total)
         cuts = [total * k // count for k in range(count + 1)] if count else []
-        return [_merged(self._buckets[start:end]) for start, end in pairwise(cuts)]
-
-
-def _merged(buckets: list[Bucket]) -> Bucket:
-    whole = Bucket()
-    for bucket in buckets:
-        whole = whole.merge(bucket)
-    return whole
+        return [max(self._buckets[start:end]) for start, end in pairwise(cuts)]
 
 
 @dataclass
@@ -105,7 +77,7 @@ class OptimizerProgress:
         self.last = step
         self.recent.append(step)
         self.first_step = step["i"] if self.first_step is None else self.first_step
-        self.history.add(step.get("norm"), is_nonfinite(step))
+        self.history.add(math.inf if is_nonfinite(step) else step.get("norm", 0.0))
 
     @property
     def clip_share(self) -> float | None:
@@ -204,12 +176,10 @@ class RunState:
         norms = [norm or 0.0 for norm in self.layers]
         total = sum(norm * norm for norm in norms)
         if not 0 < total < math.inf:  # or too large to be squared
-            return [(self._name(place), share) for place, share in self._last_top()[:count]]
+            known = [self.last["top"]] if "top" in self.last else []
+            return [(self._name(place), share) for place, share in known[:count]]
         order = sorted(range(len(norms)), key=lambda place: -norms[place])[:count]
         return [(self._name(place), norms[place] ** 2 / total) for place in order if norms[place]]
-
-    def _last_top(self) -> list[tuple[int, float]]:
-        return [self.last["top"]] if "top" in self.last else []
 
     def _name(self, place: int) -> str:
         parameters = self.meta.get("params", ())

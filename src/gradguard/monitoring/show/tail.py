@@ -12,10 +12,10 @@ from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, read_record
 from gradguard.monitoring.record.reader import JsonlReader
 from gradguard.monitoring.record.text import drop_output, encodable, printable
 from gradguard.monitoring.show.run_state import RunState
-from gradguard.monitoring.show.tail_view import clock, duration, ending, event_line, fitting_view, line
+from gradguard.monitoring.show.tail_view import clock, duration, ending, event_line, line, view
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells count."""
@@ -97,10 +97,12 @@ def tail(
     try:
         with encodable(console.file):
             if once:
-                return _show_once(watched, events, console)
-            if console.is_terminal and not console.is_dumb_terminal:
-                return _show_live(watched, events, console, poll_seconds)
-            return _print_lines(watched, events, console, poll_seconds)
+                _show_once(watched, events, console)
+            elif console.is_terminal and not console.is_dumb_terminal:
+                _show_live(watched, events, console, poll_seconds)
+            else:
+                _print_lines(watched, events, console, poll_seconds)
+        return 0
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -229,7 +231,7 @@ class Watched:
             yield "a new run took the place of the one before"
 
 
-def _show_once(watched: Watched, events: int, console: "Console") -> int:
+def _show_once(watched: Watched, events: int, console: "Console") -> None:
     watched.look()
     if not watched.there:
         raise RecordError(
@@ -238,85 +240,68 @@ def _show_once(watched: Watched, events: int, console: "Console") -> int:
         )
     watched.judge()
     if console.is_terminal:
-        console.print(fitting_view(watched.run, watched.status_with_age(time.time()), watched.title(), events, console))
-        return 0
+        console.print(_drawn(watched, events, console))
+        return
     shown = list(watched.run.events)[-events:] if events else []
     first = [printable(watched.run.diagnosis)] if watched.run.diagnosis else []
     for text in [*first, *map(event_line, shown), line(watched.run), printable(watched.status(time.time())[0])]:
         _write(console, text)
-    return 0
 
 
-def _show_live(watched: Watched, events: int, console: "Console", poll_seconds: float) -> int:
+def _drawn(watched: Watched, events: int, console: "Console") -> "RenderableType":
+    return view(watched.run, watched.status_with_age(time.time()), watched.title(), events, console)
+
+
+def _show_live(watched: Watched, events: int, console: "Console", poll_seconds: float) -> None:
     """On the terminal's other screen, so that a change of its size leaves nothing behind; the last view is kept."""
     from rich.live import Live
 
-    def drawn() -> Any:
-        return fitting_view(watched.run, watched.status_with_age(time.time()), watched.title(), events, console)
-
     watched.look()
     watched.judge()
-    live = Live(drawn(), console=console, screen=True, auto_refresh=False, redirect_stdout=False)
+    live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False)
     try:
-        live.start(refresh=True)  # inside the block: Ctrl-C may come as early as that
+        live.start()  # inside the block: Ctrl-C may come as early as that
+        live.update(_drawn(watched, events, console), refresh=True)
         while watched.run.end is None:
             time.sleep(poll_seconds)
             watched.look()
             watched.judge()
-            live.update(drawn(), refresh=True)
+            live.update(_drawn(watched, events, console), refresh=True)
     finally:
         live.stop()
         if watched.there:
-            console.print(drawn())
-    return 0
+            console.print(_drawn(watched, events, console))
 
 
-def _print_lines(watched: Watched, events: int, console: "Console", poll_seconds: float) -> int:
-    printer = _LinePrinter(watched, events, console)
+def _print_lines(watched: Watched, events: int, console: "Console", poll_seconds: float) -> None:
+    """Print news as lines of text: each event, the numbers every few seconds, and each change of state."""
+    printed_at, said = float("-inf"), ""
+    has_news = False  # whether there are steps that no line has told yet
+    first = True  # of what was there before, only the last events
     while True:
-        printer.look()
-        if watched.run.end is not None:
-            return 0
+        lines = watched.look()
+        new = [entry for entry in lines if entry["t"] == "event"]
+        for event in (new[-events:] if events else []) if first else new:
+            _write(console, event_line(event))
+        has_news = has_news or any(entry["t"] == "step" for entry in lines)
+        has_ended = watched.run.end is not None
+        if has_news and (has_ended or time.monotonic() - printed_at >= LINE_SECONDS):
+            _write(console, line(watched.run))
+            has_news, first, printed_at = False, False, time.monotonic()
+        if has_ended:
+            watched.judge()
+            _write(console, printable(watched.run.diagnosis))
+        words, quiet = watched.status(time.time())[0], watched.quiet_since(time.time())
+        key = words if quiet is None else f"quiet since {quiet}"
+        if key != said and (words != "running" or said):
+            _write(console, printable(words))
+        said = key
+        if has_ended:
+            return
         time.sleep(poll_seconds)
 
 
-class _LinePrinter:
-    """Prints news as lines of text: each event, the numbers every few seconds, and each change of state."""
-
-    def __init__(self, watched: Watched, events: int, console: "Console") -> None:
-        self._watched, self._events, self._console = watched, events, console
-        self._printed_at = float("-inf")
-        self._stale = False  # whether there are steps that no line has told yet
-        self._said = ""
-
-    def look(self) -> None:
-        lines = self._watched.look()
-        new = [entry for entry in lines if entry["t"] == "event"]
-        first = self._printed_at == float("-inf")  # of what was there before, only the last events
-        for event in (new[-self._events :] if self._events else []) if first else new:
-            _write(self._console, event_line(event))
-        self._stale = self._stale or any(entry["t"] == "step" for entry in lines)
-        ended = self._watched.run.end is not None
-        if self._stale and (ended or time.monotonic() - self._printed_at >= LINE_SECONDS):
-            _write(self._console, line(self._watched.run))
-            self._stale, self._printed_at = False, time.monotonic()
-        if ended:
-            self._watched.judge()
-            if self._watched.run.diagnosis:
-                _write(self._console, printable(self._watched.run.diagnosis))
-        self._say()
-
-    def _say(self) -> None:
-        now = time.time()
-        quiet = self._watched.quiet_since(now)
-        words = self._watched.status(now)[0]
-        key = f"quiet since {quiet}" if quiet is not None else words
-        if key != self._said and (words != "running" or self._said):
-            _write(self._console, printable(words))
-        self._said = key
-
-
 def _write(console: "Console", text: str) -> None:
-    """A whole line at once, unwrapped, and out of the buffer."""
-    console.file.write(text + "\n")
+    """A whole line at once, unwrapped, and out of the buffer; nothing where there is no text."""
+    console.file.write(f"{text}\n" if text else "")
     console.file.flush()

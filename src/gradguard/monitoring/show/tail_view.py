@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 REGIME_STYLES = {"never": "blue", "guard": "green", "shaping": "yellow", "normalising": "red"}
 SEVERITY_STYLES = {"info": "cyan", "warning": "yellow", "error": "bold red"}
-_DETAILS = ((5, 99), (5, 5), (3, 3), (3, 2), (2, 1), (0, 0))  # layers, events
+_LAYERS = 5
 _GAP = 3
 _LEVELS, _ASCII_LEVELS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 
@@ -60,32 +60,46 @@ Fact = tuple[str, str, str]
 def facts(run: RunState) -> list[Fact]:
     """Return what is known now of the run as a whole."""
     step, seconds = run.last, run.seconds_per_step
-    wall = step.get("wall")
-    known = [
-        ("step", f"{step['i']:,}" if step else None, "bold"),
-        ("rate", _rate(seconds), ""),
-        ("time", None if wall is None else duration(wall), ""),
-        ("loss", *_measured(step, "loss")),
-        ("AMP scale", _plain(step, "amp_scale"), ""),
-    ]
-    return [(label, value, style) for label, value, style in known if value is not None]
+    found = [("step", f"{step['i']:,}", "bold")] if step else []
+    if seconds:  # or walls that differ by less than can be divided
+        rate = f"{number(1 / seconds)} steps/s" if seconds < 1 else f"{number(seconds)} s/step"
+        found.append(("rate", rate, ""))
+    if "wall" in step:
+        found.append(("time", duration(step["wall"]), ""))
+    return found + _measured(step, {"loss": "loss", "amp_scale": "AMP scale"})
 
 
 def optimizer_facts(state: OptimizerProgress) -> list[Fact]:
     """Return what is known now of one optimizer."""
     step, share = state.last, state.clip_share
-    regime = None if share is None else regime_of(share)
-    clipped = None if share is None else f"{percent(share)} of {len(state.recent_taken)} ({regime})"
-    known = [
-        ("norm", *_measured(step, "norm")),
-        ("threshold", *_threshold(step)),
-        ("coefficient", *_measured(step, "coefficient")),
-        ("update", *_measured(step, "update")),
-        ("logit", *_measured(step, "logit")),
-        ("clipped", clipped, REGIME_STYLES.get(regime or "", "")),
-        ("lr", _plain(step, "lr"), ""),
-    ]
-    return [(label, value, style) for label, value, style in known if value is not None]
+    found = _measured(step, {"norm": "norm"})
+    if step.get("threshold") is not None:
+        rule = step.get("rule", "norm")
+        value = plain_threshold(step["threshold"])
+        found.append(("threshold", value if rule == "norm" else f"{rule} {value}", ""))
+    found += _measured(step, {"coefficient": "coefficient", "update": "update", "logit": "logit"})
+    if share is not None:
+        regime = regime_of(share)
+        clipped = f"{percent(share)} of {len(state.recent_taken)} ({regime})"
+        found.append(("clipped", clipped, REGIME_STYLES[regime]))
+    return found + _measured(step, {"lr": "lr"})
+
+
+def _measured(step: dict[str, Any], labels: dict[str, str]) -> list[Fact]:
+    """Return the numbers of a step that it has, by their labels; None is one that was not finite."""
+    found = []
+    for key, label in labels.items():
+        if key in step:
+            form = plain_threshold if key in _SETTINGS else number
+            lost = step[key] is None
+            found.append(
+                (label, "not finite" if lost else form(step[key]), "bold red" if lost else _STYLES.get(key, ""))
+            )
+    return found
+
+
+_SETTINGS = {"lr", "amp_scale"}
+_STYLES = {"loss": "bold", "norm": "bold"}
 
 
 def line(run: RunState) -> str:
@@ -104,10 +118,8 @@ def event_line(event: dict[str, Any]) -> str:
     return f"step {event['i']} {event.get('severity', 'info')}: {event.get('message') or event.get('kind')}{advice}"
 
 
-def fitting_view(
-    run: RunState, status: tuple[str, str], title: str, events: int, console: "Console"
-) -> "RenderableType":
-    """Return the view in as much detail as the height of ``console`` holds; all of it where that is no terminal.
+def view(run: RunState, status: tuple[str, str], title: str, events: int, console: "Console") -> "RenderableType":
+    """Return the view: what it is and how it goes, the numbers, the norms, and at its end what may be cut off.
 
     Args:
         run: The run.
@@ -119,46 +131,20 @@ def fitting_view(
     Returns:
         Something that rich prints.
     """
-    found = view(run, status, title, (_DETAILS[0][0], events), console)
-    for layers, most in _DETAILS[1:]:
-        if not console.is_terminal or len(console.render_lines(found, pad=False)) <= console.height:
-            return found
-        found = view(run, status, title, (layers, min(most, events)), console)
-    return found
-
-
-def view(
-    run: RunState, status: tuple[str, str], title: str, detail: tuple[int, int], console: "Console"
-) -> "RenderableType":
-    """Return the view with given numbers of layers and of events; arguments as in `fitting_view`."""
-    from rich import box
     from rich.console import Group
-    from rich.panel import Panel
     from rich.text import Text
 
-    width, ascii_only = max(10, console.width - 4), console.options.ascii_only
-    parts: list[RenderableType] = [Text(printable(run.diagnosis), style="bold")] if run.diagnosis else []
-    parts += [_in_columns(facts(run))] if run.last else [Text("no step yet", style="dim")]
+    width, ascii_only = console.width, console.options.ascii_only
+    parts: list[RenderableType] = [
+        Text(printable(title), style="bold", overflow="ellipsis", no_wrap=True),
+        Text(printable(status[0]), style=status[1]),
+    ]
+    parts += [Text(printable(run.diagnosis), style="bold")] if run.diagnosis else []
+    parts.append(_in_columns(facts(run)) if run.last else Text("no step yet", style="dim"))
     for state in run.states.values():
         parts += [Text(f"\n{state.label}", style="bold")] if state.label else []
-        parts += [_in_columns(optimizer_facts(state))]
-        parts += [chart(state, width, ascii_only=ascii_only)] if any(detail) else []
-    parts += _layers_part(run, width, detail[0], ascii_only) if detail[0] else []
-    parts += _events_part(run, detail[1]) if detail[1] else []
-    words = Text(printable(status[0]), style=status[1])
-    if words.cell_len > width - 4:  # too long for the frame, and nothing of it may be lost
-        parts.append(words)
-        words = Text()
-    return Panel(
-        Group(*parts),
-        title=Text(printable(title), style="bold", overflow="ellipsis"),
-        title_align="left",
-        subtitle=words or None,
-        subtitle_align="left",
-        box=box.ROUNDED,
-        border_style=status[1].removeprefix("bold "),
-        padding=(0, 1),
-    )
+        parts += [_in_columns(optimizer_facts(state)), chart(state, width, ascii_only=ascii_only)]
+    return Group(*parts, *_layers_part(run, width, ascii_only), *(_events_part(run, events) if events else []))
 
 
 def _in_columns(known: list[Fact]) -> "RenderableType":
@@ -186,7 +172,7 @@ def chart(state: OptimizerProgress, width: int, *, ascii_only: bool = False) -> 
     from rich.text import Text
 
     columns = state.history.columns(width)
-    known = [norm for bucket in columns for norm in (bucket.low, bucket.high) if 0 < norm < math.inf]
+    known = [norm for norm in columns if 0 < norm < math.inf]
     if not known:
         return Text("no finite norm yet", style="dim")
     low, high = min(known), max(known)
@@ -195,17 +181,17 @@ def chart(state: OptimizerProgress, width: int, *, ascii_only: bool = False) -> 
     text.append(f"norm before any clip, {number(low)} to {number(high)}, {steps}\n", style="dim")
     levels, lost = (_ASCII_LEVELS, "!") if ascii_only else (_LEVELS, "✕")
     span = (math.log10(high) - math.log10(low)) or 1.0
-    for bucket in columns:
-        share = (math.log10(bucket.high) - math.log10(low)) / span if 0 < bucket.high < math.inf else 0.0
-        mark = lost if bucket.nonfinite else levels[round(share * (len(levels) - 1))]
-        text.append(mark, style="bold red" if bucket.nonfinite else "cyan")
+    for norm in columns:
+        share = (math.log10(norm) - math.log10(low)) / span if 0 < norm < math.inf else 0.0
+        mark = lost if norm == math.inf else levels[round(share * (len(levels) - 1))]
+        text.append(mark, style="bold red" if norm == math.inf else "cyan")
     return text
 
 
-def _layers_part(run: RunState, width: int, count: int, ascii_only: bool) -> "list[RenderableType]":
+def _layers_part(run: RunState, width: int, ascii_only: bool) -> "list[RenderableType]":
     from rich.text import Text
 
-    layers = run.largest_layers(count)
+    layers = run.largest_layers(_LAYERS)
     if not layers:
         return []
     text = Text("\nlargest shares of the squared norm now", style="dim", no_wrap=True, overflow="ellipsis")
@@ -225,9 +211,9 @@ def _events_part(run: RunState, count: int) -> "list[RenderableType]":
     if not run.events:
         return []
     total = sum(run.severities.values())
-    counts = ", ".join(f"{n:,} {name}{'s' * (n > 1 and name != 'info')}" for name, n in run.severities.most_common())
+    counts = ", ".join(counted(n, name, "info" if name == "info" else "") for name, n in run.severities.most_common())
     text = Text(f"\n{counted(total, 'event')}: {counts}", style="dim")
-    shown = list(run.events)[-count:] if count else []
+    shown = list(run.events)[-count:]
     for event, following in zip(shown, [*shown[1:], {}], strict=True):
         severity = event.get("severity", "info")
         text.append(f"\nstep {event['i']} ", style="not dim")
@@ -236,27 +222,3 @@ def _events_part(run: RunState, count: int) -> "list[RenderableType]":
         if event.get("advice") and event["advice"] != following.get("advice"):  # said once for several in a row
             text.append(f"\n  {event['advice']}", style="italic")
     return [text]
-
-
-def _rate(seconds: float | None) -> str | None:
-    if not seconds:  # or walls that differ by less than can be divided
-        return None
-    return f"{number(1 / seconds)} steps/s" if seconds < 1 else f"{number(seconds)} s/step"
-
-
-def _measured(step: dict[str, Any], key: str) -> tuple[str | None, str]:
-    if key in step and step[key] is None:
-        return "not finite", "bold red"
-    value = step.get(key)
-    return (None if value is None else number(value)), "bold" if key in ("loss", "norm") else ""
-
-
-def _threshold(step: dict[str, Any]) -> tuple[str | None, str]:
-    value, rule = step.get("threshold"), step.get("rule")
-    prefix = "" if rule in (None, "norm") else f"{rule} "
-    return (None if value is None else f"{prefix}{plain_threshold(value)}"), ""
-
-
-def _plain(step: dict[str, Any], key: str) -> str | None:
-    value = step.get(key)
-    return None if value is None else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

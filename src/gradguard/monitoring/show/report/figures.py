@@ -1,46 +1,86 @@
-"""Figures over time: the norms with the loss beneath, of one run and of several."""
+"""The figures of the page over time and along depth, of one run and of several."""
 
 import html
+import itertools
 import math
-import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
-from gradguard.monitoring.judge.numbers import number, plain_threshold
+from gradguard.monitoring.judge.numbers import median, number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation
+from gradguard.monitoring.judge.signals import signals_of
 from gradguard.monitoring.judge.verdict import Verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.lines import Lines, without_none
-from gradguard.monitoring.record.steps import nonfinite_on, rules_on
+from gradguard.monitoring.record.lines import without_none
+from gradguard.monitoring.record.steps import nonfinite_on, regime_of, rules_on
 from gradguard.monitoring.show.report import series
 from gradguard.monitoring.show.report.figure import (
     BLACK,
     BLUE,
     GREEN,
+    GREY,
     ORANGE,
     PURPLE,
+    REGIMES,
     RUN_LINES,
     VERMILION,
     Chart,
-    Figure,
+    Keys,
+    Row,
     Table,
-    steps_between,
-    subplots,
+    area,
+    drawing,
+    line,
+    log_axis,
+    short,
+    titled,
 )
 
 _MOST_MARKERS = 200
 _TABLE_ROWS = 12
+_MOST_WEIGHTS = 400  # in a table
 _WHOLE = 3  # so many steps for each point are still drawn one by one: a lone spike is easier to see in a line
-_SEVERITIES = (
-    ("error", "error", "triangle-down", VERMILION),
-    ("warning", "warning", "diamond", ORANGE),
-    ("info", "event", "circle-open", PURPLE),
+
+
+class _Series(NamedTuple):
+    key: str
+    """The field of a step."""
+    label: str
+    colour: str
+    width: float = 1.3
+
+
+class _Plot(NamedTuple):
+    title: str
+    is_log: bool
+    series: tuple[_Series, ...]
+
+
+_SHARES = (0.6, 0.4)
+"""Of the height, for two rows."""
+_NORM = _Plot("gradient norm", True, (_Series("norm", "gradient norm", BLUE),))
+_CLIPPED_NORM = _Plot(
+    "gradient norm", True,
+    # The norm after clipping is drawn first and wider: the lines coincide wherever clipping does not bind.
+    (_Series("post_norm", "norm after clipping", ORANGE, 2.8), _Series("norm", "norm before clipping", BLUE)),
+)  # fmt: skip
+_LOSS = _Plot("loss", False, (_Series("loss", "loss", PURPLE),))
+_UPDATES = (
+    _Plot("update / weight", True, (_Series("update", "update / weight", BLUE),)),
+    _Plot("largest attention logit", False, (_Series("logit", "largest attention logit", PURPLE),)),
 )
+_NORMS_CAPTION = "A spike is a norm far above its neighbours. The loss shares the time axis: does it jump after one?"
+_UPDATES_CAPTION = (
+    "Of an optimizer that divides by the size of gradients, steps at one learning rate have one length: where they "
+    "become longer, the loss often follows."
+)
+_OVERLAY_CAPTION = "All runs on one time axis; norms are before any clip."
 
 
 def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, most: int) -> Chart | None:
-    """Pre-clip and post-clip norms on a log axis with thresholds and events, and the loss beneath.
+    """Draw the norms before and after clipping on a log axis with thresholds and events, and the loss beneath.
 
     Args:
         record: The record of a run.
@@ -51,25 +91,13 @@ def norms_over_time(record: Record, verdict: Verdict, advice: Recommendation, mo
     Returns:
         The chart, or None where neither a finite norm nor a loss was recorded.
     """
-    rows = _known_rows([record])
-    if not rows:
-        return None
-    figure = subplots([0.66, 0.34] if len(rows) == 2 else [1.0], height=540 if len(rows) == 2 else 340)
-    if "norm" in rows:
-        _add_norms(figure, record, verdict, advice, most)
-    if "loss" in rows:
-        _add_band(figure, record, "loss", "loss", PURPLE, most, row=len(rows))
-    _finish_axes(figure, [record], rows)
-    summary = (
-        f"Gradient norm before clipping over {steps_between(record.steps[0]['i'], record.steps[-1]['i'])}: "
-        f"median {number(verdict.median_norm)}, largest {number(verdict.max_norm)}; final loss "
-        f"{number(verdict.final_loss)}."
-    )
-    return Chart("norms", "Norms over time", _NORMS, figure.to_json(), summary, _windows_table(record), over_steps=True)
+    plots = (_CLIPPED_NORM if verdict.clipping else _NORM, _LOSS)
+    marks = [*_thresholds(record, advice, most), *_marks(record, 1.7 * (verdict.max_norm or 1.0))]
+    return _over_steps("norms", "Norms over time", _NORMS_CAPTION, plots, [record], [""], most, marks)
 
 
 def updates_over_time(record: Record, most: int) -> Chart | None:
-    """The change by each step over the norm of the weights, on a log axis, with the largest attention logit beneath.
+    """Draw the change by each step over the norm of the weights, with the largest attention logit beneath.
 
     Args:
         record: The record of a run.
@@ -78,31 +106,11 @@ def updates_over_time(record: Record, most: int) -> Chart | None:
     Returns:
         The chart, or None where neither was measured.
     """
-    rows = [key for key in ("update", "logit") if any(_known(record.steps, key))]
-    if not rows:
-        return None
-    figure = subplots([1 / len(rows)] * len(rows), height=60 + 200 * len(rows))
-    for row, (key, label) in enumerate(compress(_UPDATES, [key in rows for key, _ in _UPDATES]), start=1):
-        _add_band(figure, record, key, label, BLUE if key == "update" else PURPLE, most, row=row)
-        figure.update_yaxes(row, title={"text": label})
-    if "update" in rows:
-        figure.log_axis("update / weight", [value for value in _known(record.steps, "update") if value > 0])
-    figure.over_steps([record])
-    words = [f"{label}: median {number(_median(record.steps, key))}" for key, label in _UPDATES if key in rows]
-    head = ("steps", *(f"{label}, median" for _, label in _UPDATES))
-    windows = [record.steps[place.start : place.stop] for place in series.buckets(len(record.steps), _TABLE_ROWS)]
-    table = [
-        (f"{steps[0]['i']:,} to {steps[-1]['i']:,}", *(number(_median(steps, key)) for key, _ in _UPDATES))
-        for steps in windows
-    ]
-    return Chart(
-        "updates", "What steps do to the weights", _UPDATES_CAPTION, figure.to_json(), f"{'; '.join(words)}.",
-        Table(head, table), over_steps=True,
-    )  # fmt: skip
+    return _over_steps("updates", "What steps do to the weights", _UPDATES_CAPTION, _UPDATES, [record], [""], most)
 
 
 def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Chart | None:
-    """The norms and the losses of several runs in one plot.
+    """Draw the norms and the losses of several runs in one figure.
 
     Args:
         records: The records.
@@ -112,109 +120,119 @@ def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Char
     Returns:
         The chart, or None where no run has a norm or a loss.
     """
-    rows = _known_rows(records)
+    return _over_steps("overlay", "Norms and losses", _OVERLAY_CAPTION, (_NORM, _LOSS), records, labels, most)
+
+
+def _over_steps(
+    name: str, title: str, caption: str, plots: Sequence[_Plot], records: Sequence[Record], labels: Sequence[str],
+    most: int, marks: Sequence[Keys] = (),
+) -> Chart | None:  # fmt: skip
+    """Draw a row for each plot that some record has numbers for; ``marks`` stand among the norms."""
+    rows, drawn = [], []
+    for plot in plots:
+        traces = [trace for one in plot.series for trace in _lines(one, records, labels, most, is_first=not rows)]
+        if traces:
+            traces += marks if plot.title == _NORM.title else ()
+            rows.append(Row(traces, _axis(plot, records), _SHARES[len(rows)]))
+            drawn += plot.series
     if not rows:
         return None
-    figure = subplots([1 / len(rows)] * len(rows), height=300 * len(rows))
-    for row, key in enumerate(rows, start=1):
-        for index, (record, label) in enumerate(zip(records, labels, strict=True)):
-            look = RUN_LINES[index % len(RUN_LINES)]
-            _add_line(figure, record, key, label, look, most, row=row, in_legend=row == 1)
-    _finish_axes(figure, records, rows)
-    figure.update_layout(legend={"groupclick": "togglegroup"})
-    summary = f"Gradient norms before clipping and losses of {', '.join(labels)}, on one time axis."
-    table = _overlay_table(records, labels)
-    return Chart("overlay", "Norms and losses", _OVERLAY, figure.to_json(), summary, table, over_steps=True)
+    rows = rows if len(rows) > 1 else [replace(rows[0], share=1.0)]
+    figure = drawing(rows, 60 + 240 * len(rows), steps_axis(records))
+    return Chart(name, title, caption, figure, _numbers(records, labels, drawn), over_steps=True)
 
 
-def clips_norms(record: Record) -> bool:
-    """Whether the thresholds of a record are thresholds of global norms, which belong on an axis of norms.
-
-    Args:
-        record: The record of a run.
-
-    Returns:
-        True where every threshold is one.
-    """
-    thresholds = [threshold is not None for threshold in record.steps.column("threshold")]
-    return any(thresholds) and all(rule == "norm" for rule in compress(rules_on(record.steps), thresholds))
-
-
-def _add_norms(figure: Figure, record: Record, verdict: Verdict, advice: Recommendation, most: int) -> None:
-    label = "norm before clipping" if verdict.clipping else "gradient norm"
-    if verdict.clipping:  # drawn first and wider, because the two lines coincide wherever clipping does not bind
-        _add_band(figure, record, "post_norm", "norm after clipping", ORANGE, most, width=2.8)
-    _add_band(figure, record, "norm", label, BLUE, most)
-    if clips_norms(record):
-        figure.add_line(
-            *series.line(record, "threshold", most), "threshold in use", BLACK, "step %{x:,}: threshold %{y:.3g}",
-            dash="dash", shape="hv",
-        )  # fmt: skip
-    if advice.threshold:
-        figure.add_level(
-            [record.steps[0]["i"], record.steps[-1]["i"]], advice.threshold,
-            f"recommended: {plain_threshold(advice.threshold)}", line={"color": GREEN, "width": 2, "dash": "dot"},
-        )  # fmt: skip
-    _add_marks(figure, record, verdict)
+def _lines(
+    one: _Series, records: Sequence[Record], labels: Sequence[str], most: int, *, is_first: bool
+) -> Iterator[Keys]:
+    """Yield the lines and bands of each record; those of several have their labels, in the legend of the first row."""
+    for record, label, (colour, dash) in zip(records, labels, itertools.cycle(RUN_LINES)):
+        if label:
+            look: Keys = {"dash": dash, "legendgroup": label, "showlegend": is_first}
+            yield from _banded(record, one.key, html.escape(label), colour, most, look)
+        else:
+            look = {"width": one.width, "legendgroup": one.key}
+            yield from _banded(record, one.key, one.label, one.colour, most, look)
 
 
-def _add_band(
-    figure: Figure, record: Record, key: str, label: str, colour: str, most: int, *, row: int = 1, width: float = 1.3
-) -> None:
+def _axis(plot: _Plot, records: Sequence[Record]) -> Keys:
+    if plot.is_log:
+        columns = [record.steps.column(plot.series[-1].key) for record in records]
+        return log_axis(plot.title, [value for column in columns for value in column if (value or 0.0) > 0])
+    ends = series.loss_range(records) if plot is _LOSS else None
+    return titled(plot.title) if ends is None else titled("loss (peaks cut)", range=ends)
+
+
+def steps_axis(records: Sequence[Record]) -> Keys:
+    """Return the horizontal axis for every optimizer step of ``records``, with a margin."""
+    ends = [record.steps[place]["i"] for record in records if record.steps for place in (0, -1)]
+    low, high = min(ends, default=0), max(ends, default=0)
+    margin = 0.01 * (high - low) + 0.5
+    return titled("optimizer step", range=[low - margin, high + margin])
+
+
+def _banded(record: Record, key: str, label: str, colour: str, most: int, look: Keys) -> list[Keys]:
     """The median of each bucket as a line, and from the smallest to the largest as a band where it was thinned."""
     count = sum(record.steps.has(key))
     band = series.band(record, key, count if count <= _WHOLE * most else most, positive=key != "loss")
     if not any(value is not None for value in band.middle):
-        return
-    ends, customdata = "", None
-    if band.thinned:
-        figure.add_area(*series.outline(band), colour, key, row)
-        ends = "<br>%{customdata[0]:.3g} to %{customdata[1]:.3g} around it"
-        customdata = list(zip(band.low, band.high, strict=True))
-    figure.add_line(
-        band.steps, band.middle, label, colour, f"step %{{x:,}}: {label} %{{y:.3g}}{ends}", row=row, width=width,
-        customdata=customdata, legendgroup=key,
-    )  # fmt: skip
+        return []
+    hover = f"step %{{x:,}}: {label} %{{y:.3g}}"
+    if not band.thinned:
+        return [line(band.steps, band.middle, label, colour, hover, **look)]
+    ends = list(zip(band.low, band.high, strict=True))
+    hover += "<br>%{customdata[0]:.3g} to %{customdata[1]:.3g} around it"
+    return [
+        area(*series.outline(band), colour, look["legendgroup"]),
+        line(band.steps, band.middle, label, colour, hover, customdata=ends, **look),
+    ]
 
 
-def _add_line(
-    figure: Figure, record: Record, key: str, label: str, look: tuple[str, str], most: int, *, row: int, in_legend: bool
-) -> None:
-    x, y = series.line(record, key, most)
-    if not any(value is not None for value in y):
-        x, y = [None], [None]  # the run keeps its place in the legend
-    name, (colour, dash) = html.escape(label), look
-    figure.add_line(
-        x, y, name, colour, f"{name}<br>step %{{x:,}}: {key} %{{y:.4g}}", row=row, dash=dash, legendgroup=label,
-        showlegend=in_legend,
-    )  # fmt: skip
+def _thresholds(record: Record, advice: Recommendation, most: int) -> list[Keys]:
+    found = []
+    if clips_norms(record):
+        look: Keys = {"dash": "dash", "shape": "hv", "legendgroup": "threshold"}
+        found += _banded(record, "threshold", "threshold in use", BLACK, most, look)
+    if advice.threshold:
+        name = f"recommended: {plain_threshold(advice.threshold)}"
+        ends = [record.steps[0]["i"], record.steps[-1]["i"]]
+        found.append(line(ends, [advice.threshold] * 2, name, GREEN, name, width=2, dash="dot"))
+    return found
 
 
-def _add_marks(figure: Figure, record: Record, verdict: Verdict) -> None:
-    above = 1.6 * (verdict.max_norm or 1.0)
+def clips_norms(record: Record) -> bool:
+    """Tell whether every threshold of a record is one of global norms, which belongs on an axis of norms."""
+    thresholds = [threshold is not None for threshold in record.steps.column("threshold")]
+    return any(thresholds) and all(rule == "norm" for rule in compress(rules_on(record.steps), thresholds))
+
+
+_MARKS = {
+    "non-finite step": ("x", VERMILION),
+    "error": ("triangle-down", VERMILION),
+    "warning": ("diamond", ORANGE),
+    "info": ("circle-open", PURPLE),
+}
+
+
+def _marks(record: Record, height: float) -> list[Keys]:
     lost = compress(record.steps.column("i"), nonfinite_on(record.steps))
-    nonfinite = [(i, f"step {i:,}: non-finite gradients") for i in lost]
-    _add_markers(figure, nonfinite, "non-finite step", "x", VERMILION, above)
-    for severity, label, symbol, colour in _SEVERITIES:
-        found = [
-            (event["i"], f"step {event['i']:,}: {_event_text(event)}")
-            for event in record.events
-            if event.get("kind") != "nonfinite" and event.get("severity", "info") == severity  # marked already
-        ]
-        _add_markers(figure, found, label, symbol, colour, 1.8 * above)
+    marks: dict[str, list[tuple[int, str]]] = {name: [] for name in _MARKS}
+    marks["non-finite step"] = [(i, "non-finite gradients") for i in lost]
+    for event in record.events:
+        if event.get("kind") != "nonfinite":  # marked already
+            marks[event.get("severity", "info")].append((event["i"], _event_text(event)))
+    return [_marker(name, found, height) for name, found in marks.items() if found and height < math.inf]
 
 
-def _add_markers(
-    figure: Figure, marks: list[tuple[int, str]], label: str, symbol: str, colour: str, height: float
-) -> None:
+def _marker(name: str, marks: list[tuple[int, str]], height: float) -> Keys:
     marks = marks[:: max(1, -(-len(marks) // _MOST_MARKERS))]
-    if marks and height < math.inf:
-        x, text = map(list, zip(*marks, strict=True))
-        marker = {"symbol": symbol, "color": colour, "size": 8, "line": {"width": 1.5, "color": colour}}
-        figure.add_trace(
-            "scatter", x=x, y=[height] * len(x), text=text, mode="markers", name=label, marker=marker,
-            hovertemplate="%{text}<extra></extra>",
-        )  # fmt: skip
+    symbol, colour = _MARKS[name]
+    look = {"symbol": symbol, "color": colour, "size": 8, "line": {"width": 1.5, "color": colour}}
+    return {
+        "type": "scatter", "mode": "markers", "name": name, "marker": look, "x": [i for i, _ in marks],
+        "y": [height] * len(marks), "text": [f"step {i:,}: {text}" for i, text in marks],
+        "hovertemplate": "%{text}<extra></extra>",
+    }  # fmt: skip
 
 
 def _event_text(event: dict[str, Any]) -> str:
@@ -222,65 +240,126 @@ def _event_text(event: dict[str, Any]) -> str:
     return html.escape(text if len(text) <= 120 else f"{text[:120]}…")
 
 
-def _finish_axes(figure: Figure, records: Sequence[Record], rows: Sequence[str]) -> None:
-    if "norm" in rows:
-        norms = [norm for record in records for norm in record.steps.column("norm") if (norm or 0.0) > 0]
-        figure.log_axis("gradient norm", norms)
-    if "loss" in rows:  # cut where a few huge losses would flatten all others
-        ends = series.loss_range(records)
-        title = {"text": "loss" if ends is None else "loss (peaks cut)"}
-        figure.update_yaxes(len(rows), title=title, range=ends)
-    figure.over_steps(records)
-
-
-def _windows_table(record: Record) -> Table:
-    head = ("steps", "norm: smallest", "median", "largest", "after clipping: largest", "loss: median", "non-finite")
-    places = series.buckets(len(record.steps), _TABLE_ROWS)
-    return Table(head, [_window_row(record.steps[place.start : place.stop]) for place in places])
-
-
-def _window_row(steps: Lines) -> tuple[str, ...]:
-    norms, after = _known(steps, "norm"), _known(steps, "post_norm")
-    return (
-        f"{steps[0]['i']:,} to {steps[-1]['i']:,}",
-        number(min(norms, default=None)),
-        number(_median(steps, "norm")),
-        number(max(norms, default=None)),
-        number(max(after, default=None)),
-        number(_median(steps, "loss")),
-        f"{sum(nonfinite_on(steps)):,}",
-    )
-
-
-def _overlay_table(records: Sequence[Record], labels: Sequence[str]) -> Table:
-    head = ("run", *(f"{part} of the run: {what}" for part in ("first third", "last third") for what in _MEDIANS))
+def _numbers(records: Sequence[Record], labels: Sequence[str], drawn: Sequence[_Series]) -> Table:
+    """The median and the largest of each series in a dozen stretches of each run."""
+    head = ["steps", *(f"{one.label}: {what}" for one in drawn for what in ("median", "largest"))]
     rows = []
     for record, label in zip(records, labels, strict=True):
-        third = max(1, len(record.steps) // 3)
-        parts = (record.steps[:third], record.steps[-third:])
-        rows.append((label, *(number(_median(part, key)) for part in parts for key in ("norm", "loss"))))
+        for place in series.buckets(len(record.steps), _TABLE_ROWS):
+            steps = record.steps[place.start : place.stop]
+            found = [without_none(steps.column(one.key)) for one in drawn]
+            numbers = [number(value) for values in found for value in (median(values), max(values, default=None))]
+            where = f"{steps[0]['i']:,} to {steps[-1]['i']:,}"
+            rows.append([f"{label}: {where}" if label else where, *numbers])
     return Table(head, rows)
 
 
-def _known_rows(records: Sequence[Record]) -> list[str]:
-    """The quantities that some record has, each of which gets a row."""
-    return [key for key in ("norm", "loss") if any(_known(record.steps, key) for record in records)]
-
-
-def _median(steps: Lines, key: str) -> float | None:
-    known = _known(steps, key)
-    return statistics.median_high(known) if known else None
-
-
-def _known(steps: Lines, key: str) -> list[float]:
-    return without_none(steps.column(key))
-
-
-_UPDATES = (("update", "update / weight"), ("logit", "largest attention logit"))
-_UPDATES_CAPTION = (
-    "Of an optimizer that divides by the size of gradients, steps at one learning rate have one length: where they "
-    "become longer, the loss often follows."
+_BINDS = (
+    "Each bar is a window of steps. At 0 the clip never acts; below 5 % it is a guard, up to 50 % it shapes training, "
+    "above that it normalises most steps."
 )
-_MEDIANS = ("median norm", "median loss")
-_NORMS = "A spike is a norm far above its neighbours. The loss shares the time axis: does it jump after one?"
-_OVERLAY = "All runs on one time axis; norms are before any clip."
+_WOULD_HAVE = (
+    "This run was not clipped. The bars count the steps whose norm lies above the recommended threshold; "
+    "a clipped run would have gone differently after the first of them."
+)
+
+
+def clip_share(record: Record, verdict: Verdict, advice: Recommendation) -> Chart | None:
+    """Draw how often clipping bound, window by window, in the colours of the regimes.
+
+    Args:
+        record: The record of a run.
+        verdict: Its verdict.
+        advice: Its threshold, used for a run that did not clip.
+
+    Returns:
+        The chart, or None where there is neither a clip nor a threshold to try.
+    """
+    threshold = None if verdict.clipping else advice.threshold
+    windows = series.clip_windows(record, threshold) if verdict.clipping or threshold is not None else []
+    if not windows:
+        return None
+    title, caption, what = "How often clipping binds", _BINDS, "share that binds"
+    if threshold is not None:
+        title, caption, what = f"How often {plain_threshold(threshold)} would have bound", _WOULD_HAVE, "share above"
+    top = min(1.0, max(0.08, 1.25 * max(window.share for window in windows)))
+    bars = [
+        _windows_of([window for window in windows if regime_of(window.share) == regime], regime, top)
+        for regime in REGIMES
+    ]
+    axis = titled(what, tickformat=".0%", range=[0, top], nticks=6)
+    figure = drawing([Row(bars, axis)], 270, steps_axis([record]), barmode="overlay")
+    rows = [(f"{one.first:,} to {one.last:,}", percent(one.share), regime_of(one.share)) for one in windows]
+    return Chart("clip-share", title, caption, figure, Table(("steps", "share", "regime"), rows), over_steps=True)
+
+
+def _windows_of(windows: Sequence[series.BindingWindow], regime: str, top: float) -> Keys:
+    # A window without a single clip is a line on the axis: it was measured, and is not a gap.
+    return {
+        "type": "bar", "name": regime, "offset": 0, "marker": {"color": REGIMES[regime], "line": {"width": 0}},
+        "x": [window.first for window in windows],
+        "y": [max(window.share, 0.006 * top) for window in windows],
+        "width": [window.last - window.first + 1 for window in windows],
+        "customdata": [[window.count, percent(window.share)] for window in windows],
+        "hovertemplate": "steps from %{x:,}: %{customdata[1]} of %{customdata[0]:,} steps",
+        "showlegend": bool(windows),
+    }  # fmt: skip
+
+
+_FEWEST_LAYERS = 3
+_NEAR_EPS = 1e3
+"""The line of the optimizer's ``eps`` is drawn where gradients come so near."""
+_DEPTH = (
+    "The root mean square of an element of each weight's gradient, in the order in which the forward uses them. A line "
+    "that falls steeply towards the input is a gradient that vanishes on its way down; one that rises towards it "
+    "explodes."
+)
+
+
+def along_depth(record: Record) -> Chart | None:
+    """Draw the usual gradient of an element of each weight, from the input to the output.
+
+    Two lines: the first tenth of the run and the last. An element is compared, and not the norm of the tensor, so that
+    large weights and small ones are seen alike.
+
+    Args:
+        record: The record of one optimizer's steps.
+
+    Returns:
+        The chart, or None where fewer than three weights were recorded.
+    """
+    signals = signals_of(record)
+    layers, eps = signals.layers, signals.eps
+    if len(layers) < _FEWEST_LAYERS:
+        return None
+    names = [html.escape(layer.name) for layer in layers]
+    places, hover = list(range(len(layers))), "%{customdata}: %{y:,.3g}"
+    tenths = [max(1, len(layer.gradients) // 10) for layer in layers]
+    first = [_level(layer.gradients[:tenth]) for layer, tenth in zip(layers, tenths, strict=True)]
+    last = [_level(layer.gradients[-tenth:]) for layer, tenth in zip(layers, tenths, strict=True)]
+    traces = [
+        line(places, first, "first tenth of the run", GREY, hover, dash="dot", customdata=names, mode="lines+markers"),
+        line(places, last, "last tenth", BLUE, hover, customdata=names, mode="lines+markers"),
+    ]
+    known = [level for level in (*first, *last) if level]
+    if eps and known and min(known) < _NEAR_EPS * eps:
+        name = f"the optimizer's eps, {eps:g}"
+        traces.append(line([0, len(layers) - 1], [eps] * 2, name, BLACK, name, dash="dash"))
+        known.append(eps)
+    every = max(1, len(layers) // 12)
+    axis = titled(
+        "weights, from the input to the output", tickvals=places[::every], tickangle=-30,
+        ticktext=[short(layer.name, 20) for layer in layers[::every]], range=[-0.5, len(layers) - 0.5],
+    )  # fmt: skip
+    figure = drawing([Row(traces, log_axis("gradient of an element", known))], 360, axis)
+    rows = [(layer.name, number(a), number(b)) for layer, a, b in zip(layers, first, last, strict=True)]
+    apart = -(-len(rows) // _MOST_WEIGHTS)
+    note = f"one in {apart} of {len(rows):,} weights" if apart > 1 else ""
+    return Chart(
+        "depth", "Along depth", _DEPTH, figure, Table(("parameter", "first tenth", "last tenth"), rows[::apart], note)
+    )
+
+
+def _level(gradients: Sequence[float]) -> float | None:
+    """The median gradient of an element; None where it is 0."""
+    return series.rounded(median(gradients)) or None

@@ -4,12 +4,12 @@
 """
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from gradguard.json_values import jsonable
 from gradguard.monitoring.judge.diagnosis import Cause, Diagnosis, diagnose, weighed_findings
 from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.verdict import verdict
@@ -47,7 +47,7 @@ def json_summary(records: Sequence[Record]) -> str:
         2.0
     """
     found = [_of_record(record) for record in records]
-    return json.dumps(_finite(found[0] if len(found) == 1 else found), indent=2, allow_nan=False)
+    return json.dumps(jsonable(found[0] if len(found) == 1 else found), indent=2, allow_nan=False)
 
 
 def text_summary(record: Record) -> str:
@@ -69,7 +69,7 @@ def text_summary(record: Record) -> str:
         >>> print([line for line in text_summary(record).splitlines() if "decision" in line][0])
         decision_kind: unknown
     """
-    return "".join(f"{key}: {printable(value)}\n" for key, value in _flat("", _finite(_of_record(record))))
+    return "".join(f"{key}: {printable(value)}\n" for key, value in _flat("", jsonable(_of_record(record))))
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -133,12 +133,3 @@ def _diagnosis(found: Diagnosis) -> dict[str, Any]:
 
 def _cause(cause: Cause) -> dict[str, Any]:
     return {"cause": cause.key, **fields_of(cause, "certainty", "sentence", "advice")}
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by None."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,6 +1,7 @@
-"""Single parameters over time: the matrix behind the heat map, and who makes the norm."""
+"""Single parameters: the map of their norms over time, and who makes the norm."""
 
 import base64
+import html
 import math
 import statistics
 import sys
@@ -9,8 +10,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradguard.monitoring.judge.numbers import median
+from gradguard.monitoring.judge.numbers import median, number, percent
 from gradguard.monitoring.record.file import Record
+from gradguard.monitoring.show.report.figure import (
+    BLACK,
+    DEVIATION_SCALE,
+    GREY,
+    NARROW_LABEL,
+    VERMILION,
+    Chart,
+    Keys,
+    Row,
+    Table,
+    drawing,
+    names_of_bars,
+    short,
+    titled,
+)
+from gradguard.monitoring.show.report.figures import steps_axis
 from gradguard.monitoring.show.report.series import Number, buckets
 
 MOST_COLUMNS = 600
@@ -19,6 +36,13 @@ MOST_CELLS = 90_000
 NONFINITE, ZERO, GAP = -32768, -32767, -32766
 """Codes of a packed matrix for cells without a logarithm; a gap was not measured."""
 _MOST_LINES = 1000
+_MOST_TABLE_ROWS = 40
+_LABEL_PIXELS = 12
+_LAYERS = (
+    "Each row is one parameter, in the order of the model. Against its own median: red is larger than usual for that "
+    "parameter, blue smaller. Cells show the largest value in their range of steps."
+)
+_DOMINANCE = "Which parameters make the global norm. A parameter that leads only at spikes is where they start."
 
 
 @dataclass(frozen=True)
@@ -41,8 +65,7 @@ class LayerMatrix:
 
     def medians(self) -> list[Number]:
         """The median of the positive cells of each row, None for a row without one."""
-        positive = [[cell for cell in row if cell is not None and cell > 0] for row in self.cells]
-        return [median(row) for row in positive]
+        return [median([cell for cell in row if cell is not None and cell > 0]) for row in self.cells]
 
     def packed(self) -> str:
         """All cells as hundredths of log10 in 16 bits, in base64: two digits in a third of the text."""
@@ -52,35 +75,92 @@ class LayerMatrix:
         return base64.b64encode(numbers.tobytes()).decode("ascii")
 
 
-def layer_norms(record: Record, most_cells: int = MOST_CELLS, rows: Sequence[int] | None = None) -> LayerMatrix | None:
-    """The norm of every parameter's gradient over time.
+def heat_map(record: Record, optimizer: int | None, most_cells: int = MOST_CELLS) -> Chart | None:
+    """Draw every parameter's norm over time: against its own median, as it is, and the change of the weights.
+
+    The page draws the cells itself, because a packed matrix is a third of what plotly would store.
+
+    Args:
+        record: The record of a run, or of one optimizer of it.
+        optimizer: Its place among the optimizers; None for all parameters.
+        most_cells: How many cells the page can carry.
+
+    Returns:
+        The chart, or None where nothing was recorded per parameter.
+    """
+    matrix = layer_norms(record, rows_of(record, optimizer), most_cells)
+    if matrix is None:
+        return None
+    ratios = update_ratios(record, matrix.rows, most_cells)
+    pixels = max(2.5, min(26, 1000 / len(matrix.names)))
+    every = math.ceil(_LABEL_PIXELS / pixels)
+    yaxis = {"type": "category", "autorange": "reversed", "showgrid": False, "ticks": ""}
+    figure = drawing([Row([], yaxis)], round(120 + pixels * len(matrix.names)), steps_axis([record]))
+    heat = {
+        "norm": _names(matrix) | _cells(matrix),
+        "ratio": _cells(ratios) if ratios and ratios.rows == matrix.rows else None,
+        "colours": {"scale": DEVIATION_SCALE, "zero": GREY, "nonfinite": BLACK},
+        "bar": max(80, min(280, round(pixels * len(matrix.names)))),
+        "every": every,
+        "font": min(13, max(9, round(pixels * every) - 1)),
+    }
+    caption = _LAYERS + (f" {matrix.left_out:,} parameters that moved less are left out." if matrix.left_out else "")
+    return Chart("layers", "Layers", caption, figure | {"heat": heat}, _numbers(matrix), over_steps=True)
+
+
+def dominance(record: Record, optimizer: int | None, spikes: Collection[int]) -> Chart | None:
+    """Draw the ten parameters that make the norm, at ordinary and at spike steps.
+
+    Args:
+        record: The record of a run, or of one optimizer of it.
+        optimizer: Its place among the optimizers; None for all parameters.
+        spikes: The steps that are spikes.
+
+    Returns:
+        The chart, or None where nothing was recorded per parameter.
+    """
+    found = shares(record, spikes, rows_of(record, optimizer))
+    if found is None:
+        return None
+    rows, at_spikes = found
+    names, *columns = map(list, zip(*rows, strict=True))
+    labels = ("median steps", at_spikes)
+    bars = [_bars(names, *each) for each in zip(columns, labels, (GREY, VERMILION), strict=True)]
+    top = max(map(max, columns))
+    form = ".0%" if top > 0.05 else ".1%"
+    xaxis = titled("share of the squared norm", tickformat=form, range=[0, 1.15 * top], nticks=6)
+    yaxis, meta = names_of_bars(names)
+    figure = drawing(
+        [Row(bars[::-1], yaxis)], 110 + 42 * len(names), xaxis, meta=meta, barmode="group", bargap=0.3, bargroupgap=0.05
+    )
+    table = Table(("parameter", *labels), [(name, percent(a), percent(b)) for name, a, b in rows[::-1]])
+    return Chart("dominance", "Who dominates", _DOMINANCE, figure, table)
+
+
+def layer_norms(record: Record, rows: Sequence[int], most_cells: int = MOST_CELLS) -> LayerMatrix | None:
+    """Return the norm of every parameter's gradient over time.
 
     Args:
         record: The record of a run.
+        rows: The parameters to show.
         most_cells: How many cells a page can carry; the columns are as wide as they must be, and fewer rows are shown
             where there are few.
-        rows: The parameters to show; all of them if None.
 
     Returns:
         The matrix, or None where nothing was recorded per parameter.
     """
     lines = record.tensors
-    gaps = lines.column("absent")
-    norms = (
-        [_norms(*each) for each in zip(lines.column("norm"), gaps, strict=True)] if any(gaps) else lines.column("norm")
-    )
+    norms = list(map(_norms, lines.column("norm"), lines.column("absent")))
     return _matrix(record, lines.column("i"), norms, most_cells, rows)
 
 
-def update_ratios(
-    record: Record, most_cells: int = MOST_CELLS, rows: Sequence[int] | None = None
-) -> LayerMatrix | None:
-    """How much each step changed every parameter, as a share of its norm, where that was recorded.
+def update_ratios(record: Record, rows: Sequence[int], most_cells: int = MOST_CELLS) -> LayerMatrix | None:
+    """Return how much each step changed every parameter, as a share of its norm, where that was recorded.
 
     Args:
         record: The record of a run.
+        rows: The parameters to show.
         most_cells: How many cells a page can carry.
-        rows: The parameters to show; all of them if None.
 
     Returns:
         The matrix, or None where weights and updates were not recorded.
@@ -91,24 +171,21 @@ def update_ratios(
     return _matrix(record, lines.column("i"), ratios, most_cells, rows)
 
 
-def rows_of(part: Record, whole: Record) -> list[int] | None:
-    """The parameters that one optimizer steps, read from which of them ever had a gradient on its steps.
+def rows_of(record: Record, optimizer: int | None) -> list[int]:
+    """Return the places of the parameters that one optimizer steps; of all where None or the record does not say.
 
     Args:
-        part: The steps of one optimizer.
-        whole: The record that they come from.
-
-    Returns:
-        Places in the names; None for all, where the record has one optimizer.
+        record: The record of a run, or of one optimizer of it.
+        optimizer: Its place among the optimizers.
     """
-    if part is whole or not part.tensors:
-        return None
-    mine, all_ = _touched(part), _touched(whole)
-    return [row for row in range(len(whole.names)) if row in mine or row not in all_]
+    params = record.meta.get("params", ())
+    return [row for row, one in enumerate(params) if optimizer is None or one.get("optimizer", optimizer) == optimizer]
 
 
-def dominance(record: Record, spikes: Collection[int], rows: Sequence[int] | None = None) -> dict[str, Any] | None:
-    """Who makes the norm: mean share of the squared norm per parameter, at ordinary and at spike steps.
+def shares(
+    record: Record, spikes: Collection[int], rows: Sequence[int]
+) -> tuple[list[tuple[str, float, float]], str] | None:
+    """Return who makes the norm: the mean share of the squared norm of each parameter.
 
     Ordinary steps are the middle half by norm. Where no spike was recorded per parameter, the largest 5 % stand for
     them.
@@ -116,27 +193,28 @@ def dominance(record: Record, spikes: Collection[int], rows: Sequence[int] | Non
     Args:
         record: The record of a run.
         spikes: The steps that are spikes.
-        rows: The parameters that can be named; all of them if None.
+        rows: The parameters that can be named.
 
     Returns:
-        ``names``, ``ordinary``, ``spikes`` (both shares), ``label`` and ``count`` of the spike steps, ten rows at
-        most; None where nothing was recorded per parameter.
+        Names with their shares at ordinary and at spike steps, the largest of the latter last, ten at most; what to
+        call the spike steps. None where nothing was recorded per parameter.
     """
-    norms, count = record.tensors.column("norm"), len(record.names)
-    totals = _totals(norms, count)
-    known = [place for place, total in enumerate(totals) if 0 < total < math.inf]
-    if not known:
+    lines = record.tensors.where(
+        [len(row) == len(record.names) and None not in row for row in record.tensors.column("norm")]
+    )
+    norms = lines.column("norm")
+    totals = [sum([norm * norm for norm in row]) for row in norms]  # a product overflows where a power would raise
+    order = sorted((place for place, total in enumerate(totals) if 0 < total < math.inf), key=totals.__getitem__)
+    if not order or not rows:
         return None
-    numbers, order = record.tensors.column("i"), sorted(known, key=totals.__getitem__)
-    at = [place for place in known if numbers[place] in spikes]
-    label, count = ("spike steps", len(at)) if at else ("largest 5 % of steps", max(1, len(order) // 20))
-    at = at or order[-count:]
-    ordinary = order[len(order) // 4 : -(-3 * len(order) // 4)] or order
-    shares = list(zip(record.names, _mean_shares(norms, ordinary), _mean_shares(norms, at), strict=False))
-    shares = [share for row, share in enumerate(shares) if rows is None or row in rows] or shares
-    top = sorted(shares, key=lambda share: -max(share[1:]))[:10]
-    names, at_ordinary, at_spikes = map(list, zip(*sorted(top, key=lambda share: share[2]), strict=True))
-    return {"names": names, "ordinary": at_ordinary, "spikes": at_spikes, "label": label, "count": count}
+    numbers = lines.column("i")
+    at, label = [place for place in order if numbers[place] in spikes], "spike steps"
+    if not at:
+        at, label = order[-max(1, len(order) // 20) :], "largest 5 % of steps"
+    middle = order[len(order) // 4 : -(-3 * len(order) // 4)]
+    found = list(zip(record.names, _mean_shares(norms, middle), _mean_shares(norms, at), strict=True))
+    top = sorted((found[row] for row in rows), key=lambda share: max(share[1:]))[-10:]
+    return sorted(top, key=lambda share: share[2]), f"{label} ({len(at):,} recorded)"
 
 
 def _matrix(
@@ -144,52 +222,46 @@ def _matrix(
     numbers: Sequence[int],
     values: Sequence[list[Number]],
     most_cells: int,
-    rows: Sequence[int] | None,
+    rows: Sequence[int],
 ) -> LayerMatrix | None:
     count = min([len(record.names), *map(len, values)])
-    kept = [row for row in (range(count) if rows is None else rows) if row < count]
+    kept = [row for row in rows if row < count]
     if not len(values) or not kept:
         return None
     most_rows = MOST_ROWS * most_cells // MOST_CELLS
     places = buckets(len(values), max(40, min(MOST_COLUMNS, most_cells // min(len(kept), most_rows))))
-    columns = [_largest(values[place.start : place.stop], count) for place in places]
-    kept, left_out = _most_telling(columns, kept, most_rows)
+    columns = [
+        [_largest(cells) for cells in zip(*(row[:count] for row in values[place.start : place.stop]), strict=True)]
+        for place in places
+    ]
+    cells = {row: [column[row] for column in columns] for row in kept}
+    shown = sorted(sorted(kept, key=lambda row: _movement(cells[row]))[-most_rows:])
     return LayerMatrix(
-        names=[record.names[row] for row in kept],
+        names=[record.names[row] for row in shown],
         steps=[numbers[place[0]] for place in places],
-        cells=[[column[row] for column in columns] for row in kept],
-        left_out=left_out,
-        rows=kept,
+        cells=[cells[row] for row in shown],
+        left_out=len(kept) - len(shown),
+        rows=shown,
     )
 
 
-def _largest(rows: Sequence[list[Number]], count: int) -> list[Number]:
-    # One column of the matrix: the largest value of each parameter in a bucket of lines.
-    if len(rows) == 1:
-        return rows[0][:count]
-    short = [row[:count] for row in rows]
-    columns: list[Any] = list(zip(*short, strict=True))
-    return [
-        None if None in cells else max((cell for cell in cells if cell == cell), default=math.nan) for cells in columns
-    ]
+def _largest(cells: Sequence[Number]) -> Number:
+    """The largest of a parameter's values in one column; None if one was not finite, NaN if none was measured."""
+    return (
+        None if None in cells else max((cell for cell in cells if cell is not None and cell == cell), default=math.nan)
+    )
 
 
-def _most_telling(columns: list[list[Number]], kept: list[int], most: int) -> tuple[list[int], int]:
-    # Where a page cannot hold all rows, those whose values move most tell most.
-    if len(kept) <= most:
-        return kept, 0
-
-    def movement(row: int) -> float:
-        known = [cell for column in columns if (cell := column[row]) is not None and cell > 0]
-        return math.log10(max(known)) - math.log10(min(known)) if len(known) == len(columns) else math.inf
-
-    chosen = sorted(sorted(kept, key=movement)[-most:])
-    return chosen, len(kept) - len(chosen)
+def _movement(cells: Sequence[Number]) -> float:
+    """By how much the largest cell of a row is above the smallest: infinitely where one is not above 0."""
+    known = [cell for cell in cells if cell is not None and cell > 0]
+    return max(known) / min(known) if len(known) == len(cells) else math.inf
 
 
 def _norms(norms: list[Number], absent: Sequence[int] | None) -> list[Number]:
-    gaps = set(absent or ())  # no gradient is not a gradient of 0
-    return [math.nan if place in gaps else norm for place, norm in enumerate(norms)]
+    if not absent:
+        return norms
+    return [math.nan if place in absent else norm for place, norm in enumerate(norms)]  # no gradient is not one of 0
 
 
 def _ratios(updates: list[Number], weights: list[Number]) -> list[Number]:
@@ -199,23 +271,12 @@ def _ratios(updates: list[Number], weights: list[Number]) -> list[Number]:
     ]
 
 
-def _touched(record: Record) -> set[int]:
-    return {row for norms in record.tensors.column("norm") for row, norm in enumerate(norms) if norm != 0}
-
-
 def _hundredths(cell: Number) -> int:
-    if cell is None:
+    if cell is None or cell == math.inf:
         return NONFINITE
-    if not math.isfinite(cell):
-        return GAP if math.isnan(cell) else NONFINITE
+    if cell != cell:
+        return GAP
     return max(GAP + 1, min(32767, round(100 * math.log10(cell)))) if cell > 0 else ZERO
-
-
-def _totals(norms: Sequence[list[Number]], count: int) -> Sequence[float]:
-    # The sum of the squares of each row; 0 for one with a hole in it, which has no shares. A product overflows to
-    # infinity where a power would raise.
-    whole = [row if len(row) == count and None not in row else [] for row in norms]
-    return [float(sum([norm * norm for norm in row if norm is not None])) for row in whole]
 
 
 def _mean_shares(norms: Sequence[list[Any]], places: Sequence[int]) -> list[float]:
@@ -226,3 +287,46 @@ def _mean_shares(norms: Sequence[list[Any]], places: Sequence[int]) -> list[floa
         statistics.fmean(square / total for square, total in zip(column, totals, strict=True))
         for column in zip(*rows, strict=True)
     ]
+
+
+def _names(matrix: LayerMatrix) -> Keys:
+    # Rows of one name would be drawn on top of each other.
+    names = [name if matrix.names.index(name) == row else f"{name} ({row})" for row, name in enumerate(matrix.names)]
+    return {
+        "rows": list(map(html.escape, names)),
+        "narrow": [short(name, NARROW_LABEL) for name in matrix.names],
+        "labels": [short(name) + _note(row) for name, row in zip(matrix.names, matrix.cells, strict=True)],
+    }
+
+
+def _cells(matrix: LayerMatrix) -> Keys:
+    medians = [None if median is None else round(100 * math.log10(median)) for median in matrix.medians()]
+    return {"steps": matrix.steps, "medians": medians, "cells": matrix.packed()}
+
+
+def _note(row: Sequence[Number]) -> str:
+    if all(cell == 0 for cell in row):
+        return " (all zero)"
+    return " (no gradient)" if all(cell != cell for cell in row) else ""
+
+
+def _numbers(matrix: LayerMatrix) -> Table:
+    found = []
+    for name, cells, usual in zip(matrix.names, matrix.cells, matrix.medians(), strict=True):
+        largest = max((cell for cell in cells if cell is not None and cell == cell), default=None)
+        shown = (name, number(usual), number(largest), f"{cells.count(0):,}", f"{cells.count(None):,}")
+        found.append((_movement(cells), shown))
+    most = sorted(range(len(found)), key=lambda row: -found[row][0])[:_MOST_TABLE_ROWS]
+    note = f"the {_MOST_TABLE_ROWS} of {len(found):,} that moved most" if len(found) > _MOST_TABLE_ROWS else ""
+    head = ("parameter", "median norm", "largest", "zero cells", "non-finite cells")
+    return Table(head, [found[row][1] for row in sorted(most)], note)
+
+
+def _bars(names: list[str], sizes: list[float], label: str, colour: str) -> Keys:
+    return {
+        "type": "bar", "orientation": "h", "name": label, "marker": {"color": colour}, "cliponaxis": False,
+        "x": [round(share, 4) for share in sizes], "y": list(range(len(names))),
+        "text": [percent(share) for share in sizes], "textposition": "outside",
+        "customdata": [html.escape(name) for name in names],
+        "hovertemplate": f"%{{customdata}}<br>{label}: %{{x:.1%}}<extra></extra>",
+    }  # fmt: skip

@@ -7,25 +7,31 @@ from typing import Any
 
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.files.writing import write_whole
-from gradguard.monitoring.judge.diagnosis import Diagnosis, diagnose
-from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
+from gradguard.monitoring.judge.diagnosis import diagnose, weighed_findings
+from gradguard.monitoring.judge.findings import SEVERITIES
+from gradguard.monitoring.judge.numbers import number, percent
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import OptimizerSteps, by_optimizer, usable_steps
-from gradguard.monitoring.show.report import (
-    advice,
-    clip_figures,
-    depth_figure,
-    figures,
-    layer_figures,
-    layers,
-    series,
-)
-from gradguard.monitoring.show.report.figure import Chart, palette
+from gradguard.monitoring.show.report import figures, layers, series
+from gradguard.monitoring.show.report.figure import Chart, palette, steps_between
 from gradguard.monitoring.show.report.glossary import TERMS, explained
-from gradguard.monitoring.show.report.summary import clip_of, command, compared, environment, labelled, notes, script_of
+from gradguard.monitoring.show.report.summary import (
+    clip_of,
+    command,
+    compared,
+    environment,
+    labelled,
+    notes,
+    said_of,
+    script_of,
+    sentence,
+    severities,
+    tone_of,
+    untold,
+)
 from gradguard.words import listed
 
 _FOLDER = Path(__file__).parent
@@ -36,6 +42,8 @@ _ALL_POINTS = 2 * series.MOST_POINTS
 _FEWEST_POINTS = 60
 _MOST_SCRIPTS = 3
 _FEWEST_CELLS = 4_000
+_MOST_EVENTS = 30
+_NAMED_AT_MOST = 10
 _COLUMNS = (
     ("clip", False), ("final loss", True), ("best loss", True), ("median norm", True), ("largest norm", True),
     ("clipping bound", True), ("regime", False), ("spikes", True), ("non-finite steps", True),
@@ -65,12 +73,15 @@ def write_report(records: list[Record], path: str | Path) -> Path:
     if not records:
         raise InvalidValueError("write_report needs at least one record, got none; read_record(path) gives one")
     path = Path(path)
-    if any(_is_same(path, record.path) for record in records):
+    if any(path.exists() and record.path.exists() and path.samefile(record.path) for record in records):
         raise InvalidValueError(f"{path} is the record itself, and a page would replace it: name another file with -o")
     page = render(records).encode("utf-8", "replace")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, page)
+        if path.is_fifo() or path.is_char_device():  # also through a link, as /dev/stdout is one
+            path.write_bytes(page)
+        else:
+            write_whole(path, page)
     except OSError as error:
         raise RecordError(f"cannot write {path}: {error.strerror or error}. Name another file with -o") from error
     return path
@@ -88,21 +99,6 @@ def page_beside(record: Path) -> Path:
     """
     page = record.with_suffix(".html")
     return page if page != record else record.with_name(f"{record.name}.html")
-
-
-def _is_same(path: Path, record: Path) -> bool:
-    return path.exists() and record.exists() and path.samefile(record)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file at once or not at all: a full disk leaves what was there before, and nothing beside it.
-
-    What a link stands for is somebody's file, which the page would replace: a link is refused.
-    """
-    if path.is_fifo() or path.is_char_device():  # also through a link, as /dev/stdout is one
-        path.write_bytes(content)
-    else:
-        write_whole(path, content)
 
 
 def render(records: Sequence[Record]) -> str:
@@ -126,7 +122,9 @@ def render(records: Sequence[Record]) -> str:
         labels = [subject["label"] for subject in subjects]
         overlay = figures.overlay([part.record for part, _, _ in parts], labels, _points(len(parts)))
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters |= {"number": number, "percent": percent, "threshold": plain_threshold, "explained": explained}
+    environment.filters |= {"number": number, "percent": percent, "explained": explained, "sentence": sentence}
+    environment.filters |= {"named": lambda names: listed(names, _NAMED_AT_MOST), "said": said_of}
+    environment.globals["steps_between"] = steps_between
     scripts = list(dict.fromkeys(filter(None, map(script_of, records))))
     return environment.from_string(_text("template.html.jinja")).render(
         title=listed(scripts, _MOST_SCRIPTS) if scripts else "Gradient report",
@@ -141,7 +139,7 @@ def render(records: Sequence[Record]) -> str:
         plotlyjs=_text(_PLOTLY_JS),
         palette=_json(palette()),
         css=_text("report.css"),
-        scripts=[_text(name) for name in ("report.js", "terms.js", "download.js")],
+        scripts=[_text(name) for name in ("report.js", "terms.js")],
     )
 
 
@@ -159,26 +157,26 @@ def _label(part: OptimizerSteps, label: str, records: int) -> str:
 def _subject(part: OptimizerSteps, whole: Record, label: str, identity: str, among: int) -> dict[str, Any]:
     record = part.record
     judged, recommendation, diagnosis = verdict(record), recommend(record), diagnose(record)
-    findings = advice.findings_of(whole, part.index)
+    findings = [one for one in weighed_findings(whole) if part.index is None or one.optimizer in (part.index, None)]
+    events = untold(_events(record, whole, part.index), findings)
+    gravest = sorted(events, key=lambda event: SEVERITIES.index(event.get("severity", "info")))[:_MOST_EVENTS]
     prefix = f"{identity}-" if among > 1 else ""
+    charts = _charts(record, part.index, judged, recommendation, among)
     return {
         "id": identity,
         "prefix": prefix,
         "label": label,
         "clip": clip_of(record),
         "verdict": judged,
-        "tone": _tone(diagnosis),
+        "tone": tone_of(diagnosis),
         "diagnosis": diagnosis,
         "recommendation": recommendation,
         "command": recommendation.rule and command(record, recommendation.rule, part.label),
-        "figures": [
-            _drawn(chart, prefix, identity)
-            for chart in _charts(record, whole, judged, recommendation, among)
-            if chart is not None
-        ],
+        "figures": [_drawn(chart, prefix, identity) for chart in charts if chart is not None],
         "findings": findings,
-        "counts": advice.severities(findings),
-        "events": advice.shown_events(advice.untold(_events(record, whole, part.index), findings)),
+        "counts": severities(findings),
+        "events": sorted(gravest, key=lambda event: event["i"]),
+        "more_events": len(events) - len(gravest),
         "environment": environment(record, judged),
         "notes": notes(record),
     }
@@ -193,23 +191,18 @@ def _events(record: Record, whole: Record, index: int | None) -> list[dict[str, 
     return [*(lost if index == by_optimizer(whole)[0].index else ()), *record.events]
 
 
-def _tone(diagnosis: Diagnosis) -> str:
-    return "guard" if diagnosis.is_well else "shaping" if diagnosis.cause.key == "unknown" else "bad"
-
-
 def _charts(
-    record: Record, whole: Record, judged: Verdict, recommendation: Recommendation, among: int
+    record: Record, index: int | None, judged: Verdict, recommendation: Recommendation, among: int
 ) -> list[Chart | None]:
     usable = usable_steps(record).column("i")
     spikes = {usable[place] for place in spikes_of(record)}
     return [
         figures.norms_over_time(record, judged, recommendation, _points(among)),
         figures.updates_over_time(record, _points(among)),
-        clip_figures.clip_share(record, judged, recommendation),
-        depth_figure.along_depth(record),
-        layer_figures.layer_heat_map(record, whole, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
-        layer_figures.dominance(record, whole, spikes),
-        clip_figures.norm_histogram(record, judged, recommendation),
+        figures.clip_share(record, judged, recommendation),
+        figures.along_depth(record),
+        layers.heat_map(record, index, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
+        layers.dominance(record, index, spikes),
     ]
 
 
@@ -220,11 +213,9 @@ def _points(among: int) -> int:
 
 def _drawn(chart: Chart, prefix: str, steps: str) -> dict[str, Any]:
     heat = chart.figure.get("heat")
-    modes = [
-        ("deviation", "against its own median", True),
-        ("absolute", "norm", True),
-        ("ratio", "update / weight", bool(heat and heat["ratio"])),
-    ]
+    has_ratio = bool(heat and heat["ratio"])
+    modes = [("deviation", "against its own median", True), ("absolute", "norm", True)]
+    modes.append(("ratio", "update / weight", has_ratio))
     return {
         "id": prefix + chart.name,
         "chart": chart,

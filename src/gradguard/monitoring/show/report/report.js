@@ -5,6 +5,8 @@
   const darkOf = JSON.parse(document.getElementById("palette").textContent);
   const config = { responsive: true, displayModeBar: false, doubleClick: "reset" };
   const NONFINITE = -32768, ZERO = -32767, GAP = -32766; // as in layers.py
+  const LIMIT = 1; // decades from the median at which a cell of the heat map has its full colour
+  const DEVIATIONS = { tickvals: [-1, -0.5, 0, 0.5, 1], ticktext: ["÷10", "÷3", "median", "×3", "×10"] };
   const NARROW = 620; // pixels
   const plots = () => [...document.querySelectorAll(".plot")];
 
@@ -55,20 +57,14 @@
     return { tickvals: ticks, ticktext: ticks.map((tick) => Number((10 ** tick).toPrecision(2)).toString()) };
   }
 
-  function deviationTicks(limit) {
-    const names = { "-2": "÷100", "-1": "÷10", "-0.5": "÷3", 0: "median", 0.5: "×3", 1: "×10", 2: "×100" };
-    const ticks = Object.keys(names).map(Number).filter((tick) => Math.abs(tick) <= limit).sort((a, b) => a - b);
-    return { tickvals: ticks, ticktext: ticks.map((tick) => names[tick]) };
-  }
-
   function colours(heat, mode, cells) {
     const values = cells.flat().filter((cell) => "value" in cell).map((cell) => cell.value);
     const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
     const bar = { len: heat.bar, lenmode: "pixels", y: 1, yanchor: "top", thickness: 12, outlinewidth: 0 };
     if (mode === "deviation") {
       const scale = heat.colours.scale.map((colour, index, all) => [index / (all.length - 1), colour]);
-      const ends = { zmin: -heat.limit, zmax: heat.limit };
-      return { ...ends, colorscale: scale, colorbar: { ...bar, ...deviationTicks(heat.limit) } };
+      const ends = { zmin: -LIMIT, zmax: LIMIT };
+      return { ...ends, colorscale: scale, colorbar: { ...bar, ...DEVIATIONS } };
     }
     if (!values.length) return { zmin: 0, zmax: 1, showscale: false };
     const ends = { zmin: low, zmax: high > low ? high : low + 1 };
@@ -91,12 +87,6 @@
     });
     layout.height += 60;
     layout.margin = { ...layout.margin, b: (layout.margin.b ?? 52) + 60 };
-  }
-
-  function spreadMarks(layout) { // names of neighbouring thresholds, one above the other where there is no room beside
-    const marks = (layout.annotations ?? []).filter((mark) => mark.yref === "paper" && mark.yanchor === "bottom");
-    marks.forEach((mark, index) => { mark.yshift = 14 * index; });
-    if (marks.length) layout.margin = { ...layout.margin, t: 20 + 14 * marks.length };
   }
 
   function heatMap(plot, spec) {
@@ -128,16 +118,14 @@
     if (plot.clientWidth < NARROW) {
       const named = spec.data.filter((trace) => trace.name && trace.showlegend !== false).length;
       if (spec.layout.showlegend !== false) spec.layout.height += 18 * Math.max(0, named - 2); // the legend takes rows
-      spreadMarks(spec.layout);
       if (spec.layout.meta?.narrow) spec.layout.yaxis.ticktext = spec.layout.meta.narrow;
     }
-    for (const trace of spec.data) if (trace.customdata === "of the first") trace.customdata = spec.data[0].customdata;
     if (spec.heat) spec.data = heatMap(plot, spec);
     plot.style.height = `${spec.layout.height}px`;
     // What was zoomed stays zoomed when the theme or the mode changes.
     const home = spec.layout.xaxis.range, now = plot.layout?.xaxis.range;
     const zoomed = plot.dataset.steps && plot.home && now && now.some((end, index) => end !== plot.home[index]);
-    for (const name of Object.keys(spec.layout)) if (/^xaxis/.test(name) && zoomed) spec.layout[name].range = [...now];
+    if (zoomed) spec.layout.xaxis.range = [...now];
     Plotly.react(plot, spec.data, spec.layout, config);
     plot.home = [...(home ?? plot.layout.xaxis.range)];
     if (!plot.dataset.drawn) {
@@ -168,6 +156,24 @@
     event.preventDefault();
     Plotly.relayout(plot, { "xaxis.range": [...to] });
   }
+
+  // ------------------------------------------------------------------ a picture
+  async function savePicture(plot) {
+    const { width, height } = plot.getBoundingClientRect(), colours = getComputedStyle(document.documentElement);
+    const text = `${document.querySelector("h1").textContent}: ${plot.dataset.title}`;
+    const title = { text: text.replaceAll("&", "&amp;").replaceAll("<", "&lt;"), x: 0.01, xanchor: "left", y: 1, yref: "container", yanchor: "top", pad: { t: 12 }, font: { size: 16 } };
+    const margin = { ...plot.layout.margin, t: (plot.layout.margin.t ?? 34) + 36 };
+    const background = colours.getPropertyValue("--page").trim();
+    const layout = { ...plot.layout, title, margin, width, height: height + 36, paper_bgcolor: background };
+    const link = document.createElement("a"), words = `${document.querySelector("h1").textContent} ${plot.id.replace(/-plot$/, "")}`;
+    link.download = `${words.replace(/[^\p{L}\p{N}._-]+/gu, "-")}.png`;
+    link.href = await Plotly.toImage({ data: plot.data, layout }, { format: "png", width, height: height + 36, scale: 2 });
+    link.click();
+  }
+
+  addEventListener("click", ({ target }) => {
+    if (target.dataset?.save) savePicture(document.getElementById(target.dataset.save));
+  });
 
   // ------------------------------------------------------------------ start
   const system = matchMedia("(prefers-color-scheme: dark)");

@@ -1,12 +1,11 @@
-"""From a record to what a figure draws: bands and thinned lines, windows, distributions, as plain lists."""
+"""From a record to what a figure draws: bands and windows, as plain lists."""
 
 import itertools
-import math
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
+from gradguard.monitoring.judge.numbers import median
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.record.steps import bound_on, taken_steps
 
@@ -49,31 +48,21 @@ def band(record: Record, key: str, most: int = MOST_POINTS, *, positive: bool = 
     Returns:
         The band.
     """
-    numbers, values = known_values(record, key)
+    has = record.steps.has(key)
+    numbers = list(compress(record.steps.column("i"), has))
+    values = list(compress(record.steps.column(key), has))
     places = buckets(len(numbers), most)
-    found = [_known(values[place.start : place.stop], positive) for place in places]
+    found = [
+        [value for value in values[place.start : place.stop] if value is not None and (value > 0 or not positive)]
+        for place in places
+    ]
     return Band(
         steps=[numbers[place[len(place) // 2]] for place in places],
         low=[rounded(min(values, default=None)) for values in found],
-        middle=[rounded(statistics.median(values)) if values else None for values in found],
+        middle=[rounded(median(values)) for values in found],
         high=[rounded(max(values, default=None)) for values in found],
         thinned=len(numbers) > len(places),
     )
-
-
-def known_values(record: Record, key: str) -> tuple[Sequence[int], Sequence[Number]]:
-    """The steps that have a field, and its values.
-
-    Args:
-        record: The record of a run.
-        key: The field.
-
-    Returns:
-        Step numbers and values, None for one that was not finite.
-    """
-    steps = record.steps
-    numbers, values, has = steps.column("i"), steps.column(key), steps.has(key)
-    return (numbers, values) if all(has) else (list(compress(numbers, has)), list(compress(values, has)))
 
 
 def outline(drawn: Band) -> tuple[list[Number], list[Number]]:
@@ -100,27 +89,6 @@ def outline(drawn: Band) -> tuple[list[Number], list[Number]]:
     return x, y
 
 
-def decimate(x: Sequence[int], y: Sequence[Number], most: int = MOST_POINTS) -> tuple[list[int], list[Number]]:
-    """Thin a line to at most ``most`` points and keep the smallest and the largest of every bucket.
-
-    Args:
-        x: Positions, ascending.
-        y: Values; None is a gap, and a bucket of gaps stays one.
-        most: The number of points to stay below.
-
-    Returns:
-        The thinned positions and values.
-
-    Example:
-        >>> decimate(range(8), [1, 1, 90, 1, 1, 0, 1, 1], most=4)
-        ([0, 2, 5, 7], [1, 90, 0, 1])
-    """
-    if len(x) <= most:
-        return list(x), list(y)
-    kept = [index for bucket in buckets(len(x), most // 2) for index in _extremes(y, bucket)]
-    return [x[index] for index in kept], [y[index] for index in kept]
-
-
 def buckets(count: int, most: int) -> list[range]:
     """Cut ``count`` indices into at most ``most`` neighbouring ranges of nearly the same size.
 
@@ -138,21 +106,6 @@ def buckets(count: int, most: int) -> list[range]:
     pieces = min(count, most)
     edges = [count * piece // pieces for piece in range(pieces + 1)] if pieces else []
     return [range(start, stop) for start, stop in itertools.pairwise(edges)]
-
-
-def line(record: Record, key: str, most: int = MOST_POINTS) -> tuple[list[int], list[Number]]:
-    """One quantity over the steps, thinned; steps without it are left out.
-
-    Args:
-        record: The record of a run.
-        key: A field of a step, such as ``"norm"``.
-        most: The number of points to stay below.
-
-    Returns:
-        Step numbers and values.
-    """
-    x, y = decimate(*known_values(record, key), most)
-    return x, [rounded(value) for value in y]
 
 
 def loss_range(records: Sequence[Record]) -> tuple[float, float] | None:
@@ -214,54 +167,6 @@ def clip_windows(record: Record, threshold: Number, most: int = _WINDOWS) -> lis
     ]
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """Counts of values in bins of equal width in log10.
-
-    Attributes:
-        edges: One more than there are bins, as log10.
-        counts: One for each bin.
-    """
-
-    edges: list[float]
-    counts: list[int]
-
-
-def log_histogram(values: Sequence[Number], most: int = 80) -> Histogram | None:
-    """How values are spread over the decades.
-
-    Args:
-        values: Numbers; None, zeros and negative ones have no logarithm and are left out.
-        most: How many bins at most.
-
-    Returns:
-        The histogram, or None without a positive value.
-
-    Example:
-        >>> log_histogram([1.0, 10.0, 10.0, None, 0.0])
-        Histogram(edges=[0.0, 0.333..., 0.666..., 1.0], counts=[1, 0, 2])
-    """
-    logs = [math.log10(value) for value in values if value is not None and value > 0]
-    if not logs:
-        return None
-    low, high = min(logs), max(logs)
-    bins = max(1, min(most, round(2 * math.sqrt(len(logs))))) if high > low else 1
-    width = (high - low) / bins or 0.1
-    counts = [0] * bins
-    for value in logs:
-        counts[min(bins - 1, int((value - low) / width))] += 1
-    return Histogram([low + width * index for index in range(bins + 1)], counts)
-
-
-def _known(values: Iterable[Number], positive: bool) -> list[float]:
-    return [value for value in values if value is not None and (value > 0 or not positive)]
-
-
 def rounded(value: Number) -> Number:
     """Keep four digits, which draw the same picture as sixteen in a third of the page."""
     return None if value is None else float(f"{value:.4g}")
-
-
-def _extremes(y: Sequence[Number], bucket: range) -> list[int]:
-    known = [(value, index) for index in bucket if (value := y[index]) is not None]
-    return sorted({min(known)[1], max(known)[1]}) if known else [bucket[0]]

@@ -1,21 +1,21 @@
 """The summary in a terminal, and the same as ``key: value`` lines for logs and scripts."""
 
 import re
-from collections.abc import Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradguard.monitoring.judge.acting_clips import acting_clips
-from gradguard.monitoring.judge.diagnosis import Diagnosis, diagnose
+from gradguard.monitoring.judge.diagnosis import Diagnosis, diagnose, weighed_findings
+from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.health import lock_in_share
 from gradguard.monitoring.judge.norm_statistics import drift_ratio
-from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import capital, number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, Record
 from gradguard.monitoring.record.redaction import redacted
 from gradguard.monitoring.record.steps import usable_norms
-from gradguard.monitoring.show.report.advice import Shown, findings_of, severities
 from gradguard.monitoring.show.table import print_table
 from gradguard.named_rules import clipping_rule
 from gradguard.words import counted
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _MOST_FINDINGS = 4
 _COMPARED = ("run", "clip", "final loss", "best loss", "largest norm", "steps clipped")
-_MOST_COMPARED = 3
 
 
 def print_summary(record: Record, console: "Console | None" = None) -> None:
@@ -41,8 +40,8 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
     from rich.text import Text
 
     judged, recommendation, diagnosis = verdict(record), recommend(record), diagnose(record)
-    style = "green" if diagnosis.is_well else "yellow" if diagnosis.cause.key == "unknown" else "red"
-    body = _body(judged, recommendation, diagnosis, findings_of(record))
+    style = {"guard": "green", "shaping": "yellow", "bad": "red"}[tone_of(diagnosis)]
+    body = _body(judged, recommendation, diagnosis, weighed_findings(record))
     panel = Panel(body, title="gradguard", title_align="left", border_style=style, padding=(0, 1))
     console = console or Console()
     console.print(panel)
@@ -53,6 +52,40 @@ def print_summary(record: Record, console: "Console | None" = None) -> None:
     cost = _cost(judged, record.end or {})
     if cost:
         console.print(f"observing cost: {cost}", markup=False, highlight=False)
+
+
+def tone_of(diagnosis: Diagnosis) -> str:
+    """Return the tone of what is said: ``"guard"`` (all is well), ``"shaping"`` (nobody knows) or ``"bad"``."""
+    return "guard" if diagnosis.is_well else "shaping" if diagnosis.cause.key == "unknown" else "bad"
+
+
+def sentence(text: str) -> str:
+    """Return a text as a sentence of its own, with a capital letter and an end.
+
+    Example:
+        >>> sentence("it stood out (2 times)"), sentence("clip by gg.ClipByMedian()"), sentence("it ended!")
+        ('It stood out (2 times).', 'Clip by gg.ClipByMedian()', 'It ended!')
+    """
+    is_whole = not text or text[-1] in ".!?" or text.endswith("()")  # a point is no part of a call
+    return capital(text) if is_whole else f"{capital(text)}."
+
+
+def said_of(finding: Finding) -> str:
+    """Return the message of a finding as a sentence; the name of a parameter in front keeps its case."""
+    return finding.message if finding.message.startswith(finding.params) else sentence(finding.message)
+
+
+def severities(found: Iterable[Finding]) -> str:
+    """Say how many findings there are, such as ``"1 error, 2 warnings"``."""
+    counts = Counter(one.severity for one in found)
+    words = {"error": "error", "warning": "warning", "info": "remark"}
+    return ", ".join(counted(counts[severity], word) for severity, word in words.items() if counts[severity])
+
+
+def untold(events: Sequence[dict[str, Any]], found: Iterable[Finding]) -> list[dict[str, Any]]:
+    """Return the events that no finding tells already: what is found in a whole record, the watcher told as it came."""
+    kinds = {one.kind for one in found}
+    return [event for event in events if event.get("kind") not in kinds]
 
 
 def print_comparison(records: Sequence[Record], console: "Console | None" = None) -> None:
@@ -93,6 +126,7 @@ def script_of(record: Record) -> str:
         record: The record of a run.
 
     Example:
+        >>> from pathlib import Path
         >>> for argv in (["examples/train.py", "--lr", "1"], ["-m", "package.train"], []):
         ...     print(script_of(Record(Path("run.jsonl"), {"t": "meta", "argv": argv}, [], [], [], None, False)))
         train.py
@@ -113,34 +147,26 @@ def compared(runs: Sequence[tuple[str, Verdict]]) -> str:
         One or two sentences, empty where fewer than two runs have a loss.
     """
     known = sorted((judged.final_loss, label) for label, judged in runs if judged.final_loss is not None)
-    lost = [label for label, judged in runs if judged.diverged]
-    if len(known) + len(lost) < 2:
+    if len(known) + sum(judged.diverged for _, judged in runs) < 2:
         return ""
     if not known:
         return "No run ended with a finite loss."
-    (lowest, best), rest = known[0], [f"{label} ends at {number(loss)}" for loss, label in known[1:]]
-    others = [*rest[:_MOST_COMPARED], *([f"{len(rest) - _MOST_COMPARED} more above"] if rest[_MOST_COMPARED:] else ())]
-    others += [f"{label} at one that is not finite" for label in lost]
+    lowest, best = known[0]
     different = len({judged.steps for _, judged in runs}) > 1
     caution = "They have different numbers of steps. " if different else ""
     return (
-        f"{best} has the lowest final loss, {number(lowest)}; {', '.join(others)}. {caution}With one run of each, a "
-        "small difference may be chance."
+        f"{best} has the lowest final loss, {number(lowest)}. {caution}With one run of each, a small difference may be "
+        "chance."
     )
 
 
 def labelled(records: Sequence[Record]) -> list[tuple[Record, str]]:
     """Return each record with what to call it: its file, or its folder, or its path, whichever tells all apart."""
-    stems = [record.path.stem for record in records]
-    folders = [_with_folder(record.path) for record in records]
-    paths = [redacted(str(record.path)) for record in records]
-    telling = (folders, stems) if stems == [Path(FILE_NAME).stem] else (stems, folders)
-    labels = next((names for names in telling if all(names) and len(set(names)) == len(names)), paths)
-    return list(zip(records, labels, strict=True))
-
-
-def _with_folder(path: Path) -> str:
-    return path.parent.name if path.name == FILE_NAME else f"{path.parent.name}/{path.stem}"
+    paths = [record.path for record in records]
+    short = [path.parent.name if path.name == FILE_NAME else path.stem for path in paths]
+    if not all(short) or len(set(short)) < len(short):
+        short = [redacted(str(path)) for path in paths]
+    return list(zip(records, short, strict=True))
 
 
 def command(record: Record, rule: str, optimizer: str = "") -> str:
@@ -155,6 +181,7 @@ def command(record: Record, rule: str, optimizer: str = "") -> str:
         A line to paste into a shell; what to change in a script that clips itself or has several optimizers.
 
     Example:
+        >>> from pathlib import Path
         >>> record = Record(Path("run.jsonl"), {"t": "meta", "argv": ["train.py"]}, [], [], [], None, False)
         >>> command(record, "median")
         'gradguard run --clip median train.py'
@@ -174,7 +201,7 @@ def command(record: Record, rule: str, optimizer: str = "") -> str:
     return f"gradguard run --clip {f'norm={threshold}' if threshold else rule} {script}"
 
 
-def _body(judged: Verdict, recommendation: Recommendation, diagnosis: Diagnosis, found: Sequence[Shown]) -> "Text":
+def _body(judged: Verdict, recommendation: Recommendation, diagnosis: Diagnosis, found: Sequence[Finding]) -> "Text":
     """The diagnosis, then what to do, then the clip; below that what was measured, and the gravest findings."""
     from rich.text import Text
 
@@ -187,7 +214,9 @@ def _body(judged: Verdict, recommendation: Recommendation, diagnosis: Diagnosis,
     grave = [item for item in found if item.severity != "info"]
     for item in grave[:_MOST_FINDINGS]:
         body.append("\n\n" if item is grave[0] else "\n")
-        body.append(f"{item.severity}: ", style="bold").append(f"{item.message} {item.advice}", style="not bold")
+        body.append(f"{item.severity}: ", style="bold").append(
+            f"{said_of(item)} {sentence(item.advice)}", style="not bold"
+        )
     rest = [*grave[_MOST_FINDINGS:], *(item for item in found if item.severity == "info")]
     if grave and rest:
         body.append(f"\nand {severities(rest)}, see the report", style="not bold dim")

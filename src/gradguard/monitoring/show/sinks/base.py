@@ -2,9 +2,10 @@
 
 import importlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 from gradguard.errors import MissingPackageError
 from gradguard.monitoring.record.file import Line
@@ -43,17 +44,6 @@ def required(module: str, extra: str) -> ModuleType:
         ) from error
 
 
-def plain(value: Any) -> Any:
-    """Return ``value`` as JSON would hold it: what is not finite becomes None, also inside lists and dictionaries."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    return value
-
-
 class DashboardWindow:
     r"""What a dashboard shows of several steps: about ten numbers, however many parameters there are.
 
@@ -71,50 +61,40 @@ class DashboardWindow:
     def __init__(self) -> None:
         self.step: int | None = None
         self._values: dict[str, _Summary] = {}
-        self._last: dict[str, float] = {}
-        self._count, self._bound, self._clips = 0, 0, False
-        self._nonfinite, self._skipped, self._spikes, self._roll_backs = 0, 0, 0, 0
+        self._counts: Counter[str] = Counter()
 
     def add(self, line: Line) -> None:
         """Take one line; of what is no step only roll-backs are counted."""
         if line.get("t") != "step":
-            self._roll_backs += line.get("kind") == "rolled_back"
+            self._counts["roll_backs"] += line.get("kind") == "rolled_back"
             return
-        self.step, self._count = line["i"], self._count + 1
-        self._nonfinite += bool(line.get("nonfinite"))
-        self._skipped += bool(line.get("skipped"))
-        self._spikes += bool(line.get("spike"))
+        self.step = line["i"]
         coefficient = line.get("coefficient")
-        if coefficient is not None:
-            self._clips = True
-            self._bound += coefficient < 1
+        self._counts.update(
+            steps=1, clips=coefficient is not None, bound=coefficient is not None and coefficient < 1,
+            nonfinite_steps=bool(line.get("nonfinite")), skipped_steps=bool(line.get("skipped")),
+            skipped_spikes=bool(line.get("spike")),
+        )  # fmt: skip
         for key, value in line.items():
-            if isinstance(value, float | int) and not isinstance(value, bool) and key not in _NO_QUANTITY:
-                self._keep(key, float(value))
-
-    def _keep(self, key: str, value: float) -> None:
-        if not math.isfinite(value):
-            return
-        if key in _AS_LAST:
-            self._last[key] = value
-        else:
-            self._values.setdefault(key, _Summary()).add(value)
+            if type(value) in (float, int) and math.isfinite(value) and key not in _NO_QUANTITY:
+                self._values.setdefault(key, _Summary()).add(float(value))
 
     def scalars(self) -> dict[str, float]:
         """Return the numbers by name, without the prefix ``gradguard/``; empty if no step came."""
-        if not self._count:
+        counts = self._counts
+        if not counts["steps"]:
             return {}
         norm = self._values.get("norm")
         found = {f"norm_{kind}": value for kind, value in norm.extent().items()} if norm is not None else {}
-        found |= {key: summary.mean for key, summary in self._values.items() if key != "norm"}
-        found |= self._last
-        if self._clips:
-            found["clip_fraction"] = self._bound / self._count
-        if self._spikes:
-            found["skipped_spikes"] = self._spikes
-        if self._roll_backs:
-            found["roll_backs"] = self._roll_backs
-        return found | {"nonfinite_steps": self._nonfinite, "skipped_steps": self._skipped}
+        found |= {
+            key: summary.last if key in _AS_LAST else summary.mean
+            for key, summary in self._values.items()
+            if key != "norm"
+        }
+        if counts["clips"]:
+            found["clip_fraction"] = counts["bound"] / counts["steps"]
+        found |= {key: counts[key] for key in ("skipped_spikes", "roll_backs") if counts[key]}
+        return found | {key: counts[key] for key in ("nonfinite_steps", "skipped_steps")}
 
 
 _NO_QUANTITY = {"i", "wall", "nonfinite", "optimizer", "user_max_norm", "post_norm"}
@@ -122,12 +102,14 @@ _AS_LAST = {"lr", "threshold", "amp_scale"}
 
 
 class _Summary:
-    """Count, mean and extremes of a few numbers."""
+    """Mean, extremes and last of a few numbers."""
 
     def __init__(self) -> None:
         self._count, self._sum, self._min, self._max = 0, 0.0, math.inf, -math.inf
+        self.last = 0.0
 
     def add(self, value: float) -> None:
+        self.last = value
         self._count, self._sum = self._count + 1, self._sum + value
         self._min, self._max = min(self._min, value), max(self._max, value)
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradguard.json_values import jsonable
 from gradguard.monitoring.record.file import Line, RecordWriter
 from gradguard.monitoring.record.text import on_stderr
-from gradguard.monitoring.show.sinks.base import plain
 
 
 class JsonLinesSink:
@@ -48,7 +48,7 @@ class CallableSink:
     def push(self, lines: Sequence[Line]) -> None:
         """Call the function with each line."""
         for line in lines:
-            self._function(plain(line))
+            self._function(jsonable(line))
 
     def close(self) -> None:
         """Do nothing: the function is the user's."""
