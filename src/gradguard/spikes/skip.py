@@ -220,7 +220,7 @@ class SkipSpikes:
             self.detector.grow(kinds * len(values))
             unknown = [math.nan] * len(values)
             values = [*unknown * place, *values, *unknown * (kinds - 1 - place)]
-        spike = self.detector.observe_numbers(values, weight or math.nan)
+        spike = bool(self.detector.observe(torch.tensor(values, dtype=torch.float64, device="cpu"), weight or math.nan))
         self._known[0] += spike
         self._known[1] += spike and self.act
         return spike
