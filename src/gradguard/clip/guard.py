@@ -20,7 +20,7 @@ from gradguard.clip.optimizer_proxy import OptimizerProxy, OptimizerSnapshot
 from gradguard.clip.reach import with_reach
 from gradguard.distributed.wrappers import follow_backwards
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
-from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_steps
+from gradguard.grad_scaler import ScalerStep, listen_to_steps
 from gradguard.listeners import SkipReason, is_heard, tell
 from gradguard.optimizer_hooks import EveryStep, parameters_of, runs_hooks
 from gradguard.policies import GuardPolicy, check_guard_options
@@ -100,7 +100,6 @@ class Guard:
     ``"zero"``                          the step is taken with gradients of 0: momentum and weight decay still act
     GradScaler, any policy              an overflow is the scaler's: the step is skipped and counted, the scale falls
     GradScaler, fused optimizer         thresholds are for unscaled gradients; unscaling needs no pass of its own
-    clipped by hand before unscaling    a warning says so, once
     LBFGS, NaN inside a line search     the whole step is undone
     BatchNorm's running statistics      hold what a skipped step's forward has written; `SpikeRecovery` undoes that
     too many skips in a row             an error with the history (on an accelerator some steps late)
@@ -179,13 +178,11 @@ class Guard:
         self._spike_watch = SpikeWatch(spikes, clipper)
         # A spike's gradients are left as they are, for `SpikeRecovery`, and an error leaves everything.
         self._clips_before_it_skips = nonfinite != "raise" and spikes is None
-        self._detector = ScaledClipDetector()
-        self._late = LateReader(self._read_late)
+        self._late = LateReader(lambda in_a_row: self._counts.check(int(in_a_row[0])))
         self._proxy = OptimizerProxy(optimizer) if OptimizerProxy.serves(optimizer) else None
         self._outcome = TAKEN  # what became of the step that is running, or of the last one
         self._snapshot: OptimizerSnapshot | None = None  # of the optimizer, for a step that may have to be undone
-        self._scaler_step: ScalerStep | None = None  # the ``scaler.step`` that is running
-        self._reached = False  # whether it has called the optimizer's step
+        self._reached = False  # whether the ``scaler.step`` that is running has called the optimizer's step
         self._attached = False
         self._look_at_parameters()  # which the clipper may refuse
         follow_backwards()
@@ -281,7 +278,7 @@ class Guard:
         if folds is not None and not readable and folds.skips_safely():
             skipped = self._act_on_device(decision, folds, scale, bad, cast("Tensor | None", spike), skips_bad)
             return StepOutcome(skipped, reason, False if spike is None else spike)
-        skip, spiked = self._look(decision.result, bad, spike, readable)
+        skip, spiked = self._look(bad, spike)
         if spiked:
             self._spike_watch.undo_clipper()
             return self._skip_on_host(StepOutcome(True, "spike", True))
@@ -305,12 +302,11 @@ class Guard:
         self._clip_or_not(decision, folds, scale, skips_bad)
         if spike is not None:
             self._spike_watch.undo_clipper(spike)
-        in_a_row = self._counts.decided_on_device(bad, spike)
-        row = _wide(in_a_row)
-        self._late.push(torch.stack([row, self._scaled_norm(decision.result), self._spike_watch.nonfinite_loss(row)]))
+        self._late.push(self._counts.decided_on_device(bad, spike).reshape(1))
         return skipped
 
-    def _look(self, result: ClipResult, bad: Tensor, spike: Tensor | bool | None, readable: bool) -> tuple[bool, bool]:
+    @staticmethod
+    def _look(bad: Tensor, spike: Tensor | bool | None) -> tuple[bool, bool]:
         """Return whether the step is to be skipped because it is not finite, and whether as a spike.
 
         Raises:
@@ -322,17 +318,10 @@ class Guard:
                 "expected a fused optimizer and a rule of one coefficient for all gradients, such as ClipByGlobalNorm, "
                 'or Guard(..., nonfinite="propagate") without spikes=.'
             )
-        scaled = self._scaler_step is not None and self._scaler_step.scale is not None
-        if readable:
-            skip, spiked, norm = bool(bad), bool(spike), float(self._scaled_norm(result)) if scaled else 0.0
-        else:
-            found = [bad, torch.zeros_like(bad) if spike is None else spike, self._scaled_norm(result)]
-            found.append(self._spike_watch.nonfinite_loss(_wide(bad)))
-            skip, spiked, norm, nan_loss = torch.stack(list(map(_wide, found))).tolist()  # one look
-            self._spike_watch.tell_nonfinite_loss(bool(nan_loss))
-        if scaled:
-            self._detector.saw(norm)
-        return bool(skip), bool(spiked)
+        if not isinstance(spike, Tensor):
+            return bool(bad), bool(spike)
+        skip, spiked = torch.stack([bad, spike]).tolist()  # one look
+        return skip, spiked
 
     def _skip_on_host(self, outcome: StepOutcome) -> StepOutcome:
         self._outcome = outcome  # also where the next lines raise, because there were too many
@@ -394,11 +383,8 @@ class Guard:
         snapshot, self._snapshot = self._snapshot, None
         if self._outcome.skipped is False:
             self._counts.decided(skip=False)
-        elif self._outcome.skipped is True:
-            if snapshot is not None:
-                snapshot.restore()
-        elif self.last is not None and self.last.counter is not None:
-            self.last.counter.gradients_are_unchanged()
+        elif self._outcome.skipped is True and snapshot is not None:
+            snapshot.restore()
         self._spike_watch.forget_loss()
         del optimizer
 
@@ -425,12 +411,11 @@ class Guard:
     # -- GradScaler -------------------------------------------------------------------------------------------------
 
     def _scaler_begins(self, optimizer: Optimizer, step: ScalerStep) -> None:
-        del optimizer
-        self._scaler_step, self._reached = step, False
+        del optimizer, step
+        self._reached = False
 
     def _scaler_ends(self, optimizer: Optimizer, step: ScalerStep) -> None:
         """A ``scaler.step`` that does not reach the optimizer has found an overflow: it counts as a skipped step."""
-        self._scaler_step = None
         self._spike_watch.forget_loss()
         if not self._attached or self._reached or step.skipped is None:
             return
@@ -441,18 +426,6 @@ class Guard:
         self._outcome = StepOutcome(True, "grad_scaler")
         self._tell(decision)
         self._counts.decided(skip=True)
-
-    def _scaled_norm(self, result: ClipResult) -> Tensor:
-        """The norm of the gradients as they came to ``scaler.step``; NaN if they were not scaled any more."""
-        scale = None if self._scaler_step is None else self._scaler_step.scale
-        norm = _wide(result.norm)
-        return torch.full_like(norm, torch.nan) if scale is None else move(scale, norm.device, norm.dtype) * norm
-
-    def _read_late(self, numbers: list[float]) -> None:
-        skips_in_a_row, scaled_norm, nan_loss = numbers
-        self._detector.saw(scaled_norm)
-        self._spike_watch.tell_nonfinite_loss(bool(nan_loss))
-        self._counts.check(int(skips_in_a_row))
 
     # -- between steps ----------------------------------------------------------------------------------------------
 

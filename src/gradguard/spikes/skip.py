@@ -1,7 +1,6 @@
 """A guard's use of a spike detector: it gathers the loss and the norms of a step, and leaves out a spike."""
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 from zlib import crc32
@@ -83,8 +82,6 @@ class SkipSpikes:
         self.act = bool(act)
         self.nonfinite: Tensor | None = None
         self.changed: Tensor | bool = False
-        self._nonfinite_loss: Tensor | bool = False  # of the step judged last, whose gradients were finite
-        self._was_told = False  # that a loss was not finite
         self._group = process_group
         # The sums of weight * loss and of weight in this step, on this process: plain numbers if all came from the CPU.
         self._loss: Tensor | tuple[float, float] | None = None
@@ -209,8 +206,6 @@ class SkipSpikes:
         """As `judge`, for who has the norms as plain numbers on the CPU, and where no other process has a part."""
         total, weight = self._loss.tolist() if isinstance(self._loss, Tensor) else self._loss or (0.0, 0.0)
         values = [total / weight if weight else math.nan, *(norm or math.nan for norm in norms)]
-        self._nonfinite_loss = weight > 0 and not math.isfinite(total) and not bad
-        self.tell_nonfinite_loss(self._nonfinite_loss)
         if bad:
             values = [math.nan] * len(values)
         place = self._place()
@@ -247,13 +242,11 @@ class SkipSpikes:
         flags = torch.stack([_flag(one, own) for one in (bad, self._weights_changed())])
         if self.is_alone():
             self.nonfinite, self.changed = None, flags[1] > 0
-            self._nonfinite_loss = ~bad & (own[1] > 0) & ~own[0].isfinite()
             return torch.cat([own[:1] / own[1:2], own[2:]]), own[1], place
         count = number_of_processes(self._group)
         numbers = torch.tensor([number, number**2], dtype=own.dtype, device=own.device)
         added = sum_over(torch.cat([own, flags, numbers]), self._group)
         self.nonfinite, self.changed = added[-4] > 0, added[-3] > 0
-        self._nonfinite_loss = ~self.nonfinite & ~added[0].isfinite() & ~(added[1] == 0)
         alike = count * added[-1] - added[-2].square() < 0.5 * count
         return torch.cat([added[:1] / added[1:2], added[2:-4] / count]), added[1], torch.where(alike, place, 0)
 
@@ -263,24 +256,6 @@ class SkipSpikes:
     def _weights_changed(self) -> Tensor | bool:
         """Whether the weights of this process have changed outside of the optimizer since the last step."""
         return False
-
-    @property
-    def nonfinite_loss(self) -> Tensor | bool:
-        """Whether the loss of the step judged last was NaN or infinite and all gradients finite; 0-dim on a device."""
-        return self._nonfinite_loss
-
-    def tell_nonfinite_loss(self, found: bool) -> None:
-        """Warn, once, if a loss was ``found`` that is not finite where gradients are."""
-        if not found or self._was_told:
-            return
-        self._was_told = True
-        warnings.warn(
-            "gradguard: guard.record_loss was given a loss that is NaN or infinite, and all gradients of its step are "
-            "finite: the step is judged by the norms alone, and taken. Often one sample's loss is not finite and does "
-            "not reach the gradients, as behind a mask; look for it with torch.isfinite(loss). Said once.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
     @property
     def seen(self) -> int:
