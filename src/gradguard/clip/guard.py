@@ -18,10 +18,11 @@ from gradguard.clip.in_backward import is_in_backward, refuse_in_backward, tell_
 from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.optimizer_proxy import OptimizerProxy, OptimizerSnapshot
 from gradguard.clip.reach import with_reach
+from gradguard.clip.update_size import UpdateSize, rehearsed_update
 from gradguard.distributed.wrappers import follow_backwards
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.grad_scaler import ScalerStep, listen_to_steps
-from gradguard.listeners import SkipReason, is_heard, tell
+from gradguard.listeners import RecoveryEvent, SkipReason, is_heard, tell, tell_recovery
 from gradguard.optimizer_hooks import EveryStep, parameters_of, runs_hooks
 from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.skip import SkipSpikes
@@ -182,6 +183,7 @@ class Guard:
         self._proxy = OptimizerProxy(optimizer) if OptimizerProxy.serves(optimizer) else None
         self._outcome = TAKEN  # what became of the step that is running, or of the last one
         self._snapshot: OptimizerSnapshot | None = None  # of the optimizer, for a step that may have to be undone
+        self._pending: tuple[Decision, UpdateSize] | None = None  # a step that is judged by its update, after it
         self._reached = False  # whether the ``scaler.step`` that is running has called the optimizer's step
         self._attached = False
         self._look_at_parameters()  # which the clipper may refuse
@@ -203,7 +205,7 @@ class Guard:
     # -- while training ---------------------------------------------------------------------------------------------
 
     def _enter(self, optimizer: Optimizer, closure: bool) -> Optimizer | None:
-        self._outcome, self._snapshot, self._reached = TAKEN, None, True
+        self._outcome, self._snapshot, self._pending, self._reached = TAKEN, None, None, True
         if not self._attached:
             return None
         if self._proxy is not None:
@@ -232,17 +234,20 @@ class Guard:
         in_backward = is_in_backward()
         if in_backward:
             refuse_in_backward(self.clipper, self._parameters, self._stages)
-        self._spike_watch.begin(self.steps + (number == 0), in_backward)
+        if number == 0:
+            self._spike_watch.begin(self.steps + 1, in_backward)
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         grads = self._gradients()
         with refused_by_name(grads):
             decide = self.clipper.decide_at_once if self._clips_before_it_skips else self.clipper.decide
             decision = decide(grads, 1.0 if scale is None else scale)
         self.last, self._outcome = decision.result, TAKEN
+        update = None
         if number == 0:
             self._counts.begin(decision.result)
+            update = self._update_of(decision, is_alone=self._snapshot is None)
         try:
-            self._outcome = self._act(decision, scale, overflow, number)
+            self._outcome = self._act(decision, scale, overflow, number, update)
         except NonFiniteGradientError as error:
             if in_backward:
                 tell_what_has_stepped(error)
@@ -252,20 +257,59 @@ class Guard:
         self._tell(decision)
         return self._outcome.skipped is True
 
+    def _update_of(self, decision: Decision, is_alone: bool) -> Tensor | None:
+        """Return how far the step will move the weights, for spikes; None if nobody asks, or it shows only afterwards.
+
+        Args:
+            decision: The decision on the gradients.
+            is_alone: Whether the step has no closure, which may do anything.
+        """
+        if self.spikes is None or not self.spikes.updates:
+            return None
+        grads, coefficient = decision.gradients, decision.coefficient
+        if self._proxy is not None and is_alone and grads.reduction is None and coefficient is not None:
+            return rehearsed_update(self.optimizer, coefficient)
+        self._pending = decision, UpdateSize(self._parameters)
+        self._snapshot = self._snapshot or OptimizerSnapshot(self.optimizer)
+        return None
+
+    def _judge_update(self) -> None:
+        """Judge a step that has been taken by how far it has moved the weights; a spike is undone."""
+        if self._pending is None:
+            return
+        (decision, size), self._pending = self._pending, None
+        result, skipped = decision.result, self._outcome.skipped
+        bad = result.nonfinite | (move(skipped, result.norm.device) if isinstance(skipped, Tensor) else skipped)
+        spike = self._spike_watch.judge(result, bad, 0, size.measure(decision.gradients))
+        if spike is not None and bool(spike):
+            self._spike_watch.undo_clipper()
+            self._outcome = StepOutcome(True, "spike", True)
+            self._counts.decided(skip=True, spike=True)
+            if is_heard():
+                undone = "undid the step behind this one, because the norm of its update is a spike"
+                tell_recovery(RecoveryEvent(self.optimizer, "rolled_back", undone, lost=1, recovery=1))
+
     def _tell(self, decision: Decision) -> None:
         if is_heard() and self.last is not None:
             outcome = self._outcome
             event = self.clipper.event_of(decision, self.last, self.optimizer, outcome.skipped, outcome.reason)
             tell(replace(event, spike=outcome.spike) if self.spikes is not None else event)
 
-    def _act(self, decision: Decision, scale: Tensor | None, overflow: Tensor | None, number: int) -> StepOutcome:
+    def _act(
+        self,
+        decision: Decision,
+        scale: Tensor | None,
+        overflow: Tensor | None,
+        number: int,
+        update: Tensor | None,
+    ) -> StepOutcome:
         """Clip, or leave the step out; return which."""
         folds = self._folds(decision)
         bad, skips_bad = decision.result.nonfinite, self._policy == "skip" or overflow is not None
         if overflow is not None:
             bad = bad | move(overflow != 0, bad.device)
         readable = are_readable(bad, decision.result.norm)
-        spike = self._spike_watch.judge(decision.result, bad, number, readable)
+        spike = None if self._pending else self._spike_watch.judge(decision.result, bad, number, update)
         if spike is not None:
             bad = self._spike_watch.bad_on_any(bad)
         if not skips_bad and spike is None:
@@ -380,6 +424,7 @@ class Guard:
             return
         if self._proxy is not None:
             self._proxy.leave()
+        self._judge_update()
         snapshot, self._snapshot = self._snapshot, None
         if self._outcome.skipped is False:
             self._counts.decided(skip=False)

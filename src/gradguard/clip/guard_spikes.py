@@ -48,7 +48,7 @@ class SpikeWatch:
         self._spikes.begin(step)
         self._state = self._clipper.state_dict() if self._spikes.act else {}
 
-    def judge(self, result: ClipResult, bad: Tensor, evaluation: int, readable: bool) -> Tensor | bool | None:
+    def judge(self, result: ClipResult, bad: Tensor, evaluation: int, update: Tensor | None) -> Tensor | None:
         """Return whether the step is a spike to be skipped; None if nothing would be.
 
         Args:
@@ -56,10 +56,10 @@ class SpikeWatch:
             bad: Whether a gradient is not finite, or overflowed; 0-dim bool.
             evaluation: The number of the closure's evaluation in this step: only the first is judged, later ones are
                 those of a line search.
-            readable: Whether the host may look at ``bad`` and the norms at no cost.
+            update: How far the step moves the weights; None if that is no signal.
 
         Returns:
-            0-dim bool; a plain one where the host has judged.
+            0-dim bool.
         """
         if self._spikes is None:
             return None
@@ -67,6 +67,8 @@ class SpikeWatch:
             self._spikes.forget_loss()
             return None
         norms = [result.norm] if result.group_norms is None else list(result.group_norms.values())
+        if update is not None:
+            norms.append(move(update, result.norm.device))
         spike = self._spikes.judge(torch.stack([norm.to(wide_dtype(norm.device)) for norm in norms]), bad)
         return spike if self._spikes.act else None
 

@@ -43,14 +43,23 @@ class SkipSpikes:
     **Guarantees.** Those of the detector; and a step that is not finite is none of its business: it leaves no trace.
     Where it acts, all ranks take such a step for what it is, also a rank whose own gradients are finite.
 
+    **Updates.** With ``updates=True`` the last signal is the norm of what the step takes from the weights: Adam's
+    update may spike where neither loss nor gradient does. Where the optimizer is one of `torch.optim` that treats each
+    tensor by itself (Adam, AdamW, SGD, Muon, ...), the rule multiplies all gradients by one number, and this process
+    holds all of them, the step is rehearsed on copies, tensor by tensor, and a spike never happens. Elsewhere (other
+    optimizers and rules, closures, sharded weights) it is judged after it was taken, which the host waits for, and a
+    spike is undone, bit by bit; weights and state are copied before each step for that.
+
     Args:
         detector: What tells a spike; None for ``SpikeDetector()``. It belongs to one guard.
+        updates: Whether the norm of the update is a signal.
         act: Whether spikes are skipped; if not, they are only told, by ``detector.last`` and to who watches.
         process_group: The processes that train this model together; None for all that `torch.distributed` joins.
             Processes that train models of their own name a group of their own.
 
     Attributes:
         detector: The detector.
+        updates: As given.
         act: As given; it may be changed at any time, on all processes at once.
         changed: Whether weights of any process changed between the step judged last and the one before, outside of
             the optimizer; 0-dim bool where only the device knows. `SpikeRecovery` looks for that; else it is False.
@@ -74,12 +83,14 @@ class SkipSpikes:
         ('spike', 1)
     """
 
-    def __init__(self, detector: Detector | None = None, *, act: bool = True, process_group: Any = None) -> None:
+    def __init__(
+        self, detector: Detector | None = None, *, updates: bool = False, act: bool = True, process_group: Any = None
+    ) -> None:
         self.detector = SpikeDetector() if detector is None else detector
         if not isinstance(self.detector, Detector):
             given = f"the class {detector.__name__}" if isinstance(detector, type) else type(detector).__name__
             raise InvalidTypeError(f"detector is {given}: expected a detector, such as SpikeDetector().")
-        self.act = bool(act)
+        self.updates, self.act = bool(updates), bool(act)
         self.nonfinite: Tensor | None = None
         self.changed: Tensor | bool = False
         self._group = process_group
@@ -93,7 +104,8 @@ class SkipSpikes:
 
     def __repr__(self) -> str:
         """Return the call that makes such an object; a process group has no text."""
-        return f"SkipSpikes({self.detector!r}{'' if self.act else ', act=False'})"
+        updates = ", updates=True" if self.updates else ""
+        return f"SkipSpikes({self.detector!r}{updates}{'' if self.act else ', act=False'})"
 
     def record_loss(self, loss: Tensor | float, weight: float | Tensor = 1.0, kind: str | None = None) -> None:
         """Take the loss of one micro-batch of the step that comes.
