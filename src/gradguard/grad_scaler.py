@@ -1,12 +1,10 @@
-"""The one place that looks into a GradScaler: which steps it skips, what it has scaled, and who clips too early.
+"""The one place that looks into a GradScaler: which steps it skips, and what it has scaled.
 
 `torch.amp.GradScaler` has no hooks. Its methods `step`, `scale` and `update` are therefore wrapped while somebody
 listens, and given back when nobody does.
 """
 
 import functools
-import math
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -27,11 +25,6 @@ from gradguard.torch_private import (
     overflows_of,
     tree_leaves,
 )
-
-_ROUND = 1e-5
-"""A clip leaves a norm this close to its threshold; float32 gradients add less."""
-
-_REPEATS = 3
 
 _REMEMBERED_BACKWARDS = 64
 
@@ -152,38 +145,6 @@ def refuse_other_scaler(task: int, scaler: Any) -> None:
             "a GradScaler scaled the loss, so every per-sample gradient is as much too large. Tell the clipper: "
             "PerSampleGradientClipper(..., scaler=scaler). Nothing was clipped."
         )
-
-
-class ScaledClipDetector:
-    """Notices that scaled gradients arrive clipped: their norm is the same round number, step after step.
-
-    That is what clipping before ``scaler.unscale_`` leaves behind. Norms that were not clipped do not agree to five
-    digits with a number of two, three times in a row.
-    """
-
-    def __init__(self) -> None:
-        self._threshold, self._times, self._warned = math.nan, 0, False
-
-    def saw(self, norm: float | Tensor) -> None:
-        """Look at the norm of the gradients of one step, still multiplied by the loss scale; warn once."""
-        scaled_norm = math.nan if self._warned else float(norm)
-        if not math.isfinite(scaled_norm) or scaled_norm == 0:
-            return
-        threshold = float(f"{scaled_norm:.1e}")
-        if abs(scaled_norm - threshold) > _ROUND * threshold:
-            self._times = 0
-            return
-        self._times = self._times + 1 if threshold == self._threshold else 1
-        self._threshold = threshold
-        if self._times >= _REPEATS:
-            self._warned = True
-            warnings.warn(
-                f"the gradients come to scaler.step with a norm of {threshold:g} while they are still multiplied by "
-                f"the loss scale, {_REPEATS} times in a row: they seem to be clipped before they are unscaled, so that "
-                "far smaller ones come out. Leave the clip to the guard, or call scaler.unscale_(optimizer) before "
-                "yours.",
-                stacklevel=2,
-            )
 
 
 # How the methods are replaced.

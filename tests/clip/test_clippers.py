@@ -349,19 +349,9 @@ def test_culprits_are_named_with_counts_that_hold_after_the_clip(rule, policy):
     assert result.culprits() == {"weight": 2}
 
 
-def test_where_nothing_can_be_read_culprits_are_counted_when_asked_and_never_guessed(monkeypatch):
+def test_where_nothing_can_be_read_culprits_are_named_without_counts(monkeypatch):
     monkeypatch.setattr("gradguard.clip.clipper.are_readable", lambda *tensors: False)
-    model = broken()
-    decision = ClipByGlobalNorm(1.0).decide(gradients_in(model))
-    assert decision.result.culprits() == {"weight": 2}
-    model.weight.grad.mul_(1.0)
-    assert decision.result.culprits() == {"weight": None}
-    decision.result.counter.gradients_are_unchanged()
-    assert decision.result.culprits() == {"weight": 2}
-    model.zero_grad()
-    del decision.gradients.gradients[:]
-    gc.collect()
-    assert decision.result.culprits() == {"weight": None}
+    assert ClipByGlobalNorm(1.0).decide(gradients_in(broken())).result.culprits() == {"weight": None}
 
 
 @pytest.mark.parametrize("factor", [1.0, math.nan])

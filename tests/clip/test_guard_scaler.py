@@ -177,27 +177,6 @@ def clipped_too_early(net, optimizer, scaler, threshold: float, steps: int, unsc
         scaler.update()
 
 
-@pytest.mark.parametrize("threshold", [1.0, 0.5, 5.0, 0.25])
-@pytest.mark.parametrize("name", ["AdamW, fused", "SGD, fused", "Adam", "SGD"])
-def test_a_clip_before_unscale_is_noticed_once(name, threshold):
-    net = model()
-    optimizer, scaler = EITHER[name](net.parameters()), scaler_of(1024.0)
-    Guard(optimizer, clipper())
-    clipped_too_early(net, optimizer, scaler, threshold, steps=2)
-    with pytest.warns(UserWarning, match=f"norm of {threshold:g} while they are still.*scaler.unscale_") as seen:
-        clipped_too_early(net, optimizer, scaler, threshold, steps=6)
-    assert len(seen) == 1
-
-
-def test_it_is_noticed_on_the_device_path(monkeypatch):
-    monkeypatch.setattr("gradguard.clip.guard.are_readable", lambda *tensors: False)
-    net = model()
-    optimizer, scaler = torch.optim.AdamW(net.parameters(), fused=True), scaler_of(1024.0)
-    Guard(optimizer, clipper())
-    with pytest.warns(UserWarning, match="clipped before they are unscaled"):
-        clipped_too_early(net, optimizer, scaler, 1.0, steps=3)
-
-
 @pytest.mark.parametrize("name", ["AdamW, fused", "Adam"])
 @pytest.mark.parametrize("case", ["after unscale_", "not at all", "without a scaler", "rarely"])
 def test_nothing_is_said_of_those_who_do_it_right(case, name):

@@ -54,6 +54,33 @@ def test_all_ranks_skip_the_same_steps_by_the_same_bits(pool, way, kind):
     assert state["history"][0][:11] == [1.0] * 11
 
 
+def update_spikes(way):
+    """What each rank decided, whether the step left every bit, and its detector's state: the rate alone is wrong."""
+    model, _ = models(way)
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-3, foreach=False)
+    spikes = gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=4, alone=1), updates=True)
+    guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), model=inner, spikes=spikes)
+    reasons = []
+    for step in range(11):
+        optimizer.zero_grad()
+        backward(model, way, 0)
+        optimizer.param_groups[0]["lr"] = 0.1 if step == 9 else 1e-3
+        before = copy.deepcopy(memory(optimizer))
+        optimizer.step()
+        reasons.append(guard.last_skip)
+        if guard.last_skip:
+            torch.testing.assert_close(memory(optimizer), before, rtol=0, atol=0)
+    return reasons, {name: tensor.tolist() for name, tensor in spikes.detector.state.items()}
+
+
+@pytest.mark.parametrize("way", ["DDP", "FSDP2", "FSDP2 x TP"])
+def test_a_spike_of_the_update_is_skipped_on_all_ranks(pool, way):
+    by_rank = pool(4).run(update_spikes, way)
+    assert all(repr(one) == repr(by_rank[0]) for one in by_rank)
+    assert by_rank[0][0] == [None] * 9 + ["spike", None]
+
+
 def apart():
     """Each rank trains a model of its own, and says so."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]

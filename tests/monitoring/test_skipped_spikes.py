@@ -37,6 +37,33 @@ def test_the_record_tells_a_spike_from_a_step_that_was_not_finite(tmp_path, blin
     assert "2 skipped (1 as finite spikes). 1 non-finite." in judged.sentence
 
 
+class Own(torch.optim.SGD):
+    """Of no library, so that its step is undone."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Own], ids=["rehearsed", "undone"])
+def test_a_spike_of_the_update_is_recorded_at_its_step(tmp_path, kind):
+    layer = torch.nn.Linear(2, 1, bias=False)
+    optimizer = kind(layer.parameters(), lr=0.1)
+    spikes = gg.SkipSpikes(gg.SpikeDetector(window=16, warmup=5, alone=1), updates=True)
+    guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0), model=layer, spikes=spikes)
+    monitor = gg.Monitor(guard, tmp_path / "run.jsonl", model=layer)
+    for rate in [0.1] * 8 + [9.0, 0.1]:
+        optimizer.param_groups[0]["lr"] = rate
+        layer.weight.grad = torch.ones(1, 2)
+        optimizer.step()
+    monitor.close()
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in lines if line["t"] == "step"]
+    if kind is Own:
+        told = [(line["i"], line["kind"], line["message"]) for line in lines if line["t"] == "event"]
+        assert told == [(7, "rolled_back", "undid the step behind this one, because the norm of its update is a spike")]
+        assert steps[8]["update"] == 0
+    else:
+        assert [(line["i"], line.get("spike")) for line in steps if line.get("skipped")] == [(8, True)]
+    assert all(line["norm"] == pytest.approx(2**0.5) for line in steps)
+
+
 def test_a_dashboard_gets_their_number():
     window = DashboardWindow()
     window.add({"t": "step", "i": 0, "norm": 1.0, "skipped": True})

@@ -57,17 +57,21 @@ BOTH = {
 """What is wrong: in which method, which text, and what stands there instead."""
 
 HOST = {
-    "the median of all": ("_judge_numbers", "self.recent", "self.window"),
-    "one more is recent": ("_judge_numbers", "self.recent", "self.recent + 1"),
-    "the first look is late": ("_look", "min(FIRST_LOOK, self.warmup)", "self.warmup"),
-    "infinite is judged": ("_look", "or not math.isfinite(value)", "or math.isnan(value)"),
-    "no logarithm": ("_look", "if signal.in_logarithms else value", "if signal.in_logarithms and value < 1 else value"),
-    "one more of warm-up": ("_judge_numbers", "signal.stored >= self.warmup", "signal.stored > self.warmup"),
-    "no step is looked at closely": ("_judge_numbers", "score > self.k for", "score > 2 * self.k for"),
-    "the first signal alone is looked at": ("_judge_numbers", "score in scores])", "score in scores[:1]])"),
-    "a step of NaN is an ordinary one": ("_judge_numbers", "any(map(math.isfinite, values))", "True"),
-    "steps of NaN alone are ordinary": ("_judge_numbers", "if any(map(", "if not any(map("),
-    "a step that stands out has no weight": ("_judge_numbers", "self._weight = weight", "self._weight = math.nan"),
+    "the median of all": ("_score_on_host", "median(x[-self.recent :])", "median(x)"),
+    "the spread of all": ("_score_on_host", "for one in x[-self.recent :]", "for one in x"),
+    "the ring is off by one": ("_score_on_host", "ring[at:] + ring[:at]", "ring[at + 1 :] + ring[: at + 1]"),
+    "the first look is late": ("_score_on_host", "min(FIRST_LOOK, self.warmup)", "self.warmup"),
+    "infinite is judged": ("_score_on_host", "or not math.isfinite(value)", "or math.isnan(value)"),
+    "no logarithm": ("_score_on_host", "if in_logarithms else value", "if in_logarithms and value < 1 else value"),
+    "one more of warm-up": ("_take_ordinary", "count >= self.warmup", "count > self.warmup"),
+    "no step is looked at closely": ("_take_ordinary", "score > self.k for", "score > 2 * self.k for"),
+    "the first signal alone is looked at": ("_take_ordinary", "score in scores])", "score in scores[:1]])"),
+    "a step of NaN is an ordinary one": ("_take_ordinary", "any(map(math.isfinite, values))", "True"),
+    "steps of NaN alone are ordinary": ("_take_ordinary", "if any(map(", "if not any(map("),
+    "the row is not ended": ("_take_ordinary", '["in_a_row"].zero_()', '["in_a_row"].add_(0)'),
+    "ordinary steps are not noted": ("_take_ordinary", "[-1] = ORDINARY", "[-1] = 0"),
+    "weights are forgotten": ("_take_ordinary", "if weight > 0 else", "if weight < 0 else"),
+    "infinite enters the history": ("_take_ordinary", "if math.isfinite(value)", "if value == value"),
 }  # fmt: skip
 """Where the scores of ordinary steps are found from plain numbers, on the CPU."""
 

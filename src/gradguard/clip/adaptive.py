@@ -348,18 +348,17 @@ class Units:
         layouts: The units of each.
         norms: Those of their units, one vector for each of ``rows``.
         weights: The norms of the units of the weights, also where the gradient of a split unit is missing.
-        factors: What units that lie whole here are multiplied by.
         left: What ``rows`` are still to be multiplied by; empty where that has been done.
-        joined: The norms and the factors of all units that lie whole here, in one vector each, for each device.
+        joined: For each device which tensors have units that lie whole here, the norms of all of these, and their
+            factors.
     """
 
     rows: Mapping[int, Tensor]
     layouts: Mapping[int, UnitLayout]
     norms: Mapping[int, Tensor]
     weights: Mapping[int, Tensor]
-    factors: Mapping[int, Tensor]
     left: Mapping[int, Tensor]
-    joined: Sequence[tuple[Tensor, Tensor]]
+    joined: Sequence[tuple[Sequence[int], Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -426,13 +425,18 @@ def decide_units(
     units = _clipped_at_once(grads, cut, threshold, eps) if at_once and plan is None else None
     units = units or _measured(grads, cut, set(split), threshold, eps)
     before = tensor_norms([units.norms.get(i, g) for i, g in enumerate(grads.gradients)])
+    left, binds = (
+        {i: units.norms[i][:0] for i in split if i in units.norms},
+        [torch.zeros((), dtype=torch.bool, device=home)],
+    )
+    for whole, norms, factors in units.joined:
+        left.update(zip(whole, (norms * factors).split([len(units.norms[i]) for i in whole]), strict=True))
+        binds.append(move((factors < 1).any(), home))
+    after, bound = tensor_norms([left.get(i, g) for i, g in enumerate(grads.gradients)]), torch.stack(binds).any()
     if plan is None:
-        return UnitClip(grads, units, before, *_left_here(grads, units, home))
-    left = {i: units.norms[i] * factors for i, factors in units.factors.items()}
-    left |= {i: units.norms[i][:0] for i in split if i in units.norms}
-    after = tensor_norms([left.get(i, g) for i, g in enumerate(grads.gradients)])
-    binds = _binds(units, home)
-    return _added_up(grads, plan, units, (move(before, home), move(after, home), binds), (threshold, eps))
+        return UnitClip(grads, units, before, norm_of_norms(after), bound)
+    here = move(before, home), move(after, home), bound.to(torch.float64).view(1)
+    return _added_up(grads, plan, units, here, (threshold, eps))
 
 
 def _clipped_at_once(
@@ -447,8 +451,8 @@ def _clipped_at_once(
     if done is None:
         return None
     counts = [layout.units(row) for row, layout in zip(rows.values(), cut, strict=True)]
-    norms, factors = (dict(zip(rows, vector.split(counts), strict=True)) for vector in done)
-    return Units(rows, layouts, norms, {}, factors, {}, [done])
+    norms = dict(zip(rows, done[0].split(counts), strict=True))
+    return Units(rows, layouts, norms, {}, {}, [(list(rows), *done)])
 
 
 def _measured(
@@ -468,7 +472,7 @@ def _measured(
     bounds = _norms_by_device(weights, layouts, eps)
     whole = {i: n for i, n in norms.items() if i not in split}
     factors, joined = _factors(whole, bounds, threshold, eps)
-    return Units(rows, layouts, norms, bounds, factors, factors, joined)
+    return Units(rows, layouts, norms, bounds, factors, joined)
 
 
 def _norms_by_device(
@@ -483,7 +487,7 @@ def _norms_by_device(
 
 def _factors(
     whole: Mapping[int, Tensor], weights: Mapping[int, Tensor], threshold: float | Tensor, eps: float
-) -> tuple[dict[int, Tensor], list[tuple[Tensor, Tensor]]]:
+) -> tuple[dict[int, Tensor], list[tuple[list[int], Tensor, Tensor]]]:
     """The factors of units that lie whole here, from their norms; and both in one vector for each device."""
     factors: dict[int, Tensor] = {}
     joined = []
@@ -491,7 +495,7 @@ def _factors(
         norms = torch.cat([whole[i] for i in group])
         found = unit_factors(norms, torch.cat([weights[i] for i in group]), threshold, eps)
         factors.update(zip(group, found.split([len(whole[i]) for i in group]), strict=True))
-        joined.append((norms, found))
+        joined.append((group, norms, found))
     return factors, joined
 
 
@@ -500,23 +504,6 @@ def unit_factors(norms: Tensor, weights: Tensor, threshold: float | Tensor, eps:
     fraction = move(threshold, norms.device) if isinstance(threshold, Tensor) else threshold
     bound = weights.clamp(min=eps) * fraction
     return torch.where(norms > bound, bound / norms, 1.0)
-
-
-def _left_here(grads: Gradients, units: Units, home: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the norm that the clip leaves of gradients that lie whole here, and whether it clips any unit."""
-    alone = [g for i, g in enumerate(grads.gradients) if i not in units.rows and g.numel()]
-    left, binds = [tensor_norms(alone)] if alone else [], [torch.zeros((), dtype=torch.bool, device=home)]
-    for vector, factors in units.joined:
-        left.append(vector * factors)
-        binds.append((factors < 1).any())
-    norms = [move(norm_of_norms(vector), home) for vector in left] or [torch.zeros((), device=home)]
-    return norm_of_norms(torch.stack(norms)), torch.stack([move(flag, home) for flag in binds]).any()
-
-
-def _binds(units: Units, home: torch.device) -> Tensor:
-    """1 if a unit that lies whole here is clipped, else 0: float64, of one element."""
-    found = [move((factors < 1).any(), home, torch.float64).view(1) for _, factors in units.joined]
-    return torch.cat([torch.zeros(1, dtype=torch.float64, device=home), *found]).amax(0, True)
 
 
 def _added_up(

@@ -1,7 +1,6 @@
 """A clipping rule as an object: it measures and decides first, then writes, so that rules compose and carry state."""
 
 import math
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +33,6 @@ from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import are_readable, public_dtype
 from gradguard.tensors.nonfinite import count_nonfinite, zero_if_nonfinite_
 from gradguard.tensors.scaling import scale_
-from gradguard.torch_private import version_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +53,7 @@ class ClipResult:
         locked_in: Whether the clip has bound on more than half of the last steps at one threshold: 0-dim bool, or
             None where nobody counts. See `LockIn`.
         group_norms: 2-norm before the clip of each group of `Groups`, 0-dim each; None without groups.
-        counter: Counts the non-finite elements for `culprits`; None where the host has seen that there are none.
+        counts: The number of non-finite elements of each gradient, for `culprits`; None if not counted.
 
     Example:
         >>> import gradguard as gg, torch
@@ -75,20 +73,17 @@ class ClipResult:
     threshold: Tensor | None = None
     locked_in: Tensor | None = None
     group_norms: Mapping[str, Tensor] | None = None
-    counter: "NonfiniteCounter | None" = field(default=None, repr=False)
+    counts: Sequence[int] | None = field(default=None, repr=False)
 
     def culprits(self) -> dict[str, int | None]:
         """Return which parameters held NaN or infinity, with the number of such elements. The host waits.
 
-        The names come from the norms before the clip, so they stay right for ever. The numbers are counted in the
-        gradients, when asked (on the CPU at once, on the rare step that needs it): a number is None where the gradient
-        has been freed or overwritten since. Nothing keeps a gradient alive. Where processes hold parts of a gradient,
-        the names are those of all, and each number is of this process' part. Reading starts no collective: one process
-        may read alone.
+        The names come from the norms before the clip. The numbers are counted on the CPU at once, on the rare step that
+        needs it; on an accelerator, where that would wait, they are None. Where processes hold parts of a gradient, the
+        names are those of all, and each number is of this process' part. Reading starts no collective: one process may
+        read alone.
         """
-        bad = self._bad_positions()
-        counts = self.counter.count(bad) if self.counter is not None else [None] * len(bad)
-        return {self.names[i]: count for i, count in zip(bad, counts, strict=True)}
+        return {self.names[i]: None if self.counts is None else self.counts[i] for i in self._bad_positions()}
 
     def culprit_names(self) -> list[str]:
         """Return the names of `culprits`."""
@@ -96,49 +91,6 @@ class ClipResult:
 
     def _bad_positions(self) -> list[int]:
         return (~self.tensor_norms.isfinite()).nonzero().flatten().tolist()
-
-
-class NonfiniteCounter:
-    """Counts the non-finite elements of gradients later, without keeping them alive.
-
-    Args:
-        gradients: The gradients, before anything is written to them.
-        nonfinite: Whether any of them is not finite; 0-dim bool. If it can be read at no cost, and is true, they are
-            counted now.
-    """
-
-    def __init__(self, gradients: Sequence[Tensor], nonfinite: Tensor) -> None:
-        self._gradients = [weakref.ref(g) for g in gradients]
-        self._versions = list(map(_version, gradients))
-        self._counts: Sequence[int | None] | None = None
-        if are_readable(nonfinite, *gradients) and bool(nonfinite):
-            self._counts = [nan + inf for nan, inf in count_nonfinite(gradients)]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Give a copy what was counted; it has no gradients to count in."""
-        return _counted, (self._counts, len(self._gradients))
-
-    def count(self, positions: Sequence[int]) -> list[int | None]:
-        """Return the number of non-finite elements of the gradients at ``positions``, None where it cannot be told."""
-        if self._counts is not None:
-            return [self._counts[i] for i in positions]
-        left = {i: g for i in positions if (g := self._gradients[i]()) is not None and _version(g) == self._versions[i]}
-        counts = dict(zip(left, count_nonfinite(list(left.values())), strict=True))
-        return [sum(counts[i]) if i in counts else None for i in positions]
-
-    def gradients_are_unchanged(self) -> None:
-        """Trust the gradients as they are: a fused optimizer that skips a step marks them as written all the same."""
-        self._versions = [-1 if (g := ref()) is None else _version(g) for ref in self._gradients]
-
-
-def _counted(counts: Sequence[int | None] | None, number: int) -> NonfiniteCounter:
-    counter = NonfiniteCounter([], torch.tensor(False, device="cpu"))
-    counter._counts = [None] * number if counts is None else counts
-    return counter
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 @dataclass(frozen=True)
@@ -160,11 +112,11 @@ class Decision:
     write: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
-        """Remember the gradients weakly, so that `ClipResult.culprits` can count in them if there may be any."""
-        nonfinite = self.result.nonfinite
-        if self.result.counter is None and not (are_readable(nonfinite) and not bool(nonfinite)):
-            counter = NonfiniteCounter(self.gradients.gradients, nonfinite)
-            object.__setattr__(self, "result", replace(self.result, counter=counter))
+        """Count the elements that are not finite for `ClipResult.culprits`, where the host sees that there are some."""
+        nonfinite, gradients = self.result.nonfinite, self.gradients.gradients
+        if self.result.counts is None and are_readable(nonfinite, *gradients) and bool(nonfinite):
+            counts = [nan + inf for nan, inf in count_nonfinite(gradients)]
+            object.__setattr__(self, "result", replace(self.result, counts=counts))
 
     @torch.no_grad()
     def apply(self) -> None:

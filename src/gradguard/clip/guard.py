@@ -18,10 +18,11 @@ from gradguard.clip.in_backward import is_in_backward, refuse_in_backward, tell_
 from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.optimizer_proxy import OptimizerProxy, OptimizerSnapshot
 from gradguard.clip.reach import with_reach
+from gradguard.clip.update_size import UpdateSize, rehearsed_update
 from gradguard.distributed.wrappers import follow_backwards
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
-from gradguard.grad_scaler import ScaledClipDetector, ScalerStep, listen_to_steps
-from gradguard.listeners import SkipReason, is_heard, tell
+from gradguard.grad_scaler import ScalerStep, listen_to_steps
+from gradguard.listeners import RecoveryEvent, SkipReason, is_heard, tell, tell_recovery
 from gradguard.optimizer_hooks import EveryStep, parameters_of, runs_hooks
 from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.skip import SkipSpikes
@@ -100,7 +101,6 @@ class Guard:
     ``"zero"``                          the step is taken with gradients of 0: momentum and weight decay still act
     GradScaler, any policy              an overflow is the scaler's: the step is skipped and counted, the scale falls
     GradScaler, fused optimizer         thresholds are for unscaled gradients; unscaling needs no pass of its own
-    clipped by hand before unscaling    a warning says so, once
     LBFGS, NaN inside a line search     the whole step is undone
     BatchNorm's running statistics      hold what a skipped step's forward has written; `SpikeRecovery` undoes that
     too many skips in a row             an error with the history (on an accelerator some steps late)
@@ -179,13 +179,12 @@ class Guard:
         self._spike_watch = SpikeWatch(spikes, clipper)
         # A spike's gradients are left as they are, for `SpikeRecovery`, and an error leaves everything.
         self._clips_before_it_skips = nonfinite != "raise" and spikes is None
-        self._detector = ScaledClipDetector()
-        self._late = LateReader(self._read_late)
+        self._late = LateReader(lambda in_a_row: self._counts.check(int(in_a_row[0])))
         self._proxy = OptimizerProxy(optimizer) if OptimizerProxy.serves(optimizer) else None
         self._outcome = TAKEN  # what became of the step that is running, or of the last one
         self._snapshot: OptimizerSnapshot | None = None  # of the optimizer, for a step that may have to be undone
-        self._scaler_step: ScalerStep | None = None  # the ``scaler.step`` that is running
-        self._reached = False  # whether it has called the optimizer's step
+        self._pending: tuple[Decision, UpdateSize] | None = None  # a step that is judged by its update, after it
+        self._reached = False  # whether the ``scaler.step`` that is running has called the optimizer's step
         self._attached = False
         self._look_at_parameters()  # which the clipper may refuse
         follow_backwards()
@@ -206,7 +205,7 @@ class Guard:
     # -- while training ---------------------------------------------------------------------------------------------
 
     def _enter(self, optimizer: Optimizer, closure: bool) -> Optimizer | None:
-        self._outcome, self._snapshot, self._reached = TAKEN, None, True
+        self._outcome, self._snapshot, self._pending, self._reached = TAKEN, None, None, True
         if not self._attached:
             return None
         if self._proxy is not None:
@@ -235,17 +234,20 @@ class Guard:
         in_backward = is_in_backward()
         if in_backward:
             refuse_in_backward(self.clipper, self._parameters, self._stages)
-        self._spike_watch.begin(self.steps + (number == 0), in_backward)
+        if number == 0:
+            self._spike_watch.begin(self.steps + 1, in_backward)
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         grads = self._gradients()
         with refused_by_name(grads):
             decide = self.clipper.decide_at_once if self._clips_before_it_skips else self.clipper.decide
             decision = decide(grads, 1.0 if scale is None else scale)
         self.last, self._outcome = decision.result, TAKEN
+        update = None
         if number == 0:
             self._counts.begin(decision.result)
+            update = self._update_of(decision, is_alone=self._snapshot is None)
         try:
-            self._outcome = self._act(decision, scale, overflow, number)
+            self._outcome = self._act(decision, scale, overflow, number, update)
         except NonFiniteGradientError as error:
             if in_backward:
                 tell_what_has_stepped(error)
@@ -255,20 +257,59 @@ class Guard:
         self._tell(decision)
         return self._outcome.skipped is True
 
+    def _update_of(self, decision: Decision, is_alone: bool) -> Tensor | None:
+        """Return how far the step will move the weights, for spikes; None if nobody asks, or it shows only afterwards.
+
+        Args:
+            decision: The decision on the gradients.
+            is_alone: Whether the step has no closure, which may do anything.
+        """
+        if self.spikes is None or not self.spikes.updates:
+            return None
+        grads, coefficient = decision.gradients, decision.coefficient
+        if self._proxy is not None and is_alone and grads.reduction is None and coefficient is not None:
+            return rehearsed_update(self.optimizer, coefficient)
+        self._pending = decision, UpdateSize(self._parameters)
+        self._snapshot = self._snapshot or OptimizerSnapshot(self.optimizer)
+        return None
+
+    def _judge_update(self) -> None:
+        """Judge a step that has been taken by how far it has moved the weights; a spike is undone."""
+        if self._pending is None:
+            return
+        (decision, size), self._pending = self._pending, None
+        result, skipped = decision.result, self._outcome.skipped
+        bad = result.nonfinite | (move(skipped, result.norm.device) if isinstance(skipped, Tensor) else skipped)
+        spike = self._spike_watch.judge(result, bad, 0, size.measure(decision.gradients))
+        if spike is not None and bool(spike):
+            self._spike_watch.undo_clipper()
+            self._outcome = StepOutcome(True, "spike", True)
+            self._counts.decided(skip=True, spike=True)
+            if is_heard():
+                undone = "undid the step behind this one, because the norm of its update is a spike"
+                tell_recovery(RecoveryEvent(self.optimizer, "rolled_back", undone, lost=1, recovery=1))
+
     def _tell(self, decision: Decision) -> None:
         if is_heard() and self.last is not None:
             outcome = self._outcome
             event = self.clipper.event_of(decision, self.last, self.optimizer, outcome.skipped, outcome.reason)
             tell(replace(event, spike=outcome.spike) if self.spikes is not None else event)
 
-    def _act(self, decision: Decision, scale: Tensor | None, overflow: Tensor | None, number: int) -> StepOutcome:
+    def _act(
+        self,
+        decision: Decision,
+        scale: Tensor | None,
+        overflow: Tensor | None,
+        number: int,
+        update: Tensor | None,
+    ) -> StepOutcome:
         """Clip, or leave the step out; return which."""
         folds = self._folds(decision)
         bad, skips_bad = decision.result.nonfinite, self._policy == "skip" or overflow is not None
         if overflow is not None:
             bad = bad | move(overflow != 0, bad.device)
         readable = are_readable(bad, decision.result.norm)
-        spike = self._spike_watch.judge(decision.result, bad, number, readable)
+        spike = None if self._pending else self._spike_watch.judge(decision.result, bad, number, update)
         if spike is not None:
             bad = self._spike_watch.bad_on_any(bad)
         if not skips_bad and spike is None:
@@ -281,7 +322,7 @@ class Guard:
         if folds is not None and not readable and folds.skips_safely():
             skipped = self._act_on_device(decision, folds, scale, bad, cast("Tensor | None", spike), skips_bad)
             return StepOutcome(skipped, reason, False if spike is None else spike)
-        skip, spiked = self._look(decision.result, bad, spike, readable)
+        skip, spiked = self._look(bad, spike)
         if spiked:
             self._spike_watch.undo_clipper()
             return self._skip_on_host(StepOutcome(True, "spike", True))
@@ -305,12 +346,11 @@ class Guard:
         self._clip_or_not(decision, folds, scale, skips_bad)
         if spike is not None:
             self._spike_watch.undo_clipper(spike)
-        in_a_row = self._counts.decided_on_device(bad, spike)
-        row = _wide(in_a_row)
-        self._late.push(torch.stack([row, self._scaled_norm(decision.result), self._spike_watch.nonfinite_loss(row)]))
+        self._late.push(self._counts.decided_on_device(bad, spike).reshape(1))
         return skipped
 
-    def _look(self, result: ClipResult, bad: Tensor, spike: Tensor | bool | None, readable: bool) -> tuple[bool, bool]:
+    @staticmethod
+    def _look(bad: Tensor, spike: Tensor | bool | None) -> tuple[bool, bool]:
         """Return whether the step is to be skipped because it is not finite, and whether as a spike.
 
         Raises:
@@ -322,17 +362,10 @@ class Guard:
                 "expected a fused optimizer and a rule of one coefficient for all gradients, such as ClipByGlobalNorm, "
                 'or Guard(..., nonfinite="propagate") without spikes=.'
             )
-        scaled = self._scaler_step is not None and self._scaler_step.scale is not None
-        if readable:
-            skip, spiked, norm = bool(bad), bool(spike), float(self._scaled_norm(result)) if scaled else 0.0
-        else:
-            found = [bad, torch.zeros_like(bad) if spike is None else spike, self._scaled_norm(result)]
-            found.append(self._spike_watch.nonfinite_loss(_wide(bad)))
-            skip, spiked, norm, nan_loss = torch.stack(list(map(_wide, found))).tolist()  # one look
-            self._spike_watch.tell_nonfinite_loss(bool(nan_loss))
-        if scaled:
-            self._detector.saw(norm)
-        return bool(skip), bool(spiked)
+        if not isinstance(spike, Tensor):
+            return bool(bad), bool(spike)
+        skip, spiked = torch.stack([bad, spike]).tolist()  # one look
+        return skip, spiked
 
     def _skip_on_host(self, outcome: StepOutcome) -> StepOutcome:
         self._outcome = outcome  # also where the next lines raise, because there were too many
@@ -391,14 +424,12 @@ class Guard:
             return
         if self._proxy is not None:
             self._proxy.leave()
+        self._judge_update()
         snapshot, self._snapshot = self._snapshot, None
         if self._outcome.skipped is False:
             self._counts.decided(skip=False)
-        elif self._outcome.skipped is True:
-            if snapshot is not None:
-                snapshot.restore()
-        elif self.last is not None and self.last.counter is not None:
-            self.last.counter.gradients_are_unchanged()
+        elif self._outcome.skipped is True and snapshot is not None:
+            snapshot.restore()
         self._spike_watch.forget_loss()
         del optimizer
 
@@ -425,12 +456,11 @@ class Guard:
     # -- GradScaler -------------------------------------------------------------------------------------------------
 
     def _scaler_begins(self, optimizer: Optimizer, step: ScalerStep) -> None:
-        del optimizer
-        self._scaler_step, self._reached = step, False
+        del optimizer, step
+        self._reached = False
 
     def _scaler_ends(self, optimizer: Optimizer, step: ScalerStep) -> None:
         """A ``scaler.step`` that does not reach the optimizer has found an overflow: it counts as a skipped step."""
-        self._scaler_step = None
         self._spike_watch.forget_loss()
         if not self._attached or self._reached or step.skipped is None:
             return
@@ -441,18 +471,6 @@ class Guard:
         self._outcome = StepOutcome(True, "grad_scaler")
         self._tell(decision)
         self._counts.decided(skip=True)
-
-    def _scaled_norm(self, result: ClipResult) -> Tensor:
-        """The norm of the gradients as they came to ``scaler.step``; NaN if they were not scaled any more."""
-        scale = None if self._scaler_step is None else self._scaler_step.scale
-        norm = _wide(result.norm)
-        return torch.full_like(norm, torch.nan) if scale is None else move(scale, norm.device, norm.dtype) * norm
-
-    def _read_late(self, numbers: list[float]) -> None:
-        skips_in_a_row, scaled_norm, nan_loss = numbers
-        self._detector.saw(scaled_norm)
-        self._spike_watch.tell_nonfinite_loss(bool(nan_loss))
-        self._counts.check(int(skips_in_a_row))
 
     # -- between steps ----------------------------------------------------------------------------------------------
 

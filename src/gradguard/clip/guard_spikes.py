@@ -48,7 +48,7 @@ class SpikeWatch:
         self._spikes.begin(step)
         self._state = self._clipper.state_dict() if self._spikes.act else {}
 
-    def judge(self, result: ClipResult, bad: Tensor, evaluation: int, readable: bool) -> Tensor | bool | None:
+    def judge(self, result: ClipResult, bad: Tensor, evaluation: int, update: Tensor | None) -> Tensor | None:
         """Return whether the step is a spike to be skipped; None if nothing would be.
 
         Args:
@@ -56,10 +56,10 @@ class SpikeWatch:
             bad: Whether a gradient is not finite, or overflowed; 0-dim bool.
             evaluation: The number of the closure's evaluation in this step: only the first is judged, later ones are
                 those of a line search.
-            readable: Whether the host may look at ``bad`` and the norms at no cost.
+            update: How far the step moves the weights; None if that is no signal.
 
         Returns:
-            0-dim bool; a plain one where the host has judged.
+            0-dim bool.
         """
         if self._spikes is None:
             return None
@@ -67,10 +67,9 @@ class SpikeWatch:
             self._spikes.forget_loss()
             return None
         norms = [result.norm] if result.group_norms is None else list(result.group_norms.values())
-        if readable and type(self._spikes).judge is SkipSpikes.judge and self._spikes.is_alone():
-            spike = self._spikes.judge_numbers([norm.item() for norm in norms], bool(bad))
-        else:
-            spike = self._spikes.judge(torch.stack([norm.to(wide_dtype(norm.device)) for norm in norms]), bad)
+        if update is not None:
+            norms.append(move(update, result.norm.device))
+        spike = self._spikes.judge(torch.stack([norm.to(wide_dtype(norm.device)) for norm in norms]), bad)
         return spike if self._spikes.act else None
 
     def bad_on_any(self, bad: Tensor) -> Tensor:
@@ -78,16 +77,6 @@ class SpikeWatch:
         if self._spikes is None or not self._spikes.act or self._spikes.nonfinite is None:
             return bad
         return move(self._spikes.nonfinite, bad.device)
-
-    def nonfinite_loss(self, like: Tensor) -> Tensor:
-        """Return whether the loss was not finite and the gradients were; 0-dim, of the dtype of ``like``."""
-        found = self._spikes.nonfinite_loss if self._spikes is not None else False
-        return found.to(like) if isinstance(found, Tensor) else torch.full_like(like, float(found))
-
-    def tell_nonfinite_loss(self, found: bool) -> None:
-        """Warn, once, if `nonfinite_loss` was ``found`` true on the host."""
-        if self._spikes is not None:
-            self._spikes.tell_nonfinite_loss(found)
 
     def forget_loss(self) -> None:
         """The step is over, whatever became of it."""

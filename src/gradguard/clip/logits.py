@@ -99,15 +99,12 @@ def largest_logits(call: AttentionCall, exact: bool = True) -> Tensor:
     """
     wide = torch.float64 if call.query.dtype == torch.float64 else torch.float32
     with torch.autocast(call.query.device.type, enabled=False), full_float32("product"):
-        (query, of_query), (key, of_key) = _moderate(call.query.to(wide)), _moderate(call.key.to(wide))
-        query = query * call.scale
+        query, key = call.query.to(wide) * call.scale, call.key.to(wide)
         if query.dim() > 2 and key.shape[-3] != query.shape[-3]:
-            repeats = query.shape[-3] // key.shape[-3]
-            key, of_key = (one.repeat_interleave(repeats, -3) for one in (key, of_key))
-        of_query, of_key = of_query[..., 0, 0], of_key[..., 0, 0]
+            key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         if not exact:
             norms = [torch.linalg.vector_norm(one, dim=-1).amax(-1) for one in (query, key)]
-            return _by_head(norms[0] * norms[1] / of_query / of_key)
+            return _by_head(norms[0] * norms[1])
         batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
         length, keys = query.shape[-2], key.shape[-2]
         rows = max(1, _BLOCK // max(1, math.prod(batch) * keys))
@@ -118,18 +115,7 @@ def largest_logits(call: AttentionCall, exact: bool = True) -> Tensor:
             if (hidden := _hidden(call, start, end)) is not None:
                 logits = logits.masked_fill(hidden, -math.inf)
             largest = torch.maximum(largest, logits.amax((-2, -1)))
-        return _by_head(largest / of_query / of_key)
-
-
-def _moderate(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``vectors`` times a factor for each head, and the factor: 1, or a power of two where they are huge.
-
-    So no sum of products overflows, where infinities of both signs would add up to NaN.
-    """
-    largest = vectors.abs().amax((-2, -1), keepdim=True)
-    half = math.frexp(torch.finfo(vectors.dtype).max)[1] // 2
-    factor = torch.ones_like(largest).masked_fill(largest > 2.0 ** (half - 14), 2.0 ** -(half + 8))
-    return vectors * factor, factor
+        return _by_head(largest)
 
 
 def _hidden(call: AttentionCall, start: int, end: int) -> Tensor | None:

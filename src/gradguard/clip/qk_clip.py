@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 from weakref import WeakSet
 
 import torch
@@ -50,23 +50,20 @@ class QKClip:
 
     **Guarantees.**
 
-    * Each token's query and key in the attention is compared with what its layer has returned: their norms must have
-      one ratio, as after a rotary embedding or a constant factor. Anything else is an error before the step: a
-      normalisation of queries or keys (QK-norm), which would undo any rescaling; a position added to them; rows that
-      lie in another order than was said.
-    * That ratio, times ``scale``, must be the same number at every call since the clip was attached, within 0.1 % (2 %
-      in half precision). A norm over a whole tensor, head or batch passes the first call, where it looks like a
-      constant, so that one rescaling may come of it; a call in which the ratio differs is an error before its step.
-    * On an accelerator these two are read without a wait: what they say is rescaled on no step, and the error comes at
-      one of the next steps.
-    * An attention that calls `scaled_dot_product_attention` and is told by no projections is an error. So is a known
-      attention of which one training forward attended otherwise, and a weight of one that has a gradient while no such
-      forward was seen. An attention by hand in a module whose layers are not known is not seen.
+    * For each head the norms of the queries and keys that attend are compared with the norms of what their layers have
+      returned: they must have one ratio, as after a rotary embedding or a constant factor. Anything else is an error
+      before the step: a normalisation of queries or keys (QK-norm), which would undo any rescaling; a position added to
+      them; rows that lie in another order than was said.
+    * On an accelerator that is read without a wait: what it says is rescaled on no step, and the error comes at one of
+      the next steps.
+    * An attention that calls `scaled_dot_product_attention` and is told by no projections is an error. So is a training
+      forward of a known attention that attends otherwise, at once, and a step with gradients of a weight of one of
+      which no such forward was seen.
     * At each step weights must be those that were found, trained and plain, and in each forward layers; otherwise an
       error.
-    * A weight or layer that is registered in several places is an error, except for a `torch.nn.ModuleList` inside the
-      attention. So are values that are a multiple of the keys, also those of a layer that was initialised as a copy of
-      the key layer. Values that another layer computes of keys change with them.
+    * A weight or layer that is registered in several places is an error. So are values that are a multiple of the
+      keys, also those of a layer that was initialised as a copy of the key layer. Values that another layer computes of
+      keys change with them.
     * A step that a `Guard` or a GradScaler skips rescales nothing; what its batches measured counts at the next.
     * Rows of heads at or below the threshold keep their bits, and so do values, outputs and the optimizer's state.
 
@@ -86,15 +83,16 @@ class QKClip:
     spectral_norm, tied weights,
     frozen projections,
     ``need_weights``, FlexAttention,
-    ``add_bias_kv``, a second QKClip,
-    a factor that is learned or
-    depends on the length
+    ``add_bias_kv``, a second QKClip
+    a norm over a whole tensor, head    not noticed: it looks like a constant factor, and undoes the rescaling
+    or batch
+    a factor of the logits that is      rescaled rightly
+    learned or depends on the length
     LoRA                                an error; where the base layer is named, trained, and the adapter still
                                         returns zeros, once these change
     an attention that is frozen when    left alone, unless ``projections`` has it; attach again after thawing it
     the clip is attached
-    a step after one that was refused   refused for a forward that was not heard: taken once the gradients are None.
-                                        Otherwise refused again: attach another QKClip
+    after a step that was refused       set the gradients to None; the next step counts what it has heard
     an empty batch                      counts nothing
     another number of heads             an error
     `torch.compile`                     attach before it is called first; the graph breaks at modules that are watched.
@@ -213,7 +211,6 @@ class QKClip:
         self._steps.act_last()  # a `ClipUpdate` that came later is to see the step alone
         told = self._told()
         for one in told:
-            one.is_tried = True
             one.check()
         parts = [one.nothing() if one.measured is None else one.measured for one in told]
         joined = torch.cat([move(part, parts[0].device) for part in parts])
@@ -269,18 +266,14 @@ _clipped: "WeakSet[nn.Module]" = WeakSet()
 
 _NOTHING_DONE = "Nothing was rescaled, and no step was taken"
 
-_FAULTS, _HEADER = slice(3, 6), 6
+_FAULTS, _HEADER = slice(3, 5), 5
 """The header of `_Attention.measured`: the size of a head, how many heads and key heads there are, and the faults: how
-far vectors are from what the layers returned, their factor from that of other calls, and values from keys; above 1 is
-too far."""
+far vectors are from what the layers returned, and values from keys; above 1 is too far."""
 
 _FAULT_WORDS = (
     "does not attend with what its projections return: the norms of its query or key vectors are not one factor times "
     "those of the outputs. A normalisation between them (QK-norm) makes any rescaling of the weights useless, and "
     "needs none. A position that is added, or rows in another order, cannot be rescaled by rows of heads.",
-    "attends with what its projections return times a factor that differs between calls. A normalisation by a norm of "
-    "a whole tensor, head or batch makes any rescaling of the weights useless; a factor that is learned, or that "
-    "depends on the length, cannot be told from it.",
     "attends with values that are its keys, which a rescaling of the keys would change.",
 )
 
@@ -305,8 +298,6 @@ class _Attention:
             each row that makes queries.
         shape: The size of a head, how many heads and how many key heads, once they are known.
         is_seen: Whether this process has heard a call since the last step.
-        is_missed: Whether projections ran in a training forward that attended without being heard.
-        is_tried: Whether a step has been refused for that: a later forward then starts anew if no gradient is left.
     """
 
     name: str
@@ -317,12 +308,8 @@ class _Attention:
     measured: Tensor | None = None
     shape: tuple[int, int, int] | None = None
     is_seen: bool = False
-    is_missed: bool = False
-    is_tried: bool = False
     _outputs: list[tuple[int, Tensor]] = field(default_factory=list)
-    _heard: int = 0
-    _factors: tuple[Tensor, Tensor] | None = None
-    _tolerance: float = 0.0
+    _heard: bool = False
     _found: list[Tensor] = field(default_factory=list)
 
     @property
@@ -339,28 +326,26 @@ class _Attention:
         """Return the layers whose outputs are compared with what attends; of `torch.nn.MultiheadAttention` none."""
         return [] if isinstance(self.query, nn.MultiheadAttention) else list(dict.fromkeys([self.query, self.key]))
 
-    def _weight_slots(self) -> list[tuple[str, Any, str]]:
-        """Return what the rows of each weight make, the module that has it, and its name there.
+    def slots(self) -> list[tuple[str, Any, str]]:
+        """Return what the rows of each weight and bias make, the module that has it, and its name there.
 
         Rows make queries (q), keys (k), or queries, keys and values in this order (qkv).
         """
-        if isinstance(self.query, nn.MultiheadAttention):
-            if self.query.in_proj_weight is None:
-                return [("q", self.query, "q_proj_weight"), ("k", self.query, "k_proj_weight")]
-            return [("qkv", self.query, "in_proj_weight")]
-        if self.query is self.key:
-            return [("qkv", self.query, "weight")]
-        return [("q", self.query, "weight"), ("k", self.key, "weight")]
+        layer = self.query
+        if not isinstance(layer, nn.MultiheadAttention):
+            layers = [("qkv", layer)] if layer is self.key else [("q", layer), ("k", self.key)]
+            return [(kind, one, name) for name in ("weight", "bias") for kind, one in layers]
+        weights = ["in_proj_weight"] if layer.in_proj_weight is not None else ["q_proj_weight", "k_proj_weight"]
+        return [(name[0] if name[1] == "_" else "qkv", layer, name) for name in (*weights, "in_proj_bias")]
+
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """Return the weights and then the biases, each with what its rows make."""
+        found = [(kind, getattr(layer, name)) for kind, layer, name in self.slots()]
+        return [(kind, parameter) for kind, parameter in found if parameter is not None]
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights by what their rows make."""
-        return {kind: getattr(layer, name) for kind, layer, name in self._weight_slots()}
-
-    def biases(self) -> dict[str, Tensor | None]:
-        """Return the biases in the same way."""
-        if isinstance(self.query, nn.MultiheadAttention):
-            return {"qkv": self.query.in_proj_bias}
-        return {kind: layer.bias for kind, layer, _ in self._weight_slots()}
+        return {kind: getattr(layer, name) for kind, layer, name in self.slots() if name.endswith("weight")}
 
     def nothing(self) -> Tensor:
         """Return ``measured`` before anything is."""
@@ -374,18 +359,17 @@ class _Attention:
         Raises:
             UnsupportedGradientError: If a layer or weight is another one, or no plain one.
         """
-        self._refuse(self._why_not_plain())
-        now = self.parameters()
-        self._found = self._found or now
-        if list(map(id, now)) != list(map(id, self._found)):
-            self._refuse("has another weight or bias than when the QKClip was attached")
-
-    def _refuse(self, why: str | None) -> None:
-        if why is not None:
-            raise UnsupportedGradientError(
-                f"a projection of {self.title} {why}. Attach a QKClip to the model as it is to be trained, or leave "
-                f"the attention alone with {self.left_alone}."
-            )
+        why = self._why_not_plain()
+        if why is None:
+            now = [parameter for _, parameter in self.parameters()]
+            self._found = self._found or now
+            if list(map(id, now)) == list(map(id, self._found)):
+                return
+            why = "has another weight or bias than when the QKClip was attached"
+        raise UnsupportedGradientError(
+            f"a projection of {self.title} {why}. Attach a QKClip to the model as it is to be trained, or leave "
+            f"the attention alone with {self.left_alone}."
+        )
 
     def _why_not_plain(self) -> str | None:
         """Return why rescaling its weight need not rescale what a layer returns; None if all layers are plain."""
@@ -395,19 +379,15 @@ class _Attention:
                     f"is a {type(layer).__name__} whose output need not scale with its weight (an adapter, a forward "
                     "of its own): expected a plain torch.nn.Linear"
                 )
-        for _, layer, name in self._weight_slots():
-            if parameter_slots(layer).get(name) is None:
+        for _, layer, name in self.slots():
+            if name.endswith("weight") and parameter_slots(layer).get(name) is None:
                 return (
                     f"is a {type(layer).__name__} whose weight is computed from other parameters (weight_norm, "
                     "spectral_norm, another parametrization), so that its output need not scale with its weight"
                 )
-        if not all(one.requires_grad for one in self.parameters()):
+        if not all(parameter.requires_grad for _, parameter in self.parameters()):
             return "is frozen (requires_grad=False), and a rescaling would change it"
         return None
-
-    def parameters(self) -> list[Tensor]:
-        """Return the weights and biases."""
-        return [one for one in (*self.weights().values(), *self.biases().values()) if one is not None]
 
     def keep_outputs(self) -> list[RemovableHandle]:
         """Keep what the layers return in a forward of the module, before other hooks change it, until it attends."""
@@ -423,17 +403,24 @@ class _Attention:
     @never_compiled
     def _enter(self, module: nn.Module, args: Any) -> None:
         del module, args
-        self._outputs, self._heard = [], 0
-        if self.is_missed and self.is_tried and not self._has_gradients():
-            self.is_missed = False
+        self._outputs, self._heard = [], False
 
     @never_compiled
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         del args, result
         unheard = bool(self._outputs) if self.layers() else not self._heard
-        if unheard and module.training and torch.is_grad_enabled():
-            self.is_missed, self.is_tried = True, False
         self._outputs = []
+        if unheard and module.training and torch.is_grad_enabled():
+            self._refuse_unheard()
+
+    def _refuse_unheard(self) -> NoReturn:
+        raise UnsupportedGradientError(
+            f"{self.title} was trained, and no call of torch.nn.functional.scaled_dot_product_attention was seen in it "
+            "while it was in training mode: its logits are not known. Expected calls of that function (of "
+            "torch.nn.MultiheadAttention: need_weights=False), model.train(), and the QKClip attached before "
+            "torch.compile; FlexAttention and other kernels are not seen. Or leave it alone with "
+            f"{self.left_alone}. {_NOTHING_DONE}."
+        )
 
     @never_compiled
     def _keep(self, place: int, layer: nn.Module, args: Any, output: Tensor) -> None:
@@ -451,7 +438,7 @@ class _Attention:
             UnsupportedGradientError: If their shapes do not fit.
         """
         kept, self._outputs = self._outputs, []
-        self._heard += 1
+        self._heard = True
         if call.is_empty:
             self.is_seen = True
             return
@@ -474,7 +461,7 @@ class _Attention:
         self._require(
             self.shape in (None, shape), f"attends with {heads} heads of {size}, and has attended with other ones"
         )
-        faults = [0.0, 0.0, 0.0]
+        faults: Sequence[float | Tensor] = [0.0, 0.0]
         if layers:
             call = _with_heads(call, here)
             faults = self._faults(
@@ -510,18 +497,11 @@ class _Attention:
         self._require(
             all(a.numel() == b.numel() for a, b in pairs), "attends with other tokens than its projections see"
         )
-        tolerance = max(_tolerance(*pair) for pair in pairs)
-        self._tolerance = max(self._tolerance, tolerance)
-        compared = [_ratios(*pair) for pair in pairs if pair[0].numel()]
-        changes = [apart / tolerance for apart, _ in compared]
+        changes = [_apart(*pair) for pair in pairs if pair[0].numel()]
         if self.rotary:
             shared = call.key[..., own:]
             changes.append(torch.where((shared == shared[:, :1]).all(), 0.0, torch.inf))
-        factors = torch.cat([compared[0][1] * call.scale, *(factor for _, factor in compared[1:])])
-        least, most = [one.to(factors) for one in self._factors or (factors, factors)]
-        self._factors = least, most = torch.fmin(least, factors), torch.fmax(most, factors)
-        drift = torch.nan_to_num((most / least - 1).abs(), 0.0).amax() / self._tolerance
-        return [torch.stack(changes).amax(), drift, _are_keys(call, keyed)]
+        return [torch.stack(changes).amax(), _are_keys(call, keyed)]
 
     def _require(self, fits: bool, what: str) -> None:
         if not fits:
@@ -549,23 +529,14 @@ class _Attention:
         Raises:
             UnsupportedGradientError: If no process has seen an attention whose weights have gradients.
         """
-        if self.measured is None or (self.is_seen and not self.is_missed):
+        if self.measured is None or self.is_seen:
             return
-        header = self.measured[: _FAULTS.start].tolist()
-        if header[0] > 0 and not self.is_missed:
-            self.shape = (int(header[0]), int(header[1]), int(header[2]))
-        elif self.is_missed or self._has_gradients():
-            raise UnsupportedGradientError(
-                f"{self.title} has gradients, and no call of torch.nn.functional.scaled_dot_product_attention was seen "
-                "in it since the last step, or in one of its forwards, while it was in training mode: its logits are "
-                "not known. Expected calls of that function (of torch.nn.MultiheadAttention: need_weights=False), "
-                "model.train(), and the QKClip attached before torch.compile; FlexAttention and other kernels are not "
-                f"seen. Or leave it alone with {self.left_alone}. {_NOTHING_DONE}."
-            )
-
-    def _has_gradients(self) -> bool:
-        weights = self._found[: len(self._weight_slots())]  # in a forward of FSDP2 the layers have others
-        return any(gradient_of(weight) is not None for weight in weights)
+        size, heads, keys = self.measured[: _FAULTS.start].tolist()
+        if size > 0:
+            self.shape = (int(size), int(heads), int(keys))
+        # In a forward of FSDP2 the layers have other weights than those that were found.
+        elif any(gradient_of(parameter) is not None for parameter in self._found):
+            self._refuse_unheard()
 
     def largest(self) -> Tensor:
         """Return the largest logit of each head."""
@@ -584,12 +555,11 @@ class _Attention:
             "k": _by_rows(of_keys, (1 - alpha, own), (0.0, more)),
         }
         factors["qkv"] = torch.cat([factors["q"], factors["k"], torch.ones_like(factors["k"])])
-        for kind, parameter in (*weights.items(), *self.biases().items()):
-            if parameter is not None:
-                factor = factors[kind].reshape(-1, *[1] * (parameter.dim() - 1)).expand(parameter.shape)
-                local, factor = local_part(parameter), local_part(shard_like(factor, parameter))
-                wide = torch.promote_types(local.dtype, torch.float32)
-                local.copy_(local.to(wide) * factor.to(wide))
+        for kind, parameter in self.parameters():
+            factor = factors[kind].reshape(-1, *[1] * (parameter.dim() - 1)).expand(parameter.shape)
+            local, factor = local_part(parameter), local_part(shard_like(factor, parameter))
+            wide = torch.promote_types(local.dtype, torch.float32)
+            local.copy_(local.to(wide) * factor.to(wide))
 
 
 def _by_rows(gamma: Tensor, *pattern: tuple[float, int]) -> Tensor:
@@ -608,31 +578,23 @@ def _with_heads(call: AttentionCall, heads: int) -> AttentionCall:
     return call._replace(query=query, key=key, value=value, mask=mask)
 
 
-def _tolerance(vectors: Tensor, outputs: Tensor) -> float:
-    """Return what rounding may do to a ratio of norms."""
-    return 0.02 if 2 in (vectors.element_size(), outputs.element_size()) else 1e-3
+def _apart(vectors: Tensor, outputs: Tensor) -> Tensor:
+    """Return how far the norms of a head's vectors are from one factor times those of its outputs; above 1 is too far.
 
-
-def _ratios(vectors: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return by how much the ratio of norms differs between the tokens of a head, and their mean for each head.
+    Both are compared in order of size: a rescaling of rows is right whichever token has which.
 
     Args:
         vectors: Of shape (batch, heads, tokens, size).
-        outputs: Of shape (batch * tokens, heads, size), or with the tokens outside.
+        outputs: Of shape (batch * tokens, heads, size), in any order of batch and tokens.
     """
     wide = torch.promote_types(torch.promote_types(vectors.dtype, outputs.dtype), torch.float32)
-    norms, of_outputs = (torch.linalg.vector_norm(one, dim=-1, dtype=wide) for one in (vectors, outputs))
-    compared = of_outputs > _NEGLIGIBLE * of_outputs.amax(0)
-    found: list[Tensor] = []
-    for order in (norms.transpose(1, 2), norms.permute(2, 0, 1)):
-        ratios = order.reshape(of_outputs.shape) / of_outputs
-        known = compared & ratios.isfinite()
-        most, least = torch.where(known, ratios, 0.0).amax(0), torch.where(known, ratios, torch.inf).amin(0)
-        mean = torch.where(known, ratios, 0.0).sum(0) / known.sum(0)
-        found.append(torch.stack([(most / least - 1).amax().expand_as(mean), mean]))
-    first, second = found
-    apart, mean = torch.where(second[0] < first[0], second, first)
-    return apart[0], mean
+    norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide).transpose(0, 1).flatten(1).sort(1).values
+    of_outputs = torch.linalg.vector_norm(outputs, dim=-1, dtype=wide).T.sort(1).values
+    ratios = norms / of_outputs
+    known = (of_outputs > _NEGLIGIBLE * of_outputs[:, -1:]) & ratios.isfinite()
+    most, least = torch.where(known, ratios, 0.0).amax(1), torch.where(known, ratios, torch.inf).amin(1)
+    tolerance = 0.02 if 2 in (vectors.element_size(), outputs.element_size()) else 1e-3
+    return (most / least - 1).amax() / tolerance
 
 
 def _are_keys(call: AttentionCall, outputs: Tensor) -> Tensor:
@@ -671,7 +633,7 @@ def _found(model: nn.Module, given: Mapping[str, Projections | None]) -> dict[st
         found |= {name: None if layers is None else _named(name, modules[name], layers) for name in fitting}
     for name, module in modules.items():
         if name not in found and (usual := _usual(name, module)) is not None:
-            trained = any(one.requires_grad for one in usual.parameters())
+            trained = any(parameter.requires_grad for _, parameter in usual.parameters())
             found[name] = usual if trained else None
     if not any(found.values()):
         raise InvalidValueError(
@@ -714,8 +676,7 @@ def _check_weights(model: nn.Module, attentions: Mapping[str, _Attention | None]
         InvalidValueError: If weights are another optimizer's, shared, or those of another QKClip.
         UnsupportedGradientError: If a layer is no plain linear one, or frozen.
     """
-    own = set(map(id, parameters_of(optimizer)))
-    places = _places(model, [name for name, one in attentions.items() if one is None])
+    own, places = set(map(id, parameters_of(optimizer))), _places(model)
     for one in filter(None, attentions.values()):
         one.check()
         if one.query in _clipped:
@@ -741,9 +702,8 @@ def _check_weights(model: nn.Module, attentions: Mapping[str, _Attention | None]
                     "the optimizer that steps them, made of the model as it is now. Where several optimizers share "
                     f"them, make a QKClip for each with {one.left_alone} for those of others."
                 )
-        for tied in (*one.layers(), *one.parameters()):
-            uses = [use for use in places.get(id(tied), []) if not (use.is_list and _is_in(use.parent, one.name))]
-            names = [f"{use.parent}.{use.kind}".lstrip(".") for use in uses]
+        for tied in (*one.layers(), *(parameter for _, parameter in one.parameters())):
+            names = places.get(id(tied), ())
             if len(names) > 1:
                 raise InvalidValueError(
                     f"{one.title} has a projection in several places, {' and '.join(names)}, where a rescaling would "
@@ -752,28 +712,10 @@ def _check_weights(model: nn.Module, attentions: Mapping[str, _Attention | None]
                 )
 
 
-class _Place(NamedTuple):
-    """Where a layer or parameter is registered: in which module, by which name, and if that is a list of layers."""
-
-    parent: str
-    kind: str
-    is_list: bool
-
-
-def _places(model: nn.Module, left_alone: Sequence[str]) -> dict[int, list[_Place]]:
-    """Return the places of each layer in its parents, and of each parameter in its layers, by ``id``.
-
-    A list of layers computes nothing. One inside an attention may hold its projections again: should its forward run
-    them twice, `_Attention.take` refuses it.
-    """
-    places: dict[int, list[_Place]] = {}
+def _places(model: nn.Module) -> dict[int, list[str]]:
+    """Return the names of each layer in its parents, and of each parameter in its layers, by ``id``."""
+    places: dict[int, list[str]] = {}
     for name, module in model.named_modules():
-        if not any(_is_in(name, one) for one in left_alone):
-            is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
-            for kind, part in (*layer_slots(module).items(), *parameter_slots(module).items()):
-                places.setdefault(id(part), []).append(_Place(name, kind, is_list))
+        for kind, part in (*layer_slots(module).items(), *parameter_slots(module).items()):
+            places.setdefault(id(part), []).append(f"{name}.{kind}".lstrip("."))
     return places
-
-
-def _is_in(name: str, outer: str) -> bool:
-    return not outer or name == outer or name.startswith(f"{outer}.")

@@ -20,7 +20,7 @@ from gradguard.distributed.placements import local_part
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.optimizer_hooks import EveryStep, parameters_of
 from gradguard.tensors.admission import keeping_subnormals
-from gradguard.tensors.layout import are_readable, meeting_device, wide_dtype
+from gradguard.tensors.layout import are_readable, wide_dtype
 
 
 class ClipUpdate:
@@ -55,7 +55,7 @@ class ClipUpdate:
     a rate that changes in the step     u is taken with the rate that the step began with
     a step that a `Guard` skips         is an update of 0, which ``last`` tells and the clipper counts
     groups of several learning rates    u is taken with the rate of each
-    NaN or inf in an update, or a step  as the rule does for a gradient; the weights hold it. A `Guard` keeps such
+    NaN or inf in an update, or a u     as the rule does for a gradient; the weights hold it. A `Guard` keeps such
     beyond the dtype's largest number   gradients from the optimizer
     weights kept twice (a master copy)  only those that the optimizer has are held back, until it copies the others
     ``copy.deepcopy(optimizer)``        the copy is not clipped; attach another `ClipUpdate`
@@ -186,22 +186,20 @@ class ClipUpdate:
         if not self._begun or not self._moving:
             return
         self._begun = False
-        largest = _largest(self._rates)
-        stretches = [None if _alike(rate, largest) else largest / rate for rate in self._rates]
-        for one, stretch in zip(self._moving, stretches, strict=True):
-            one.measure(stretch)
+        for one, rate in zip(self._moving, self._rates, strict=True):
+            one.measure(rate)
         plain = all(type(leaf) in _OF_GRADIENTS_ALONE for leaf in self.clipper.leaves())
         with _in_place_of_gradients(self._moving), nullcontext() if plain else _as_before(self._moving):
-            decision = self._decide(largest)
+            decision = self._decide()
             self.last, bad = decision.result, decision.result.clipped | decision.result.nonfinite
             # Whether a member of a composition binds may show only when those before it have written.
             if type(self.clipper) in _OF_GRADIENTS_ALONE and are_readable(bad) and not bool(bad):
                 return
             decision.apply()
-        for one, stretch in zip(self._moving, stretches, strict=True):
-            one.write(stretch)
+        for one, rate in zip(self._moving, self._rates, strict=True):
+            one.write(rate)
 
-    def _decide(self, largest: float | Tensor) -> Decision:
+    def _decide(self) -> Decision:
         """Return the decision of the clipper on the updates, which stand in place of the gradients."""
         names, parameters = self._names, [one.parameter for one in self._moving]
         grads = gradients_of(names, parameters, self._stages, self._model)
@@ -212,7 +210,7 @@ class ClipUpdate:
         reach = Reach([{"params": [p]} for p in parameters], self._rates)
         grads = self.clipper.compared(replace(grads, reach=reach), "update")
         with refused_by_name(grads):
-            return self.clipper.decide(grads, largest)
+            return self.clipper.decide(grads)
 
 
 _OF_GRADIENTS_ALONE = (ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue)
@@ -239,20 +237,19 @@ class _Moving:
         alike = (own.shape, own.dtype, own.device) == (now.shape, now.dtype, now.device)
         return alike and not own.is_inference()
 
-    def measure(self, stretch: float | Tensor | None) -> None:
-        """Set the update to what the step has taken from the weights, times ``stretch``."""
-        update = torch.sub(local_part(self.before), local_part(self.parameter), out=local_part(self.update))
-        if stretch is not None:
-            update.mul_(stretch)
+    def measure(self, rate: float | Tensor) -> None:
+        """Set the update to what the step has taken from the weights, over the learning rate."""
+        local_part(self.update).copy_(self._over(rate))
 
-    def write(self, stretch: float | Tensor | None) -> None:
+    def write(self, rate: float | Tensor) -> None:
         """Let the parameter be what the update makes of it; where the update is as `measure` set it, it is that."""
         before, after, update = map(local_part, (self.before, self.parameter, self.update))
-        whole = (before - after).to(update.dtype)
-        if stretch is not None:
-            whole.mul_(stretch)
-        moved = before - (update if stretch is None else update / stretch)
-        after.copy_(torch.where(update == whole, after, moved))
+        moved = before - update * rate
+        after.copy_(torch.where(update == self._over(rate), after, moved))
+
+    def _over(self, rate: float | Tensor) -> Tensor:
+        update = local_part(self.update)
+        return torch.sub(local_part(self.before), local_part(self.parameter)).to(update.dtype).div_(rate)
 
 
 @contextmanager
@@ -304,18 +301,3 @@ def _learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
             rate = abs(float(rate)) or 1.0
         rates += [rate] * len(group["params"])
     return rates
-
-
-def _alike(rate: float | Tensor, other: float | Tensor) -> bool:
-    return rate is other or (isinstance(rate, float) and isinstance(other, float) and rate == other)
-
-
-def _largest(rates: Sequence[float | Tensor]) -> float | Tensor:
-    """Return the largest rate: one of them, if they are alike or the host knows them."""
-    if all(_alike(rate, rates[0]) for rate in rates):
-        return rates[0]
-    if all(isinstance(rate, float) for rate in rates):
-        return max(rates)
-    device = meeting_device([rate for rate in rates if isinstance(rate, Tensor)])
-    wide = [torch.as_tensor(rate, dtype=wide_dtype(device), device=device) for rate in rates]
-    return torch.stack(wide).amax()

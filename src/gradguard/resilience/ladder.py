@@ -25,7 +25,7 @@ from gradguard.resilience.event import Event, recovery_of
 from gradguard.resilience.evidence import EvidenceFolder
 from gradguard.resilience.slow_down import SlowDown
 from gradguard.resilience.weight_watch import WeightWatch
-from gradguard.spikes.base import Detector, NumberVerdict, verdict_of
+from gradguard.spikes.base import Detector
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.state.snapshot import Snapshot
@@ -287,7 +287,7 @@ class SpikeRecovery:
 
     def _measured(self) -> tuple[Tensor | list[float], CopyEvent | None]:
         """Return the numbers of the step, on the host or on their way there; none of a step that was not taken."""
-        verdict, result = verdict_of(self._detector), self.guard.last
+        verdict, result = self._detector.last, self.guard.last
         if verdict is None or verdict is self._verdict or result is None:  # a GradScaler has not let it step
             return [], None
         self._verdict = verdict
@@ -295,10 +295,9 @@ class SpikeRecovery:
         changed = self._spikes.changed
         stands_out = verdict.spike if verdict.stands_out is None else verdict.stands_out
         flags = [verdict.spike, stands_out, verdict.adopted, bad, changed, verdict.in_a_row]
-        on_host = are_readable(*(flag for flag in flags if isinstance(flag, Tensor)))
-        if isinstance(verdict, NumberVerdict) and on_host:
-            return [*map(float, flags), *verdict.scores], None
-        scores = verdict.tensors().scores if isinstance(verdict, NumberVerdict) else verdict.scores
+        scores = verdict.scores
+        if are_readable(scores, *(flag for flag in flags if isinstance(flag, Tensor))):
+            return [*map(float, flags), *scores.tolist()], None
         numbers = [torch.as_tensor(flag, dtype=scores.dtype, device=scores.device) for flag in flags]
         return copy_to_host(torch.cat([torch.stack(numbers), scores]))
 
@@ -511,7 +510,7 @@ class _HostSpikes(SkipSpikes):
             raise InvalidValueError(_forgotten(step - 1 - self.followed))
 
     def judge_numbers(self, norms: Sequence[float], bad: bool) -> bool:
-        spike, verdict = super().judge_numbers(norms, bad), verdict_of(self.detector)
+        spike, verdict = super().judge_numbers(norms, bad), self.detector.last
         stands_out = spike or getattr(verdict, "stands_out", False)
         self.changed = bool(self.weights.changed()) if stands_out else self.weights.were_written()
         return spike

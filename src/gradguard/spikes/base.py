@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -35,29 +35,6 @@ class SpikeVerdict:
     stands_out: Tensor | None = None
 
 
-class NumberVerdict:
-    """The verdict in plain numbers, where the host has judged; tensors are made only when they are read."""
-
-    __slots__ = ("_tensors", "adopted", "in_a_row", "scores", "spike", "stands_out")
-
-    def __init__(self, spike: bool, scores: list[float], in_a_row: int, adopted: bool, stands_out: bool) -> None:
-        self.spike, self.scores, self.in_a_row, self.adopted = spike, scores, in_a_row, adopted
-        self.stands_out = stands_out
-        self._tensors: SpikeVerdict | None = None
-
-    def tensors(self) -> SpikeVerdict:
-        """Return it as tensors on the CPU, always the same ones."""
-        if self._tensors is None:
-            self._tensors = SpikeVerdict(
-                torch.tensor(self.spike, dtype=torch.bool, device="cpu"),
-                torch.tensor(self.scores, dtype=torch.float64, device="cpu"),
-                torch.tensor(self.in_a_row, dtype=torch.int64, device="cpu"),
-                torch.tensor(self.adopted, dtype=torch.bool, device="cpu"),
-                torch.tensor(self.stands_out, dtype=torch.bool, device="cpu"),
-            )
-        return self._tensors
-
-
 class Detector(ABC):
     """A rule that tells spikes: `observe` it once a step. Subclasses write `_empty` and `_judge`.
 
@@ -70,32 +47,26 @@ class Detector(ABC):
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
-        self._state_was_read = False
         self._weight: Tensor | float = math.nan  # of the step that is judged
         self._fewer: set[int] = set()  # how many signals there were before `grow`
-        self._verdict: SpikeVerdict | NumberVerdict | None = None  # what `last` says, as it was found
+        self._verdict: SpikeVerdict | None = None
 
     @property
     def state(self) -> dict[str, Tensor]:
         """The tensors that change during training, by name; empty before the first step."""
-        self._state_was_read = True
-        return self._settled()
+        return self._tensors
 
     @property
     def last(self) -> SpikeVerdict | None:
         """The verdict on the last step; None before the first."""
-        return self._verdict.tensors() if isinstance(self._verdict, NumberVerdict) else self._verdict
-
-    def _settled(self) -> dict[str, Tensor]:
-        """Return the tensors of the state, after what is kept beside them was written there."""
-        return self._tensors
+        return self._verdict
 
     @abstractmethod
     def _empty(self, signals: int) -> dict[str, Tensor]:
         """Return the state before the first step, on the CPU; the first dimension of ``history`` is ``signals``."""
 
     @abstractmethod
-    def _judge(self, values: Tensor) -> SpikeVerdict | NumberVerdict:
+    def _judge(self, values: Tensor) -> SpikeVerdict:
         """Judge ``values`` by the state, and let the state follow in place."""
 
     @torch.no_grad()
@@ -120,12 +91,7 @@ class Detector(ABC):
             self.to(values.device)
         self._weight = weight
         self._verdict = self._judge(values.detach().to(self._tensors["history"].dtype))
-        spike = self._verdict.spike
-        return spike if isinstance(spike, Tensor) else torch.tensor(spike, dtype=torch.bool, device="cpu")
-
-    def observe_numbers(self, values: Sequence[float], weight: float = math.nan) -> bool:
-        """As `observe`, for who has the signals as plain numbers on the CPU."""
-        return bool(self.observe(torch.tensor(values, dtype=torch.float64, device="cpu"), weight))
+        return self._verdict.spike
 
     def grow(self, signals: int) -> None:
         """Make room for more signals, behind those that there are; nothing before the first step.
@@ -133,7 +99,7 @@ class Detector(ABC):
         Args:
             signals: How many there are from now on.
         """
-        state = self._settled()
+        state = self._tensors
         if not state:
             return
         before = len(state["history"])
@@ -164,7 +130,7 @@ class Detector(ABC):
     def reset(self) -> None:
         """Forget all history, on all ranks at once: what comes next is a new start, such as another data set."""
         self._verdict = None
-        if state := self._settled():
+        if state := self._tensors:
             fresh = self._empty(len(state["history"]))
             for name, tensor in state.items():  # in place: a captured graph goes on using this memory
                 tensor.copy_(fresh[name])
@@ -173,14 +139,14 @@ class Detector(ABC):
         """Move the state to ``device`` and return the detector; it also follows what is observed by itself."""
         device = torch.device(device)
         refuse_capture(device, "the memory of the spike detector")
-        state = self._settled()
+        state = self._tensors
         for name, tensor in state.items():
             state[name] = tensor.to(device, wide_dtype(device) if tensor.is_floating_point() else tensor.dtype)
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the state; empty before the first step."""
-        return {name: tensor.clone() for name, tensor in self._settled().items()}
+        return {name: tensor.clone() for name, tensor in self._tensors.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; decisions go on as if nothing had been interrupted.
@@ -205,7 +171,7 @@ class Detector(ABC):
             )
         if not self._tensors:
             self._tensors = expected
-        for name, tensor in self._settled().items():  # in place: a captured graph goes on using this memory
+        for name, tensor in self._tensors.items():  # in place: a captured graph goes on using this memory
             tensor.copy_(state_dict[name])
 
     def _expected(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -213,8 +179,3 @@ class Detector(ABC):
             return self._tensors
         history = state_dict.get("history")
         return self._empty(len(history) if isinstance(history, Tensor) and history.dim() else 1)
-
-
-def verdict_of(detector: Detector) -> SpikeVerdict | NumberVerdict | None:
-    """Return what ``detector.last`` says as it was found, a new object at each step: no tensors for plain numbers."""
-    return detector._verdict

@@ -2,22 +2,20 @@
 
 import inspect
 import math
-from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Sequence
 from itertools import repeat
 from operator import sub
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number, check_whole
-from gradguard.spikes.base import Detector, NumberVerdict, SpikeVerdict
+from gradguard.spikes.base import Detector, SpikeVerdict
 from gradguard.tensors.layout import are_readable
 from gradguard.tensors.number_operations import TENSORS, median_of_stored
 from gradguard.threshold_formulas import PLAIN, Number, Operations
-from gradguard.threshold_rules import SortedWindow, median_of
 
 MAD_TO_SIGMA = 1.4826
 """Times the median absolute deviation is the standard deviation, of a normal distribution."""
@@ -128,7 +126,6 @@ class SpikeDetector(Detector):
         alone: float = 50.0,
     ) -> None:
         super().__init__()
-        self._numbers: _Numbers | None = None
         self.k = check_number("k", k, "a finite number > 0")
         self.floor = check_number("floor", floor, "a finite number > 0")
         self.window, self.recent = check_whole("window", window), check_whole("recent", recent)
@@ -166,61 +163,66 @@ class SpikeDetector(Detector):
         The signals whose history it replaced have that history again, without what has entered since; the others keep
         theirs. Without an adoption, or after it has been undone, nothing happens. The host does not wait.
         """
-        state = self._settled()
+        state = self._tensors
         if state:
             back = state["replaced_count"] >= 0
             state["history"].copy_(torch.where(back[:, None], state["replaced"], state["history"]))
             state["count"].copy_(torch.where(back, state["replaced_count"], state["count"]))
             state["replaced_count"].fill_(-1)
 
-    def _judge(self, values: Tensor) -> SpikeVerdict | NumberVerdict:
+    def _judge(self, values: Tensor) -> SpikeVerdict:
         weight = self._weight
         is_read = not isinstance(weight, Tensor) or are_readable(weight)
         if is_read and are_readable(values, self._tensors["history"]):
-            return self._judge_numbers(values.tolist(), float(weight))
+            found = self._take_ordinary(values.tolist(), float(weight))
+            if found is not None:
+                return found
         return self._judge_tensors(values)
 
-    def observe_numbers(self, values: Sequence[float], weight: float = math.nan) -> bool:
-        """As `observe`, for who has the signals as plain numbers on the CPU."""
-        if self._numbers is None or len(values) != len(self._numbers.signals):
-            return super().observe_numbers(values, weight)
-        self._verdict = verdict = self._judge_numbers(values, weight)
-        return verdict.spike
+    def _take_ordinary(self, values: Sequence[float], weight: float) -> SpikeVerdict | None:
+        """Return the verdict on an ordinary step and let the state follow; None for a step that stands out.
 
-    # On the CPU nearly all steps are ordinary. Their scores are found from plain numbers, which are kept from step to
-    # step and go to the tensors when somebody asks for them. A step that stands out is judged by the tensors. Once
-    # `state` was read the tensors are written at each step: its reader may hold them.
-
-    def _settled(self) -> dict[str, Tensor]:
-        if self._numbers is not None:
-            self._numbers.write(self._tensors)
-            self._numbers = None
-        return self._tensors
-
-    def _judge_numbers(self, values: Sequence[float], weight: float) -> NumberVerdict:
-        numbers = self._numbers = self._numbers or _Numbers(self._tensors, self.recent)
-        known_weight = weight if 0 < weight < math.inf else math.nan
-        scores = [self._look(*pair, known_weight) for pair in zip(numbers.signals, values, strict=True)]
+        On the CPU nearly all steps are ordinary, and plain numbers tell so in a tenth of the time. A step that stands
+        out is judged by the tensors.
+        """
+        state, weight = self._tensors, weight if 0 < weight < math.inf else math.nan
+        histories, counts, weights = (state[name].tolist() for name in ("history", "count", "weights"))
+        scores = list(map(self._score_on_host, values, histories, counts, weights, repeat(weight)))
         if any([score > self.k for score in scores]):
-            self._weight = weight
-            found = self._judge_tensors(torch.tensor(values, dtype=torch.float64, device="cpu"))
-            spike, adopted, stands_out = bool(found.spike), bool(found.adopted), bool(found.stands_out)
-            return NumberVerdict(spike, found.scores.tolist(), int(found.in_a_row), adopted, stands_out)
-        pairs = zip(numbers.signals, scores, strict=True)
-        told = [score if signal.stored >= self.warmup else math.nan for signal, score in pairs]
+            return None
+        judged = [score if count >= self.warmup else math.nan for score, count in zip(scores, counts, strict=True)]
+        for i, value in enumerate(values):
+            if math.isfinite(value):
+                histories[i][counts[i] % self.window] = value
+                counts[i] += 1
+                weights[i] = [*weights[i][1:], weight] if weight > 0 else weights[i]
         if any(map(math.isfinite, values)):
-            numbers.accept(values, known_weight)
-        verdict = NumberVerdict(False, told, numbers.in_a_row, False, False)
-        if self._state_was_read or type(self) is not SpikeDetector:  # a subclass may judge in its own way next time
-            self._settled()
-        return verdict
+            for name, numbers in (("history", histories), ("count", counts), ("weights", weights)):
+                state[name].copy_(torch.tensor(numbers, dtype=state[name].dtype, device="cpu"))
+            state["in_a_row"].zero_()
+            state["too_high"].zero_()
+            state["steps"].copy_(state["steps"].roll(-1))
+            state["steps"][-1] = ORDINARY
+        no = torch.zeros((), dtype=torch.bool, device="cpu")
+        told = torch.tensor(judged, dtype=torch.float64, device="cpu")
+        return SpikeVerdict(no, told, state["in_a_row"].clone(), no, no)
 
-    def _look(self, signal: "_Signal", value: float, weight: float) -> float:
+    def _score_on_host(
+        self, value: float, ring: list[float], count: int, weights: Sequence[float], weight: float
+    ) -> float:
         """Return the score of one signal, NaN where it cannot be told."""
-        if signal.stored < min(FIRST_LOOK, self.warmup) or not math.isfinite(value):
+        if count < min(FIRST_LOOK, self.warmup) or not math.isfinite(value):
             return math.nan
-        value = PLAIN.log(value) if signal.in_logarithms else value
-        return self._score(PLAIN, value, signal.usual(weight), weight)[0]
+        at = count % len(ring)
+        past = ring[:count] if count <= len(ring) else ring[at:] + ring[:at]  # the newest last
+        in_logarithms = min(past) > 0
+        x = list(map(math.log, past)) if in_logarithms else past
+        middle = median(x[-self.recent :])
+        spread = median([abs(one - middle) for one in x[-self.recent :]])
+        jumps = median(map(abs, map(sub, x[1:], x))) if len(x) > 1 else 0.0
+        heavy = [one for one in weights if one > 0]
+        usual = _Usual(middle, spread, jumps, in_logarithms, median(heavy) if heavy else math.nan)
+        return self._score(PLAIN, PLAIN.log(value) if in_logarithms else value, usual, weight)[0]
 
     def _score(self, ops: Operations, value: Number, usual: "_Usual", weight: Number) -> tuple[Number, Number, Number]:
         """Return the score of ``value``, NaN without a measure, how far it is above the median, and one deviation.
@@ -238,7 +240,6 @@ class SpikeDetector(Detector):
         return ops.where(deviation > 0, ops.ratio(above, deviation), math.nan), above, deviation
 
     def _judge_tensors(self, values: Tensor) -> SpikeVerdict:
-        self._settled()
         known = values.isfinite()
         weight = torch.as_tensor(self._weight, dtype=values.dtype, device=values.device)
         weight = torch.where((weight > 0) & weight.isfinite(), weight, torch.nan)
@@ -347,111 +348,6 @@ class _Usual(NamedTuple):
     jumps: Any
     in_logarithms: Any
     weight: Any
-
-
-class _Signal:
-    """The history of one signal in plain numbers, and its usual values, kept up to date value by value.
-
-    Args:
-        recent: How many values the median is of.
-        ring: The history; empty places are not looked at.
-        count: How many values have entered it, the last at ``count`` - 1 modulo its length.
-        weights: Those of the last ones, the newest last; 0 where it is not known.
-
-    Attributes:
-        past: The values, the oldest first.
-        in_logarithms: Whether all are above 0.
-    """
-
-    def __init__(self, recent: int, ring: list[float], count: int, weights: list[float]) -> None:
-        self.ring, self.count, self.weights, self._length = ring, count, weights, min(recent, len(ring))
-        at = count % len(ring)
-        self.past = deque(ring[:count] if count <= len(ring) else ring[at:] + ring[:at])
-        self._at_most_0 = sum(value <= 0 for value in self.past)
-        self._study()
-
-    def _study(self) -> None:
-        """Look at all values anew: their logarithms if all are above 0, else themselves."""
-        self.in_logarithms = bool(self.past) and not self._at_most_0
-        self._x = deque(map(math.log, self.past) if self.in_logarithms else self.past)
-        self._recent, values = SortedWindow(self._length), list(self._x)
-        for x in values[-self._length :]:
-            self._recent.put(0, x, True)
-        self._jumps = sorted(map(abs, map(sub, values[1:], values)))  # the distances of neighbours
-
-    @property
-    def stored(self) -> int:
-        """How many values there are."""
-        return len(self.past)
-
-    def usual(self, weight: float) -> _Usual:
-        """Return the usual values; their weight only where ``weight`` is a number."""
-        middle = self._recent.median(self.count)
-        spread = self._recent.median_distance(self.count, middle)
-        jumps = median_of(self._jumps) if self._jumps else 0.0
-        weights = sorted(filter(None, self.weights)) if weight > 0 else []
-        return _Usual(middle, spread, jumps, self.in_logarithms, median_of(weights) if weights else math.nan)
-
-    def put(self, value: float, weight: float) -> None:
-        """Let ``value`` enter, and the oldest one go if there is no room."""
-        if weight > 0:
-            self.weights = [*self.weights[1:], weight]
-        self.ring[self.count % len(self.ring)] = value
-        self.count += 1
-        self.past.append(value)
-        self._at_most_0 += value <= 0
-        is_full = len(self.past) > len(self.ring)
-        if is_full:
-            self._at_most_0 -= self.past.popleft() <= 0
-        if self.in_logarithms == (not self._at_most_0):
-            self._follow(math.log(value) if self.in_logarithms else value, is_full)
-        else:
-            self._study()
-
-    def _follow(self, x: float, is_full: bool) -> None:
-        if self._x:
-            insort(self._jumps, abs(x - self._x[-1]))
-        self._x.append(x)
-        self._recent.put(0, x, True)
-        if is_full:
-            oldest = self._x.popleft()
-            del self._jumps[bisect_left(self._jumps, abs(self._x[0] - oldest))]
-
-
-class _Numbers:
-    """The signals of a detector in plain numbers, through ordinary steps; all else stays in the tensors.
-
-    Args:
-        state: The tensors.
-        recent: How many values a median is of.
-    """
-
-    def __init__(self, state: dict[str, Tensor], recent: int) -> None:
-        histories = state["history"].tolist(), state["count"].tolist(), state["weights"].tolist()
-        self.signals = list(map(_Signal, repeat(recent), *histories))
-        self.in_a_row = int(state["in_a_row"])
-        self._accepted = 0
-
-    def accept(self, values: Sequence[float], weight: float) -> None:
-        """Let the finite values of an ordinary step enter their histories; the row of spikes is over."""
-        for signal, value in zip(self.signals, values, strict=True):
-            if math.isfinite(value):
-                signal.put(value, weight)
-        self.in_a_row = 0
-        self._accepted += 1
-
-    def write(self, state: dict[str, Tensor]) -> None:
-        """Write what has changed into the tensors of the state."""
-        if not self._accepted:
-            return
-        for name, of_signal in (("history", "ring"), ("count", "count"), ("weights", "weights")):
-            numbers = [getattr(signal, of_signal) for signal in self.signals]
-            state[name].copy_(torch.tensor(numbers, dtype=state[name].dtype, device="cpu"))
-        state["in_a_row"].zero_()
-        state["too_high"].fill_(False)
-        earlier = state["steps"][self._accepted :]
-        ordinary = torch.full_like(state["steps"], ORDINARY)
-        state["steps"].copy_(torch.cat([earlier, ordinary[len(earlier) :]]))
 
 
 def _after(chosen: Tensor, longest: int) -> Tensor:

@@ -1,7 +1,6 @@
 """A guard's use of a spike detector: it gathers the loss and the norms of a step, and leaves out a spike."""
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 from zlib import crc32
@@ -44,14 +43,23 @@ class SkipSpikes:
     **Guarantees.** Those of the detector; and a step that is not finite is none of its business: it leaves no trace.
     Where it acts, all ranks take such a step for what it is, also a rank whose own gradients are finite.
 
+    **Updates.** With ``updates=True`` the last signal is the norm of what the step takes from the weights: Adam's
+    update may spike where neither loss nor gradient does. Where the optimizer is one of `torch.optim` that treats each
+    tensor by itself (Adam, AdamW, SGD, Muon, ...), the rule multiplies all gradients by one number, and this process
+    holds all of them, the step is rehearsed on copies, tensor by tensor, and a spike never happens. Elsewhere (other
+    optimizers and rules, closures, sharded weights) it is judged after it was taken, which the host waits for, and a
+    spike is undone, bit by bit; weights and state are copied before each step for that.
+
     Args:
         detector: What tells a spike; None for ``SpikeDetector()``. It belongs to one guard.
+        updates: Whether the norm of the update is a signal.
         act: Whether spikes are skipped; if not, they are only told, by ``detector.last`` and to who watches.
         process_group: The processes that train this model together; None for all that `torch.distributed` joins.
             Processes that train models of their own name a group of their own.
 
     Attributes:
         detector: The detector.
+        updates: As given.
         act: As given; it may be changed at any time, on all processes at once.
         changed: Whether weights of any process changed between the step judged last and the one before, outside of
             the optimizer; 0-dim bool where only the device knows. `SpikeRecovery` looks for that; else it is False.
@@ -75,16 +83,16 @@ class SkipSpikes:
         ('spike', 1)
     """
 
-    def __init__(self, detector: Detector | None = None, *, act: bool = True, process_group: Any = None) -> None:
+    def __init__(
+        self, detector: Detector | None = None, *, updates: bool = False, act: bool = True, process_group: Any = None
+    ) -> None:
         self.detector = SpikeDetector() if detector is None else detector
         if not isinstance(self.detector, Detector):
             given = f"the class {detector.__name__}" if isinstance(detector, type) else type(detector).__name__
             raise InvalidTypeError(f"detector is {given}: expected a detector, such as SpikeDetector().")
-        self.act = bool(act)
+        self.updates, self.act = bool(updates), bool(act)
         self.nonfinite: Tensor | None = None
         self.changed: Tensor | bool = False
-        self._nonfinite_loss: Tensor | bool = False  # of the step judged last, whose gradients were finite
-        self._was_told = False  # that a loss was not finite
         self._group = process_group
         # The sums of weight * loss and of weight in this step, on this process: plain numbers if all came from the CPU.
         self._loss: Tensor | tuple[float, float] | None = None
@@ -96,7 +104,8 @@ class SkipSpikes:
 
     def __repr__(self) -> str:
         """Return the call that makes such an object; a process group has no text."""
-        return f"SkipSpikes({self.detector!r}{'' if self.act else ', act=False'})"
+        updates = ", updates=True" if self.updates else ""
+        return f"SkipSpikes({self.detector!r}{updates}{'' if self.act else ', act=False'})"
 
     def record_loss(self, loss: Tensor | float, weight: float | Tensor = 1.0, kind: str | None = None) -> None:
         """Take the loss of one micro-batch of the step that comes.
@@ -209,8 +218,6 @@ class SkipSpikes:
         """As `judge`, for who has the norms as plain numbers on the CPU, and where no other process has a part."""
         total, weight = self._loss.tolist() if isinstance(self._loss, Tensor) else self._loss or (0.0, 0.0)
         values = [total / weight if weight else math.nan, *(norm or math.nan for norm in norms)]
-        self._nonfinite_loss = weight > 0 and not math.isfinite(total) and not bad
-        self.tell_nonfinite_loss(self._nonfinite_loss)
         if bad:
             values = [math.nan] * len(values)
         place = self._place()
@@ -220,7 +227,7 @@ class SkipSpikes:
             self.detector.grow(kinds * len(values))
             unknown = [math.nan] * len(values)
             values = [*unknown * place, *values, *unknown * (kinds - 1 - place)]
-        spike = self.detector.observe_numbers(values, weight or math.nan)
+        spike = bool(self.detector.observe(torch.tensor(values, dtype=torch.float64, device="cpu"), weight or math.nan))
         self._known[0] += spike
         self._known[1] += spike and self.act
         return spike
@@ -247,13 +254,11 @@ class SkipSpikes:
         flags = torch.stack([_flag(one, own) for one in (bad, self._weights_changed())])
         if self.is_alone():
             self.nonfinite, self.changed = None, flags[1] > 0
-            self._nonfinite_loss = ~bad & (own[1] > 0) & ~own[0].isfinite()
             return torch.cat([own[:1] / own[1:2], own[2:]]), own[1], place
         count = number_of_processes(self._group)
         numbers = torch.tensor([number, number**2], dtype=own.dtype, device=own.device)
         added = sum_over(torch.cat([own, flags, numbers]), self._group)
         self.nonfinite, self.changed = added[-4] > 0, added[-3] > 0
-        self._nonfinite_loss = ~self.nonfinite & ~added[0].isfinite() & ~(added[1] == 0)
         alike = count * added[-1] - added[-2].square() < 0.5 * count
         return torch.cat([added[:1] / added[1:2], added[2:-4] / count]), added[1], torch.where(alike, place, 0)
 
@@ -263,24 +268,6 @@ class SkipSpikes:
     def _weights_changed(self) -> Tensor | bool:
         """Whether the weights of this process have changed outside of the optimizer since the last step."""
         return False
-
-    @property
-    def nonfinite_loss(self) -> Tensor | bool:
-        """Whether the loss of the step judged last was NaN or infinite and all gradients finite; 0-dim on a device."""
-        return self._nonfinite_loss
-
-    def tell_nonfinite_loss(self, found: bool) -> None:
-        """Warn, once, if a loss was ``found`` that is not finite where gradients are."""
-        if not found or self._was_told:
-            return
-        self._was_told = True
-        warnings.warn(
-            "gradguard: guard.record_loss was given a loss that is NaN or infinite, and all gradients of its step are "
-            "finite: the step is judged by the norms alone, and taken. Often one sample's loss is not finite and does "
-            "not reach the gradients, as behind a mask; look for it with torch.isfinite(loss). Said once.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
     @property
     def seen(self) -> int:
