@@ -860,7 +860,8 @@ class FlatShard(NamedTuple):
     Attributes:
         name: Relative to the wrapped module.
         shape: Of the whole original parameter.
-        tensor: The parameter that holds weights and gradient: the flat one, or the original one with ``use_orig_params=True``.
+        tensor: The parameter that holds weights and gradient: the flat one, or with ``use_orig_params=True`` the
+            original one.
         offset: Where in ``tensor`` it begins.
         numel: How many of its elements are here.
         start: The first of them in the whole, flattened.
