@@ -72,9 +72,9 @@ def assert_parity(reference: Run, new: Run, *, allow_inconclusive: bool = False)
     Nothing known of half of the parameters or more: INCONCLUSIVE. Of fewer: PASS, and a note names them.
 
     Args:
-        reference: What `gradguard.save_gradients` has returned, or the file that it has written, in the set-up that is
+        reference: The result of `gradguard.save_gradients`, or the file that it has written, in the set-up that is
             trusted.
-        new: The same in the other set-up.
+        new: The result or file of the other set-up.
         allow_inconclusive: Accept the verdict ``"INCONCLUSIVE"``.
 
     Returns:

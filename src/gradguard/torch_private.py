@@ -37,8 +37,8 @@ class Need(NamedTuple):
     Attributes:
         holder: The module, class or object that has the names.
         names: With a space between them.
-        feature: What gradguard reads them for.
-        instead: What a user may do without.
+        feature: The feature of gradguard that reads them.
+        instead: A way for the user to do without the feature.
     """
 
     holder: str
@@ -860,7 +860,8 @@ class FlatShard(NamedTuple):
     Attributes:
         name: Relative to the wrapped module.
         shape: Of the whole original parameter.
-        tensor: What has weights and gradient: the flat parameter, or the original one with ``use_orig_params=True``.
+        tensor: The parameter that holds weights and gradient: the flat one, or with ``use_orig_params=True`` the
+            original one.
         offset: Where in ``tensor`` it begins.
         numel: How many of its elements are here.
         start: The first of them in the whole, flattened.

@@ -41,7 +41,7 @@ def append_backward(
         parameter_list: The parameters to find gradients for; all that the loss depends on if None. A module, tensors,
             ``(name, tensor)`` pairs or a mapping; names given here may be used in ``no_grad_set``.
         no_grad_set: Parameters, tensors or names through which no gradient flows.
-        callback: What to do after each operation: a callable, or a rule, which is then applied to each gradient.
+        callback: Called after each operation; a rule is applied to each gradient instead.
 
     Returns:
         The (parameter, gradient) pairs of all parameters that the loss reaches.
@@ -50,7 +50,7 @@ def append_backward(
         InvalidValueError: If the loss has no graph, or a reentrant checkpoint in it, or a name is not known.
         InvalidTypeError: If an argument is of another type, or the callback returns gradients that do not fit.
         FreedGraphError: If an earlier backward has freed the graph.
-        RuntimeError: What PyTorch raises in the backward.
+        RuntimeError: If PyTorch raises it in the backward.
 
     Example:
         >>> import gradguard as gg, torch

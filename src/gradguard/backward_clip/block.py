@@ -64,7 +64,7 @@ def error_clip(
 
     Args:
         target: The loss, for the whole graph behind it; a module; or a list of tensors and modules.
-        rule: What to do to each gradient: `ErrorClipByValue`, another rule, or a subclass of `BaseErrorClip`.
+        rule: The rule for each gradient: `ErrorClipByValue`, another rule, or a subclass of `BaseErrorClip`.
         leaves: Also clip the gradients of parameters and inputs, before they are accumulated (not for a list of
             tensors, which may have parameters among them).
         scale: The loss scale, as a GradScaler, a number or a tensor: thresholds are in units of the unscaled loss.
@@ -80,7 +80,7 @@ def error_clip(
             the backward cannot go on with.
         UnsupportedGradientError: If a gradient is sparse.
         FreedGraphError: If the backward goes through a graph that an earlier one has freed.
-        RuntimeError: What PyTorch raises in the block.
+        RuntimeError: If PyTorch raises it in the block.
 
     Example:
         >>> import gradguard as gg, torch

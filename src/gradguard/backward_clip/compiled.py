@@ -75,12 +75,12 @@ def attach_error_clip(
 
     Args:
         values: A tensor, or tuples, lists and dicts of tensors: the loss, or a module's outputs.
-        rule: What to do to each gradient; ``ErrorClipNonfinite("raise")`` cannot be compiled.
+        rule: The rule for each gradient; ``ErrorClipNonfinite("raise")`` cannot be compiled.
         scale: The loss scale, as for `error_clip`.
         stats: Counts what happens in each backward, in eager code; see `ErrorClipStats`.
 
     Returns:
-        The same values.
+        ``values``, with the clip attached.
 
     Raises:
         InvalidValueError: If no value has a graph behind it, though gradients are enabled; if a graph break leaves

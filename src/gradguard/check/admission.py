@@ -27,7 +27,7 @@ def refuse_empty(values: Mapping[str, Any]) -> None:
     """Refuse tensors that hold no numbers, whether they are checked or not.
 
     Args:
-        values: What the callable is called with, by name; a module's own tensors too.
+        values: The arguments of the call by name, a module's own tensors among them.
 
     Raises:
         InvalidTypeError: If a tensor is on the meta device, or has no shape before the first call of its module.
@@ -43,9 +43,9 @@ def refuse_unfit(what: str, value: Tensor, name: str) -> None:
     """Refuse a tensor whose elements cannot be moved and compared one by one.
 
     Args:
-        what: What to call it in the message.
+        what: The tensor's description in the message.
         value: The tensor.
-        name: What a person would type for it.
+        name: The expression that a person would type for the tensor.
 
     Raises:
         InvalidTypeError: If it is nested, on the meta device, of another layout or of a dtype without arithmetic, or
@@ -73,9 +73,9 @@ def refuse_unless(is_usable: Tensor, what: str, value: Tensor, instead: str) -> 
 
     Args:
         is_usable: Which elements can.
-        what: What to call the tensor in the message.
+        what: The tensor's description in the message.
         value: The tensor.
-        instead: What was expected.
+        instead: The expectation, as the end of the message.
 
     Raises:
         InvalidValueError: If there is such an element.

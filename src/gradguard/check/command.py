@@ -40,8 +40,8 @@ def check_command(
         target: ``package.module:name``; the name of a function, a module or a `torch.autograd.Function`. A class of
             modules is instantiated without arguments.
         specifications: The inputs, each as ``name=shape:dtype``; a number for a name counts positions.
-        reference: The same function in float64, named as ``target`` is.
-        seed: What the inputs, the weights and the check are drawn from.
+        reference: A float64 version of the function, named as ``target`` is.
+        seed: The seed of the inputs, the weights and the check.
         exhaustive: Check every element.
         order: 2 to check the second derivative too.
         rtol: The relative error of a solver.

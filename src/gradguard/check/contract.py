@@ -67,15 +67,15 @@ class Contract:
     """The probes of one function at its point.
 
     Args:
-        function: What is probed.
+        function: The function to probe.
         cotangent: A flat one, to probe with.
         generator: Of what moves inputs.
         rtol: The relative error that the function itself has.
 
     Attributes:
         first: The gradient.
-        findings: What is wrong.
-        notes: What is worth knowing.
+        findings: The faults found.
+        notes: Remarks that are no faults.
     """
 
     def __init__(self, function: Function, cotangent: Tensor, generator: torch.Generator, rtol: float = 0.0) -> None:
@@ -563,7 +563,7 @@ class Contract:
         largest element of the usual gradient.
 
         Returns:
-            What is wrong, if anything.
+            The finding; None if the gradients agree.
         """
         if torch.equal(found, expected):
             return None

@@ -89,8 +89,8 @@ def gradcheck(
             `torch.autograd.gradcheck` takes it, is taken for the arguments.
         kwargs: Keyword arguments for ``fn``; tensors among them count as inputs.
         inputs_to_check: The names of the inputs to check; all if None.
-        reference: The same function in float64, where ``fn`` has no float64 of its own.
-        backends: The same function on other devices or as other kernels, by name; the gradient of each is compared with
+        reference: A float64 version of ``fn``, where ``fn`` itself does not take float64.
+        backends: Versions of ``fn`` on other devices or as other kernels, by name; each gradient is compared with
             the float64 one and with the others'. Inputs are moved where a name is that of a device.
         exhaustive: Also compare every element with its own derivative; many share a forward where outputs are disjoint.
         order: 2 to check the gradient of the gradient too.

@@ -106,7 +106,7 @@ class Conditioning:
             kind: Of the finding.
 
         Returns:
-            What is wrong.
+            The finding; None if the gradient is right.
         """
         wrong = self.compare(found, self.gradient, who, kind)
         if wrong is not None and self._allow_for_values():

@@ -86,7 +86,7 @@ class Scatter:
         function: The function in float64.
         vector: Where.
         cotangent: The gradient of the outputs.
-        dtype: What is rounded to.
+        dtype: The low dtype that results are rounded to.
         generator: Of the rounding.
 
     Attributes:
