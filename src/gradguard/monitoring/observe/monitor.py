@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from gradguard.arguments import check_whole
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.grad_scaler import listen_to_steps
+from gradguard.json_values import jsonable
 from gradguard.listeners import ClipEvent, listen, rule_of
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.clips import StepClips, StepGradients, note_guard
@@ -40,7 +41,6 @@ from gradguard.monitoring.observe.shared_norms import Shared, are_spread
 from gradguard.monitoring.observe.step import OWN_NAMES, ScriptClip, StepMeasurement, copied, scale_update
 from gradguard.monitoring.observe.termination import before_signals
 from gradguard.monitoring.show.sinks import Sinks
-from gradguard.monitoring.show.sinks.base import plain
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.torch_private import grads_of, loss_scale_of
 
@@ -172,12 +172,12 @@ class Monitor(Recorder):
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The last 1,000 ``step`` lines that were flushed, as plain dictionaries; `flush` first for the newest."""
-        return [plain(row) for row in self._lines.rows]
+        return [jsonable(row) for row in self._lines.rows]
 
     @property
     def last(self) -> dict[str, Any] | None:
         """The last of `rows`; None before the first."""
-        return plain(self._lines.rows[-1]) if self._lines.rows else None
+        return jsonable(self._lines.rows[-1]) if self._lines.rows else None
 
     def log(self, *, loss: Any = None, norm: Any = None, max_norm: Any = None, **scalars: Any) -> None:
         """Add numbers to the line of a step: call it at the same place of each iteration, before or after the step.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gradguard.json_values import jsonable
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.judge.live import Judge
 from gradguard.monitoring.observe.host_copy import AsyncHostCopy
@@ -166,7 +165,7 @@ class RecordBuffer:
                 time.sleep(0)  # the thread that trains goes first
         if not lines:
             return
-        self.rows += [jsonable(line) for line in lines if line["t"] == "step"]
+        self.rows += [line for line in lines if line["t"] == "step"]
         self.sinks.push(lines)
         if self._alerts is not None:
             for line in lines:
