@@ -95,7 +95,7 @@ class _OnNumbers(NormRule, ThresholdRule):
 
         Args:
             norm: As for `NormRule.step`.
-            known: What else the rule looks at, by name.
+            known: Other numbers that the rule looks at, by name.
         """
         threshold, changed = self.next_threshold(PLAIN, self._memory, norm, norm > 0, **known)
         self._memory.update(changed)
@@ -357,7 +357,7 @@ class LockInAlarm:
 
         Args:
             clipped: Whether the clip binds on this step.
-            threshold: What it compared with, at least 0; infinite for none.
+            threshold: The threshold of this step, at least 0; infinite for none.
         """
         thresholds, bound_on = self._thresholds, self._bound_on
         window = thresholds.maxlen or 0

@@ -115,19 +115,19 @@ class Guard:
 
     Args:
         optimizer: Any `torch.optim.Optimizer`. Of a wrapper pass the one inside, ``wrapper.optimizer``.
-        clipper: What to do with the gradients of all its parameters.
+        clipper: The rule for the gradients of all its parameters.
         model: Names the parameters, for ``last`` and for patterns in ``Groups``. Without it they are called as the
             optimizer calls them, ``param_groups[0]['params'][3]`` if it has no names.
         nonfinite: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``.
         max_consecutive_skips: More skipped steps in a row than this raise an error; None never does. A GradScaler
             that starts at 65,536 needs up to 17 to reach 1.
         process_group: Where parameters differ along a process group, as pipeline stages do, as for `clip_grad_norm_`.
-        mesh: The same as a device mesh of one dimension.
+        mesh: The group as a device mesh of one dimension.
         shared: Weights that several stages hold, as for `clip_grad_norm_`.
-        spikes: What to do about steps that are finite and stand far above the recent past; None for nothing.
+        spikes: Rule for steps that are finite and stand far above the recent past; None for nothing.
 
     Attributes:
-        last: What the last clip did; None before the first. ``last.culprits()`` names what was not finite.
+        last: The result of the last clip; None before the first. ``last.culprits()`` names gradients with NaN or inf.
         optimizer: The optimizer.
         clipper: The clipper.
         spikes: As given.
@@ -488,7 +488,7 @@ class Guard:
 
         Args:
             loss: The mean loss without a loss scale; one number.
-            weight: What it counts, such as its number of tokens.
+            weight: Its weight in the mean, such as its number of tokens.
             kind: Which of several tasks it is of, where their losses differ in size; see `SkipSpikes`.
 
         Returns:
@@ -521,7 +521,7 @@ class Guard:
         """Take back what `state_dict` returned, into a guard made like the one that returned it.
 
         Args:
-            state_dict: What to take.
+            state_dict: A state that `state_dict` returned.
 
         Raises:
             InvalidValueError: If it is no state of a guard.

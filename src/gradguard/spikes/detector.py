@@ -231,7 +231,7 @@ class SpikeDetector(Detector):
             ops: The operations.
             value: The new value, or its logarithm.
             usual: The usual values.
-            weight: What the step counts, above 0 and finite; NaN if that is not known.
+            weight: The step's weight, above 0 and finite; NaN if that is not known.
         """
         least = ops.where(usual.in_logarithms, self.floor, self.floor * abs(usual.middle))
         deviation = ops.larger(ops.larger(MAD_TO_SIGMA * usual.spread, JUMP_TO_SIGMA * usual.jumps), least)

@@ -51,7 +51,7 @@ class SkipSpikes:
     spike is undone, bit by bit; weights and state are copied before each step for that.
 
     Args:
-        detector: What tells a spike; None for ``SpikeDetector()``. It belongs to one guard.
+        detector: The rule that tells a spike; None for ``SpikeDetector()``. It belongs to one guard.
         updates: Whether the norm of the update is a signal.
         act: Whether spikes are skipped; if not, they are only told, by ``detector.last`` and to who watches.
         process_group: The processes that train this model together; None for all that `torch.distributed` joins.
@@ -112,7 +112,7 @@ class SkipSpikes:
 
         Args:
             loss: The mean loss, without a loss scale; one number.
-            weight: What it counts, such as its number of tokens.
+            weight: Its weight in the mean, such as its number of tokens.
             kind: Which of several tasks or players it is of, where their sizes differ: each kind of step has a
                 scale and a warm-up of its own. None for the kind of all others.
 
