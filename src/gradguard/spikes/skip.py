@@ -206,17 +206,13 @@ class SkipSpikes:
             values = [math.nan] * len(values)
         place = self._place()
         self.forget_loss()
-        kinds = len(self._kinds)
-        if kinds > 1:
-            self.detector.grow(kinds * len(values))
-            unknown = [math.nan] * len(values)
-            values = [*unknown * place, *values, *unknown * (kinds - 1 - place)]
-        spike = bool(self.detector.observe(torch.tensor(values, dtype=torch.float64, device="cpu"), weight or math.nan))
+        signals = torch.tensor(values, dtype=torch.float64, device="cpu")
+        spike = bool(self._observe(signals, weight or math.nan, place))
         self._known[0] += spike
         self._known[1] += spike and self.act
         return spike
 
-    def _observe(self, values: Tensor, weight: Tensor, place: Tensor | int) -> Tensor:
+    def _observe(self, values: Tensor, weight: Tensor | float, place: Tensor | int) -> Tensor:
         kinds = len(self._kinds)
         if kinds > 1:
             self.detector.grow(kinds * len(values))
