@@ -55,9 +55,9 @@ def check_number(name: str, value: float, expected: str = "a number") -> float:
     """Return ``value`` as a float; a truth value is no number.
 
     Args:
-        name: What the argument is called.
+        name: The argument's name.
         value: The argument.
-        expected: What it may be, one of `_RANGES`; by default any number, NaN included.
+        expected: The range that it must lie in, one of `_RANGES`; by default any number, NaN included.
 
     Raises:
         InvalidTypeError: If it is no number.
@@ -124,7 +124,7 @@ def check_interval(
     Args:
         low: The lower bound, or None.
         high: The upper bound.
-        names: What the caller calls them.
+        names: The names that the caller has for them.
 
     Raises:
         InvalidTypeError: If one is no number.

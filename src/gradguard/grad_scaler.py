@@ -33,9 +33,9 @@ class ScalerStep:
     """One ``scaler.step(optimizer)``.
 
     Attributes:
-        scale: What the scaler has multiplied the loss by, 0-dim, if nobody has divided the gradients by it yet when
+        scale: The scaler's factor of the loss, 0-dim, if nobody has divided the gradients by it yet when
             ``scaler.step`` began; else None.
-        loss_scale: What it has multiplied the loss by, whoever has divided by it since.
+        loss_scale: Its factor of the loss, whoever has divided by it since.
     """
 
     def __init__(self, scale: Tensor | None = None, loss_scale: Tensor | None = None) -> None:
@@ -94,7 +94,7 @@ def listen_to_steps(
         optimizer: Of which optimizer; None for all. Of one, both must be methods, whose object is not kept alive.
 
     Returns:
-        What ends it; calling it again does nothing. It ends by itself when ``optimizer`` is gone.
+        A function that ends it; calling it again does nothing. It ends by itself when ``optimizer`` is gone.
     """
     pair: _Pair = (lambda: before), (lambda: after)
     if optimizer is not None:
@@ -117,7 +117,7 @@ def listen_to_scale(
         updated: Called with copies of the scale before and after each ``scaler.update``, each None if there was none.
 
     Returns:
-        What ends it; calling it again does nothing.
+        A function that ends it; calling it again does nothing.
     """
     pair = scaled, updated
     _of_scale.append(pair)
@@ -128,7 +128,7 @@ def notice_scaled_losses() -> Callable[[], None]:
     """Let `refuse_other_scaler` know which backward starts from a loss that a GradScaler scaled, from now on.
 
     Returns:
-        What ends it; calling it again does nothing.
+        A function that ends it; calling it again does nothing.
     """
     return _scales.use()
 

@@ -151,7 +151,7 @@ def update_bound(ops: Operations, norm: Number, longest: Number, held: Number, s
         norm: The norm of this step.
         longest: L, the norm that would move the weights by as much as they are long; infinite if that is not known.
         held: h.
-        share: What is allowed at h = 0.
+        share: The share that is allowed at h = 0.
     """
     bound = share * longest / (1 + held / UPDATE_PATIENCE)
     return bound, ops.where(norm > bound, held + 1, ops.within(held - 1, 0.0, math.inf))
@@ -168,7 +168,7 @@ class ThresholdRule:
 
         Args:
             ops: The operations.
-            memory: What the rule remembers, by name.
+            memory: The rule's memory, by name.
             norm: The norm of this step.
             enters: Whether it may be remembered.
         """
@@ -255,7 +255,7 @@ def z_score_bounds(
         mean: Of the norms before.
         variance: Of the norms before.
         limit: The z-score that is too high.
-        factor: What ``"adaptive_scaling"`` multiplies its bound by.
+        factor: The factor of ``"adaptive_scaling"``'s bound.
         mode: As `ZClip` has it.
     """
     deviation = ops.sqrt(variance)
@@ -282,7 +282,7 @@ class ZScoreRule(ThresholdRule):
         z_threshold: The z-score that is too high.
         alpha: The decay of both moments.
         warmup: How many norms make the first mean and variance.
-        clip_factor: What ``"adaptive_scaling"`` multiplies its bound by.
+        clip_factor: The factor of ``"adaptive_scaling"``'s bound.
         mode: As `ZClip` has it.
         skip_update_on_spike: Whether mean and variance stay where the rule binds.
     """

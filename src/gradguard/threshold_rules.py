@@ -95,7 +95,7 @@ class _OnNumbers(NormRule, ThresholdRule):
 
         Args:
             norm: As for `NormRule.step`.
-            known: What else the rule looks at, by name.
+            known: Other numbers that the rule looks at, by name.
         """
         threshold, changed = self.next_threshold(PLAIN, self._memory, norm, norm > 0, **known)
         self._memory.update(changed)
@@ -344,30 +344,24 @@ class LockInAlarm:
         [False, False, False, True, True]
     """
 
-    __slots__ = ("_bound", "_bound_on", "_same", "_thresholds")
+    __slots__ = ("_bound_on", "_thresholds")
 
     def __init__(self, window: int = LOCK_IN_WINDOW) -> None:
         self._thresholds: deque[float] = deque(maxlen=window)
         self._bound_on: deque[bool] = deque(maxlen=window)
-        self._bound = 0
-        self._same = 0  # for how many steps the threshold has been what it is, to the last digit
 
     def follow(self, clipped: bool, threshold: float) -> bool:
         """Return the verdict after one more step.
 
         Args:
             clipped: Whether the clip binds on this step.
-            threshold: What it compared with, at least 0; infinite for none.
+            threshold: The threshold of this step, at least 0; infinite for none.
         """
         thresholds, bound_on = self._thresholds, self._bound_on
-        window = thresholds.maxlen or 0
-        self._same = self._same + 1 if thresholds and thresholds[-1] == threshold else 1
-        if len(bound_on) == window:
-            self._bound -= bound_on[0]
         thresholds.append(threshold)
         bound_on.append(clipped)
-        self._bound += clipped
-        low, high = (thresholds[0], threshold) if thresholds[0] < threshold else (threshold, thresholds[0])
-        if not locked_in(len(bound_on), self._bound, low, high, window):
+        window, bound = thresholds.maxlen or 0, bound_on.count(True)
+        low, high = min(thresholds[0], threshold), max(thresholds[0], threshold)
+        if not locked_in(len(bound_on), bound, low, high, window):
             return False  # most steps end here: only thresholds that may be one are looked through
-        return self._same >= window or locked_in(window, self._bound, min(thresholds), max(thresholds), window)
+        return locked_in(window, bound, min(thresholds), max(thresholds), window)

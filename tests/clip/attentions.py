@@ -214,8 +214,6 @@ KINDS = {
     "fused and grouped": lambda: Fused(keys=2, is_causal=True),
     "latent": Latent,
     "latent, causal": lambda: Latent(is_causal=True),
-    "folded": Folded,
-    "folded, causal": lambda: Folded(is_causal=True),
     "torch's": Torch,
     "torch's, tokens first": lambda: Torch(batch_first=False),
     "torch's, causal": lambda: Torch(is_causal=True),

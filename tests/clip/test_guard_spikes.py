@@ -374,7 +374,7 @@ def test_what_is_refused():
     for loss, weight, words in [
         (torch.ones(3), 1.0, r"loss is a tensor of shape \[3\].*loss.mean\(\)"),
         (torch.ones((), dtype=torch.complex64), 1.0, "loss is a tensor"),
-        (1.0, -1, "weight=-1: expected a finite number >= 0"),
+        (1.0, -1, "weight=-1.0: expected a finite number >= 0"),
         (1.0, math.inf, "weight=inf"),
     ]:
         with pytest.raises(InvalidValueError, match=words):
@@ -460,7 +460,7 @@ def laddered(net, optimizer):
     return lambda: (ladder.record_loss(loss), optimizer.step(), ladder.step())
 
 
-@pytest.mark.parametrize(("attach", "most"), [(skipping, 28), (laddered, 34)])
+@pytest.mark.parametrize(("attach", "most"), [(skipping, 36), (laddered, 44)])
 def test_on_the_cpu_a_step_costs_few_operations_more(monkeypatch, attach, most):
     """Each small one takes some microseconds: reading a number, or copying the clipper's state.
 

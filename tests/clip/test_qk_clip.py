@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attentions import HEADS, KINDS, WIDTH, Separate, largest_logits, made, rescale, rotated
+from attentions import HEADS, KINDS, WIDTH, Folded, Separate, largest_logits, made, rescale, rotated
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
@@ -71,7 +71,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["separate", "grouped", "fused", "folded", "torch's"])
+@pytest.mark.parametrize("kind", ["separate", "grouped", "fused", "torch's"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masked_positions_are_left_out(kind, mask):
     model, _ = made(kind)
@@ -85,7 +85,7 @@ def test_masked_positions_are_left_out(kind, mask):
     clip.optimizer.step()
     torch.testing.assert_close(next(iter(clip.last.values())), expected)
     shown = next(iter(watch.max_logits.values()))
-    torch.testing.assert_close(shown, expected.amax().reshape(1) if kind == "folded" else expected)
+    torch.testing.assert_close(shown, expected)
 
 
 def test_padding_by_sample_and_by_head_is_left_out():
@@ -714,6 +714,17 @@ def test_an_empty_batch_counts_nothing(kind):
         backward(model, x)
     clip.optimizer.step()
     torch.testing.assert_close(clip.last[""], expected)
+
+
+def test_heads_beside_the_batch_are_refused_by_the_clip_and_one_number_to_the_watch():
+    model, x = Folded().double(), batch(0)
+    watch = gg.LogitWatch(model)
+    expected = largest_logits(model, x)
+    model(x)
+    torch.testing.assert_close(watch.max_logits[""], expected.amax().reshape(1))
+    gg.QKClip(torch.optim.SGD(model.parameters()), model)
+    with pytest.raises(UnsupportedGradientError, match="attends with batch and heads in one dimension"):
+        model(x)
 
 
 def test_another_number_of_heads_is_refused_in_words():

@@ -179,3 +179,25 @@ def test_the_clipper_forgets_a_step_that_is_undone():
     step("own", weights, optimizer, 20)
     assert guard.last_skip == "spike"
     assert_same(guard.clipper.state_dict(), before)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_under_a_loss_scale_the_signal_is_that_of_the_unscaled_step(fused):
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(8, 4))
+    optimizer = torch.optim.AdamW([weight], 0.01, fused=fused)
+    spikes = gg.SkipSpikes(gg.SpikeDetector(warmup=4, alone=1), updates=True)
+    guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(0.5), spikes=spikes)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for seed in range(8):
+        before, optimizer.param_groups[0]["lr"] = weight.detach().clone(), 1.0 if seed == 7 else 0.01
+        optimizer.zero_grad()
+        drawn = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+        scaler.scale((weight * drawn).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        moved = (weight.detach() - before).double().norm()
+        if seed < 7:
+            torch.testing.assert_close(spikes.detector.state["history"][-1, seed], moved, rtol=1e-6, atol=0)
+    assert guard.last_skip == "spike"
+    assert moved == 0

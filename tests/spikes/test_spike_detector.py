@@ -136,26 +136,13 @@ def test_the_last_rejected_one_tells_that_it_is_adopted():
     assert found == [(1, False), (2, False), (3, True), (0, False)]
 
 
-@pytest.mark.parametrize("kind", [SpikeDetector, OnDevice])
-def test_an_adoption_can_be_undone(kind):
-    detector = usual(kind(**SMALL), 10, 1.0, 1.0)
-    detector.undo_adoption()  # there was none
-    history, count = detector.state["history"].clone(), detector.state["count"].clone()
-    assert run(detector, [[9.0, 1.0]] * 5) == [True] * 3 + [False] * 2
-    detector.undo_adoption()
-    assert torch.equal(detector.state["history"][0], history[0])
-    assert detector.state["count"].tolist() == [int(count[0]), 12]
-    assert run(detector, [[9.0, 1.0], [1.0, 1.0]]) == [True, False]
-    after = detector.state_dict()
-    detector.undo_adoption()  # it has been undone
-    for name, tensor in after.items():
-        assert torch.equal(detector.state[name], tensor), name
-
-
-def test_undoing_before_the_first_step_does_nothing():
+def test_a_state_of_before_loads():
+    """Of a version that kept what the last adoption had replaced."""
+    saved = usual(SpikeDetector(**SMALL), 12, 1.0, 1.0).state_dict()
+    before = saved | {"replaced": saved["history"] + 1, "replaced_count": saved["count"] - 1}
     detector = SpikeDetector(**SMALL)
-    detector.undo_adoption()
-    assert detector.state == {}
+    detector.load_state_dict(before)
+    torch.testing.assert_close(detector.state_dict(), saved, rtol=0, atol=0)
 
 
 def test_a_falling_loss_hides_no_spike():
@@ -288,8 +275,6 @@ def test_plain_numbers_give_what_tensors_give(options, zeros):
             saved = host.state_dict()
             for name, tensor in device.state_dict().items():
                 assert torch.equal(saved[name], tensor), (name, step)
-            host.undo_adoption()
-            device.undo_adoption()
 
 
 def test_who_holds_the_state_sees_each_step_and_may_write():

@@ -348,7 +348,7 @@ class Units:
         layouts: The units of each.
         norms: Those of their units, one vector for each of ``rows``.
         weights: The norms of the units of the weights, also where the gradient of a split unit is missing.
-        left: What ``rows`` are still to be multiplied by; empty where that has been done.
+        left: The factors that ``rows`` are still to be multiplied by; empty where that has been done.
         joined: For each device which tensors have units that lie whole here, the norms of all of these, and their
             factors.
     """
@@ -367,7 +367,7 @@ class UnitClip:
 
     Attributes:
         grads: The gradients.
-        units: What it does that to.
+        units: The units that are bounded.
         norms: The norm of each gradient before the clip.
         after: The norm of all gradients after it: 0-dim.
         clipped: Whether any unit is clipped on any process: 0-dim bool.
@@ -518,7 +518,7 @@ def _added_up(
     Args:
         grads: The gradients, of which processes hold parts.
         plan: Where split units stand in the vector.
-        units: What this process holds.
+        units: The units of this process.
         here: The norm of each gradient before and after the clip, without split units, and whether a unit is clipped.
         rule: λ and ε.
     """
@@ -573,7 +573,7 @@ def units_held(tensor: Tensor, layout: UnitLayout, name: str) -> HeldUnits:
     Args:
         tensor: A parameter, sharded or not.
         layout: The units of all of it.
-        name: What it is called, for messages.
+        name: Its name, for messages.
 
     Raises:
         UnsupportedGradientError: If its layout does not tell which elements a process holds.
@@ -617,7 +617,7 @@ class UnitPlan:
     """Where the units of one list of parameters that are split between processes stand in the vector.
 
     Args:
-        units: What this process holds of each tensor.
+        units: The units of each tensor that this process holds.
         slots: How many places each needs: the same on all processes.
         weights: One over the number of processes that hold the same part of each.
     """
@@ -676,7 +676,7 @@ def unit_plan_for(
         tensors: The parameters.
         layouts: By identity, the units of parameters that are not what the shape tells.
         kept: The positions of those whose units are asked for.
-        name: What to call the one at a position, for messages.
+        name: Returns the name of the one at a position, for messages.
     """
     ids = tuple(map(id, tensors))  # a plan, and its reducer, end with the first of its parameters
     others = tuple((i, layouts[key]) for i, key in enumerate(ids) if key in layouts)

@@ -48,7 +48,7 @@ class ClipResult:
         nonfinite: Whether any gradient held NaN or infinity; 0-dim bool.
         tensor_norms: Norm of each gradient before the clip, of the same order; ``[len(names)]``, float64.
         names: The parameter that each entry of ``tensor_norms`` belongs to.
-        threshold: What the rule compared with on this step, for gradients without a loss scale; 0-dim, or None where
+        threshold: The rule's threshold on this step, for gradients without a loss scale; 0-dim, or None where
             there is not one number.
         locked_in: Whether the clip has bound on more than half of the last steps at one threshold: 0-dim bool, or
             None where nobody counts. See `LockIn`.
@@ -98,8 +98,8 @@ class Decision:
     """The decision of a clipper on gradients that it has measured; nothing is written yet.
 
     Attributes:
-        gradients: What was measured.
-        result: What the clip does. A rule whose effect shows only in the writing (a clamp, units) fills in the
+        gradients: The gradients that were measured.
+        result: The effect of the clip. A rule whose effect shows only in the writing (a clamp, units) fills in the
             coefficient then, in the same tensors.
         coefficient: The one number that every gradient is multiplied by, 0-dim on the device: then an optimizer may
             multiply instead (`Guard`). None if the rule does something else to them.
@@ -176,7 +176,7 @@ class Clipper(ABC):
             shared: Weights that several stages hold, as for `clip_grad_norm_`.
 
         Returns:
-            What the clip did.
+            The result of the clip.
 
         Raises:
             InvalidValueError: If the policy is not one.
@@ -215,7 +215,7 @@ class Clipper(ABC):
 
         Args:
             grads: The gradients, all with their parameters.
-            scale: What a GradScaler has multiplied them by: thresholds are for gradients divided by it.
+            scale: The loss scale that they still hold: thresholds are for gradients divided by it.
         """
 
     def decide_at_once(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
@@ -293,8 +293,8 @@ class Clipper(ABC):
         """Return what to tell who watches.
 
         Args:
-            decision: What was decided on the gradients.
-            result: What was done to them.
+            decision: The decision on the gradients.
+            result: The result of the clip.
             optimizer: The optimizer whose step is running.
             skipped: Whether that step is left out.
             skip_reason: Why, if it is.
@@ -383,17 +383,17 @@ def describe(
 
     Args:
         grads: The gradients.
-        norms: What it returned, with the same ``order``.
+        norms: The norms that it returned, with the same ``order``.
         coefficient: The norm after the clip over the norm before, 0-dim.
         clipped: Whether the clip binds, 0-dim bool.
         order: The order of the norms.
         norm: Their `total_of`, where the rule has it already.
-        threshold: What the rule compared with.
-        locked_in: What `LockIn.follow` returned.
+        threshold: The rule's threshold.
+        locked_in: The verdict of `LockIn.follow`.
         group_norms: The norm of each group.
 
     Returns:
-        What the clipper returns to its caller, and to who watches.
+        The result, for the clipper's caller and for who watches.
 
     Example:
         >>> import gradguard as gg, torch

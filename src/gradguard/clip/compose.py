@@ -231,7 +231,7 @@ class Groups(_Composite):
     ==================================  ========================================================================
 
     Args:
-        groups: What belongs to a group, and its clipper or None. A group is a name or glob pattern (``"head"`` is all
+        groups: The groups, each with its clipper or None. A group is a name or glob pattern (``"head"`` is all
             in that module), a module, a parameter, a list of these, or an entry of ``optimizer.param_groups``. What
             cannot be the key of a dict (lists, param groups) goes into pairs: ``[(group, clipper), ...]``. Patterns
             need names: pass the module or ``model.named_parameters()``.

@@ -44,7 +44,7 @@ class ClipEachOptimizer:
                 where there are new parameters, because to find them takes long.
 
         Returns:
-            What was done.
+            The event of the clip.
         """
         parameters = parameters_of(optimizer)
         clipper, names = self._clipper_of(optimizer, parameters, modules)

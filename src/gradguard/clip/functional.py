@@ -88,13 +88,13 @@ def clip_grad_norm_(
             to tensor. Tensors whose ``.grad`` is None are left out.
         max_norm: m, at least 0. A 0-dim tensor stays on its device, so a schedule needs no wait.
         norm_type: p, above 0 or ``float("inf")``.
-        error_if_nonfinite: The same as ``nonfinite="raise"``.
+        error_if_nonfinite: PyTorch's word for ``nonfinite="raise"``.
         foreach: Accepted so that calls written for PyTorch keep working. The fastest exact path is always taken.
         nonfinite: ``"propagate"`` (default, PyTorch's: one NaN makes every gradient NaN), ``"raise"`` (name the
             parameters, change nothing) or ``"zero"`` (all gradients of the step become 0).
         process_group: Where parameters differ along a process group, as pipeline stages do: that group. Parameters that
             are sharded or replicated the same way on every process need none of these three arguments.
-        mesh: The same as a device mesh of one dimension, such as ``mesh["pp"]``.
+        mesh: The group as a device mesh of one dimension, such as ``mesh["pp"]``.
         shared: Weights that several of those stages hold, a tied embedding for instance, as a mapping from a name that
             is the same on all stages to the parameter; they count once. Their gradients must be equal already.
 
@@ -289,7 +289,7 @@ def apply_gradient_clipping(
         clipping_type: ``"norm"`` (`clip_grad_norm_` with the 2-norm), ``"value"`` (`clip_grad_value_`) or
             ``"adaptive"`` (`clip_grad_adaptive_`).
         clipping_threshold: The threshold of that rule, at least 0.
-        exclude: What ``"adaptive"`` leaves alone, as for `clip_grad_adaptive_`; refused with the others.
+        exclude: Parameters that ``"adaptive"`` leaves alone, as for `clip_grad_adaptive_`; refused with the others.
         nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `clip_grad_norm_`.
 
     Returns:

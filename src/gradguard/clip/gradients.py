@@ -73,7 +73,7 @@ class Stages:
     """Pipeline stages: along ``group``, processes hold different parameters, and the weights ``shared`` alike.
 
     Attributes:
-        group: What `stages_group` returned; None where all processes have the same list.
+        group: The group that `stages_group` returned; None where all processes have the same list.
         shared: Weights that several stages hold.
     """
 
@@ -277,7 +277,7 @@ def named_tensors(argument: Parameters, what: str) -> tuple[list[str] | None, li
 
     Args:
         argument: Any of the kinds of `Parameters`.
-        what: What the argument is called, for messages.
+        what: The argument's name, for messages.
 
     Raises:
         InvalidTypeError: Saying what came and what to pass instead.
@@ -390,7 +390,7 @@ def norms_of(grads: Gradients, scale: float | Tensor = 1.0, order: float = 2.0) 
 
     Args:
         grads: The gradients; if `Groups` or `Chain` has measured them already, they are not read again.
-        scale: What a GradScaler has multiplied them by.
+        scale: The loss scale of a GradScaler that they still hold.
         order: The order p of the norm.
 
     Example:
@@ -416,7 +416,7 @@ def total_of(norms: Tensor, order: float = 2.0) -> Tensor:
     """Return the norm of all gradients as one vector from the norm of each: 0-dim, no overflow, no underflow.
 
     Args:
-        norms: What `norms_of` returned, of the same order.
+        norms: The norms that `norms_of` returned, of the same order.
         order: The order p of the norm.
 
     Example:

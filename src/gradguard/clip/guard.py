@@ -115,19 +115,19 @@ class Guard:
 
     Args:
         optimizer: Any `torch.optim.Optimizer`. Of a wrapper pass the one inside, ``wrapper.optimizer``.
-        clipper: What to do with the gradients of all its parameters.
+        clipper: The rule for the gradients of all its parameters.
         model: Names the parameters, for ``last`` and for patterns in ``Groups``. Without it they are called as the
             optimizer calls them, ``param_groups[0]['params'][3]`` if it has no names.
         nonfinite: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``.
         max_consecutive_skips: More skipped steps in a row than this raise an error; None never does. A GradScaler
             that starts at 65,536 needs up to 17 to reach 1.
         process_group: Where parameters differ along a process group, as pipeline stages do, as for `clip_grad_norm_`.
-        mesh: The same as a device mesh of one dimension.
+        mesh: The group as a device mesh of one dimension.
         shared: Weights that several stages hold, as for `clip_grad_norm_`.
-        spikes: What to do about steps that are finite and stand far above the recent past; None for nothing.
+        spikes: Rule for steps that are finite and stand far above the recent past; None for nothing.
 
     Attributes:
-        last: What the last clip did; None before the first. ``last.culprits()`` names what was not finite.
+        last: The result of the last clip; None before the first. ``last.culprits()`` names gradients with NaN or inf.
         optimizer: The optimizer.
         clipper: The clipper.
         spikes: As given.
@@ -169,7 +169,7 @@ class Guard:
         check_attachable(optimizer, clipper)
         check_guard_options(nonfinite, max_consecutive_skips)
         self.optimizer, self.clipper, self.last = optimizer, clipper, cast("ClipResult | None", None)
-        self._policy = nonfinite
+        self._policy: GuardPolicy = nonfinite
         self._model, self._model_names = model, names_in(model, optimizer)
         self._parameters: list[Tensor] = []
         self._stages_known = False
@@ -304,50 +304,41 @@ class Guard:
         update: Tensor | None,
     ) -> StepOutcome:
         """Clip, or leave the step out; return which."""
-        folds = self._folds(decision)
+        folds, spike = self._folds(decision), None
         bad, skips_bad = decision.result.nonfinite, self._policy == "skip" or overflow is not None
         if overflow is not None:
             bad = bad | move(overflow != 0, bad.device)
-        readable = are_readable(bad, decision.result.norm)
-        spike = None if self._pending else self._spike_watch.judge(decision.result, bad, number, update)
+        kernel = None if are_readable(bad, decision.result.norm) else folds
+        if self._pending is None:
+            spike = self._spike_watch.judge(decision.result, bad, number, update)
         if spike is not None:
             bad = self._spike_watch.bad_on_any(bad)
         if not skips_bad and spike is None:
-            self._act_without_skip(decision, folds, scale)
+            self._clip(decision, folds, scale, self._policy)
             return TAKEN
+        if not skips_bad:
+            bad = torch.zeros_like(bad)
+        elif kernel is not None and decision.coefficient is not None:
+            bad = bad | kernel.overflows(decision.coefficient, scale)
         reason: SkipReason = "nonfinite" if overflow is None else "grad_scaler"
-        bad = bad if skips_bad else torch.zeros_like(bad)
-        if skips_bad and folds is not None and not readable and decision.coefficient is not None:
-            bad = bad | folds.overflows(decision.coefficient, scale)
-        if folds is not None and not readable and folds.skips_safely():
-            skipped = self._act_on_device(decision, folds, scale, bad, cast("Tensor | None", spike), skips_bad)
-            return StepOutcome(skipped, reason, False if spike is None else spike)
-        skip, spiked = self._look(bad, spike)
-        if spiked:
-            self._spike_watch.undo_clipper()
-            return self._skip_on_host(StepOutcome(True, "spike", True))
-        if skip:
-            return self._skip_on_host(StepOutcome(True, reason))
-        self._clip_or_not(decision, folds, scale, skips_bad)
-        return StepOutcome(False, reason)
-
-    def _act_on_device(
-        self,
-        decision: Decision,
-        folds: OptimizerProxy,
-        scale: Tensor | None,
-        bad: Tensor,
-        spike: Tensor | None,
-        skips_bad: bool,
-    ) -> Tensor:
-        """Let the optimizer's kernel clip, or leave the step out; return whether it does, which the device knows."""
+        policy: GuardPolicy = "propagate" if skips_bad else self._policy
+        if kernel is None or not kernel.skips_safely():
+            skip, spiked = self._look(bad, spike)
+            if spiked:
+                self._spike_watch.undo_clipper()
+                return self._skip_on_host(StepOutcome(True, "spike", True))
+            if skip:
+                return self._skip_on_host(StepOutcome(True, reason))
+            self._clip(decision, folds, scale, policy)
+            return StepOutcome(False, reason)
+        # The optimizer's kernel clips, or leaves the step out: only the device knows which.
         skipped = bad if spike is None else bad | spike
-        folds.skip_if(skipped)
-        self._clip_or_not(decision, folds, scale, skips_bad)
+        kernel.skip_if(skipped)
+        self._clip(decision, folds, scale, policy)
         if spike is not None:
             self._spike_watch.undo_clipper(spike)
         self._late.push(self._counts.decided_on_device(bad, spike).reshape(1))
-        return skipped
+        return StepOutcome(skipped, reason, False if spike is None else spike)
 
     @staticmethod
     def _look(bad: Tensor, spike: Tensor | bool | None) -> tuple[bool, bool]:
@@ -373,28 +364,18 @@ class Guard:
         self._counts.decided(skip=True, spike=bool(outcome.spike))
         return outcome
 
-    def _clip_or_not(self, decision: Decision, folds: OptimizerProxy | None, scale: Tensor | None, good: bool) -> None:
-        """Clip, as the policy asks for where gradients that are not finite get this far."""
-        if good:
-            self._clip(decision, folds, scale)
-        else:
-            self._act_without_skip(decision, folds, scale)
-
-    def _act_without_skip(self, decision: Decision, folds: OptimizerProxy | None, scale: Tensor | None) -> None:
-        bad, grads = decision.result.nonfinite, decision.gradients
-        norm = torch.where(bad, torch.nan, 0.0)
-        if self._policy == "raise":
-            refuse_nonfinite_in(grads, norm, decision.result.tensor_norms)
-        if self._policy != "zero" or (are_readable(bad) and not bool(bad)):
-            self._clip(decision, folds, scale)
-            return
-        decision.apply()
-        zero_if_nonfinite_(norm, grads.gradients)
-
-    def _clip(self, decision: Decision, folds: OptimizerProxy | None, scale: Tensor | None) -> None:
-        """Clip, in the optimizer's kernel if it can."""
-        coefficient = decision.coefficient
-        if folds is None or coefficient is None:
+    def _clip(
+        self, decision: Decision, folds: OptimizerProxy | None, scale: Tensor | None, policy: GuardPolicy
+    ) -> None:
+        """Clip as ``policy`` asks for where gradients may not be finite, in the optimizer's kernel if it can."""
+        bad, coefficient = decision.result.nonfinite, decision.coefficient
+        if policy == "raise":
+            norm = torch.where(bad, torch.nan, 0.0)
+            refuse_nonfinite_in(decision.gradients, norm, decision.result.tensor_norms)
+        if policy == "zero" and not (are_readable(bad) and not bool(bad)):
+            decision.apply()
+            zero_if_nonfinite_(torch.where(bad, torch.nan, 0.0), decision.gradients.gradients)
+        elif folds is None or coefficient is None:
             decision.apply()
         elif not are_readable(coefficient):
             folds.fold(coefficient, scale)
@@ -507,7 +488,7 @@ class Guard:
 
         Args:
             loss: The mean loss without a loss scale; one number.
-            weight: What it counts, such as its number of tokens.
+            weight: Its weight in the mean, such as its number of tokens.
             kind: Which of several tasks it is of, where their losses differ in size; see `SkipSpikes`.
 
         Returns:
@@ -540,7 +521,7 @@ class Guard:
         """Take back what `state_dict` returned, into a guard made like the one that returned it.
 
         Args:
-            state_dict: What to take.
+            state_dict: A state that `state_dict` returned.
 
         Raises:
             InvalidValueError: If it is no state of a guard.

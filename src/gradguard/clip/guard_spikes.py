@@ -15,7 +15,7 @@ class SpikeWatch:
     """Judges each step of one guard once, and gives the clipper back the state that it had before a skipped one.
 
     Args:
-        spikes: What the guard was given; None does nothing.
+        spikes: The guard's argument; None does nothing.
         clipper: The guard's.
     """
 
@@ -52,7 +52,7 @@ class SpikeWatch:
         """Return whether the step is a spike to be skipped; None if nothing would be.
 
         Args:
-            result: What the clipper has measured.
+            result: The norms that the clipper has measured.
             bad: Whether a gradient is not finite, or overflowed; 0-dim bool.
             evaluation: The number of the closure's evaluation in this step: only the first is judged, later ones are
                 those of a line search.

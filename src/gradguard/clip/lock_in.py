@@ -46,7 +46,7 @@ class LockIn:
 
         Args:
             clipped: Whether the clip binds on this step, 0-dim bool.
-            threshold: What it compared with, at least 0.
+            threshold: The threshold of this step, at least 0.
             finite: Whether all gradients were finite, 0-dim bool: if not, the step is forgotten.
         """
         if self._steps.device != clipped.device:

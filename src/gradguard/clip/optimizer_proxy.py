@@ -78,7 +78,7 @@ class OptimizerProxy:
 
         Args:
             parameters: The parameters, DTensors among them.
-            gradients: What this process holds of their gradients.
+            gradients: The parts of their gradients that this process holds.
 
         Returns:
             The gradients, of which some may be new.

@@ -93,6 +93,7 @@ class QKClip:
     an attention that is frozen when    left alone, unless ``projections`` has it; attach again after thawing it
     the clip is attached
     after a step that was refused       set the gradients to None; the next step counts what it has heard
+    batch and heads in one dimension    an error
     an empty batch                      counts nothing
     another number of heads             an error
     `torch.compile`                     attach before it is called first; the graph breaks at modules that are watched.
@@ -442,6 +443,7 @@ class _Attention:
         if call.is_empty:
             self.is_seen = True
             return
+        self._require(call.query.dim() == 4, "attends with batch and heads in one dimension")
         layers, outputs = self.layers(), dict(kept)
         self._require(
             len(outputs) == len(layers) == len(kept),
@@ -463,7 +465,6 @@ class _Attention:
         )
         faults: Sequence[float | Tensor] = [0.0, 0.0]
         if layers:
-            call = _with_heads(call, here)
             faults = self._faults(
                 call, [outputs[i].reshape(-1, outputs[i].shape[-1]) for i in range(len(layers))], here
             )
@@ -565,17 +566,6 @@ class _Attention:
 def _by_rows(gamma: Tensor, *pattern: tuple[float, int]) -> Tensor:
     """Return the factor of each row: of a head by its powers of ``gamma``, each for so many rows."""
     return torch.cat([(gamma**power)[:, None].expand(-1, count) for power, count in pattern], 1).flatten()
-
-
-def _with_heads(call: AttentionCall, heads: int) -> AttentionCall:
-    """Return ``call`` with four dimensions, where the first of three is the batch times ``heads``."""
-    if call.query.dim() != 3 or call.query.shape[0] % heads:
-        return call
-    query, key, value = (one.unflatten(0, (-1, heads)) for one in (call.query, call.key, call.value))
-    mask = call.mask
-    if mask is not None and mask.dim() == 3 and mask.shape[0] > 1:
-        mask = mask.unflatten(0, (-1, heads))
-    return call._replace(query=query, key=key, value=value, mask=mask)
 
 
 def _apart(vectors: Tensor, outputs: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ class Selector:
     """One selection, ready to be matched.
 
     Args:
-        selection: What the user gave.
-        what: What the argument is called, for messages.
+        selection: The selection as the user gave it.
+        what: The argument's name, for messages.
 
     Raises:
         InvalidTypeError: If the selection is of another type.

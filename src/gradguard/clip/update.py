@@ -76,7 +76,7 @@ class ClipUpdate:
         shared: As for `Guard`.
 
     Attributes:
-        last: What the last clip did, in units of u; None before the first step.
+        last: The result of the last clip, in units of u; None before the first step.
         optimizer: The optimizer.
         clipper: The clipper.
 
@@ -151,7 +151,7 @@ class ClipUpdate:
         """Take back what `state_dict` returned.
 
         Args:
-            state_dict: What to take.
+            state_dict: A state that `state_dict` returned.
 
         Raises:
             InvalidValueError: If it is no state of a `ClipUpdate`.

@@ -76,7 +76,7 @@ class Detector(ABC):
         Args:
             values: One number a signal, the same signals in the same order each step; ``[signals]``, floating-point.
                 NaN or infinite where it is not known: that signal is not judged on this step.
-            weight: What the step counts, such as its number of samples; NaN where that is not known. `SpikeDetector`
+            weight: The step's weight, such as its number of samples; NaN where that is not known. `SpikeDetector`
                 looks at it, other rules need not.
 
         Raises:

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from operator import sub
 from statistics import median
@@ -150,25 +150,13 @@ class SpikeDetector(Detector):
             "rejected": room(self.cap),
             "in_a_row": torch.zeros((), dtype=torch.int64, device="cpu"),
             "too_high": torch.zeros(signals, dtype=torch.bool, device="cpu"),  # in the row of spikes that goes on
-            "replaced": room(self.window),  # what the last adoption took the place of, and its count; -1 of none
-            "replaced_count": torch.full((signals,), -1, dtype=torch.int64, device="cpu"),
             "weights": torch.zeros(signals, self.recent, dtype=torch.float64, device="cpu"),  # the newest last
             "steps": torch.zeros(self.window, dtype=torch.int64, device="cpu"),  # what became of each, the newest last
         }
 
-    @torch.no_grad()
-    def undo_adoption(self) -> None:
-        """Take the last adoption back: what was rejected was bad after all, and is no measure of anything.
-
-        The signals whose history it replaced have that history again, without what has entered since; the others keep
-        theirs. Without an adoption, or after it has been undone, nothing happens. The host does not wait.
-        """
-        state = self._tensors
-        if state:
-            back = state["replaced_count"] >= 0
-            state["history"].copy_(torch.where(back[:, None], state["replaced"], state["history"]))
-            state["count"].copy_(torch.where(back, state["replaced_count"], state["count"]))
-            state["replaced_count"].fill_(-1)
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned, also of a version that kept what an adoption had replaced."""
+        super().load_state_dict({name: one for name, one in state_dict.items() if not name.startswith("replaced")})
 
     def _judge(self, values: Tensor) -> SpikeVerdict:
         weight = self._weight
@@ -231,7 +219,7 @@ class SpikeDetector(Detector):
             ops: The operations.
             value: The new value, or its logarithm.
             usual: The usual values.
-            weight: What the step counts, above 0 and finite; NaN if that is not known.
+            weight: The step's weight, above 0 and finite; NaN if that is not known.
         """
         least = ops.where(usual.in_logarithms, self.floor, self.floor * abs(usual.middle))
         deviation = ops.larger(ops.larger(MAD_TO_SIGMA * usual.spread, JUMP_TO_SIGMA * usual.jumps), least)
@@ -325,9 +313,6 @@ class SpikeDetector(Detector):
         ahead = (~known).to(torch.uint8).sort(dim=1, stable=True).indices  # the known ones, in their order
         new = torch.full_like(history, torch.inf)
         new[:, : self.cap] = rejected.gather(1, ahead)
-        before = self._tensors["replaced"], self._tensors["replaced_count"]
-        before[0].copy_(torch.where(chosen[:, None], history, before[0]))
-        before[1].copy_(torch.where(chosen, count, before[1]))
         history.copy_(torch.where(chosen[:, None], new, history))
         count.copy_(torch.where(chosen, known.sum(1), count))
 

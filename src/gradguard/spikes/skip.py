@@ -51,7 +51,7 @@ class SkipSpikes:
     spike is undone, bit by bit; weights and state are copied before each step for that.
 
     Args:
-        detector: What tells a spike; None for ``SpikeDetector()``. It belongs to one guard.
+        detector: The rule that tells a spike; None for ``SpikeDetector()``. It belongs to one guard.
         updates: Whether the norm of the update is a signal.
         act: Whether spikes are skipped; if not, they are only told, by ``detector.last`` and to who watches.
         process_group: The processes that train this model together; None for all that `torch.distributed` joins.
@@ -94,8 +94,7 @@ class SkipSpikes:
         self.nonfinite: Tensor | None = None
         self.changed: Tensor | bool = False
         self._group = process_group
-        # The sums of weight * loss and of weight in this step, on this process: plain numbers if all came from the CPU.
-        self._loss: Tensor | tuple[float, float] | None = None
+        self._loss: Tensor | None = None  # the sums of weight * loss and of weight in this step, on this process
         self._told: set[str] = set()  # of which kinds the losses in this step are
         self._kinds = [""]  # those that have a scale of their own, in the order of the detector's signals
         self._loss_is_captured = False  # told while a CUDA graph was being recorded
@@ -112,7 +111,7 @@ class SkipSpikes:
 
         Args:
             loss: The mean loss, without a loss scale; one number.
-            weight: What it counts, such as its number of tokens.
+            weight: Its weight in the mean, such as its number of tokens.
             kind: Which of several tasks or players it is of, where their sizes differ: each kind of step has a
                 scale and a warm-up of its own. None for the kind of all others.
 
@@ -126,26 +125,11 @@ class SkipSpikes:
                 f"kind={kind!r}: expected text, such as the name of a task, got {type(kind).__name__}."
             )
         self._told.add(kind or "")
-        loss, weight = _as_number(loss), _as_number(weight)
-        if isinstance(loss, Tensor) or isinstance(weight, Tensor) or isinstance(self._loss, Tensor):
-            self._add_on_device(loss, weight)
-            return
-        value, count = _checked("loss", loss), _checked("weight", weight)
-        product, total = (0.0, 0.0) if self._loss is None else self._loss
-        self._loss = product + (count * value if count else 0.0), total + count  # the mean of no tokens is NaN
-
-    def _add_on_device(self, loss: Tensor | float, weight: Tensor | float) -> None:
         value = _one_number("loss", loss, torch.device("cpu"))
-        count = _one_number("weight", weight, value.device)
-        new = torch.stack([torch.where(count == 0, 0.0, count * value), count])
-        self._loss_is_captured = is_captured(new.device)
-        self._loss = new if self._loss is None else self._losses(new.device) + new
-
-    def _losses(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-        if isinstance(self._loss, Tensor):
-            return move(self._loss, device, dtype)
-        numbers = self._loss or (0.0, 0.0)
-        return torch.stack([torch.full((), x, dtype=dtype or wide_dtype(device), device=device) for x in numbers])
+        count = move(_one_number("weight", weight, value.device), value.device)
+        new = torch.stack([torch.where(count == 0, 0.0, count * value), count])  # the mean of no tokens is NaN
+        self._loss_is_captured = isinstance(loss, Tensor) and is_captured(new.device)
+        self._loss = new if self._loss is None else move(self._loss, new.device, new.dtype) + new
 
     def check_captured(self, device: torch.device) -> None:
         """Check that a step in a CUDA graph has a loss there too: its replays would judge one and the same number.
@@ -216,23 +200,19 @@ class SkipSpikes:
 
     def judge_numbers(self, norms: Sequence[float], bad: bool) -> bool:
         """As `judge`, for who has the norms as plain numbers on the CPU, and where no other process has a part."""
-        total, weight = self._loss.tolist() if isinstance(self._loss, Tensor) else self._loss or (0.0, 0.0)
+        total, weight = (0.0, 0.0) if self._loss is None else self._loss.tolist()
         values = [total / weight if weight else math.nan, *(norm or math.nan for norm in norms)]
         if bad:
             values = [math.nan] * len(values)
         place = self._place()
         self.forget_loss()
-        kinds = len(self._kinds)
-        if kinds > 1:
-            self.detector.grow(kinds * len(values))
-            unknown = [math.nan] * len(values)
-            values = [*unknown * place, *values, *unknown * (kinds - 1 - place)]
-        spike = bool(self.detector.observe(torch.tensor(values, dtype=torch.float64, device="cpu"), weight or math.nan))
+        signals = torch.tensor(values, dtype=torch.float64, device="cpu")
+        spike = bool(self._observe(signals, weight or math.nan, place))
         self._known[0] += spike
         self._known[1] += spike and self.act
         return spike
 
-    def _observe(self, values: Tensor, weight: Tensor, place: Tensor | int) -> Tensor:
+    def _observe(self, values: Tensor, weight: Tensor | float, place: Tensor | int) -> Tensor:
         kinds = len(self._kinds)
         if kinds > 1:
             self.detector.grow(kinds * len(values))
@@ -248,7 +228,8 @@ class SkipSpikes:
         """The signals of the step, what it weighs, and the number of its scale: 0 where processes tell other kinds."""
         wide = norms.to(wide_dtype(norms.device))
         wide = torch.where(wide == 0, torch.nan, wide)  # no gradients: that tells nothing of the scale
-        own = torch.where(bad, torch.nan, torch.cat([self._losses(wide.device, wide.dtype), wide]))
+        losses = wide.new_zeros(2) if self._loss is None else move(self._loss, wide.device, wide.dtype)
+        own = torch.where(bad, torch.nan, torch.cat([losses, wide]))
         place, number = self._place(), crc32(self._kind().encode()) % 2**16
         self.forget_loss()
         flags = torch.stack([_flag(one, own) for one in (bad, self._weights_changed())])
@@ -312,28 +293,22 @@ def _flag(flag: Tensor | bool, like: Tensor) -> Tensor:
     return flag.to(like) if isinstance(flag, Tensor) else torch.full_like(like[0], float(flag))
 
 
-def _as_number(value: Tensor | float) -> Tensor | float:
-    """Return the number in ``value``, if that is one tensor whose number costs no wait; else ``value``."""
-    if isinstance(value, Tensor) and are_readable(value) and value.numel() == 1 and not value.is_complex():
-        return value.item()
-    return value
-
-
-def _checked(name: str, value: float) -> float:
-    number = check_number(name, value)
-    if name == "weight" and not 0 <= number < torch.inf:
-        raise InvalidValueError(f"weight={value!r}: expected a finite number >= 0, such as a number of tokens.")
-    return number
-
-
 def _one_number(name: str, value: Tensor | float, device: torch.device) -> Tensor:
     """Return ``value`` as a 0-dim tensor of a wide dtype, where it is; on ``device`` if it is a Python number."""
     if not isinstance(value, Tensor):
-        return torch.full((), _checked(name, value), dtype=wide_dtype(device), device=device)
+        return torch.full((), _in_range(name, check_number(name, value)), dtype=wide_dtype(device), device=device)
     whole = value.detach().full_tensor() if is_sharded(value) else value.detach()  # type: ignore[attr-defined]
     if whole.numel() != 1 or whole.is_complex():
         raise InvalidValueError(
             f"{name} is a tensor of shape {list(whole.shape)} and {whole.dtype}: expected one real number. Pass the "
             "mean, loss.mean(), and what it counts as weight=."
         )
+    if are_readable(whole):
+        _in_range(name, whole.item())
     return whole.reshape(()).to(wide_dtype(whole.device))
+
+
+def _in_range(name: str, number: float) -> float:
+    if name == "weight" and not 0 <= number < torch.inf:
+        raise InvalidValueError(f"weight={number!r}: expected a finite number >= 0, such as a number of tokens.")
+    return number

@@ -30,7 +30,7 @@ class StatefulClipper(Clipper):
     goes on bit by bit as the uninterrupted one.
 
     Attributes:
-        state: What changes during training, and the counters.
+        state: The tensors that change during training, and the counters.
         lock_in: The alarm.
     """
 
@@ -127,7 +127,7 @@ class ThresholdClipper(StatefulClipper):
 
     Args:
         norm_type: Order of the norm, above 0 or infinite.
-        state: What the rule remembers, by name.
+        state: The tensors that the rule remembers, by name.
 
     Raises:
         InvalidValueError: If ``norm_type`` is not above 0.
