@@ -18,9 +18,12 @@ from gradguard import native
 from gradguard.tensors import layout
 from samples import sample
 
-settings.register_profile(  # however slow the machine is
-    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60
+# However slow the machine is. `make test` draws the same cases each time, `make exhaustive` new and more of them.
+repeatable = settings(
+    derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60, database=None
 )
+settings.register_profile("repeatable", repeatable)
+settings.register_profile("deep", repeatable, derandomize=False, max_examples=2000, print_blob=True)
 settings.load_profile("repeatable")
 
 for kind in (torch.cuda, torch.xpu, torch.mtia):

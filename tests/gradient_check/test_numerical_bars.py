@@ -73,7 +73,8 @@ def test_a_numerical_derivative_is_off_by_no_more_than_its_bar(drawn):
     differences = differences_of(fn, point, seed=seed)
     for direction in random_signs(differences, seed):
         found = differences.along(direction, with_noise=True)
-        assert abs(found.error) <= 4 * found.bar + 1e-14 * found.scale
+        # Noise is estimated from few samples: 1 case in 2,000 is off by 4.1 bars. A gradient is judged from 5e-9 on.
+        assert abs(found.error) <= 4 * found.bar + 1e-12 * found.scale
         assert math.isfinite(found.bar)
 
 
