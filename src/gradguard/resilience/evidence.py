@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +19,14 @@ from gradguard.files.writing import replacing
 from gradguard.monitoring.record.text import printable
 from gradguard.resilience.batches import Batches, SampleId
 from gradguard.resilience.culprit import Culprit
+from gradguard.state.copies import Restorer
 from gradguard.state.generators import check_states
-from gradguard.state.plain_file import LAYOUTS, PlainReader, PlainWriter
-from gradguard.state.plain_values import PlainError
+from gradguard.state.plain_file import LAYOUTS, PlainError, PlainReader, PlainWriter
+from gradguard.state.saved_snapshot import Unpacker
 from gradguard.state.snapshot import Snapshot
 from gradguard.torch_private import is_fsdp1
 
-FORMAT = 2
+FORMAT = 3
 _KIND = "step"
 
 
@@ -170,11 +170,11 @@ def read_evidence(file: str | os.PathLike[str]) -> StepEvidence:
     try:
         with PlainReader(file, _KIND) as reader:
             if (version := reader.about.get("format")) == FORMAT:
-                return _evidence(reader.content())
+                return _evidence(Restorer().restored(Unpacker(reader).copy(reader.content())))
     except OSError as error:
         raise RecordError(f"cannot read {file}: {error.strerror or error}.") from error
     except Exception as error:  # of a file of something else anything may be raised, and nothing is run
-        why = "it was written by an earlier gradguard, or by torch.save" if is_zipfile(file) else error
+        why = str(error).partition("\n")[0]
         raise RecordError(
             f"{file} is not what gradguard.resilience.write_evidence writes, or it is cut off ({why})."
         ) from error
@@ -351,7 +351,7 @@ def _read_batch(written: dict[str, Any]) -> EvidenceBatch:
 def _save(written: dict[str, Any], file: Path) -> Path:
     writer = PlainWriter(_KIND)
     try:
-        document = writer.document({"format": FORMAT}, writer.codec.encoded(written))
+        document = writer.document({"format": FORMAT}, written)
     except PlainError as error:
         raise InvalidTypeError(f"the batches or weights hold {error}, which is not written.") from error
     try:

@@ -243,17 +243,17 @@ class Snapshot:
     @torch.no_grad()
     def _unpack(self, directory: Path, group: Any) -> int:
         self._prepare()
-        with saved_part(directory, group) as saved:
-            content = saved.content()
+        with saved_part(directory, group) as (reader, number):
+            content = reader.content()
             compare_names("what it holds", content["kinds"], (part.kind for part in self._parts))
             live = (tensor for part in self._parts for tensor in part.tensors())
-            self._copier = unpacker = Unpacker(saved.reader, live)
+            self._copier = unpacker = Unpacker(reader, live)
             for part, packed in zip(self._parts, content["parts"], strict=True):
                 part.unpack(packed, unpacker)
-            states = saved.values(content["generators"])
+            states = Restorer().restored(Unpacker(reader).copy(content["generators"]))
             check_states(states)
             self._generators = states
-            return saved.number
+            return number
 
     def synchronize(self) -> None:
         """Wait until all copies have arrived on the host."""
