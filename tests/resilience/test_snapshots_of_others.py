@@ -402,7 +402,9 @@ def test_a_function_of_a_group_is_the_one_that_the_run_has(tmp_path):
     gg.Snapshot.load(tmp_path / "a", model, optimizer).restore()
     assert optimizer.param_groups[0]["rule"] is torch.nn.functional.relu
     for other in (torch.nn.functional.gelu, None, 3):
-        with pytest.raises(InvalidValueError, match=r"'rule' of a group was 'torch\.nn\.functional\.relu' when it was saved"):
+        with pytest.raises(
+            InvalidValueError, match=r"'rule' of a group was 'torch\.nn\.functional\.relu' when it was saved"
+        ):
             gg.Snapshot.load(tmp_path / "a", *run(other))
 
 
