@@ -133,8 +133,8 @@ class BadSamples:
             self._unwritten = []
 
     def __contains__(self, id: object) -> bool:
-        plain = id.item() if hasattr(id, "item") else id  # samplers may draw 0-dim tensors, and NumPy's numbers
-        return plain in self._of
+        index: Any = id
+        return (index.item() if hasattr(index, "item") else index) in self._of  # a sampler may draw 0-dim tensors
 
     def __iter__(self) -> Iterator[BadSample]:
         return iter([*self._of.values()])
