@@ -21,7 +21,7 @@ from gradguard.resilience.batches import Batches, SampleId
 from gradguard.resilience.culprit import Culprit
 from gradguard.state.copies import Restorer
 from gradguard.state.generators import check_states
-from gradguard.state.plain_file import LAYOUTS, PlainError, PlainReader, PlainWriter
+from gradguard.state.plain_file import PlainError, PlainReader, PlainWriter
 from gradguard.state.saved_snapshot import Unpacker
 from gradguard.state.snapshot import Snapshot
 from gradguard.torch_private import is_fsdp1
@@ -153,7 +153,7 @@ def write_evidence(
         "reason": culprit.reason,
         "suspects": [_batch(batches, culprit.step, number) for number in numbers],
         "others": _others(batches, culprit.step, others),
-        "states": {step: _plain(dict(one), f"the weights before step {step}") for step, one in weights.items()},
+        "states": _plain(weights),
         "training": model.training,
         "eval_modules": _eval_modules(model),
         "versions": {"torch": str(torch.__version__)},
@@ -272,14 +272,13 @@ def gathered_weights(model: nn.Module, state: Mapping[str, Any] | None = None) -
 def _batch(batches: Batches, step: int, number: int) -> dict[str, Any]:
     one = batches.of_step(step)[number]
     content, generators = batches.content(step, number)
-    where = f"micro-batch {number} of step {step}"
     return {
         "step": step,
         "number": number,
         "ids": None if one.ids is None else list(one.ids),
         "loss": one.loss,
-        "content": _plain(content, where),
-        "generators": _plain(generators, f"the generators before {where}"),
+        "content": _plain(content),
+        "generators": generators,
     }
 
 
@@ -302,33 +301,13 @@ def _eval_modules(model: nn.Module) -> list[str]:
     return list(plain_names(model, names).values())
 
 
-def _plain(value: Any, where: str) -> Any:
-    """Return a value of tensors, numbers, strings, arrays and containers of these, which a file holds without code."""
+def _plain(value: Any) -> Any:
+    """Return ``value`` with dicts in the place of other mappings, and tensors in that of parameters."""
     if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "items")):
-        return {_plain(key, where): _plain(one, where) for key, one in value.items()}
+        return {key: _plain(one) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_plain(one, where) for one in value)
-    if type(value) in (Tensor, nn.Parameter) and _has_form(value):
-        return value.detach().to("cpu", copy=True)
-    kinds: tuple[Any, ...] = (bool, int, float, str, bytes)
-    for kind in kinds:  # of an IntEnum or NumPy's float64 the number that it is
-        if isinstance(value, kind):
-            return kind(value)
-    if value is None or (
-        type(value).__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "") in [*"biufc"]
-    ):
-        return value
-    raise InvalidTypeError(
-        f"{where} holds {type(value).__module__}.{type(value).__qualname__}, which is not written: expected tensors, "
-        "numbers and strings in dicts, lists and tuples. Say what the step needs of it: batches.saw(ids, "
-        "batch={'x': batch.x, 'y': batch.y})."
-    )
-
-
-def _has_form(tensor: Tensor) -> bool:
-    return (
-        not tensor.is_nested and not tensor.is_quantized and (is_strided(tensor) or tensor.layout in LAYOUTS.values())
-    )
+        return type(value)(map(_plain, value))
+    return value.detach() if isinstance(value, nn.Parameter) else value
 
 
 def is_strided(value: Any) -> bool:
@@ -353,7 +332,10 @@ def _save(written: dict[str, Any], file: Path) -> Path:
     try:
         document = writer.document({"format": FORMAT}, written)
     except PlainError as error:
-        raise InvalidTypeError(f"the batches or weights hold {error}, which is not written.") from error
+        raise InvalidTypeError(
+            f"the batches or weights hold {error}, which is not written: expected tensors, numbers and strings in "
+            "dicts, lists and tuples. Say what the step needs: batches.saw(ids, batch={'x': batch.x, 'y': batch.y})."
+        ) from error
     try:
         with replacing(file) as out:
             writer.write(out, document)

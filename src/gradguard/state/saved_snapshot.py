@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradguard.distributed.checkpoint import first_missing, wait_for
-from gradguard.distributed.placements import is_sharded, local_part, placement_from_text, sharded_as
+from gradguard.distributed.placements import is_sharded, local_part, sharded_as, usual_placements
 from gradguard.distributed.processes import numbers_of_all, raise_together, rank_and_size
 from gradguard.errors import GradguardError, InvalidValueError, UnsupportedGradientError
 from gradguard.files.opening import is_regular
@@ -86,7 +86,9 @@ class Unpacker(Copier):
         self._reader = reader
         sharded: list[Any] = [t for t in live if is_sharded(t)]
         self._meshes = {_key(t.device_mesh): t.device_mesh for t in sharded}
-        self._placements = {repr(kind): kind for t in sharded for kind in t.placements}
+        self._placements = (usual_placements() if sharded else {}) | {
+            repr(kind): kind for t in sharded for kind in t.placements
+        }
         self._known: dict[int, TensorCopy] = {}
 
     def copy(self, value: Any) -> Any:
@@ -115,7 +117,7 @@ class Unpacker(Copier):
             )
         if len(stored.placements) != mesh.ndim:
             raise PlainError("a shard has another number of placements than its mesh has dimensions")
-        placements = [self._placements.get(text) or placement_from_text(text) for text in stored.placements]
+        placements = [self._placements[text] for text in stored.placements]
         empty = torch.empty_like(stored.local.like, device=device)
         whole = sharded_as(empty, mesh, placements, stored.shape, stored.stride)
         names = whole.__tensor_flatten__()[0]  # type: ignore[attr-defined]
@@ -207,7 +209,7 @@ def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> No
         raise
 
 
-def file_of(rank: int) -> str:
+def file_of(rank: int | str) -> str:
     """Return the name of the file of one process."""
     return f"process-{rank}.safetensors"
 
@@ -230,7 +232,9 @@ def saved_part(directory: Path, group: Any) -> Iterator[tuple[PlainReader, int]]
     rank, processes = rank_and_size(group)
     file = directory / file_of(rank)
     if not is_regular(file):
-        _refuse_other_number(directory, processes)
+        saved = len([*directory.glob(file_of("*"))])
+        if saved not in (0, processes):
+            raise InvalidValueError(_other_number(directory, saved, processes))
         raise InvalidValueError(
             f"{str(directory)!r} holds no snapshot that was written to its end: expected the directory of a "
             f"snapshot.save(directory), with its file {file.name!r}."
@@ -288,15 +292,6 @@ def _together(directory: Path, group: Any) -> Iterator[None]:
     except Exception as problem:  # or the others would wait for this process
         error = problem
     raise_together(error, group, _TASK)
-
-
-def _refuse_other_number(directory: Path, processes: int) -> None:
-    """Say how many processes have saved, where the file of this one is missing."""
-    saved = None
-    with suppress(GradguardError), _understood(directory), PlainReader(directory / file_of(0), _KIND) as reader:
-        saved = reader.about.get("processes")
-    if type(saved) is int and saved != processes:
-        raise InvalidValueError(_other_number(directory, saved, processes))
 
 
 def _other_number(directory: Path, saved: Any, here: int) -> str:
