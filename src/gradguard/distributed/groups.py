@@ -26,7 +26,7 @@ def stop_synchronizing(model: nn.Module) -> Callable[[], None]:
     Processes may then run it a different number of times without waiting for one another.
 
     Returns:
-        What makes it as it was.
+        A function that undoes it.
     """
     if not isinstance(model, DistributedDataParallel):
         return lambda: None

@@ -84,7 +84,7 @@ class Copies:
 
     Attributes:
         at: Their positions among what is measured.
-        names: What they are called.
+        names: Their names.
     """
 
     at: Tensor
@@ -116,16 +116,16 @@ class Reducer:
 
     Args:
         union: Who takes part; all of them make a reducer at the same time.
-        signature: What each listed tensor is, the same on all processes of a stage.
+        signature: A description of each listed tensor, the same on all processes of a stage.
         wide: Whether powers may leave the range of float64, at least on this process.
         device: Where the norms are.
         moves: Whether this process has gradients that must be brought in line with their parameters.
-        details: What else is agreed on, and can be written as JSON.
+        details: Further values that are agreed on; JSON can hold them.
 
     Attributes:
         wide: Whether powers may leave the range on any process.
         moves: Whether any process has such gradients.
-        agreement: What was agreed on.
+        agreement: The result of `agree`.
         is_alone: Whether no other process takes part.
     """
 
@@ -174,9 +174,9 @@ class Reducer:
             weights: One over the number of processes that hold the same part.
             shares: ``weights`` where this process has the tensor, negative unless every process holds all of it;
                 0 where it has none.
-            balance: What adds up to 0 if those that hold the same part all have it or all do not: 0-dim.
-            settings: What the norms are for, which must be the same on all processes.
-            copies: What must be equal on the processes that hold it; asked where the first order is 2.
+            balance: A number that adds up to 0 if those that hold the same part all have it or all do not: 0-dim.
+            settings: The rule and its arguments, which must be the same on all processes.
+            copies: The tensors that must be equal on all that hold them; asked where the first order is 2.
 
         Raises:
             DistributedError: If another process does not come, reduces something else, for something else, or lacks a

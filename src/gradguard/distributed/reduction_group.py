@@ -110,7 +110,7 @@ def reduction_group_of(placements: Iterable[Placement], stages: StageGroup | Non
 
     Args:
         placements: Of all listed tensors.
-        stages: What `stages_group` returned.
+        stages: The result of `stages_group`.
 
     Raises:
         InvalidValueError: If no process group holds all of them, or one is destroyed, or ``stages`` says that
@@ -158,7 +158,7 @@ def refuse_unnamed_stages(placements: Iterable[Placement], union: ReductionGroup
 
     Args:
         placements: Of all listed tensors.
-        union: What `reduction_group_of` returned for them.
+        union: The result of `reduction_group_of` for them.
 
     Raises:
         InvalidValueError: If so: this stage's norm is not that of all.

@@ -72,7 +72,7 @@ def find_culprit(batches: Batches, step: int, *, group: Any = None) -> Culprit:
     | fewer than 8 losses to compare with | nobody |
 
     Args:
-        batches: What has watched the batches.
+        batches: The object that has watched the batches.
         step: Number of the step, still in the ring.
         group: The processes that take part; None for all.
 
@@ -106,7 +106,7 @@ def find_culprits(batches: Batches, steps: Sequence[int], *, group: Any = None) 
     Steps that some process does not remember are left out. All processes call it for the same steps.
 
     Args:
-        batches: What has watched the batches.
+        batches: The object that has watched the batches.
         steps: Numbers of steps that rise, at least one.
         group: The processes that take part; None for all.
 
@@ -127,7 +127,7 @@ def to_leave_out(culprits: Sequence[Culprit]) -> tuple[tuple[MicroBatch, ...], t
     A step of which nothing stands out is no part of the burst, unless that holds for all of them.
 
     Args:
-        culprits: What `find_culprits` said.
+        culprits: The result of `find_culprits`.
     """
     blamed = tuple(one for culprit in culprits for one in culprit.blamed)
     unclear = [one for one in culprits if not one.blamed]

@@ -107,8 +107,8 @@ def write_evidence(
 
     Args:
         file: Where to write, such as ``"spike-1204.pt"``.
-        batches: What has kept the batches: ``Batches(keep=True)``.
-        culprit: What `find_culprit` said.
+        batches: The object that has kept the batches: ``Batches(keep=True)``.
+        culprit: The result of `find_culprit`.
         model: The model, with the weights that it has now.
         older: Weights of another time by the number of the step that they were before, such as those of a snapshot
             from before the spike: without them bad data cannot be told from this batch on these weights.
@@ -185,7 +185,7 @@ def _evidence(found: dict[str, Any]) -> StepEvidence:
     """Take a file's word for what it says, where each field is what it must be.
 
     Returns:
-        What it says.
+        Its content.
 
     Raises:
         ValueError: A field is something else.

@@ -116,24 +116,24 @@ class SpikeRecovery:
         model: The module that is trained.
         optimizer: Its optimizer.
         clipper: The clipper; None for ``ClipByMedian()``.
-        detector: What tells a spike; None for ``SpikeDetector(cap=5)``. Those without ``adopted`` only ever skip.
-        extra_state: What else goes back, as for `Snapshot`: schedulers, a GradScaler, an averaged model.
+        detector: The judge of what a spike is; None for ``SpikeDetector(cap=5)``. Those without ``adopted`` only ever skip.
+        extra_state: Further objects that go back, as for `Snapshot`: schedulers, a GradScaler, an averaged model.
         bad_samples: Where to note the samples of bursts and spikes; None for nowhere.
         snapshot_every: Steps between two snapshots.
         detection_delay: Steps from a measurement to what is done about it; None for 2 on an accelerator, so that the
             host does not wait, and 0 on the CPU. Weights from just before a burst are there if it is below
             ``detector.cap`` - 2; else those of the last snapshot.
-        lr_factor: What the learning rate is multiplied by after a second roll-back; 1 leaves it.
+        lr_factor: The factor of the learning rate after a second roll-back; 1 leaves it.
         budget: Roll-backs within 1,000 steps that are no error.
         evidence: A folder for what ``gradguard replay-step`` reads: one file, as large as the weights twice, at the
             first spike of a burst, and at most one in ``snapshot_every`` steps. `batch` must then be given the batches,
             which are kept for as long as their samples. A file that cannot be written is a warning.
         process_group: The processes that train this model together, as for `SkipSpikes`.
-        guard_options: What `Guard` takes beside: ``nonfinite``, ``max_consecutive_skips``, ``mesh``, ...
+        guard_options: Further arguments of `Guard`: ``nonfinite``, ``max_consecutive_skips``, ``mesh``, ...
 
     Attributes:
         guard: The `Guard` that it has made.
-        events: What happened, in order.
+        events: The events, in order.
         steps: Steps so far, skipped and undone ones included.
         batches: Which samples the last steps had.
 
@@ -242,7 +242,7 @@ class SpikeRecovery:
         """Act on what is known of the step ``detection_delay`` steps ago; call it after each ``optimizer.step()``.
 
         Returns:
-            What was done; None for nothing.
+            The event; None if nothing was done.
 
         Raises:
             SpikeError: If there were more roll-backs than the budget allows.

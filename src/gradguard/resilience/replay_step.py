@@ -41,7 +41,7 @@ class StateResult:
 
     Attributes:
         step: Number of the step that the weights were before; None of a file that does not say.
-        label: What to call them.
+        label: A name for them.
         suspects: The batches of the spike.
         others: Batches of other steps.
     """
@@ -74,7 +74,7 @@ class ReplayReport:
         step: Number of the step.
         rank: Whose batches these are.
         ids: The samples of the suspects.
-        states: What was measured.
+        states: The measured losses and norms.
     """
 
     verdict: str
@@ -114,7 +114,7 @@ def replay_step(file: str | Path, target: str, states: Sequence[str | Path] = ()
     """Compute the step in ``file`` again, on all weights that are known, beside other batches.
 
     Args:
-        file: What `write_evidence` has written.
+        file: A file of `write_evidence`.
         target: ``package.module:name`` of a function without arguments that returns ``(model, step)``: the model as it
             is built, and ``step(batch)``, which returns the loss of a batch as in training.
         states: Further weights, such as those of an older checkpoint: files of a ``state_dict``.

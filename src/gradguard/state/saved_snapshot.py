@@ -136,8 +136,8 @@ def compare_layouts(what: str, stored: Mapping[str, Any], live: Mapping[str, Any
     """Check that tensors of the same names have the same shape, dtype, device and layout.
 
     Args:
-        what: What they are, in words.
-        stored: What `Packer` has made of them.
+        what: The words for them.
+        stored: Their entries in the file.
         live: Those of the run.
 
     Raises:
@@ -315,7 +315,7 @@ def check_save(directory: Path, number: int, error: Exception | None, group: Any
 
     Args:
         directory: Where they were.
-        number: That of the save from which this process has read.
+        number: The number of the save from which this process has read.
         error: Why it has not.
         group: A process group.
 

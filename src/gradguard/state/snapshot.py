@@ -61,7 +61,7 @@ class Snapshot:
     Args:
         model: The module that is trained; wrapped by DDP, FSDP2 or `torch.compile` or not.
         optimizer: Its optimizer, of a wrapper the one inside.
-        extra_state: What else belongs to the state: schedulers, a GradScaler, modules (an averaged model), further
+        extra_state: Further parts of the state: schedulers, a GradScaler, modules (an averaged model), further
             optimizers, `torch.Generator`, clippers, anything with ``state_dict`` and ``load_state_dict``.
 
     Attributes:
@@ -200,9 +200,9 @@ class Snapshot:
 
         Args:
             directory: As given to `save`.
-            model: The same model, sharded over as many processes on the same mesh.
-            optimizer: The same optimizer, which may be new, with its parameters in the same order (not from a set).
-            extra_state: The same things in the same order.
+            model: A model like the saved one, sharded over as many processes on the same mesh.
+            optimizer: An optimizer like the saved one, which may be new, with its parameters in the same order (not from a set).
+            extra_state: Objects like the saved ones, in the same order.
             process_group: As for `save`.
 
         Raises:

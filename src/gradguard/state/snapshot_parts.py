@@ -27,7 +27,7 @@ class SnapshotPart:
     """A part of the state that is kept together.
 
     Attributes:
-        kind: What it is, in words: two parts of one shape may differ in meaning, as the states of Adam and AdamW.
+        kind: A word for the part: two parts of one shape may differ in meaning, as the states of Adam and AdamW.
     """
 
     kind: str

@@ -19,7 +19,7 @@ def refuse_nonfinite(
 
     Args:
         norm: 0-dim.
-        tensors: What the norm was taken over; looked at one by one only if it is not finite.
+        tensors: The tensors of the norm; looked at one by one only if it is not finite.
         name: The name of the i-th tensor.
         norms: The norm of each, where other processes hold parts of them.
 
