@@ -100,17 +100,6 @@ class Copies:
 NO_COPIES = Copies(torch.empty(0, dtype=torch.int64, device="cpu"), ())
 
 
-def encode_largest(norms: Tensor) -> Tensor:
-    """Return what to take the maximum of over the processes, whose idea of a maximum of NaN differs."""
-    return torch.cat([norms.nan_to_num(0.0, math.inf, 0.0), norms.isnan().to(norms.dtype)])
-
-
-def decode_largest(largest: Tensor) -> Tensor:
-    """Return the largest norms from the maximum over all processes."""
-    values, missing = largest.chunk(2)
-    return torch.where(missing > 0, math.nan, values)
-
-
 class Reducer:
     """Adds up the norms of one agreed list of tensors, each process with its own part of each.
 
@@ -244,14 +233,15 @@ class Reducer:
         return None
 
     def _largest(self, measured: Sequence[Tensor]) -> list[Tensor]:
-        parts = list(map(encode_largest, measured))
+        # NaN is told beside: backends differ on the maximum of it.
+        parts = [torch.cat([x.nan_to_num(0.0, math.inf, 0.0), x.isnan().to(x.dtype)]) for x in measured]
         number, mine = self._number[:1], digest(self._settings, self.device)[:1]
         vector = torch.cat([*parts, number, -number, mine, -mine])
         self._run(vector, dist.ReduceOp.MAX)
         *largest, numbers, alike = vector.split([*map(len, parts), 2, 2])
         agreed = (alike == torch.cat([mine, -mine])).all()
         same = self._checked((numbers == torch.cat([number, -number])).all(), agreed, None)
-        norms = list(map(decode_largest, largest))
+        norms = [torch.where(nan > 0, math.nan, x) for x, nan in (part.chunk(2) for part in largest)]
         return norms if same is None else [torch.where(same, x, math.nan) for x in norms]
 
     def _run(self, vector: Tensor, operation: Any) -> None:

@@ -131,15 +131,11 @@ def to_leave_out(culprits: Sequence[Culprit]) -> tuple[tuple[MicroBatch, ...], t
     """
     blamed = tuple(one for culprit in culprits for one in culprit.blamed)
     unclear = [one for one in culprits if not one.blamed]
-    whole = [one for one in unclear if _may_be_all_of_it(one.scores)]
+    # Of those where no score is known, or one stands out, all micro-batches may have made it.
+    whole = [one for one in unclear if max((s for s in one.scores if s is not None), default=math.inf) > FAR]
     if not blamed and not whole:
         whole = unclear
     return blamed, tuple(one for culprit in whole for one in culprit.micro_batches)
-
-
-def _may_be_all_of_it(scores: Sequence[float | None]) -> bool:
-    known = [score for score in scores if score is not None]
-    return not known or max(known) > FAR
 
 
 def _culprit(step: int, of_ranks: Sequence[Any], usual: list[float]) -> Culprit:

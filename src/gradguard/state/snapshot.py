@@ -201,7 +201,8 @@ class Snapshot:
         Args:
             directory: As given to `save`.
             model: A model like the saved one, sharded over as many processes on the same mesh.
-            optimizer: An optimizer like the saved one, which may be new, with its parameters in the same order (not from a set).
+            optimizer: An optimizer like the saved one, which may be new, with its parameters in the same order, so
+                not from a set.
             extra_state: Objects like the saved ones, in the same order.
             process_group: As for `save`.
 

@@ -2,6 +2,7 @@ r"""Unit-wise norms: one norm for each row of a linear weight, each filter of a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 
 import torch
@@ -93,7 +94,7 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout]) -> list
     if (blocks := _blocks_of(tensors, layouts)) is not None:
         counts = [layout.units(x) for x, layout in zip(tensors, layouts, strict=True)]
         return list(blocks.norms(sum(counts)).split(counts))
-    values = each_plain(tensors, _as_real)
+    values = each_plain(tensors, partial(readable_values, modulus=False))
     return [_row_norms(layout.rows(x)) for x, layout in zip(values, layouts, strict=True)]
 
 
@@ -108,10 +109,6 @@ def _row_norms(rows: Tensor) -> Tensor:
     at_once = max(1, CONVERTED // max(1, rows.shape[1]))
     parts = [torch.linalg.vector_norm(x, dim=1, dtype=wide_dtype(x.device)) for x in rows.split(at_once)]
     return torch.cat(parts)
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    return readable_values(tensor, modulus=False)
 
 
 def _scaled_row_norms(rows: Tensor) -> Tensor:
