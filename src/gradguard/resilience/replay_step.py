@@ -382,8 +382,6 @@ def _described(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     if isinstance(value, dict):
         return f"a dict of {[*value][:8]}"
-    if isinstance(value, list | tuple):
-        return f"a {type(value).__name__} of {len(value)}"
     return type(value).__name__
 
 

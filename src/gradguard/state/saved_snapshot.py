@@ -186,7 +186,14 @@ def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> No
     try:
         with _together(directory, group):
             refuse_used(directory)
-            document = _document(packer, pack, about)
+            try:
+                document = packer.writer.document(about, pack(packer))
+            except PlainError as error:
+                raise UnsupportedGradientError(
+                    f"the state holds something that cannot be written to a file ({error}): expected numbers, text, "
+                    "tensors, arrays, and containers of these. Keep the snapshot in memory, or leave it out of the "
+                    "optimizer's groups and of what state_dict() returns."
+                ) from error
             if rank == 0:
                 begin_directory(directory, filled)
         with _together(directory, group):
@@ -261,17 +268,11 @@ def _understood(directory: Path) -> Iterator[None]:
     except GradguardError:
         raise
     except Exception as error:  # a forged file may raise anything, and runs nothing
-        raise InvalidValueError(_damaged(directory, error)) from error
-
-
-def _document(packer: Packer, pack: Callable[[Packer], Any], about: Mapping[str, Any]) -> str:
-    try:
-        return packer.writer.document(about, pack(packer))
-    except PlainError as error:
-        raise UnsupportedGradientError(
-            f"the state holds something that cannot be written to a file ({error}): expected numbers, text, tensors, "
-            "arrays, and containers of these. Keep the snapshot in memory, or leave it out of the optimizer's groups "
-            "and of what state_dict() returns."
+        why = str(getattr(error, "strerror", None) or error).partition("\n")[0]
+        told = why if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {why}"
+        raise InvalidValueError(
+            f"the snapshot in {str(directory)!r} cannot be read: a file is missing or damaged, or was never one "
+            f"({told}). Take another one."
         ) from error
 
 
@@ -298,15 +299,6 @@ def _other_number(directory: Path, saved: Any, here: int) -> str:
     return (
         f"{str(directory)!r} is a snapshot of {saved!a:.20} processes, and here are {here}: go on with as many, on the "
         "same mesh."
-    )
-
-
-def _damaged(directory: Path, error: Exception) -> str:
-    why = str(getattr(error, "strerror", None) or error).partition("\n")[0]
-    told = why if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {why}"
-    return (
-        f"the snapshot in {str(directory)!r} cannot be read: a file is missing or damaged, or was never one ({told}). "
-        "Take another one."
     )
 
 

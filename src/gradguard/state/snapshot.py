@@ -99,10 +99,6 @@ class Snapshot:
         self._order = StreamOrder()
         self.taken = False
 
-    def __repr__(self) -> str:
-        """Return what it holds."""
-        return f"<Snapshot of {self.nbytes / 2**20:.1f} MiB>" if self.taken else "<Snapshot, not taken>"
-
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that it holds."""

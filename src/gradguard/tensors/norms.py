@@ -88,7 +88,7 @@ def tensor_norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
 def norms_at_once(tensors: Sequence[Tensor]) -> list[float] | None:
     """Return the 2-norm of each tensor where one compiled kernel measures them all; None where none does."""
     blocks = Blocks.of(tensors)
-    return None if blocks is None else blocks.norm_list(2.0)
+    return None if blocks is None else blocks.norms(2.0).tolist()
 
 
 @torch.no_grad()
