@@ -176,6 +176,7 @@ def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> No
 
     Raises:
         InvalidValueError: On all processes, if the directory is not empty or something cannot be written.
+        UnsupportedGradientError: If the state holds a value that has no form in a file.
         OSError: If the disk is full, or the like; nothing is left behind then.
     """
     number = numbers_of_all(1 << 52 | secrets.randbits(52), group, _TASK)[0]  # no generator of the run draws
