@@ -25,6 +25,7 @@ class Event:
         to_step: After which step the weights are from that a roll-back went to.
         recovery: Steps from the first spike until the action ended the matter; None where it goes on.
         lost: Steps whose work is in no weight any more, skipped ones included; None where it is not known yet.
+        changed: Whether weights had changed just before by something that is not the optimizer.
     """
 
     step: int
@@ -37,6 +38,7 @@ class Event:
     recovery: int | None = None
     lost: int | None = None
     rank: int | None = None
+    changed: bool = False
 
     def __str__(self) -> str:
         """Return it as a line of a story."""
@@ -45,7 +47,8 @@ class Event:
         names = ", ".join(map(str, self.ids[:8])) + ", ..." * (len(self.ids) > 8)
         who = "" if self.rank is None or not names else f"; samples {names} of rank {self.rank}"
         done = self.action.replace("rolled back", f"rolled back{back}")
-        return f"step {self.step}: {self.what}{above}, {done}{who}"
+        changed = ", after weights had changed outside of the optimizer" if self.changed else ""
+        return f"step {self.step}: {self.what}{above}{changed}, {done}{who}"
 
 
 def recovery_of(event: Event, optimizer: Optimizer, slowed: str) -> RecoveryEvent:
@@ -53,6 +56,8 @@ def recovery_of(event: Event, optimizer: Optimizer, slowed: str) -> RecoveryEven
     kind: RecoveryKind = "data_shift" if event.what == "shift" else "burst"
     far = "" if math.isnan(event.score) else f" ({event.signal} {event.score:.1f} deviations above the median)"
     spikes = f"spikes in a row{far}"
+    if event.changed:
+        spikes += ", after weights had changed outside of the optimizer,"
     words = f"{spikes} were adopted as the new level; the weights from before are tried later"
     if event.to_step is not None:
         kind, cause = "rolled_back", "gradients that stayed non-finite" if event.what == "nonfinite" else spikes

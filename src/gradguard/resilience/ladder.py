@@ -3,7 +3,7 @@
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from gradguard.resilience.culprit import Culprit, find_culprits, to_leave_out
 from gradguard.resilience.event import Event, recovery_of
 from gradguard.resilience.evidence import EvidenceFolder
 from gradguard.resilience.slow_down import SlowDown
+from gradguard.resilience.weight_watch import WeightWatch
 from gradguard.spikes.base import Detector, NumberVerdict, verdict_of
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.skip import SkipSpikes
@@ -57,6 +58,7 @@ class _Measured:
     stands_out: bool  # be it alone, which is no spike
     adopted: bool
     nonfinite: bool
+    changed: bool  # weights, outside of the optimizer, before it
     in_a_row: int
     scores: list[float]
 
@@ -194,7 +196,7 @@ class SpikeRecovery:
         self._cap = getattr(self._detector, "cap", 0)
         self._group, self._optimizer, self._model = process_group, optimizer, model
         self._evidence = None if evidence is None else EvidenceFolder(evidence, self.snapshot_every)
-        self._spikes = _HostSpikes(self._detector, process_group)
+        self._spikes = _HostSpikes(self._detector, WeightWatch(optimizer), process_group)
         self.guard = self._guard_type(optimizer, clipper, model=model, spikes=self._spikes, **(guard_options or {}))
         self._slow_down, self._buffers = SlowDown(optimizer), StepBuffers(model)
         everything = [self._detector, clipper, *extra_state]
@@ -215,6 +217,7 @@ class SpikeRecovery:
         self._spikes.followed = self.guard.steps
         self._missed = 0  # steps of the optimizer between the last two calls of `step`, less one
         self._nonfinite = 0  # in a row
+        self._changed_at = 0  # the last step that began with weights that something else had changed
         self._held_at = 0  # the step at which weights from before a row of spikes were taken, while it may be none
         self._burst: _Burst | None = None
         self.batches.load_state_dict({"step": steps + 1})  # as steps are counted here
@@ -271,6 +274,7 @@ class SpikeRecovery:
             event = self._process(measured)
         self._go_on()
         self._buffers.keep()
+        self._spikes.weights.keep()
         for one in filter(None, (changed, event)):
             self._note(one)
         return event or changed
@@ -288,8 +292,9 @@ class SpikeRecovery:
             return [], None
         self._verdict = verdict
         bad = result.nonfinite if self._spikes.nonfinite is None else self._spikes.nonfinite
+        changed = self._spikes.changed
         stands_out = verdict.spike if verdict.stands_out is None else verdict.stands_out
-        flags = [verdict.spike, stands_out, verdict.adopted, bad, verdict.in_a_row]
+        flags = [verdict.spike, stands_out, verdict.adopted, bad, changed, verdict.in_a_row]
         on_host = are_readable(*(flag for flag in flags if isinstance(flag, Tensor)))
         if isinstance(verdict, NumberVerdict) and on_host:
             return [*map(float, flags), *verdict.scores], None
@@ -303,6 +308,8 @@ class SpikeRecovery:
         self._nonfinite = self._nonfinite + 1 if now.nonfinite else 0
         if now.stands_out or now.nonfinite:
             self._calm_since = self.steps
+        if now.changed:
+            self._changed_at = now.step
         burst = self._burst
         if burst is not None and burst.is_tried:
             return self._judge_trial(burst, now)
@@ -313,7 +320,7 @@ class SpikeRecovery:
             return None
         if burst is None and now.in_a_row == 2 and self.steps - now.step + 2 < self._cap:  # not adopted yet
             self._held_at = self.steps
-            self._shelf.take(now.step - 2)  # whose weights these are, if all steps since then were spikes
+            self._shelf.take(now.step - 2, self.steps)  # whose weights these are, if all steps since then were spikes
         if now.adopted and burst is None:
             return self._suspect(now)
         return self._event(now.step, "spike", "skipped", now, lost=1)
@@ -329,6 +336,7 @@ class SpikeRecovery:
         self._shelf.clear()
         self._buffers.remove()
         self._buffers = StepBuffers(self._model)  # of layers that have come too
+        self._spikes.weights = WeightWatch(self._optimizer)
         self._held_at, burst = 0, self._burst
         self._burst = None
         if burst is None:
@@ -346,21 +354,25 @@ class SpikeRecovery:
 
     def _suspect(self, now: _Measured) -> Event:
         first = now.step - now.in_a_row + 1
-        base, self._held_at = self._shelf.before(first), 0
+        base, changed_at, self._held_at = self._shelf.before(first), self._changed_at, 0
         if base is None:
             return self._event(first, "burst", "went on", now, lost=now.in_a_row)
-        self._burst = _Burst(first, base, [self.steps + wait for wait in _TRIALS], now)
-        return self._event(first, "burst", "adopted", now)
+        bases = [base]
+        if base.taken >= changed_at > 0 and (older := self._shelf.taken_before(changed_at)) is not None:
+            bases.append(older)  # from before something else changed the weights
+        changed = len(bases) > 1
+        self._burst = _Burst(first, bases, [self.steps + wait for wait in _TRIALS], now, changed)
+        return self._event(first, "burst", "adopted", now, changed=changed)
 
     def _go_on(self) -> None:
         """Do what is due at the end of a step: begin a trial, set the learning rate, take a snapshot."""
         burst = self._burst
-        if burst is not None and not burst.is_tried and self.steps >= burst.trials[0]:
+        if burst is not None and not burst.is_tried and self.steps >= burst.trials[0][0]:
             burst.begin_trial(self._shelf, self.steps)
             self._pending.clear()  # of weights that are gone
         self._slow_down.factor = self.lr_factor if self.steps < self._slow_until else 1.0
         if burst is None and self._shelf.is_due(self.steps, self.snapshot_every, self._calm_since):
-            self._shelf.take(self.steps)
+            self._shelf.take(self.steps, self.steps)
 
     def _judge_trial(self, burst: "_Burst", now: _Measured) -> Event | None:
         if not (now.stands_out or now.nonfinite):
@@ -372,11 +384,11 @@ class SpikeRecovery:
             return None
         self._burst = None
         self._calm_since = self.steps
-        recovery = self.steps - burst.first
-        return self._event(burst.first, "shift", "went on", burst.seen, recovery=recovery, lost=burst.lost)
+        more = {"lost": burst.lost, "changed": burst.changed}
+        return self._event(burst.first, "shift", "went on", burst.seen, recovery=self.steps - burst.first, **more)
 
     def _roll_back(self, burst: "_Burst") -> Event:
-        more = {"until": burst.tried_at, "recovery": self.steps - burst.first}
+        more = {"until": burst.tried_at, "changed": burst.changed, "recovery": self.steps - burst.first}
         lost = burst.tried_at - burst.base.step
         return self._went_back(burst.base, burst.first, "burst", burst.seen, lost=lost, **more)
 
@@ -479,10 +491,11 @@ class SpikeRecovery:
 
 
 class _HostSpikes(SkipSpikes):
-    """Spikes of steps that the host counts."""
+    """Spikes of steps that the host counts, and of weights that are watched."""
 
-    def __init__(self, detector: Detector, process_group: Any) -> None:
+    def __init__(self, detector: Detector, weights: WeightWatch, process_group: Any) -> None:
         super().__init__(detector, process_group=process_group)
+        self.weights = weights
         self.followed = 0  # the last step of the guard after which `SpikeRecovery.step` was called
 
     def check_captured(self, device: torch.device) -> None:
@@ -496,6 +509,15 @@ class _HostSpikes(SkipSpikes):
     def begin(self, step: int) -> None:
         if step > self.followed + _FORGOTTEN:
             raise InvalidValueError(_forgotten(step - 1 - self.followed))
+
+    def judge_numbers(self, norms: Sequence[float], bad: bool) -> bool:
+        spike, verdict = super().judge_numbers(norms, bad), verdict_of(self.detector)
+        stands_out = spike or getattr(verdict, "stands_out", False)
+        self.changed = bool(self.weights.changed()) if stands_out else self.weights.were_written()
+        return spike
+
+    def _weights_changed(self) -> Tensor | bool:
+        return self.weights.changed()
 
 
 _FORGOTTEN = 4
@@ -512,9 +534,10 @@ def _forgotten(steps: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _KeptSnapshots:
-    """A snapshot of the weights after ``step``."""
+    """A snapshot of the weights after ``step``, which was taken at the step ``taken``."""
 
     step: int
+    taken: int
     snapshot: Snapshot
 
     def go_back(self) -> None:
@@ -524,15 +547,19 @@ class _KeptSnapshots:
 class _Burst:
     """Spikes in a row that were adopted, the weights from before them, and the steps at which to try these."""
 
-    def __init__(self, first: int, base: _KeptSnapshots, trials: list[int], seen: _Measured) -> None:
-        self.first, self.base, self.trials, self.seen = first, base, trials, seen
+    def __init__(
+        self, first: int, bases: Sequence[_KeptSnapshots], trials: Sequence[int], seen: _Measured, changed: bool
+    ) -> None:
+        self.first, self.seen, self.changed = first, seen, changed
+        self.base = bases[0]  # what is tried, or was tried last
+        self.trials = [(step, base) for step in trials for base in bases]
         self.good, self.is_tried, self.tried_at = 0, False, 0
         self.lost = seen.in_a_row  # and the steps of trials that failed
         self._newer: _KeptSnapshots | None = None
 
     def begin_trial(self, shelf: "_Shelf", step: int) -> None:
         self._newer = shelf.spare(step)
-        del self.trials[0]
+        _, self.base = self.trials.pop(0)
         self.base.go_back()
         self.is_tried, self.good, self.tried_at = True, 0, step
 
@@ -559,24 +586,28 @@ class _Shelf:
             return True
         return step - calm_since > self._delay and step - self.kept[-1].step >= max(every, self._delay)
 
-    def take(self, step: int) -> None:
-        """Keep the state as it is now, which is that after ``step``."""
+    def take(self, step: int, now: int) -> None:
+        """Keep the state as it is at step ``now``, which is that after ``step``."""
         if len(self.kept) < 2:
             snapshot = self._make()
         else:  # the older one goes, unless the newer is too young to be alone: it may hold what is not detected yet
             snapshot = self.kept.pop(0 if step - self.kept[1].step >= self._delay else 1).snapshot
         snapshot.take()
-        self.kept = sorted([*self.kept, _KeptSnapshots(step, snapshot)], key=lambda kept: kept.step)
+        self.kept = sorted([*self.kept, _KeptSnapshots(step, now, snapshot)], key=lambda kept: kept.step)
 
     def before(self, step: int) -> _KeptSnapshots | None:
         """Return the newest from before ``step``."""
         return next((kept for kept in reversed(self.kept) if kept.step < step), None)
 
+    def taken_before(self, step: int) -> _KeptSnapshots | None:
+        """Return the newest that was taken before ``step`` began."""
+        return next((kept for kept in reversed(self.kept) if kept.taken < step), None)
+
     def spare(self, step: int) -> _KeptSnapshots:
         """Return a snapshot of the state as it is now."""
         self._spare = self._spare or self._make()
         self._spare.take()
-        return _KeptSnapshots(step, self._spare)
+        return _KeptSnapshots(step, step, self._spare)
 
 
 def _read(step: int, numbers: Tensor | list[float], event: CopyEvent | None) -> _Measured | None:
@@ -585,8 +616,8 @@ def _read(step: int, numbers: Tensor | list[float], event: CopyEvent | None) -> 
     found = numbers.tolist() if isinstance(numbers, Tensor) else numbers
     if not found:
         return None
-    spike, stands_out, adopted, nonfinite = map(bool, found[:4])
-    return _Measured(step, spike, stands_out, adopted, nonfinite, int(found[4]), found[5:])
+    spike, stands_out, adopted, nonfinite, changed = map(bool, found[:5])
+    return _Measured(step, spike, stands_out, adopted, nonfinite, changed, int(found[5]), found[6:])
 
 
 def _ids(batches: Iterable[MicroBatch]) -> tuple[SampleId, ...]:

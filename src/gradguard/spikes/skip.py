@@ -53,6 +53,8 @@ class SkipSpikes:
     Attributes:
         detector: The detector.
         act: As given; it may be changed at any time, on all processes at once.
+        changed: Whether weights of any process changed between the step judged last and the one before, outside of
+            the optimizer; 0-dim bool where only the device knows. `SpikeRecovery` looks for that; else it is False.
         nonfinite: Whether a gradient of any process was not finite on the step judged last; 0-dim bool, None if there
             is one process only.
 
@@ -80,6 +82,7 @@ class SkipSpikes:
             raise InvalidTypeError(f"detector is {given}: expected a detector, such as SpikeDetector().")
         self.act = bool(act)
         self.nonfinite: Tensor | None = None
+        self.changed: Tensor | bool = False
         self._nonfinite_loss: Tensor | bool = False  # of the step judged last, whose gradients were finite
         self._was_told = False  # that a loss was not finite
         self._group = process_group
@@ -241,20 +244,25 @@ class SkipSpikes:
         own = torch.where(bad, torch.nan, torch.cat([self._losses(wide.device, wide.dtype), wide]))
         place, number = self._place(), crc32(self._kind().encode()) % 2**16
         self.forget_loss()
+        flags = torch.stack([_flag(one, own) for one in (bad, self._weights_changed())])
         if self.is_alone():
-            self.nonfinite = None
+            self.nonfinite, self.changed = None, flags[1] > 0
             self._nonfinite_loss = ~bad & (own[1] > 0) & ~own[0].isfinite()
             return torch.cat([own[:1] / own[1:2], own[2:]]), own[1], place
         count = number_of_processes(self._group)
         numbers = torch.tensor([number, number**2], dtype=own.dtype, device=own.device)
-        added = sum_over(torch.cat([own, _flag(bad, own)[None], numbers]), self._group)
-        self.nonfinite = added[-3] > 0
+        added = sum_over(torch.cat([own, flags, numbers]), self._group)
+        self.nonfinite, self.changed = added[-4] > 0, added[-3] > 0
         self._nonfinite_loss = ~self.nonfinite & ~added[0].isfinite() & ~(added[1] == 0)
         alike = count * added[-1] - added[-2].square() < 0.5 * count
-        return torch.cat([added[:1] / added[1:2], added[2:-3] / count]), added[1], torch.where(alike, place, 0)
+        return torch.cat([added[:1] / added[1:2], added[2:-4] / count]), added[1], torch.where(alike, place, 0)
 
     def begin(self, step: int) -> None:
         """A step of the guard begins, counted from 1; nothing has been done about it yet."""
+
+    def _weights_changed(self) -> Tensor | bool:
+        """Whether the weights of this process have changed outside of the optimizer since the last step."""
+        return False
 
     @property
     def nonfinite_loss(self) -> Tensor | bool:

@@ -1,4 +1,4 @@
-"""What `SpikeRecovery` notices beside spikes: steps that it did not see, and losses that are of no step."""
+"""What `SpikeRecovery` notices beside spikes: weights that something else has changed, and steps it did not see."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch import nn
 
 import gradguard as gg
 from gradguard.errors import InvalidValueError
+from gradguard.resilience.weight_watch import WeightWatch
 
 
 def regression(seed, **options):
@@ -26,6 +27,95 @@ def train(model, optimizer, resilience, steps, change=None, at=0):
         resilience.record_loss(loss).backward()
         optimizer.step()
         resilience.step()
+
+
+def counted(model):
+    with torch.no_grad():
+        model[2].weight[0, 3] = 128.0
+
+
+def behind(model):
+    model[2].weight.data[0, 3] = 128.0
+
+
+@pytest.mark.parametrize("change", [counted, behind])
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_weights_that_something_else_changed_bring_older_ones_in(change, lag, seed):
+    model, optimizer, resilience = regression(seed, detection_delay=lag)
+    train(model, optimizer, resilience, 100, change, at=70)
+    event = resilience.events[-1]
+    assert (event.what, event.action, event.changed) == ("burst", "rolled back", True)
+    assert event.to_step < 70
+    assert float(model[2].weight.detach().abs().max()) < 10
+    assert "after weights had changed outside of the optimizer, rolled back to the weights after step" in str(event)
+
+
+def test_a_burst_of_bad_data_is_no_change_of_the_weights():
+    model, optimizer, resilience = regression(0)
+    train(model, optimizer, resilience, 60)
+    for step in range(40):
+        x = torch.randn(16, 4)
+        loss = (model(x) - x.sum(1, keepdim=True) - (200 if step < 9 else 0)).square().mean()
+        optimizer.zero_grad()
+        resilience.record_loss(loss).backward()
+        optimizer.step()
+        resilience.step()
+    assert [event.action for event in resilience.events][-1] == "rolled back"
+    assert not any(event.changed for event in resilience.events)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_change_is_seen_and_a_step_is_none(dtype):
+    weights = [torch.randn(5, 3, dtype=dtype), torch.randn(7, dtype=dtype)]
+    watch = WeightWatch(torch.optim.SGD(weights, lr=0.1))
+    assert not watch.changed()
+    weights[1].data[2] = 9.0
+    assert not watch.were_written()
+    assert watch.changed()
+    watch.keep()
+    assert not watch.changed()
+    weights[0].neg_()
+    assert watch.were_written()
+    watch.keep()
+    weights[0].data[0, 0] = torch.nan
+    assert watch.changed()
+    watch.keep()
+    assert not watch.changed()
+
+
+def flipped(weights):
+    array = weights[1].numpy()  # the memory, behind torch's back
+    array[4] *= -1
+
+
+def swapped(weights):
+    weights[0].data[[0, 1]] = weights[0].data[[1, 0]]
+
+
+def exchanged(weights):
+    weights[0].data, weights[2].data = weights[2].data.clone(), weights[0].data.clone()
+
+
+def two_flipped(weights):
+    weights[1].data[:2] *= -1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("change", [flipped, swapped, exchanged, two_flipped])
+@pytest.mark.parametrize("length", [7, 20_000, 300_001])
+def test_a_change_that_keeps_the_norm_is_seen(dtype, change, length):
+    if change is flipped and dtype is torch.bfloat16:
+        pytest.skip("NumPy has no bfloat16")
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=generator).to(dtype) for shape in [(5, 3), (length,), (5, 3)]]
+    watch = WeightWatch(torch.optim.SGD(weights, lr=0.1))
+    assert not watch.changed()
+    change(weights)
+    assert not watch.were_written()
+    assert watch.changed()
+    watch.keep()
+    assert not watch.changed()
 
 
 def steps(resilience, model, optimizer, count):

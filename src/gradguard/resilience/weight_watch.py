@@ -1,0 +1,90 @@
+"""Whether weights changed between two steps: by a fault, a bit flip, or code that is no optimizer."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from gradguard.distributed.placements import is_sharded
+from gradguard.optimizer_hooks import parameters_of
+from gradguard.state.generators import seeded_normal
+from gradguard.tensors.layout import are_readable, flat, grouped, meeting_device, move
+from gradguard.torch_private import versions_of
+
+_ROW = 1 << 14
+"""Weights in one sum."""
+_SHORT = 1 << 14
+"""Tensors up to this length are copied into one, so that many small ones take few operations."""
+_AT_ONCE, _AT_ONCE_ON_DEVICES = 1 << 18, 1 << 24
+"""Elements that are converted at a time."""
+
+
+class WeightWatch:
+    r"""Compares the weights before a step with those after the one before.
+
+    It compares how often torch has written each tensor, and checksums: of each 16,384 weights :math:`w_i` the sum
+    :math:`\sum_i r_i w_i` with fixed random numbers :math:`r_i`, in float32 (float64 for float64 weights). A changed
+    value, a flipped sign or exchanged weights change the sum, also where NumPy or another library wrote them. A change
+    below the rounding of the sum, some 1e-5 of the size of the weights around it, is not seen. On an accelerator the
+    host does not wait.
+
+    Args:
+        optimizer: Whose parameters are compared.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        every = parameters_of(optimizer)
+        self._sharded = [p for p in every if is_sharded(p)]
+        self._whole = _readable([p for p in every if not is_sharded(p)])
+        self._factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self.keep()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Note the weights as they are: what was done to them until now is in order."""
+        weights = self._weights()
+        self._writes, self._sums = versions_of(weights), self._sums_of(weights)
+
+    @torch.no_grad()
+    def were_written(self) -> bool:
+        """Return whether torch has written one of them since; that costs next to nothing."""
+        return versions_of(self._weights()) != self._writes
+
+    @torch.no_grad()
+    def changed(self) -> Tensor | bool:
+        """Return whether they have changed since; a bool, or a 0-dim tensor where only the device knows."""
+        if self.were_written():
+            return True
+        now, then = self._sums_of(self._weights()), self._sums
+        differ = (~((now == then) | (now.isnan() & then.isnan()))).any()
+        return bool(differ) if are_readable(differ) else differ
+
+    def _sums_of(self, weights: Sequence[Tensor]) -> Tensor:
+        home, sums = meeting_device(weights), [torch.zeros(1, device="cpu")]
+        for (device, dtype), places in grouped(weights).items():
+            factors = self._factors_for(device, torch.float64 if dtype is torch.float64 else torch.float32)
+            lines = [flat(weights[i].detach()) for i in places]
+            short = [line for line in lines if len(line) <= _SHORT]
+            for line in [*(line for line in lines if len(line) > _SHORT), *([torch.cat(short)] if short else [])]:
+                for block in line.split(_AT_ONCE if device.type == "cpu" else _AT_ONCE_ON_DEVICES):
+                    block = block.to(factors.dtype)
+                    whole = len(block) // _ROW * _ROW
+                    sums.append(block[:whole].view(-1, _ROW) @ factors)
+                    sums.append((block[whole:] @ factors[: len(block) - whole])[None])
+        return torch.cat([move(one, home, sums[-1].dtype) for one in sums])
+
+    def _factors_for(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        if (device, dtype) not in self._factors:
+            self._factors[device, dtype] = seeded_normal((_ROW,), dtype, device)
+        return self._factors[device, dtype]
+
+    def _weights(self) -> list[Tensor]:
+        """The weights, of sharded ones the part of this process."""
+        if not self._sharded:
+            return self._whole
+        return [*self._whole, *_readable([p.to_local() for p in self._sharded])]  # type: ignore[attr-defined]
+
+
+def _readable(weights: list[Tensor]) -> list[Tensor]:
+    return [p for p in weights if p.is_floating_point() and p.layout is torch.strided and not p.is_meta]
