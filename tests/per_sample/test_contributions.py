@@ -22,7 +22,6 @@ from gradguard.per_sample.contributions import (
     together,
     wide,
 )
-from gradguard.tensors.norms import ROW
 from per_sample.layer_calls import assert_matches
 
 B, T, V, D = 6, 4, 5, 3
@@ -299,7 +298,7 @@ def test_direct_computes_a_chunk_at_a_time():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("length", [0, 1, ROW - 1, ROW, ROW + 1, 3 * ROW + 5])
+@pytest.mark.parametrize("length", [0, 1, 1023, 1024, 1025, 3077])
 def test_row_squares(length, dtype):
     values = torch.randn(3, length).to(dtype)
     squares = row_squares(values)
@@ -309,7 +308,7 @@ def test_row_squares(length, dtype):
 
 # float32 squares of these leave its range, or lose digits at its edge.
 @pytest.mark.parametrize("scale", [1e-40, 1e-30, 1e-22, 1e-20, 1e-18, 1e-15, 1e15, 1e19, 1e25, 1e37])
-@pytest.mark.parametrize("length", [3, 2 * ROW + 7])
+@pytest.mark.parametrize("length", [3, 2055])
 def test_row_squares_out_of_range(scale, length):
     values = torch.stack([torch.rand(length) * scale, torch.rand(length), torch.zeros(length)])
     torch.testing.assert_close(row_squares(values), values.double().square().sum(1), rtol=5e-7, atol=0)

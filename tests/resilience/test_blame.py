@@ -92,7 +92,7 @@ TABLE = {
 @pytest.mark.parametrize("name", TABLE)
 def test_what_is_left_out_of_a_burst(name):
     culprits, blamed, unclear = TABLE[name]
-    found = to_leave_out([Culprit(7, who, scores, TWO, (), "") for who, scores in culprits])
+    found = to_leave_out([Culprit(7, who, scores, TWO, "") for who, scores in culprits])
     assert [[one.number for one in part] for part in found] == [blamed, unclear]
 
 

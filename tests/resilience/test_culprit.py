@@ -8,13 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
-import gradguard as gg
 from gradguard.errors import InvalidValueError
 from gradguard.resilience import Batches, find_culprit
 from gradguard.resilience import culprit as module
-from gradguard.resilience.culprit import deviations, largest_parameters
+from gradguard.resilience.culprit import deviations
 
 
 def ring(last, earlier=((2.0, 2.1),) * 6):
@@ -112,29 +110,14 @@ def test_deviations_where_there_is_no_measure():
     assert deviations(math.nan, [1.0]) == math.inf
 
 
-def test_the_parameters_with_the_largest_norms():
-    layer = torch.nn.Linear(2, 1)
-    layer.weight.grad, layer.bias.grad = torch.tensor([[3.0, 0.0]]), torch.tensor([4.0])
-    result = gg.ClipByGlobalNorm(1.0)(layer)
-    assert largest_parameters(result) == (("bias", pytest.approx(0.64)), ("weight", pytest.approx(0.36)))
-    assert largest_parameters(result, 1) == (("bias", pytest.approx(0.64)),)
-    assert largest_parameters(None) == ()
-    zero = replace(result, tensor_norms=torch.zeros(2))
-    bad = replace(result, tensor_norms=torch.tensor([math.nan, 1.0]))
-    huge = replace(result, tensor_norms=torch.tensor([1e200, 1e200], dtype=torch.float64))
-    assert largest_parameters(zero) == ()
-    assert [name for name, _ in largest_parameters(bad)] == ["weight"]
-    assert [share for _, share in largest_parameters(huge)] == [0.5, 0.5]
-
-
 # Several processes: their parts of what is gathered.
 
 
 def of_ranks(monkeypatch, rings, step):
     parts = []
     for rank, batches in enumerate(rings):
-        own = module._own(batches, [step])
-        ((here,), losses) = own
+        monkeypatch.setattr(module, "gather", lambda own, group, task: [own])
+        (((here,),), losses) = module._of_all_ranks(batches, [step], None)
         here = here if isinstance(here, str) else tuple(replace(one, rank=rank) for one in here)
         parts.append(([here], losses))
     monkeypatch.setattr(module, "gather", lambda own, group, task: parts)

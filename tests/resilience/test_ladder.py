@@ -282,7 +282,7 @@ class TestSnapshots:
         kept = []
         for i, size in enumerate(sizes):
             train(model, optimizer, resilience, [size], i)
-            kept.append([one.step for one in resilience._shelf._kept])
+            kept.append([one.step for one in resilience._shelf.kept])
         return kept
 
     def test_the_first_is_there_before_the_first_risk_and_two_are_kept(self):

@@ -258,7 +258,7 @@ def test_directories_that_hold_none(tmp_path):
         gg.Snapshot.load(tmp_path / "none", model, optimizer)
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         checkpoint.save({"weight": torch.ones(1)}, checkpoint_id=tmp_path / "b")
-    with pytest.raises(InvalidValueError, match="pickled objects, which run code when they are read, so they are not"):
+    with pytest.raises(InvalidValueError, match=r"b' holds no snapshot that was written to its end"):
         gg.Snapshot.load(tmp_path / "b", model, optimizer)
     with pytest.raises(InvalidValueError, match=r"no snapshot that could be saved: call take\(\) first"):
         gg.Snapshot(model, optimizer).save(tmp_path / "c")

@@ -184,7 +184,7 @@ def test_a_second_take_replaces_the_first_in_the_same_memory():
 def test_adamw_in_float32_takes_12_bytes_a_parameter():
     model, optimizer = small()
     snapshot = Snapshot(model, optimizer)
-    assert (snapshot.nbytes, repr(snapshot)) == (0, "<Snapshot, not taken>")
+    assert snapshot.nbytes == 0
     step(model, optimizer)
     snapshot.take()
     parameters = sum(p.numel() for p in model.parameters())

@@ -127,7 +127,7 @@ def test_a_tensor_too_long_for_one_kernel_is_split(monkeypatch, path):
 
 @pytest.mark.usefixtures("without_kernels")
 def test_tensors_longer_than_one_block(monkeypatch):
-    monkeypatch.setattr("gradguard.tensors.norms.BLOCK", 2500)
+    monkeypatch.setattr("gradguard.tensors.norms.CONVERTED", 2500)
     for dtype in DTYPES:
         gradients = [random(n, seed=i).to(dtype) for i, n in enumerate((7001, 2500, 5000, 2))]
         assert float(total_norm(gradients)) == pytest.approx(slow_norm(gradients), rel=2e-6, abs=0)

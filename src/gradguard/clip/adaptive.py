@@ -468,19 +468,17 @@ def _measured(
             weights[i] = rows_like(gradient, part).to(gradient.device)
         elif i in split and part.numel():
             weights[i] = part.detach()
-    norms = _norms_by_device(rows, layouts, 0.0 if isinstance(threshold, Tensor) else threshold * eps)
-    bounds = _norms_by_device(weights, layouts, eps)
+    norms = _norms_by_device(rows, layouts)
+    bounds = _norms_by_device(weights, layouts)
     whole = {i: n for i, n in norms.items() if i not in split}
     factors, joined = _factors(whole, bounds, threshold, eps)
     return Units(rows, layouts, norms, bounds, factors, joined)
 
 
-def _norms_by_device(
-    tensors: Mapping[int, Tensor], layouts: Mapping[int, UnitLayout], floor: float
-) -> dict[int, Tensor]:
+def _norms_by_device(tensors: Mapping[int, Tensor], layouts: Mapping[int, UnitLayout]) -> dict[int, Tensor]:
     norms: dict[int, Tensor] = {}
     for group in _by_device(tensors):
-        measured = unit_norms([tensors[i] for i in group], [layouts[i] for i in group], floor)
+        measured = unit_norms([tensors[i] for i in group], [layouts[i] for i in group])
         norms.update(zip(group, measured, strict=True))
     return norms
 

@@ -67,7 +67,7 @@ class Agreement:
         number: For what was agreed on: the same on all processes, and new.
         senders: One process of each stage, by its rank in the union: a stage is known by the first rank that it has.
         lengths: How long the text of its list is, by stage.
-        text: That of this process: its list, and the details.
+        text: The list of this process and its details, as JSON.
     """
 
     wishes: Sequence[bool]
@@ -86,13 +86,13 @@ def agree(
 
     Args:
         union: Who takes part.
-        signature: What each listed tensor is, in words that are the same on all processes of a stage.
+        signature: A description of each listed tensor, in words that are the same on all processes of a stage.
         wishes: Wishes of this process.
         device: Where the all-gather happens.
-        details: What else must be the same on all processes of a stage; it can be written as JSON.
+        details: Further values that must be the same on all processes of a stage; JSON can hold them.
 
     Returns:
-        What was agreed on.
+        The agreement.
 
     Raises:
         DistributedError: On every process, naming one that differs from the first of its stage, and how; or naming
@@ -190,10 +190,10 @@ def together(
     Args:
         collective: Starts it; called with ``async_op``.
         union: Who takes part.
-        signature: What each listed tensor is.
+        signature: A description of each listed tensor.
         known: Whether the list was agreed on before.
         on_host: Whether the host waits for it.
-        task: What it is for, where that is no clip, such as "save a snapshot".
+        task: The purpose, such as "save a snapshot"; a clip if it is empty.
 
     Raises:
         DistributedError: If it fails, after the time-out of the process group at the latest.
@@ -272,10 +272,10 @@ def warn_of_waiting(store: Any, waited: float, who: Callable[[], str], what: str
     """Warn of a wait of half a minute, on one of the processes that wait.
 
     Args:
-        store: What the processes of this wait share, and no other wait.
+        store: A store that the processes of this wait share, and no other wait.
         waited: Seconds so far.
         who: Says which processes have not come.
-        what: What all processes must do.
+        what: The advice: an action that all processes must take.
     """
     if waited < _LONG or store.add("warned", 1) > 1:
         return

@@ -1,6 +1,5 @@
 """Process groups: who is in one, what a model is spread over, and sums over it."""
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradguard.distributed import processes
 from gradguard.distributed.fully_sharded import group_of_fully_sharded
 from gradguard.errors import UnsupportedGradientError
+from gradguard.torch_private import is_fsdp1
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -26,7 +26,7 @@ def stop_synchronizing(model: nn.Module) -> Callable[[], None]:
     Processes may then run it a different number of times without waiting for one another.
 
     Returns:
-        What makes it as it was.
+        A function that undoes it.
     """
     if not isinstance(model, DistributedDataParallel):
         return lambda: None
@@ -48,19 +48,12 @@ def process_group_of(model: nn.Module) -> Any:
     """
     if isinstance(model, DistributedDataParallel):
         return model.process_group
-    _refuse_flat_parameters(model)
-    return group_of_fully_sharded(model)
-
-
-def _refuse_flat_parameters(model: nn.Module) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return
-    if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+    if any(map(is_fsdp1, model.modules())):
         raise UnsupportedGradientError(
             "FullyShardedDataParallel (FSDP1) flattens parameters, so samples' gradients cannot be told apart: use "
             "torch.distributed.fsdp.fully_shard(model)."
         )
+    return group_of_fully_sharded(model)
 
 
 def rank_and_size(group: Any) -> tuple[int, int]:

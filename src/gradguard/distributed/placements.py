@@ -1,7 +1,6 @@
 """Which part of a tensor this process holds, and how many others hold the same part."""
 
 import math
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -213,16 +212,8 @@ def laid_out_as(gradient: Tensor | None, parameter: Tensor, placements: Sequence
     return _redistributed(gradient, reduced(parameter.placements))  # type: ignore[attr-defined]
 
 
-_REDUCTIONS = ("sum", "avg", "product", "max", "min")
+def usual_placements() -> dict[str, Any]:
+    """Return replicas and shards of up to 8 dimensions, by the texts that tell them."""
+    from torch.distributed.tensor import Replicate, Shard
 
-
-def placement_from_text(text: str) -> Any:
-    """Return the placement whose ``repr`` is ``text``: a replica, a shard or a partial result; None for any other."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    if text == repr(Replicate()):
-        return Replicate()
-    if shard := re.fullmatch(r"Shard\(dim=(\d{1,2})\)", text):
-        return Shard(int(shard[1]))
-    partial = re.fullmatch(r"Partial\((\w+)\)", text)
-    return Partial(partial[1]) if partial and partial[1] in _REDUCTIONS else None
+    return {repr(kind): kind for kind in (Replicate(), *(Shard(dim) for dim in range(8)))}

@@ -68,7 +68,7 @@ class HeldParts:
     Attributes:
         parameters: The parameters; empty tensors where they belong to another pipeline stage.
         gradients: This process' part of each gradient, in the memory of the gradient; empty where there is none.
-        names: What each is called, where the list has names.
+        names: Their names, where the list has names.
         reduction: How the norms of the gradients add up.
     """
 
@@ -241,11 +241,11 @@ class NormReduction:
     """The norms of some gradients, ready to be added up over processes.
 
     Attributes:
-        reducer: What adds them up.
+        reducer: The reducer that adds them up.
         weights: One over the number of processes that hold the same part of each.
         shares: ``weights`` where this process has a gradient, negative unless every process holds all of it; else 0.
-        balance: What adds up to 0 over the processes if replicas have the same gradients.
-        settings: What the norms are for, which must be the same on all processes.
+        balance: A number that adds up to 0 over the processes if replicas have the same gradients.
+        settings: The rule and its arguments, which must be the same on all processes.
         copies: Which gradients must be equal on the processes that hold them.
     """
 

@@ -45,7 +45,7 @@ def gather(value: Any, group: Any = None, task: str = "") -> list[Any]:
     """Return the ``value`` of every process of ``group``, by its rank there. A collective; values are pickled.
 
     Args:
-        value: That of this process.
+        value: A value of this process.
         group: As in `rank_and_size`.
         task: The purpose, such as "save a snapshot"; a clip if it is empty.
 

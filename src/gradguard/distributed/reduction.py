@@ -84,7 +84,7 @@ class Copies:
 
     Attributes:
         at: Their positions among what is measured.
-        names: What they are called.
+        names: Their names.
     """
 
     at: Tensor
@@ -100,32 +100,21 @@ class Copies:
 NO_COPIES = Copies(torch.empty(0, dtype=torch.int64, device="cpu"), ())
 
 
-def encode_largest(norms: Tensor) -> Tensor:
-    """Return what to take the maximum of over the processes, whose idea of a maximum of NaN differs."""
-    return torch.cat([norms.nan_to_num(0.0, math.inf, 0.0), norms.isnan().to(norms.dtype)])
-
-
-def decode_largest(largest: Tensor) -> Tensor:
-    """Return the largest norms from the maximum over all processes."""
-    values, missing = largest.chunk(2)
-    return torch.where(missing > 0, math.nan, values)
-
-
 class Reducer:
     """Adds up the norms of one agreed list of tensors, each process with its own part of each.
 
     Args:
         union: Who takes part; all of them make a reducer at the same time.
-        signature: What each listed tensor is, the same on all processes of a stage.
+        signature: A description of each listed tensor, the same on all processes of a stage.
         wide: Whether powers may leave the range of float64, at least on this process.
         device: Where the norms are.
         moves: Whether this process has gradients that must be brought in line with their parameters.
-        details: What else is agreed on, and can be written as JSON.
+        details: Further values that are agreed on; JSON can hold them.
 
     Attributes:
         wide: Whether powers may leave the range on any process.
         moves: Whether any process has such gradients.
-        agreement: What was agreed on.
+        agreement: The result of `agree`.
         is_alone: Whether no other process takes part.
     """
 
@@ -174,9 +163,9 @@ class Reducer:
             weights: One over the number of processes that hold the same part.
             shares: ``weights`` where this process has the tensor, negative unless every process holds all of it;
                 0 where it has none.
-            balance: What adds up to 0 if those that hold the same part all have it or all do not: 0-dim.
-            settings: What the norms are for, which must be the same on all processes.
-            copies: What must be equal on the processes that hold it; asked where the first order is 2.
+            balance: A number that adds up to 0 if those that hold the same part all have it or all do not: 0-dim.
+            settings: The rule and its arguments, which must be the same on all processes.
+            copies: The tensors that must be equal on all that hold them; asked where the first order is 2.
 
         Raises:
             DistributedError: If another process does not come, reduces something else, for something else, or lacks a
@@ -244,14 +233,15 @@ class Reducer:
         return None
 
     def _largest(self, measured: Sequence[Tensor]) -> list[Tensor]:
-        parts = list(map(encode_largest, measured))
+        # NaN is told beside: backends differ on the maximum of it.
+        parts = [torch.cat([x.nan_to_num(0.0, math.inf, 0.0), x.isnan().to(x.dtype)]) for x in measured]
         number, mine = self._number[:1], digest(self._settings, self.device)[:1]
         vector = torch.cat([*parts, number, -number, mine, -mine])
         self._run(vector, dist.ReduceOp.MAX)
         *largest, numbers, alike = vector.split([*map(len, parts), 2, 2])
         agreed = (alike == torch.cat([mine, -mine])).all()
         same = self._checked((numbers == torch.cat([number, -number])).all(), agreed, None)
-        norms = list(map(decode_largest, largest))
+        norms = [torch.where(nan > 0, math.nan, x) for x, nan in (part.chunk(2) for part in largest)]
         return norms if same is None else [torch.where(same, x, math.nan) for x in norms]
 
     def _run(self, vector: Tensor, operation: Any) -> None:

@@ -110,7 +110,7 @@ def reduction_group_of(placements: Iterable[Placement], stages: StageGroup | Non
 
     Args:
         placements: Of all listed tensors.
-        stages: What `stages_group` returned.
+        stages: The result of `stages_group`.
 
     Raises:
         InvalidValueError: If no process group holds all of them, or one is destroyed, or ``stages`` says that
@@ -129,22 +129,19 @@ def reduction_group_of(placements: Iterable[Placement], stages: StageGroup | Non
         return ReductionGroup(_group_of(stage), stage)
     along = frozenset(dist.get_process_group_ranks(stages.group))
     for p in spread:
-        _refuse_spread_over_stages(p, along)
+        if len(both := sorted(p.ranks & along)) > 1:
+            raise InvalidValueError(
+                f"process_group or mesh says that parameters differ between the ranks {listed(both)}, over which one "
+                f"is spread: {p.layout}. Pass the group that has one rank of each pipeline stage, mesh['pp'] for "
+                "instance; where there are no stages, leave the argument out."
+            )
     if stages.root is not None:  # then a stage without shards knows as well where those of others lie
-        everybody, own = _of_root(stages.root, along)
+        grid = stages.root.mesh
+        own = _slice_at(grid, dist.get_rank(), [not is_stages for is_stages in varies_along(grid, along)])
+        everybody = frozenset(grid.flatten().tolist())
         if stage <= own and any(ranks == everybody for ranks in _known_groups().values()):
             return ReductionGroup(_group_of(everybody), own, stages)
     return ReductionGroup(_group_of(_spanned([stage, along], meshes)), stage, stages)
-
-
-def _refuse_spread_over_stages(placement: Placement, along: frozenset[int]) -> None:
-    both = sorted(placement.ranks & along)
-    if len(both) > 1:
-        raise InvalidValueError(
-            f"process_group or mesh says that parameters differ between the ranks {listed(both)}, over which one is "
-            f"spread: {placement.layout}. Pass the group that has one rank of each pipeline stage, mesh['pp'] for "
-            "instance; where there are no stages, leave the argument out."
-        )
 
 
 _PIPELINE = {"pp", "pipe", "pipeline", "stage", "stages"}
@@ -158,7 +155,7 @@ def refuse_unnamed_stages(placements: Iterable[Placement], union: ReductionGroup
 
     Args:
         placements: Of all listed tensors.
-        union: What `reduction_group_of` returned for them.
+        union: The result of `reduction_group_of` for them.
 
     Raises:
         InvalidValueError: If so: this stage's norm is not that of all.
@@ -200,13 +197,6 @@ def listed(ranks: Sequence[object], at_most: int = 20) -> str:
     """Return ``ranks`` in words, cut where they are many."""
     more = len(ranks) - at_most
     return ", ".join(map(str, ranks[:at_most])) + (f" and {more} more" if more > 0 else "")
-
-
-def _of_root(root: Any, along: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
-    """All ranks of a mesh, and those of this process' stage, if ``along`` runs through the stages."""
-    fixed = varies_along(root.mesh, along)
-    own = _slice_at(root.mesh, dist.get_rank(), [not is_fixed for is_fixed in fixed])
-    return frozenset(root.mesh.flatten().tolist()), own
 
 
 def _check_mesh(mesh: Any) -> None:

@@ -74,13 +74,13 @@ class StageLists:
     """The lists of all pipeline stages as one: what each stage holds one after the other, shared weights once.
 
     Args:
-        reducer: What has agreed on the list of each stage, with what `details_of` returned; all make it together.
+        reducer: The reducer that has agreed on the list of each stage and its `details_of`; all make it together.
 
     Attributes:
         own: Where each tensor of this stage stands.
         holders: How many processes of all stages hold the same part of each tensor of all stages.
         whole: Whether each of those holds all of it.
-        names: What they are called.
+        names: The names of all tensors.
         one_is_empty: Whether a stage has no parameters.
 
     Raises:

@@ -276,9 +276,13 @@ def flat_placements(tensors: Sequence[Tensor], module: nn.Module | None) -> dict
     if not any(flattened):  # the usual case, on the path of every step
         return {}
     flat = {id(t) for t, is_flat in zip(tensors, flattened, strict=True) if is_flat}
-    if module is not None and not (_flat.get(module, {}).keys() >= flat):
-        _flat[module] = _flat_placements(module)
-    known = {} if module is None else _flat[module]
+    known = {} if module is None else _flat.get(module, {})
+    if module is not None and not known.keys() >= flat:
+        for part in filter(None, map(flat_part_of, module.modules())):
+            ranks = frozenset(dist.get_process_group_ranks(part.process_group))
+            placement = Placement(None, ranks, 1 if part.is_sharded else len(ranks), FLAT)
+            known = known | {id(p): placement for p in part.parameters}
+        _flat[module] = known
     if not known.keys() >= flat:
         raise UnsupportedGradientError(
             "a parameter belongs to FullyShardedDataParallel (FSDP1), and which processes hold its other parts cannot "
@@ -295,17 +299,6 @@ def replicated_placements(module: nn.Module) -> dict[int, Placement]:
         if isinstance(part, DistributedDataParallel):
             ranks = frozenset(dist.get_process_group_ranks(part.process_group))
             placements |= {id(p): Placement(None, ranks, len(ranks), "replicated") for p in part.parameters()}
-    return placements
-
-
-def _flat_placements(module: nn.Module) -> dict[int, Placement]:
-    placements: dict[int, Placement] = {}
-    for part in module.modules():
-        flat = flat_part_of(part)
-        if flat is not None:
-            ranks = frozenset(dist.get_process_group_ranks(flat.process_group))
-            placement = Placement(None, ranks, 1 if flat.is_sharded else len(ranks), FLAT)
-            placements |= {id(p): placement for p in flat.parameters}
     return placements
 
 

@@ -366,11 +366,6 @@ def _with_indices(loader: Any) -> Any:
     if loader_has_begun(loader):
         raise InvalidValueError("the loader has begun already: make SampleIds(loader, batches) before its first batch.")
     kind = _StatefulIndexed if has_state(loader.dataset) else _Indexed
-    return changed_copy(loader, dataset=kind(loader.dataset), collate_fn=_Collate(loader.collate_fn))
-
-
-def changed_copy(loader: Any, **changed: Any) -> Any:
-    """Return a copy of a loader, of whatever class it is, with other parts, which a DataLoader does not let one set."""
-    copied = copy.copy(loader)
-    vars(copied).update(changed)
+    copied = copy.copy(loader)  # of whatever class it is; a DataLoader does not let one set its parts
+    vars(copied).update(dataset=kind(loader.dataset), collate_fn=_Collate(loader.collate_fn))
     return copied

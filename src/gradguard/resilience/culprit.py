@@ -1,4 +1,4 @@
-"""Who made a spike: the rank, the micro-batch and its samples by their loss, the parameters by their norm."""
+"""Who made a spike: the rank, the micro-batch and its samples, by their loss."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ from gradguard.distributed.processes import gather
 from gradguard.errors import GradguardError, InvalidValueError
 from gradguard.json_values import jsonable
 from gradguard.resilience.batches import Batches, MicroBatch, SampleId
-from gradguard.results import ClipResult
 
 ENOUGH = 8
 """So many losses tell what is usual."""
@@ -30,7 +29,6 @@ class Culprit:
         blamed: The micro-batches whose loss stands out, the highest first; empty where nobody can be blamed.
         scores: How far the loss of each of ``micro_batches`` stands above the usual ones, in deviations.
         micro_batches: Those of the step, of all ranks.
-        parameters: Those with the largest gradient norm, each with its share of the squared norm of all.
         reason: Why these, or why nobody, in a sentence.
     """
 
@@ -38,7 +36,6 @@ class Culprit:
     blamed: tuple[MicroBatch, ...]
     scores: tuple[float | None, ...]
     micro_batches: tuple[MicroBatch, ...]
-    parameters: tuple[tuple[str, float], ...]
     reason: str
 
     @property
@@ -51,15 +48,13 @@ class Culprit:
         return jsonable({**asdict(self), "ids": list(self.ids)})
 
 
-def find_culprit(
-    batches: Batches, step: int, result: ClipResult | None = None, *, k: float = FAR, group: Any = None
-) -> Culprit:
+def find_culprit(batches: Batches, step: int, *, group: Any = None) -> Culprit:
     r"""Say which micro-batches made a step a spike, by their loss. All processes call it for the same step.
 
     With x the logarithms of the micro-batches' losses of the earlier steps in the ring, on all ranks, a micro-batch is
     blamed if
 
-    .. math:: \log L - \operatorname{median}(x) > k \max(1.4826 \operatorname{MAD}(x), 0.05)
+    .. math:: \log L - \operatorname{median}(x) > 6 \max(1.4826 \operatorname{MAD}(x), 0.05)
 
     (by the losses themselves, with a floor of 5 % of the median, where one is not positive). It costs one gather of
     plain numbers, so call it only after a spike.
@@ -72,16 +67,13 @@ def find_culprit(
     | one loss of several stands out | its micro-batch |
     | a step of one micro-batch, which stands out | that one: the data or the weights, `gradguard replay-step` tells |
     | most stand out, of several | nobody: bad weights, or a change in the data of all |
-    | none stands out | nobody: the norm rose without the loss; see ``parameters`` |
+    | none stands out | nobody: the norm rose without the loss |
     | a loss that is NaN or infinite | its micro-batch |
     | fewer than 8 losses to compare with | nobody |
 
     Args:
-        batches: What has watched the batches.
+        batches: The object that has watched the batches.
         step: Number of the step, still in the ring.
-        result: The clip of that step, such as ``guard.last``: of these gradients the norms are told, which are those
-            after the reduction between processes.
-        k: How many deviations.
         group: The processes that take part; None for all.
 
     Returns:
@@ -102,10 +94,10 @@ def find_culprit(
         >>> find_culprit(batches, 8).ids
         (34, 35)
     """
-    told = gather(_own(batches, [step]), group, _TASK)
-    if errors := [one for (one,), _ in told if isinstance(one, str)]:
+    (here,), usual = _of_all_ranks(batches, [step], group)
+    if errors := [one for one in here if isinstance(one, str)]:
         raise InvalidValueError(errors[0])
-    return _culprit(step, [one for (one,), _ in told], _usual(told), result, k)
+    return _culprit(step, here, usual)
 
 
 def find_culprits(batches: Batches, steps: Sequence[int], *, group: Any = None) -> tuple[Culprit, ...]:
@@ -114,17 +106,16 @@ def find_culprits(batches: Batches, steps: Sequence[int], *, group: Any = None) 
     Steps that some process does not remember are left out. All processes call it for the same steps.
 
     Args:
-        batches: What has watched the batches.
+        batches: The object that has watched the batches.
         steps: Numbers of steps that rise, at least one.
         group: The processes that take part; None for all.
 
     Returns:
         Who is blamed for each, the same on all processes.
     """
-    told = gather(_own(batches, steps), group, _TASK)
-    usual, of_steps = _usual(told), zip(*(of_rank for of_rank, _ in told), strict=True)
+    of_steps, usual = _of_all_ranks(batches, steps, group)
     return tuple(
-        _culprit(step, here, usual, None, FAR)
+        _culprit(step, here, usual)
         for step, here in zip(steps, of_steps, strict=True)
         if not any(isinstance(one, str) for one in here)
     )
@@ -136,32 +127,24 @@ def to_leave_out(culprits: Sequence[Culprit]) -> tuple[tuple[MicroBatch, ...], t
     A step of which nothing stands out is no part of the burst, unless that holds for all of them.
 
     Args:
-        culprits: What `find_culprits` said.
+        culprits: The result of `find_culprits`.
     """
     blamed = tuple(one for culprit in culprits for one in culprit.blamed)
     unclear = [one for one in culprits if not one.blamed]
-    whole = [one for one in unclear if _may_be_all_of_it(one.scores)]
+    # Of those where no score is known, or one stands out, all micro-batches may have made it.
+    whole = [one for one in unclear if max((s for s in one.scores if s is not None), default=math.inf) > FAR]
     if not blamed and not whole:
         whole = unclear
     return blamed, tuple(one for culprit in whole for one in culprit.micro_batches)
 
 
-def _may_be_all_of_it(scores: Sequence[float | None]) -> bool:
-    known = [score for score in scores if score is not None]
-    return not known or max(known) > FAR
-
-
-def _usual(told: Sequence[Any]) -> list[float]:
-    return [loss for _, losses in told for loss in losses]
-
-
-def _culprit(step: int, of_ranks: Sequence[Any], usual: list[float], result: ClipResult | None, k: float) -> Culprit:
+def _culprit(step: int, of_ranks: Sequence[Any], usual: list[float]) -> Culprit:
     here = tuple(one for micro_batches in of_ranks for one in micro_batches)
     if len(usual) < ENOUGH:
         usual = usual + [one.loss for one in here if one.loss is not None and math.isfinite(one.loss)]
     scores = tuple(None if one.loss is None or len(usual) < ENOUGH else deviations(one.loss, usual) for one in here)
-    blamed, reason = _judge(here, scores, k, len(usual))
-    return Culprit(step, blamed, scores, here, largest_parameters(result), reason)
+    blamed, reason = _judge(here, scores, len(usual))
+    return Culprit(step, blamed, scores, here, reason)
 
 
 def deviations(value: float, usual: Sequence[float], floor: float = 0.05) -> float:
@@ -185,44 +168,30 @@ def deviations(value: float, usual: Sequence[float], floor: float = 0.05) -> flo
     return (value - middle) / spread if spread else math.copysign(math.inf, value - middle)
 
 
-def largest_parameters(result: ClipResult | None, count: int = 5) -> tuple[tuple[str, float], ...]:
-    """Return the parameters with the largest norms, with their share of the squared norm; none where nobody knows."""
-    if result is None:
-        return ()
-    norms = dict(zip(result.names, result.tensor_norms.tolist(), strict=True))
-    wrong = [(name, math.nan) for name, norm in norms.items() if not math.isfinite(norm)]
-    top = max(norms.values(), default=0.0)
-    if wrong or not top:
-        return tuple(wrong[:count])
-    total = math.fsum((norm / top) ** 2 for norm in norms.values())
-    ordered = sorted(norms.items(), key=lambda one: -one[1])[:count]
-    return tuple((name, (norm / top) ** 2 / total) for name, norm in ordered)
-
-
-def _own(batches: Batches, steps: Sequence[int]) -> Any:
-    """This process' micro-batches of each step, words where it has none, and the finite losses before the first."""
+def _of_all_ranks(batches: Batches, steps: Sequence[int], group: Any) -> tuple[list[Any], list[float]]:
+    """Return the micro-batches of each step by rank, or words where a rank has none, and the finite losses before."""
     earlier = [one.loss for s in batches.known if s < steps[0] for one in batches.of_step(s)]
-    found: list[Any] = []
+    own: list[Any] = []
     for step in steps:
         try:
-            found.append(batches.of_step(step))
+            own.append(batches.of_step(step))
         except GradguardError as error:
-            found.append(str(error))
-    return found, [loss for loss in earlier if loss is not None and math.isfinite(loss)]
+            own.append(str(error))
+    told = gather((own, [loss for loss in earlier if loss is not None and math.isfinite(loss)]), group, _TASK)
+    of_steps = list(zip(*(of_rank for of_rank, _ in told), strict=True))
+    return of_steps, [loss for _, losses in told for loss in losses]
 
 
-def _judge(
-    here: Sequence[MicroBatch], scores: Sequence[float | None], k: float, losses: int
-) -> tuple[tuple[MicroBatch, ...], str]:
+def _judge(here: Sequence[MicroBatch], scores: Sequence[float | None], losses: int) -> tuple[Any, ...]:
+    """Return the blamed micro-batches, and why these."""
     known = [(score, one) for score, one in zip(scores, here, strict=True) if score is not None]
-    out = sorted((pair for pair in known if pair[0] > k), key=lambda pair: -pair[0])
+    out = sorted((pair for pair in known if pair[0] > FAR), key=lambda pair: -pair[0])
     if not known:
         why = f"only {losses} losses are known" if any(one.loss is not None for one in here) else "no loss is known"
-        return (
-            (),
+        return (), (
             f"{why}, and {ENOUGH} tell what is usual: pass each to guard.record_loss(loss) or "
-            "batches.record_loss(loss).",
-        )
+            "batches.record_loss(loss)."
+        )  # fmt: skip
     if not out:
         highest = max(score for score, _ in known)
         return (), f"the loss of no micro-batch stands out (the highest by {highest:.1f} deviations)."

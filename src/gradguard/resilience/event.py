@@ -17,7 +17,7 @@ class Event:
         what: ``"spike"``, ``"burst"`` (spikes in a row, as many as the detector's cap), ``"shift"`` (a burst that
             turned out to be what the data are like now) or ``"nonfinite"``.
         action: ``"skipped"``, ``"adopted"``, ``"rolled back"``, ``"rolled back, slowed down"`` or ``"went on"``.
-        signal: What was too high: ``"loss"``, ``"norm"`` or the name of a group.
+        signal: The number that was too high: ``"loss"``, ``"norm"`` or the name of a group.
         score: How far, in the detector's deviations.
         ids: The samples of the micro-batches that `find_culprit` blames, of whichever process; where nobody stands
             out, those that this process had on the steps in question. As far as `SpikeRecovery.batch` told.

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +19,14 @@ from gradguard.files.writing import replacing
 from gradguard.monitoring.record.text import printable
 from gradguard.resilience.batches import Batches, SampleId
 from gradguard.resilience.culprit import Culprit
+from gradguard.state.copies import Restorer
 from gradguard.state.generators import check_states
-from gradguard.state.plain_file import LAYOUTS, PlainReader, PlainWriter
-from gradguard.state.plain_values import PlainError
+from gradguard.state.plain_file import PlainError, PlainReader, PlainWriter
+from gradguard.state.saved_snapshot import Unpacker
 from gradguard.state.snapshot import Snapshot
 from gradguard.torch_private import is_fsdp1
 
-FORMAT = 2
+FORMAT = 3
 _KIND = "step"
 
 
@@ -107,8 +107,8 @@ def write_evidence(
 
     Args:
         file: Where to write, such as ``"spike-1204.pt"``.
-        batches: What has kept the batches: ``Batches(keep=True)``.
-        culprit: What `find_culprit` said.
+        batches: The object that has kept the batches: ``Batches(keep=True)``.
+        culprit: The result of `find_culprit`.
         model: The model, with the weights that it has now.
         older: Weights of another time by the number of the step that they were before, such as those of a snapshot
             from before the spike: without them bad data cannot be told from this batch on these weights.
@@ -153,7 +153,7 @@ def write_evidence(
         "reason": culprit.reason,
         "suspects": [_batch(batches, culprit.step, number) for number in numbers],
         "others": _others(batches, culprit.step, others),
-        "states": {step: _plain(dict(one), f"the weights before step {step}") for step, one in weights.items()},
+        "states": _plain(weights),
         "training": model.training,
         "eval_modules": _eval_modules(model),
         "versions": {"torch": str(torch.__version__)},
@@ -170,11 +170,11 @@ def read_evidence(file: str | os.PathLike[str]) -> StepEvidence:
     try:
         with PlainReader(file, _KIND) as reader:
             if (version := reader.about.get("format")) == FORMAT:
-                return _evidence(reader.content())
+                return _evidence(Restorer().restored(Unpacker(reader).copy(reader.content())))
     except OSError as error:
         raise RecordError(f"cannot read {file}: {error.strerror or error}.") from error
     except Exception as error:  # of a file of something else anything may be raised, and nothing is run
-        why = "it was written by an earlier gradguard, or by torch.save" if is_zipfile(file) else error
+        why = str(error).partition("\n")[0]
         raise RecordError(
             f"{file} is not what gradguard.resilience.write_evidence writes, or it is cut off ({why})."
         ) from error
@@ -185,7 +185,7 @@ def _evidence(found: dict[str, Any]) -> StepEvidence:
     """Take a file's word for what it says, where each field is what it must be.
 
     Returns:
-        What it says.
+        Its content.
 
     Raises:
         ValueError: A field is something else.
@@ -272,14 +272,13 @@ def gathered_weights(model: nn.Module, state: Mapping[str, Any] | None = None) -
 def _batch(batches: Batches, step: int, number: int) -> dict[str, Any]:
     one = batches.of_step(step)[number]
     content, generators = batches.content(step, number)
-    where = f"micro-batch {number} of step {step}"
     return {
         "step": step,
         "number": number,
         "ids": None if one.ids is None else list(one.ids),
         "loss": one.loss,
-        "content": _plain(content, where),
-        "generators": _plain(generators, f"the generators before {where}"),
+        "content": _plain(content),
+        "generators": generators,
     }
 
 
@@ -302,33 +301,13 @@ def _eval_modules(model: nn.Module) -> list[str]:
     return list(plain_names(model, names).values())
 
 
-def _plain(value: Any, where: str) -> Any:
-    """Return a value of tensors, numbers, strings, arrays and containers of these, which a file holds without code."""
+def _plain(value: Any) -> Any:
+    """Return ``value`` with dicts in the place of other mappings, and tensors in that of parameters."""
     if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "items")):
-        return {_plain(key, where): _plain(one, where) for key, one in value.items()}
+        return {key: _plain(one) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_plain(one, where) for one in value)
-    if type(value) in (Tensor, nn.Parameter) and _has_form(value):
-        return value.detach().to("cpu", copy=True)
-    kinds: tuple[Any, ...] = (bool, int, float, str, bytes)
-    for kind in kinds:  # of an IntEnum or NumPy's float64 the number that it is
-        if isinstance(value, kind):
-            return kind(value)
-    if value is None or (
-        type(value).__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "") in [*"biufc"]
-    ):
-        return value
-    raise InvalidTypeError(
-        f"{where} holds {type(value).__module__}.{type(value).__qualname__}, which is not written: expected tensors, "
-        "numbers and strings in dicts, lists and tuples. Say what the step needs of it: batches.saw(ids, "
-        "batch={'x': batch.x, 'y': batch.y})."
-    )
-
-
-def _has_form(tensor: Tensor) -> bool:
-    return (
-        not tensor.is_nested and not tensor.is_quantized and (is_strided(tensor) or tensor.layout in LAYOUTS.values())
-    )
+        return type(value)(map(_plain, value))
+    return value.detach() if isinstance(value, nn.Parameter) else value
 
 
 def is_strided(value: Any) -> bool:
@@ -351,9 +330,12 @@ def _read_batch(written: dict[str, Any]) -> EvidenceBatch:
 def _save(written: dict[str, Any], file: Path) -> Path:
     writer = PlainWriter(_KIND)
     try:
-        document = writer.document({"format": FORMAT}, writer.codec.encoded(written))
+        document = writer.document({"format": FORMAT}, written)
     except PlainError as error:
-        raise InvalidTypeError(f"the batches or weights hold {error}, which is not written.") from error
+        raise InvalidTypeError(
+            f"the batches or weights hold {error}, which is not written: expected tensors, numbers and strings in "
+            "dicts, lists and tuples. Say what the step needs: batches.saw(ids, batch={'x': batch.x, 'y': batch.y})."
+        ) from error
     try:
         with replacing(file) as out:
             writer.write(out, document)

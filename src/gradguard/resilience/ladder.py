@@ -118,24 +118,24 @@ class SpikeRecovery:
         model: The module that is trained.
         optimizer: Its optimizer.
         clipper: The clipper; None for ``ClipByMedian()``.
-        detector: What tells a spike; None for ``SpikeDetector(cap=5)``. Those without ``adopted`` only ever skip.
-        extra_state: What else goes back, as for `Snapshot`: schedulers, a GradScaler, an averaged model.
+        detector: The judge of spikes; None for ``SpikeDetector(cap=5)``. Those without ``adopted`` only ever skip.
+        extra_state: Further objects that go back, as for `Snapshot`: schedulers, a GradScaler, an averaged model.
         bad_samples: Where to note the samples of bursts and spikes; None for nowhere.
         snapshot_every: Steps between two snapshots.
         detection_delay: Steps from a measurement to what is done about it; None for 2 on an accelerator, so that the
             host does not wait, and 0 on the CPU. Weights from just before a burst are there if it is below
             ``detector.cap`` - 2; else those of the last snapshot.
-        lr_factor: What the learning rate is multiplied by after a second roll-back; 1 leaves it.
+        lr_factor: The factor of the learning rate after a second roll-back; 1 leaves it.
         budget: Roll-backs within 1,000 steps that are no error.
         evidence: A folder for what ``gradguard replay-step`` reads: one file, as large as the weights twice, at the
             first spike of a burst, and at most one in ``snapshot_every`` steps. `batch` must then be given the batches,
             which are kept for as long as their samples. A file that cannot be written is a warning.
         process_group: The processes that train this model together, as for `SkipSpikes`.
-        guard_options: What `Guard` takes beside: ``nonfinite``, ``max_consecutive_skips``, ``mesh``, ...
+        guard_options: Further arguments of `Guard`: ``nonfinite``, ``max_consecutive_skips``, ``mesh``, ...
 
     Attributes:
         guard: The `Guard` that it has made.
-        events: What happened, in order.
+        events: The events, in order.
         steps: Steps so far, skipped and undone ones included.
         batches: Which samples the last steps had.
 
@@ -245,7 +245,7 @@ class SpikeRecovery:
         """Act on what is known of the step ``detection_delay`` steps ago; call it after each ``optimizer.step()``.
 
         Returns:
-            What was done; None for nothing.
+            The event; None if nothing was done.
 
         Raises:
             SpikeError: If there were more roll-backs than the budget allows.
@@ -348,7 +348,7 @@ class SpikeRecovery:
         if now.nonfinite:
             return
         if now.step <= self._held_at:
-            self._shelf.drop_newest()
+            del self._shelf.kept[-1:]
         self._held_at = 0
 
     def _suspect(self, now: _Measured) -> Event:
@@ -406,7 +406,7 @@ class SpikeRecovery:
     ) -> Event:
         """Tell of a roll-back, and pay for it: with a lower rate from the second on, and with an error in the end."""
         self._burst, self._nonfinite, self._calm_since = None, 0, self.steps
-        self._shelf.drop_after(base.step)
+        self._shelf.kept = [kept for kept in self._shelf.kept if kept.step <= base.step]
         recent = sum(e.to_step is not None and self.steps - e.step < 1000 for e in self.events)
         action = "rolled back, slowed down" if recent and self.lr_factor < 1 else "rolled back"
         event = self._event(first, what, action, seen, to_step=base.step, **more)
@@ -577,36 +577,30 @@ class _Shelf:
         self.clear()
 
     def clear(self) -> None:
-        self._kept: list[_KeptSnapshots] = []
+        self.kept: list[_KeptSnapshots] = []
         self._spare: Snapshot | None = None
 
     def is_due(self, step: int, every: int, calm_since: int) -> bool:
-        if not self._kept:
+        if not self.kept:
             return True
-        return step - calm_since > self._delay and step - self._kept[-1].step >= max(every, self._delay)
+        return step - calm_since > self._delay and step - self.kept[-1].step >= max(every, self._delay)
 
     def take(self, step: int, now: int) -> None:
         """Keep the state as it is at step ``now``, which is that after ``step``."""
-        if len(self._kept) < 2:
+        if len(self.kept) < 2:
             snapshot = self._make()
         else:  # the older one goes, unless the newer is too young to be alone: it may hold what is not detected yet
-            snapshot = self._kept.pop(0 if step - self._kept[1].step >= self._delay else 1).snapshot
+            snapshot = self.kept.pop(0 if step - self.kept[1].step >= self._delay else 1).snapshot
         snapshot.take()
-        self._kept = sorted([*self._kept, _KeptSnapshots(step, now, snapshot)], key=lambda kept: kept.step)
+        self.kept = sorted([*self.kept, _KeptSnapshots(step, now, snapshot)], key=lambda kept: kept.step)
 
     def before(self, step: int) -> _KeptSnapshots | None:
         """Return the newest from before ``step``."""
-        return next((kept for kept in reversed(self._kept) if kept.step < step), None)
+        return next((kept for kept in reversed(self.kept) if kept.step < step), None)
 
     def taken_before(self, step: int) -> _KeptSnapshots | None:
         """Return the newest that was taken before ``step`` began."""
-        return next((kept for kept in reversed(self._kept) if kept.taken < step), None)
-
-    def drop_newest(self) -> None:
-        self._kept = self._kept[:-1]
-
-    def drop_after(self, step: int) -> None:
-        self._kept = [kept for kept in self._kept if kept.step <= step]
+        return next((kept for kept in reversed(self.kept) if kept.taken < step), None)
 
     def spare(self, step: int) -> _KeptSnapshots:
         """Return a snapshot of the state as it is now."""

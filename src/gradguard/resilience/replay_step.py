@@ -18,7 +18,7 @@ from gradguard.files.opening import open_regular, refuse_compressed
 from gradguard.json_values import jsonable
 from gradguard.resilience.culprit import FAR, deviations
 from gradguard.resilience.evidence import EvidenceBatch, StepEvidence, read_evidence
-from gradguard.state.generators import States, generator_states, restore_generators
+from gradguard.state.generators import generator_states, restore_generators
 
 FEWEST = 4
 """So many other batches tell what is usual on the same weights."""
@@ -41,7 +41,7 @@ class StateResult:
 
     Attributes:
         step: Number of the step that the weights were before; None of a file that does not say.
-        label: What to call them.
+        label: A name for them.
         suspects: The batches of the spike.
         others: Batches of other steps.
     """
@@ -74,7 +74,7 @@ class ReplayReport:
         step: Number of the step.
         rank: Whose batches these are.
         ids: The samples of the suspects.
-        states: What was measured.
+        states: The measured losses and norms.
     """
 
     verdict: str
@@ -114,7 +114,7 @@ def replay_step(file: str | Path, target: str, states: Sequence[str | Path] = ()
     """Compute the step in ``file`` again, on all weights that are known, beside other batches.
 
     Args:
-        file: What `write_evidence` has written.
+        file: A file of `write_evidence`.
         target: ``package.module:name`` of a function without arguments that returns ``(model, step)``: the model as it
             is built, and ``step(batch)``, which returns the loss of a batch as in training.
         states: Further weights, such as those of an older checkpoint: files of a ``state_dict``.
@@ -154,7 +154,9 @@ def judge(evidence: StepEvidence, results: Sequence[StateResult]) -> _Judgement:
     bad data stand out on any weights, on bad weights all batches stand out. Weights from after the step may be bad
     because of it, so these do not clear the data.
     """
-    at = _of_the_spike(evidence.step, results)
+    # The weights of the step, else those nearest to it, of two that are as near the later ones.
+    far = [math.inf if one.step is None else abs(one.step - evidence.step - 0.25) for one in results]
+    at = results[far.index(min(far))]
     older = next((one for one in results if one is not at and (one.step is None or one.step < evidence.step)), None)
     if len(at.others) < FEWEST:
         return "INCONCLUSIVE", None, (
@@ -236,12 +238,6 @@ def _does_not_come_back(evidence: StepEvidence, at: StateResult) -> _Judgement:
     )  # fmt: skip
 
 
-def _of_the_spike(step: int, results: Sequence[StateResult]) -> StateResult:
-    """The weights of the step, else those nearest to it."""
-    known = [(abs(one.step - step), one.step < step, i) for i, one in enumerate(results) if one.step is not None]
-    return results[min(known)[-1]]
-
-
 def _raised(evidence: StepEvidence, at: StateResult, older: StateResult | None) -> bool | None:
     """Whether the other batches are far above what they were: on older weights, or in training, a little before."""
     told = [] if older is None else [*_above(at, older)]
@@ -299,7 +295,9 @@ class _ReplayedRun:
         self._load(label, weights)
         self._set_modes()
         self.model.zero_grad(set_to_none=True)
-        _set_generators(batch.generators)
+        here = {device for device, _ in generator_states()["devices"]}
+        devices = [pair for pair in batch.generators["devices"] if pair[0] in here]
+        restore_generators({**batch.generators, "devices": devices})
         try:
             loss = self.step(batch.content)
         except GradguardError:
@@ -340,11 +338,6 @@ class _ReplayedRun:
             if name not in modules:
                 raise CommandError(f"the model that {self.target} returned has no module {name!a:.80}, as in training.")
             modules[name].training = False
-
-
-def _set_generators(states: States) -> None:
-    here = {device for device, _ in generator_states()["devices"]}
-    restore_generators({**states, "devices": [pair for pair in states["devices"] if pair[0] in here]})
 
 
 def _made(target: str) -> tuple[nn.Module, Callable[[Any], Any]]:
@@ -389,8 +382,6 @@ def _described(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     if isinstance(value, dict):
         return f"a dict of {[*value][:8]}"
-    if isinstance(value, list | tuple):
-        return f"a {type(value).__name__} of {len(value)}"
     return type(value).__name__
 
 

@@ -34,7 +34,9 @@ class SlowDown:
         if factor == 1:
             self.remove()
         elif self._hooks is None:  # behind the guard's: it must be the last to end a step
-            self._hooks = EveryStep(_nothing, self._end, optimizer=self._optimizer, enter=self._begin)
+            self._hooks = EveryStep(
+                lambda *_: None, lambda _: self.put_back(), optimizer=self._optimizer, enter=self._begin
+            )
 
     def remove(self) -> None:
         """Stop acting."""
@@ -55,10 +57,6 @@ class SlowDown:
                 self._before.append((group, rate, None))
                 group["lr"] = rate * self._factor
 
-    def _end(self, optimizer: Optimizer) -> None:
-        del optimizer
-        self.put_back()
-
     def put_back(self) -> None:
         """Give the groups their own rates again."""
         for group, rate, value in self._before:
@@ -66,7 +64,3 @@ class SlowDown:
                 rate.detach().copy_(value)
             group["lr"] = rate
         self._before = []
-
-
-def _nothing(optimizer: Optimizer, number: int) -> None:
-    del optimizer, number

@@ -163,7 +163,7 @@ class PlainCopy(TensorCopy):
     """The copy of a tensor that wraps no other.
 
     Args:
-        memory: What it held.
+        memory: A tensor with its elements.
         device: Where it was.
         layout: How it lay there.
     """

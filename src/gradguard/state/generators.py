@@ -104,15 +104,14 @@ def check_states(states: States) -> None:
         random.Random().setstate(states["python"])
         torch.Generator().set_state(states["torch"])
         if (of_numpy := states["numpy"]) is not None:
-            kind, key, position, has_gauss, gauss = of_numpy
-            right = (kind, key.dtype.str[1:], key.shape) == ("MT19937", "u4", (624,)) and type(gauss) is float
-            if not (right and type(position) is int and 0 <= position <= 624 and has_gauss in (0, 1)):
+            importlib.import_module("numpy").random.RandomState().set_state(of_numpy)
+            if not 0 <= of_numpy[2] <= 624:
                 raise ValueError("the state of NumPy's generator is none")
         for device, state in states["devices"]:
             torch.device(device)
             if not isinstance(state, Tensor) or state.dtype is not torch.uint8:
                 raise ValueError("the state of a device's generator is none")
-    except (TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+    except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"the state of a random generator is none ({error})") from error
 
 

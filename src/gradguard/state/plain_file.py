@@ -1,39 +1,54 @@
-"""One file of values and the tensors in them: a document of plain data, and raw blocks of bytes."""
+"""One file of values and tensors: a JSON document, and a raw block of bytes for each tensor. Nothing in it is code.
+
+A value that JSON lacks stands in an object of one entry, whose name is its kind: ``{"tuple": [1, 2]}``. The kinds are a
+fixed list, so a file never names what is called. A tensor is the number of its block.
+"""
 
 import ctypes
 import json
-import math
 import os
+import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from gradguard.files.blocks import MOST_DIMENSIONS, BlockFile, NewBlock, is_count, number_of_elements, write_blocks
-from gradguard.files.json_text import decode_json
-from gradguard.state.plain_values import (
-    Codec,
-    PlainError,
-    array_dtype,
-    checked_dtype,
-    dtype_name,
-    is_array,
-)
+from gradguard.files.blocks import BlockFile, NewBlock, write_blocks
+from gradguard.files.json_text import DEEPEST, decode_json, depth_of
+from gradguard.tensors.layout import is_dense
 from gradguard.torch_private import sparse_indices, sparse_values
 
 _CHECKSUM = "crc32"
-LAYOUTS = {"sparse_coo": torch.sparse_coo, "sparse_csr": torch.sparse_csr, "sparse_csc": torch.sparse_csc}
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_DTYPES = {name: d for name, d in _DTYPES.items() if not name.startswith(("q", "bits"))}
+_FACTORIES: dict[str, Any] = {"None": None, **{one.__name__: one for one in (list, dict, set, int, float)}}
+_SPARSE: dict[str, Any] = {
+    "sparse_coo": torch.sparse_coo_tensor,
+    "sparse_csr": torch.sparse_csr_tensor,
+    "sparse_csc": torch.sparse_csc_tensor,
+}
+LAYOUTS = {name: getattr(torch, name) for name in _SPARSE}
+"""The sparse layouts that a file holds, by their names."""
+
+
+class PlainError(ValueError):
+    """A value has no form in a file; or a file holds something that is never written."""
+
+
+class Reference(NamedTuple):
+    """A function or class that a state points to: the run that loads must have the same one in this place."""
+
+    name: str
 
 
 class StoredTensor(NamedTuple):
-    """A tensor whose bytes are a block of the file, in the order of its memory."""
+    """A tensor whose bytes are a block of the file, in the order of its memory; ``like`` has its layout, no numbers."""
 
     number: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    like: Tensor
     device: str
     checksum: int
 
@@ -41,18 +56,15 @@ class StoredTensor(NamedTuple):
 class StoredSparse(NamedTuple):
     """A sparse tensor: its indices and its values."""
 
-    number: int
     layout: str
     shape: tuple[int, ...]
-    parts: tuple[StoredTensor, ...]
-    device: str
     coalesced: bool
+    parts: list[StoredTensor]
 
 
 class StoredShard(NamedTuple):
-    """The part of a DTensor that a process holds. `gradguard.state.saved_snapshot` keeps the table of these."""
+    """The part of a DTensor that a process holds."""
 
-    number: int
     local: StoredTensor
     mesh: tuple[Any, ...]
     placements: tuple[str, ...]
@@ -61,32 +73,102 @@ class StoredShard(NamedTuple):
     requires_grad: bool
 
 
-_SPARSE: dict[str, Any] = {
-    "sparse_coo": torch.sparse_coo_tensor,
-    "sparse_csr": torch.sparse_csr_tensor,
-    "sparse_csc": torch.sparse_csc_tensor,
+class _Kind(NamedTuple):
+    """How values of one type are told by simpler ones, and made of these again."""
+
+    type: type
+    told: Callable[[Any], Any]
+    made: Callable[[Any], Any]
+
+
+def _fields(kind: Any) -> _Kind:
+    return _Kind(kind, list, lambda told: kind(*told))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in a file.
+
+    Raises:
+        PlainError: It has none, as quantized ones.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise PlainError(f"a tensor of {dtype}")
+    return name
+
+
+def checked_device(text: str) -> torch.device:
+    """Return the device of this name, which this machine has.
+
+    Raises:
+        PlainError: It has none.
+    """
+    device = torch.device(text)
+    if device.type != "cpu" and torch.get_device_module(device).device_count() <= (device.index or 0):
+        raise PlainError(f"a tensor was on {device}, which this machine has not")
+    return device
+
+
+def _pairs(value: Mapping[Any, Any]) -> list[Any]:
+    for key in value:
+        for part in key if type(key) is tuple else [key]:
+            if type(part) not in (type(None), bool, int, float, str, bytes):
+                raise PlainError(f"a key that is a {type(part).__name__}")
+    return [[key, one] for key, one in value.items()]
+
+
+def _ordered(told: Any) -> OrderedDict[Any, Any]:
+    pairs, attributes = told
+    made = OrderedDict(pairs)
+    vars(made).update(attributes)
+    return made
+
+
+def _told_defaultdict(value: defaultdict[Any, Any]) -> list[Any]:
+    for name, factory in _FACTORIES.items():
+        if factory is value.default_factory:
+            return [name, _pairs(value)]
+    raise PlainError(f"a defaultdict of {value.default_factory}")
+
+
+_KINDS = {
+    "tuple": _Kind(tuple, list, tuple),
+    "set": _Kind(set, list, set),
+    "frozenset": _Kind(frozenset, list, frozenset),
+    "size": _Kind(torch.Size, list, torch.Size),
+    "deque": _Kind(deque, lambda value: [value.maxlen, list(value)], lambda told: deque(told[1], told[0])),
+    "complex": _Kind(complex, lambda value: [value.real, value.imag], lambda told: complex(*told)),
+    "bytes": _Kind(bytes, bytes.hex, bytes.fromhex),
+    "dtype": _Kind(torch.dtype, dtype_name, _DTYPES.__getitem__),
+    "device": _Kind(torch.device, str, checked_device),
+    "mapping": _Kind(dict, _pairs, dict),
+    "counter": _Kind(Counter, _pairs, lambda told: Counter(dict(told))),
+    "ordered dict": _Kind(OrderedDict, lambda value: [_pairs(value), vars(value)], _ordered),
+    "defaultdict": _Kind(defaultdict, _told_defaultdict, lambda told: defaultdict(_FACTORIES[told[0]], told[1])),
+    "reference": _fields(Reference),
+    "sparse": _fields(StoredSparse),
+    "shard": _fields(StoredShard),
 }
-_TABLES: dict[type, str] = {StoredTensor: "tensor", StoredSparse: "sparse", StoredShard: "shard"}
+_NAMES = {kind.type: name for name, kind in _KINDS.items()}
+_AS_THEY_ARE = (type(None), bool, int, float, str)
+"""Types that JSON has; of floats also NaN and infinity, as Python writes them."""
 
 
 def is_stored(value: Any) -> bool:
     """Tell whether ``value`` stands for a tensor of the file."""
-    return type(value) in _TABLES
+    return isinstance(value, StoredTensor | StoredSparse | StoredShard)
 
 
 class PlainWriter:
     """Collects values and tensors, sparse ones too, and writes them as one file.
 
     Args:
-        kind: What the file is, such as ``"snapshot"``.
+        kind: The word for the file, such as ``"snapshot"``.
     """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self.tensors: list[tuple[StoredTensor, Tensor]] = []
-        self.sparse: list[StoredSparse] = []
-        self._arrays: list[tuple[Any, Any]] = []
-        self.codec = Codec(self._entry, {})
+        self._tensors: list[tuple[StoredTensor, Tensor]] = []
 
     def add(self, memory: Tensor, device: str) -> StoredTensor | StoredSparse:
         """Return the entry of a tensor on the CPU that was on ``device``.
@@ -94,54 +176,67 @@ class PlainWriter:
         Raises:
             PlainError: Its dtype or its layout has no name.
         """
-        return self._add(memory, device) if memory.layout is torch.strided else self._add_sparse(memory, device)
-
-    def _add(self, memory: Tensor, device: str) -> StoredTensor:
+        if memory.layout is not torch.strided:
+            layout = str(memory.layout).removeprefix("torch.")
+            if layout not in LAYOUTS:
+                raise PlainError(f"a tensor of the layout {memory.layout}")
+            parts: list[Any] = [self.add(part.detach(), device) for part in _sparse_parts(memory)]
+            coalesced = memory.layout is torch.sparse_coo and memory.is_coalesced()
+            return StoredSparse(layout, tuple(memory.shape), coalesced, parts)
         dtype_name(memory.dtype)
-        memory = memory if _is_dense(memory.shape, memory.stride()) else memory.contiguous()
-        layout = tuple(memory.shape), memory.stride(), memory.dtype
-        stored = StoredTensor(len(self.tensors), *layout, device, zlib.crc32(bytes_of(memory)))
-        self.tensors.append((stored, memory))
+        memory = memory if is_dense(memory) else memory.contiguous()
+        stored = StoredTensor(len(self._tensors), memory.to("meta"), device, zlib.crc32(bytes_of(memory)))
+        self._tensors.append((stored, memory))
         return stored
 
-    def _add_sparse(self, memory: Tensor, device: str) -> StoredSparse:
-        layout = str(memory.layout).removeprefix("torch.")
-        if layout not in LAYOUTS:
-            raise PlainError(f"a tensor of the layout {memory.layout}")
-        parts = tuple(self._add(part.detach(), device) for part in _sparse_parts(memory))
-        coalesced = memory.layout is torch.sparse_coo and memory.is_coalesced()
-        self.sparse.append(StoredSparse(len(self.sparse), layout, tuple(memory.shape), parts, device, coalesced))
-        return self.sparse[-1]
+    def document(self, about: Mapping[str, Any], content: Any) -> str:
+        """Return the document of the file; the tensors of ``content`` are collected.
 
-    def _entry(self, value: Any) -> tuple[str, int] | None:
-        if type(value) in _TABLES:
-            return _TABLES[type(value)], value.number
+        Args:
+            about: Numbers and texts by their names.
+            content: The values.
+
+        Raises:
+            PlainError: A value has no form in a file; it says which.
+        """
+        told = self._encoded(content)
+        tensors = [
+            [list(one.like.shape), list(one.like.stride()), dtype_name(one.like.dtype), one.device, one.checksum]
+            for one, _ in self._tensors
+        ]
+        text = json.dumps({**about, "tensors": tensors, "content": told}, separators=(",", ":"))
+        if depth_of(text.encode()) > DEEPEST:
+            raise PlainError("containers that are nested too deeply")
+        return text
+
+    def _encoded(self, value: Any) -> Any:
+        if type(value) is list:
+            return [self._encoded(item) for item in value]
+        if type(value) in _AS_THEY_ARE:
+            return value
+        kind, content = self._told(value)
+        return {kind: self._encoded(content)}
+
+    def _told(self, value: Any) -> tuple[str, Any]:
+        """Return the kind of a value, and simpler values that tell it."""
+        if isinstance(value, StoredTensor):
+            return "tensor", value.number
+        if type(value) in _NAMES:
+            name = _NAMES[type(value)]
+            return name, _KINDS[name].told(value)
         if type(value) is Tensor:
             if value.is_nested or value.is_meta:
                 raise PlainError(
                     "a nested tensor" if value.is_nested else "a tensor without numbers, on the meta device"
                 )
             memory = value.detach().resolve_conj().resolve_neg().cpu()
-            return self._entry(self.add(memory, str(value.device)))
+            return self._told(self.add(memory, str(value.device)))
         if is_array(value):
-            content = value.tobytes()
-            self._arrays.append(([value.dtype.str, list(value.shape), zlib.crc32(content)], content))
-            return "array", len(self._arrays) - 1
-        return None
-
-    def document(self, about: Mapping[str, Any], content: Any, **tables: Any) -> str:
-        """Return what the file says of its blocks.
-
-        Args:
-            about: Numbers and texts.
-            content: The values, from ``codec``.
-            **tables: What else is written, as JSON has it.
-        """
-        tensors = [[list(t.shape), list(t.stride), dtype_name(t.dtype), t.device, t.checksum] for t, _ in self.tensors]
-        arrays = [entry for entry, _ in self._arrays]
-        sparse = [[s.layout, s.shape, [p.number for p in s.parts], s.device, s.coalesced] for s in self.sparse]
-        told = {**about, "tensors": tensors, "sparse": sparse, "arrays": arrays, **tables, "content": content}
-        return json.dumps(told, separators=(",", ":"), allow_nan=False)
+            array = sys.modules["numpy"].asarray(value)  # in which an empty text has room for a character
+            raw = torch.from_numpy(array.reshape(-1).view("u1").copy())
+            return "array", [array.dtype.str, list(array.shape), array is not value, raw]
+        kind, name = type(value).__name__, getattr(value, "__qualname__", None)
+        raise PlainError(f"a {kind}" if name is None else f"{name}, a {kind}")
 
     def write(self, file: Any, document: str) -> None:
         """Write a `document` and the blocks.
@@ -153,8 +248,7 @@ class PlainWriter:
         Raises:
             OSError: It cannot be written.
         """
-        blocks = {str(t.number): NewBlock("U8", [len(b)], b) for t, m in self.tensors for b in [bytes_of(m)]}
-        blocks |= {f"array {i}": NewBlock("U8", [len(one)], one) for i, (_, one) in enumerate(self._arrays)}
+        blocks = {str(t.number): NewBlock("U8", [len(b)], b) for t, m in self._tensors for b in [bytes_of(m)]}
         checksum = f"{zlib.crc32(document.encode()):08x}"
         write_blocks(file, {f"gradguard_{self._kind}": document, _CHECKSUM: checksum}, blocks)
 
@@ -167,15 +261,14 @@ class PlainReader:
 
     Args:
         path: The file.
-        kind: What it must be.
+        kind: The word that the file must have been written with.
 
     Attributes:
         about: Everything it says but its tensors and values.
-        tensors: What it says of each tensor.
 
     Raises:
         OSError: It cannot be read, or it is no regular file.
-        ValueError: It is another file, or it is damaged.
+        ValueError: It is another file, or it is damaged. A forged file may raise anything else here and in `content`.
     """
 
     def __init__(self, path: str | os.PathLike[str], kind: str) -> None:
@@ -187,113 +280,82 @@ class PlainReader:
             raw = text.encode("utf-8", "surrogatepass")
             if self._file.about.get(_CHECKSUM) != f"{zlib.crc32(raw):08x}":
                 raise ValueError("what it says of itself is not what was written")
-            self.about = decode_json(raw)
-            if type(self.about) is not dict:
-                raise ValueError("it says nothing of itself")
+            self.about = decode_json(raw, finite=False)
             self._content = self.about.pop("content")
-            self.tensors = [self._tensor(i, one) for i, one in enumerate(_listed(self.about.pop("tensors")))]
-            self._sparse = [self._sparse_of(i, *one) for i, one in enumerate(_listed(self.about.pop("sparse")))]
-            self._arrays = _listed(self.about.pop("arrays"))
-        except BaseException as error:
+            self._tensors = {i: self._described(i, *one) for i, one in enumerate(self.about.pop("tensors"))}
+        except BaseException:
             self._file.__exit__(None, None, None)
-            if isinstance(error, KeyError | TypeError | AttributeError):
-                raise PlainError(f"it is not what is written ({type(error).__name__})") from error
             raise
 
-    def _tensor(self, number: int, told: Any) -> StoredTensor:
-        shape, stride, name, device, checksum = told
-        dtype = checked_dtype(name)
-        block, count = self._file.blocks[str(number)], checked_layout(shape, stride)
-        if not _is_dense(shape, stride) or count * dtype.itemsize != block.nbytes:
+    def _described(self, number: int, shape: Any, stride: Any, name: str, device: str, checksum: Any) -> StoredTensor:
+        like = torch.empty_strided(shape, stride, dtype=_DTYPES[name], device="meta")
+        if not is_dense(like) or like.numel() * like.itemsize != self._file.blocks[str(number)].nbytes:
             raise ValueError("a tensor has another size than its bytes")
-        if type(device) is not str or not is_count(checksum):
-            raise ValueError("a tensor is not described as one")
-        return StoredTensor(number, tuple(shape), tuple(stride), dtype, device, checksum)
-
-    def _sparse_of(self, number: int, layout: Any, shape: Any, parts: Any, device: Any, coalesced: Any) -> StoredSparse:
-        number_of_elements(shape)
-        if layout not in LAYOUTS or type(coalesced) is not bool or type(device) is not str:
-            raise ValueError("a sparse tensor is not described as one")
-        return StoredSparse(number, layout, tuple(shape), tuple(map(self.stored, parts)), device, coalesced)
+        return StoredTensor(number, like, device, checksum)
 
     def content(self) -> Any:
-        """Return the values, with tensors on the CPU.
+        """Return the values, with entries of the file in the place of tensors; what is no value raises anything."""
+        return self._made(self._content)
 
-        Raises:
-            PlainError: Something in it is no value, or it is damaged.
-        """
-        return self._decoded({"tensor": self.tensor, "sparse": lambda n: self.full(self._sparse[n])})
+    def _made(self, told: Any) -> Any:
+        if type(told) is list:
+            return list(map(self._made, told))
+        if type(told) is not dict:
+            return told
+        ((kind, content),) = told.items()
+        content = self._made(content)
+        if kind == "tensor":
+            return self._tensors[content]
+        return self._array(*content) if kind == "array" else _KINDS[kind].made(content)
 
-    def stored_content(self, **tables: Any) -> Any:
-        """Return the values, with what is said of tensors in place of them.
+    def _array(self, name: str, shape: list[int], is_scalar: bool, raw: StoredTensor) -> Any:
+        import numpy
 
-        Args:
-            **tables: What else stands in tables: makes it of its number.
-
-        Raises:
-            PlainError: Something in it is no value.
-        """
-        return self._decoded({"tensor": self.stored, "sparse": self._sparse.__getitem__, **tables})
-
-    def _decoded(self, tables: Mapping[str, Any]) -> Any:
-        checked = {name: _numbered(function) for name, function in {**tables, "array": self._array}.items()}
-        return Codec(lambda value: None, checked).decoded(self._content)
+        array = self.tensor(raw).numpy().view(numpy.dtype(name)).reshape(shape)
+        if not is_array(array):
+            raise PlainError("an array has a dtype that is not known")
+        return array[()] if is_scalar else array
 
     def full(self, stored: StoredSparse) -> Tensor:
         """Return a sparse tensor.
 
         Raises:
-            PlainError: It is none, or it is damaged.
+            RuntimeError: It is none.
+            PlainError: It is damaged.
         """
-        parts = [self.tensor(part.number) for part in stored.parts]
-        try:
-            made = _SPARSE[stored.layout](*parts, stored.shape, check_invariants=True)
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise PlainError("a sparse tensor is none") from error
+        parts = map(self.tensor, stored.parts)
+        made = _SPARSE[stored.layout](*parts, stored.shape, check_invariants=True)
         return made.coalesce() if stored.coalesced else made
 
-    def stored(self, number: int) -> StoredTensor:
-        """Return what is said of a tensor.
-
-        Raises:
-            PlainError: There is none of this number.
-        """
-        if not is_count(number) or number >= len(self.tensors):
-            raise PlainError("a tensor is missing")
-        return self.tensors[number]
-
-    def tensor(self, number: int, *, pinned: bool = False) -> Tensor:
+    def tensor(self, stored: StoredTensor, *, pinned: bool = False) -> Tensor:
         """Return a tensor, in new memory of the host.
 
         Raises:
-            PlainError: There is none of this number, or it is damaged.
+            PlainError: It is damaged.
         """
-        stored = self.stored(number)
-        layout = stored.shape, stored.stride
-        memory = torch.empty_strided(*layout, dtype=stored.dtype, device="cpu", pin_memory=pinned)
+        memory = torch.empty_like(stored.like, device="cpu", pin_memory=pinned)
         into = bytes_of(memory)
         if self._file.read_into(str(stored.number), into) != stored.checksum:
             raise PlainError("a tensor is not what was written")
-        if stored.dtype is torch.bool and into and memory.as_strided((len(into),), (1,)).view(torch.uint8).max() > 1:
+        if memory.dtype is torch.bool and into and memory.as_strided((len(into),), (1,)).view(torch.uint8).max() > 1:
             raise PlainError("a truth value is neither true nor false")
         return memory
-
-    def _array(self, number: int) -> Any:
-        import numpy
-
-        name, shape, checksum = self._arrays[number]
-        dtype, content = array_dtype(name), self._file.read(f"array {number}")
-        if number_of_elements(shape) * dtype.itemsize != len(content) or zlib.crc32(content) != checksum:
-            raise PlainError("an array is not what was written")
-        if not dtype.itemsize or (dtype.kind == "b" and max(content, default=0) > 1):
-            raise PlainError("an array has elements that are none")
-        return numpy.frombuffer(content, dtype).reshape(shape).copy()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._file.__exit__(None, None, None)
+
+
+def is_array(value: Any) -> bool:
+    """Tell whether ``value`` is an array or a number of NumPy's, of numbers or text of a fixed length."""
+    numpy = sys.modules.get("numpy")
+    return (
+        numpy is not None
+        and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
+        and value.dtype.kind in "biufcSU"
+    )
 
 
 def _sparse_parts(sparse: Tensor) -> tuple[Tensor, ...]:
@@ -310,44 +372,3 @@ def bytes_of(memory: Tensor) -> memoryview:
     if not size:
         return memoryview(bytearray())
     return memoryview((ctypes.c_char * size).from_address(memory.data_ptr())).cast("B")
-
-
-def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill their memory, each once, in whichever order of dimensions."""
-    if len(shape) > MOST_DIMENSIONS:
-        return False
-    if not math.prod(shape):
-        return True
-    expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
-
-
-def checked_layout(shape: Any, stride: Any) -> int:
-    """Return the number of elements of a tensor that a file describes.
-
-    Raises:
-        ValueError: It has no shape, or no stride that can be meant.
-    """
-    count = number_of_elements(shape)
-    if type(stride) is not list or len(stride) != len(shape) or not all(map(is_count, stride)):
-        raise ValueError("a tensor has no stride that can be meant")
-    return count
-
-
-def _listed(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise ValueError("a table is no list")
-    return value
-
-
-def _numbered(function: Any) -> Any:
-    def checked(number: Any) -> Any:
-        if not is_count(number):
-            raise PlainError("an entry has no number")
-        return function(number)
-
-    return checked

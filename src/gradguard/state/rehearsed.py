@@ -12,16 +12,20 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import InvalidValueError
+from gradguard.state.copies import PlainCopy
 from gradguard.state.plain_file import is_stored
-from gradguard.state.plain_values import PlainError
 from gradguard.state.saved_snapshot import compare_layouts
 from gradguard.torch_private import capturable_warning_mark
 
 
 def compare_states(
-    optimizer: Optimizer, live: Mapping[str, Tensor], groups: list[dict[str, Any]], stored: Mapping[Any, Any]
+    optimizer: Optimizer,
+    live: Mapping[str, Tensor],
+    groups: list[dict[str, Any]],
+    stored: Mapping[Any, Any],
+    copies: Mapping[Any, Any],
 ) -> None:
-    """Check that the tensors of a saved state are as a step of the optimizer would have made them.
+    """Check that the tensors of a saved state are as a step of the optimizer would have made them, and count steps.
 
     Optimizers outside of `torch.optim`, LBFGS and sharded parameters are not looked at: their steps may communicate,
     count or need a closure.
@@ -30,12 +34,12 @@ def compare_states(
         optimizer: The optimizer, which is not changed.
         live: Its parameters by their places, group by group.
         groups: The numbers that were saved of each group.
-        stored: What a file holds for each place.
+        stored: The entry of the file for each place.
+        copies: The copy that was made of each.
 
     Raises:
-        InvalidValueError: If a tensor is missing or has another shape, dtype or device, or no step is possible with
-            the numbers.
-        PlainError: If a state is no dictionary.
+        InvalidValueError: If a tensor is missing or has another shape, dtype or device, if a count of steps is none,
+            or no step is possible with the numbers.
     """
     if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
         return
@@ -43,15 +47,24 @@ def compare_states(
     for numbers, group in zip(groups, optimizer.param_groups, strict=True):
         known: dict[Any, list[dict[str, Tensor]]] = {}
         for place, parameter in islice(places, len(group["params"])):
-            state = stored.get(place)
-            if not state or is_sharded(parameter):
+            if not (state := stored.get(place)) or is_sharded(parameter):
                 continue
-            if not isinstance(state, dict):
-                raise PlainError("the state of a parameter is no dictionary")
             layout = parameter.shape, parameter.stride(), parameter.dtype, parameter.device
             if layout not in known:
                 known[layout] = _expected(optimizer, numbers, group, parameter)
-            _compare_with_any(f"the state of {type(optimizer).__name__} for {place}", state, known[layout])
+            what = f"the state of {type(optimizer).__name__} for {place}"
+            _compare_with_any(what, state, known[layout])
+            _check_count(what, copies[place].get("step", 0))
+
+
+def _check_count(what: str, step: Any) -> None:
+    """Refuse a count of steps that is no number of steps."""
+    count = step.memory.item() if isinstance(step, PlainCopy) else step
+    if type(count) not in (int, float) or not 0 <= count < 2**53:
+        raise InvalidValueError(
+            f"the snapshot is damaged: {what} has counted {count!a:.40} steps: expected a number from 0 on. Nothing "
+            "was changed. Take another one."
+        )
 
 
 def _compare_with_any(what: str, state: Mapping[str, Any], expected: list[dict[str, Tensor]]) -> None:

@@ -9,7 +9,6 @@ import errno
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +16,39 @@ import torch
 from torch import Tensor
 
 from gradguard.distributed.checkpoint import first_missing, wait_for
-from gradguard.distributed.placements import is_sharded, placement_from_text, sharded_as
+from gradguard.distributed.placements import is_sharded, local_part, sharded_as, usual_placements
 from gradguard.distributed.processes import numbers_of_all, raise_together, rank_and_size
 from gradguard.errors import GradguardError, InvalidValueError, UnsupportedGradientError
-from gradguard.files.blocks import number_of_elements
 from gradguard.files.opening import is_regular
 from gradguard.files.writing import begin_directory, beside_name, drop_directory, end_directory, refuse_used, sync
 from gradguard.state.copies import PINNED, Copier, PlainCopy, Restorer, TensorCopy, WrappedCopy
 from gradguard.state.plain_file import (
     LAYOUTS,
+    PlainError,
     PlainReader,
     PlainWriter,
     StoredShard,
     StoredSparse,
     StoredTensor,
-    checked_layout,
+    checked_device,
+    is_stored,
 )
-from gradguard.state.plain_values import PlainError, checked_device
 
-_FORMAT = 3
+_FORMAT = 4
 _KIND = "snapshot"
 _TASK = "save a snapshot"
 
 
 class Packer(Restorer):
-    """Makes plain data of copies: ``restored`` returns them with entries of tables in place of tensors.
+    """Makes plain data of copies: ``restored`` returns them with entries of the file in place of tensors.
 
     Attributes:
         writer: The writer of the file.
-        shards: The parts of DTensors so far, in the order of their table.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.writer = PlainWriter(_KIND)
-        self.shards: list[StoredShard] = []
         self._known: dict[int, Any] = {}
 
     def _tensor(self, kept: TensorCopy, live: Any) -> Any:
@@ -71,15 +68,9 @@ class Packer(Restorer):
                 "and DTensors. Keep the snapshot in memory, or save checkpoints with your own state_dict."
             )
         mesh, placements = sharding
-        shape, stride = tuple(kept.shape), tuple(kept.stride)
-        about = self.restored(local), _key(mesh), tuple(map(repr, placements)), shape, stride, kept.requires_grad
-        self.shards.append(StoredShard(len(self.shards), *about))
-        return self.shards[-1]
-
-    def document(self, about: Mapping[str, Any], content: Any) -> str:
-        """Return what the file says of its blocks, and of shards."""
-        shards = [[s.local.number, *s[2:]] for s in self.shards]
-        return self.writer.document(about, self.writer.codec.encoded(content), shards=shards)
+        names = tuple(map(repr, placements))
+        layout = tuple(kept.shape), tuple(kept.stride), kept.requires_grad
+        return StoredShard(self.restored(local), _key(mesh), names, *layout)
 
 
 class Unpacker(Copier):
@@ -94,26 +85,30 @@ class Unpacker(Copier):
         super().__init__()
         self._reader = reader
         sharded: list[Any] = [t for t in live if is_sharded(t)]
-        self._meshes = {_key(mesh): mesh for t in sharded for mesh in [t.device_mesh]}
-        self._placements = {repr(kind): kind for t in sharded for kind in t.placements}
-        self._known: dict[Any, TensorCopy] = {}
+        self._meshes = {_key(t.device_mesh): t.device_mesh for t in sharded}
+        self._placements = (usual_placements() if sharded else {}) | {
+            repr(kind): kind for t in sharded for kind in t.placements
+        }
+        self._known: dict[int, TensorCopy] = {}
 
     def copy(self, value: Any) -> Any:
         """Return ``value`` with a `TensorCopy` where a tensor was."""
-        makers: dict[type, Any] = {StoredTensor: self._plain, StoredShard: self._shard, StoredSparse: self._of_sparse}
-        make = makers.get(type(value))
-        if make is None:
+        if not is_stored(value):
             return super().copy(value)
-        key = type(value), value.number
-        if key not in self._known:
-            self._known[key] = make(value)
-        return self._known[key]
+        first = first_of(value).number
+        if first not in self._known:
+            self._known[first] = self._copy_of(value)
+        return self._known[first]
 
-    def _plain(self, stored: StoredTensor) -> PlainCopy:
-        device = checked_device(stored.device)
-        return PlainCopy(self.keep(self._reader.tensor(stored.number, pinned=device.type in PINNED)), device)
+    def _copy_of(self, stored: Any) -> TensorCopy:
+        device = checked_device(first_of(stored).device)
+        if isinstance(stored, StoredSparse):
+            return PlainCopy(self._reader.full(stored), device, LAYOUTS[stored.layout])
+        if isinstance(stored, StoredShard):
+            return self._shard(stored, device)
+        return PlainCopy(self.keep(self._reader.tensor(stored, pinned=device.type in PINNED)), device)
 
-    def _shard(self, stored: StoredShard) -> WrappedCopy:
+    def _shard(self, stored: StoredShard, device: torch.device) -> WrappedCopy:
         mesh = self._meshes.get(stored.mesh)
         if mesh is None:
             raise InvalidValueError(
@@ -122,24 +117,27 @@ class Unpacker(Copier):
             )
         if len(stored.placements) != mesh.ndim:
             raise PlainError("a shard has another number of placements than its mesh has dimensions")
-        local = self.copy(stored.local)
-        like = torch.empty_strided(local.memory.shape, local.memory.stride(), dtype=local.memory.dtype, device="meta")
-        empty = torch.empty_like(like, device=local.device)
-        placements = [_placement(told, self._placements) for told in stored.placements]
+        placements = [self._placements[text] for text in stored.placements]
+        empty = torch.empty_like(stored.local.like, device=device)
         whole = sharded_as(empty, mesh, placements, stored.shape, stored.stride)
         names = whole.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        local = self._copy_of(stored.local)
         return WrappedCopy(whole.requires_grad_(stored.requires_grad), {names[0]: local})
 
-    def _of_sparse(self, stored: StoredSparse) -> PlainCopy:
-        return PlainCopy(self._reader.full(stored), checked_device(stored.device), LAYOUTS[stored.layout])
+
+def first_of(stored: Any) -> StoredTensor:
+    """Return the first block of what stands for a tensor in a file."""
+    if isinstance(stored, StoredSparse):
+        return stored.parts[0]
+    return stored.local if isinstance(stored, StoredShard) else stored
 
 
 def compare_layouts(what: str, stored: Mapping[str, Any], live: Mapping[str, Any]) -> None:
     """Check that tensors of the same names have the same shape, dtype, device and layout.
 
     Args:
-        what: What they are, in words.
-        stored: What `Packer` has made of them.
+        what: The words for them.
+        stored: Their entries in the file.
         live: Those of the run.
 
     Raises:
@@ -178,6 +176,7 @@ def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> No
 
     Raises:
         InvalidValueError: On all processes, if the directory is not empty or something cannot be written.
+        UnsupportedGradientError: If the state holds a value that has no form in a file.
         OSError: If the disk is full, or the like; nothing is left behind then.
     """
     number = numbers_of_all(1 << 52 | secrets.randbits(52), group, _TASK)[0]  # no generator of the run draws
@@ -188,7 +187,14 @@ def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> No
     try:
         with _together(directory, group):
             refuse_used(directory)
-            document = _document(packer, pack, about)
+            try:
+                document = packer.writer.document(about, pack(packer))
+            except PlainError as error:
+                raise UnsupportedGradientError(
+                    f"the state holds something that cannot be written to a file ({error}): expected numbers, text, "
+                    "tensors, arrays, and containers of these. Keep the snapshot in memory, or leave it out of the "
+                    "optimizer's groups and of what state_dict() returns."
+                ) from error
             if rank == 0:
                 begin_directory(directory, filled)
         with _together(directory, group):
@@ -211,36 +217,13 @@ def save_parts(directory: Path, pack: Callable[[Packer], Any], group: Any) -> No
         raise
 
 
-def file_of(rank: int) -> str:
+def file_of(rank: int | str) -> str:
     """Return the name of the file of one process."""
     return f"process-{rank}.safetensors"
 
 
-@dataclass
-class SavedPart:
-    """The file that `save_parts` has written for this process, while it is open.
-
-    Attributes:
-        reader: The reader of the file.
-        number: The number of the save.
-        shards: The parts of DTensors in the file.
-    """
-
-    reader: PlainReader
-    number: int
-    shards: list[StoredShard]
-
-    def content(self) -> Any:
-        """Return what the process was given, with what is stored in place of tensors."""
-        return self.reader.stored_content(shard=self.shards.__getitem__)
-
-    def values(self, content: Any) -> Any:
-        """Return a part of the content with new tensors in it."""
-        return Restorer().restored(Unpacker(self.reader).copy(content))
-
-
 @contextmanager
-def saved_part(directory: Path, group: Any) -> Iterator[SavedPart]:
+def saved_part(directory: Path, group: Any) -> Iterator[tuple[PlainReader, int]]:
     """Open what `save_parts` has written of this process, until the block ends.
 
     Args:
@@ -248,42 +231,34 @@ def saved_part(directory: Path, group: Any) -> Iterator[SavedPart]:
         group: The processes that load.
 
     Yields:
-        The part.
+        The reader of its file, and the number of the save.
 
     Raises:
         InvalidValueError: If there is no such thing, or what is read in the block is none.
+        PlainError: If the number of the save is none; the block's end makes it an InvalidValueError.
     """
     rank, processes = rank_and_size(group)
     file = directory / file_of(rank)
     if not is_regular(file):
-        _refuse_other_number(directory, processes)
-        raise InvalidValueError(_no_snapshot(directory, file.name))
+        saved = len([*directory.glob(file_of("*"))])
+        if saved not in (0, processes):
+            raise InvalidValueError(_other_number(directory, saved, processes))
+        raise InvalidValueError(
+            f"{str(directory)!r} holds no snapshot that was written to its end: expected the directory of a "
+            f"snapshot.save(directory), with its file {file.name!r}."
+        )
     with _understood(directory), PlainReader(file, _KIND) as reader:
         about = reader.about
-        told = about.get("format")
-        if told != _FORMAT:
+        if about["format"] != _FORMAT:
             raise InvalidValueError(
-                f"the snapshot in {str(directory)!r} has the format {told!a:.20}: expected {_FORMAT}."
+                f"the snapshot in {str(directory)!r} has the format {about['format']!a:.20}: expected {_FORMAT}."
             )
-        if about.get("processes") != processes or about.get("rank") != rank:
-            raise InvalidValueError(_other_number(directory, about.get("processes"), processes))
+        if (about["rank"], about["processes"]) != (rank, processes):
+            raise InvalidValueError(_other_number(directory, about["processes"], processes))
         number = int(about["save"], 16)
         if not 0 < number < 2**53:
-            raise InvalidValueError(_damaged(directory, ValueError("the number of its save")))
-        yield SavedPart(reader, number, [_shard_of(reader, i, *one) for i, one in enumerate(about["shards"])])
-
-
-def _shard_of(
-    reader: PlainReader, number: int, local: Any, mesh: Any, kinds: Any, shape: Any, stride: Any, grad: Any
-) -> StoredShard:
-    stored, whole = reader.stored(local), checked_layout(shape, stride)
-    if len(stored.shape) != len(shape) or number_of_elements(stored.shape) > whole or type(grad) is not bool:
-        raise ValueError("a shard is larger than the whole")
-    sizes, names, ranks = mesh
-    key = tuple(sizes), None if names is None else tuple(names), tuple(ranks)
-    if any(type(kind) is not str for kind in kinds):
-        raise ValueError("a placement")
-    return StoredShard(number, stored, key, tuple(kinds), tuple(shape), tuple(stride), grad)
+            raise PlainError("the number of its save")
+        yield reader, number
 
 
 @contextmanager
@@ -294,17 +269,11 @@ def _understood(directory: Path) -> Iterator[None]:
     except GradguardError:
         raise
     except Exception as error:  # a forged file may raise anything, and runs nothing
-        raise InvalidValueError(_damaged(directory, error)) from error
-
-
-def _document(packer: Packer, pack: Callable[[Packer], Any], about: Mapping[str, Any]) -> str:
-    try:
-        return packer.document(about, pack(packer))
-    except PlainError as error:
-        raise UnsupportedGradientError(
-            f"the state holds something that cannot be written to a file ({error}): expected numbers, text, tensors, "
-            "arrays, and containers of these. Keep the snapshot in memory, or leave it out of the optimizer's groups "
-            "and of what state_dict() returns."
+        why = str(getattr(error, "strerror", None) or error).partition("\n")[0]
+        told = why if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {why}"
+        raise InvalidValueError(
+            f"the snapshot in {str(directory)!r} cannot be read: a file is missing or damaged, or was never one "
+            f"({told}). Take another one."
         ) from error
 
 
@@ -327,15 +296,6 @@ def _together(directory: Path, group: Any) -> Iterator[None]:
     raise_together(error, group, _TASK)
 
 
-def _refuse_other_number(directory: Path, processes: int) -> None:
-    """Say how many processes have saved, where the file of this one is missing."""
-    saved = None
-    with suppress(GradguardError), _understood(directory), PlainReader(directory / file_of(0), _KIND) as reader:
-        saved = reader.about.get("processes")
-    if type(saved) is int and saved != processes:
-        raise InvalidValueError(_other_number(directory, saved, processes))
-
-
 def _other_number(directory: Path, saved: Any, here: int) -> str:
     return (
         f"{str(directory)!r} is a snapshot of {saved!a:.20} processes, and here are {here}: go on with as many, on the "
@@ -343,43 +303,12 @@ def _other_number(directory: Path, saved: Any, here: int) -> str:
     )
 
 
-def _no_snapshot(directory: Path, name: str) -> str:
-    if (directory / ".metadata").exists():
-        return (
-            f"{str(directory)!r} holds files of torch.distributed.checkpoint, as an earlier gradguard has written, or "
-            "a checkpoint of something else: they hold pickled objects, which run code when they are read, so they are "
-            "not read. If it is a snapshot of your own, load it with the gradguard that saved it, and save() it again "
-            "with this one."
-        )
-    return (
-        f"{str(directory)!r} holds no snapshot that was written to its end: expected the directory of a "
-        f"snapshot.save(directory), with its file {name!r}."
-    )
-
-
-def _damaged(directory: Path, error: Exception) -> str:
-    why = getattr(error, "strerror", None) or error
-    told = why if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {why}"
-    return (
-        f"the snapshot in {str(directory)!r} cannot be read: a file is missing or damaged, or was never one ({told}). "
-        "Take another one."
-    )
-
-
-def _placement(told: str, live: Mapping[str, Any]) -> Any:
-    """Return the placement of a text: one of the run's own, or one that PyTorch knows."""
-    found = live.get(told) or placement_from_text(told)
-    if found is None:
-        raise PlainError("a shard has a placement that is not known")
-    return found
-
-
 def check_save(directory: Path, number: int, error: Exception | None, group: Any) -> None:
     """Check that all processes of ``group`` have read files, and those of one save; a collective.
 
     Args:
         directory: Where they were.
-        number: That of the save from which this process has read.
+        number: The number of the save from which this process has read.
         error: Why it has not.
         group: A process group.
 
@@ -405,21 +334,23 @@ def _mesh_in_words(key: tuple[Any, ...]) -> str:
 
 
 def _stored_in_words(stored: Any) -> str:
+    first = first_of(stored)
     if isinstance(stored, StoredShard):
-        return _in_words(stored.shape, stored.local.dtype, stored.local.device, stored.placements, stored.mesh)
+        return _in_words(stored.shape, first.like.dtype, first.device, stored.placements, stored.mesh)
     if isinstance(stored, StoredSparse):
-        return f"{_in_words(stored.shape, stored.parts[-1].dtype, stored.device)}, {stored.layout}"
-    return _in_words(stored.shape, stored.dtype, stored.device)
+        return f"{_in_words(stored.shape, stored.parts[-1].like.dtype, first.device)}, {stored.layout}"
+    return _in_words(first.like.shape, first.like.dtype, first.device)
 
 
 def _live_in_words(live: Any) -> str:
     if not is_sharded(live):
         words = _in_words(live.shape, live.dtype, live.device)
         return words if live.layout is torch.strided else f"{words}, {str(live.layout).removeprefix('torch.')}"
-    local = live.to_local() if not live.requires_grad else live.detach().to_local()
-    return _in_words(live.shape, live.dtype, local.device, tuple(map(repr, live.placements)), _key(live.device_mesh))
+    return _in_words(
+        live.shape, live.dtype, local_part(live).device, map(repr, live.placements), _key(live.device_mesh)
+    )
 
 
-def _in_words(shape: Any, dtype: Any, device: Any, placements: Any = None, mesh: Any = None) -> str:
+def _in_words(shape: Any, dtype: Any, device: Any, placements: Any = (), mesh: Any = None) -> str:
     plain = f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
     return plain if mesh is None else f"{plain}, {', '.join(placements)} over {_mesh_in_words(mesh)}"

@@ -61,7 +61,7 @@ class Snapshot:
     Args:
         model: The module that is trained; wrapped by DDP, FSDP2 or `torch.compile` or not.
         optimizer: Its optimizer, of a wrapper the one inside.
-        extra_state: What else belongs to the state: schedulers, a GradScaler, modules (an averaged model), further
+        extra_state: Further parts of the state: schedulers, a GradScaler, modules (an averaged model), further
             optimizers, `torch.Generator`, clippers, anything with ``state_dict`` and ``load_state_dict``.
 
     Attributes:
@@ -98,10 +98,6 @@ class Snapshot:
         self._copier = Copier()
         self._order = StreamOrder()
         self.taken = False
-
-    def __repr__(self) -> str:
-        """Return what it holds."""
-        return f"<Snapshot of {self.nbytes / 2**20:.1f} MiB>" if self.taken else "<Snapshot, not taken>"
 
     @property
     def nbytes(self) -> int:
@@ -200,9 +196,10 @@ class Snapshot:
 
         Args:
             directory: As given to `save`.
-            model: The same model, sharded over as many processes on the same mesh.
-            optimizer: The same optimizer, which may be new, with its parameters in the same order (not from a set).
-            extra_state: The same things in the same order.
+            model: A model like the saved one, sharded over as many processes on the same mesh.
+            optimizer: An optimizer like the saved one, which may be new, with its parameters in the same order, so
+                not from a set.
+            extra_state: Objects like the saved ones, in the same order.
             process_group: As for `save`.
 
         Raises:
@@ -243,17 +240,17 @@ class Snapshot:
     @torch.no_grad()
     def _unpack(self, directory: Path, group: Any) -> int:
         self._prepare()
-        with saved_part(directory, group) as saved:
-            content = saved.content()
+        with saved_part(directory, group) as (reader, number):
+            content = reader.content()
             compare_names("what it holds", content["kinds"], (part.kind for part in self._parts))
             live = (tensor for part in self._parts for tensor in part.tensors())
-            self._copier = unpacker = Unpacker(saved.reader, live)
+            self._copier = unpacker = Unpacker(reader, live)
             for part, packed in zip(self._parts, content["parts"], strict=True):
                 part.unpack(packed, unpacker)
-            states = saved.values(content["generators"])
+            states = Restorer().restored(Unpacker(reader).copy(content["generators"]))
             check_states(states)
             self._generators = states
-            return saved.number
+            return number
 
     def synchronize(self) -> None:
         """Wait until all copies have arrived on the host."""

@@ -5,6 +5,8 @@ Each part keeps one value of plain containers, which `Copier.copy` has made of i
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -15,8 +17,7 @@ from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.state.copies import Copier, Restorer, inner_tensors
 from gradguard.state.optimizer_copy import NOT_ATTRIBUTES, OptimizerCopy, attributes_of
-from gradguard.state.plain_file import is_stored
-from gradguard.state.plain_values import PlainError, reference_to, with_references
+from gradguard.state.plain_file import PlainError, Reference, is_stored
 from gradguard.state.rehearsed import compare_states
 from gradguard.state.saved_snapshot import Packer, Unpacker, compare_layouts, compare_names
 from gradguard.torch_private import buffer_slots, is_fsdp1
@@ -26,7 +27,7 @@ class SnapshotPart:
     """A part of the state that is kept together.
 
     Attributes:
-        kind: What it is, in words: two parts of one shape may differ in meaning, as the states of Adam and AdamW.
+        kind: A word for the part: two parts of one shape may differ in meaning, as the states of Adam and AdamW.
     """
 
     kind: str
@@ -195,7 +196,7 @@ class OptimizerPart(SnapshotPart):
         content = packer.restored(self._copy.kept)
         places = {id(p): place for place, p in self._copy.parameters.items()}
         state = [(_key(key, places), one) for key, one in zip(self._copy.keys, content["state"], strict=True)]
-        groups = list(map(_without_references, content["groups"]))
+        groups = [{key: _named_function(one) for key, one in group.items()} for group in content["groups"]]
         return {"names": self._names(), **content, "groups": groups, "state": state}
 
     def unpack(self, packed: Any, unpacker: Unpacker) -> None:
@@ -207,15 +208,16 @@ class OptimizerPart(SnapshotPart):
         content = {
             "parameters": packed["parameters"],
             "groups": [
-                with_references({**numbers}, group, f"what param_groups[{i}] holds")
-                for i, (group, numbers) in enumerate(zip(self._copy.groups(), packed["groups"], strict=True))
+                {key: _live_function(one, group.get(key), key) for key, one in numbers.items()}
+                for group, numbers in zip(self._copy.groups(), packed["groups"], strict=True)
             ],
             "state": [value for _, value in packed["state"]],
             "attributes": _checked_attributes(packed["attributes"], self.optimizer),
         }
         self._copy.kept = unpacker.copy(content)
         groups = Restorer().restored(self._copy.kept["groups"])
-        compare_states(self.optimizer, live, groups, dict(packed["state"]))
+        copies = dict(zip((key for key, _ in packed["state"]), self._copy.kept["state"], strict=True))
+        compare_states(self.optimizer, live, groups, dict(packed["state"]), copies)
 
     def _names(self) -> dict[str, str]:
         """Return the name in a module of the parameter at each place; empty where none has it."""
@@ -326,6 +328,23 @@ def _checked_attributes(saved: dict[str, Any], optimizer: Optimizer) -> dict[str
     return saved
 
 
-def _without_references(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a group with the name of each function in its place: a file holds no function."""
-    return {key: (callable(value) and reference_to(value)) or value for key, value in group.items()}
+def _named_function(value: Any) -> Any:
+    """Return the name by which a function or class is found in place of it; anything else as it is."""
+    name = f"{getattr(value, '__module__', None)}:{getattr(value, '__qualname__', None)}"
+    with suppress(ValueError, ImportError, AttributeError):  # of a lambda, and of what no other process could have
+        if callable(value) and resolve_name(name) is value:
+            return Reference(name.replace(":", "."))
+    return value
+
+
+def _live_function(value: Any, live: Any, name: str) -> Any:
+    """Return ``value``, or the function of the run where a file names one: a file chooses no function.
+
+    Raises:
+        PlainError: The run has another one.
+    """
+    if not isinstance(value, Reference):
+        return value
+    if _named_function(live) != value:
+        raise PlainError(f"{name!r} of a group was {value.name!a:.80} when it was saved, and here it is {live!r:.80}")
+    return live

@@ -1,6 +1,5 @@
 """Buffers that a forward writes, as BatchNorm does: a step that is skipped leaves them as they were before it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,8 +7,8 @@ from torch import Tensor, nn
 
 from gradguard.distributed.placements import local_part
 from gradguard.state.copies import PlainCopy, Restorer, UndoCopier
-from gradguard.tensors.layout import are_readable, grouped, move
-from gradguard.torch_private import buffer_slots, foreach_copy_, version_of
+from gradguard.tensors.layout import are_readable, move
+from gradguard.torch_private import buffer_slots, version_of
 
 
 class StepBuffers:
@@ -25,41 +24,23 @@ class StepBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
-            _KeptBuffers(buffer_slots(module), name) for module in model.modules() for name in buffer_slots(module)
+            _KeptBuffer(buffer_slots(module), name) for module in model.modules() for name in buffer_slots(module)
         ]
         self._hook = model.register_load_state_dict_post_hook(lambda module, keys: self.keep())
 
     @torch.no_grad()
     def keep(self) -> None:
         """Keep the buffers as they are now: the step is over."""
-        simple, others = self._written()
-        _copy([one.kept for one in simple], [one.now for one in simple])
-        for one in simple:
-            one.count()
-        for one in others:
-            one.keep()
+        for one in self._kept:
+            if one.is_written():
+                one.keep()
 
     @torch.no_grad()
     def put_back(self, skipped: Tensor | bool) -> None:
         """Give back what `keep` has kept if the step was ``skipped``, 0-dim bool on any device."""
-        on_device = skipped.bool() if isinstance(skipped, Tensor) and not are_readable(skipped) else None
-        if on_device is None and not skipped:
-            return
-        simple, others = self._written()
-        if on_device is None:
-            others += simple
-        else:
-            chosen = [torch.where(move(on_device, one.now.device), one.kept, one.now) for one in simple]
-            _copy([one.now for one in simple], chosen)
-        for one in others:
-            if bool(skipped):
-                one.put_back()
-
-    def _written(self) -> tuple[list["_KeptBuffers"], list["_KeptBuffers"]]:
-        """Return the buffers that were written: those that multi-tensor operations can copy, and the others."""
-        written = [one for one in self._kept if one.is_written()]
-        simple = [one for one in written if one.is_simple()]
-        return simple, [one for one in written if not one.is_simple()]
+        for one in self._kept:
+            if one.is_written():
+                one.put_back(skipped)
 
     def remove(self) -> None:
         """Let go of all copies."""
@@ -71,48 +52,49 @@ _UNCOUNTED = ("running_mean", "running_var")
 """Buffers that batch and instance norms write without torch's count of writes going up."""
 
 
-class _KeptBuffers:
-    """One buffer, and a copy of what it held."""
+class _KeptBuffer:
+    """One buffer, and a copy of its numbers."""
 
     def __init__(self, slots: dict[str, Tensor | None], name: str) -> None:
         self._slots, self._name = slots, name
+        self._live: Any = None
+        self._copy: Any = None
         self.keep()
 
-    @property
-    def now(self) -> Any:
-        return self._slots.get(self._name)
-
     def keep(self) -> None:
-        self._live = live = self.now
-        self._copy: Any = UndoCopier().copy(live)
-        local = None if live is None else local_part(live)
-        self._counted = None if local is None or local.is_inference() or self._name in _UNCOUNTED else local
-        self.count()
+        """Copy it, and note how often it has been written until now."""
+        now: Any = self._slots.get(self._name)
+        if self._is_plain(now):
+            self._copy.memory.copy_(now)  # of the copy before, whose memory is used again
+        else:
+            self._live, self._copy = now, UndoCopier().copy(now)
+        self._writes = self._count()
 
-    @property
-    def kept(self) -> Tensor:
-        """The copy of a simple one."""
-        return self._copy.memory
+    def _is_plain(self, now: Any) -> bool:
+        """Whether it is the ordinary tensor that it was."""
+        copy = self._copy
+        is_strided = isinstance(copy, PlainCopy) and copy.memory.layout is torch.strided
+        return is_strided and now is self._live and copy.fits(now)
 
-    def count(self) -> None:
-        """Note how often it has been written until now."""
-        self._writes = 0 if self._counted is None else version_of(self._counted)
+    def _count(self) -> int | None:
+        """Return how often torch has written it; None where that is not counted."""
+        if self._live is None:
+            return 0
+        local = local_part(self._live)
+        return None if local.is_inference() or self._name in _UNCOUNTED else version_of(local)
 
     def is_written(self) -> bool:
-        if self.now is not self._live:
+        """Tell whether it may have been written since."""
+        if self._slots.get(self._name) is not self._live:
             return True
-        return self._live is not None and (self._counted is None or version_of(self._counted) != self._writes)
+        count = self._count()
+        return count is None or count != self._writes
 
-    def is_simple(self) -> bool:
-        """Whether the copy can be written into the buffer by an operation for many."""
-        is_plain = isinstance(self._copy, PlainCopy) and self.kept.layout is torch.strided
-        return is_plain and self.now is self._live and self._copy.fits(self._live)
-
-    def put_back(self) -> None:
-        own = self._live if self.now is self._live else None  # what else stands there now is somebody else's
-        self._slots[self._name] = Restorer().restored(self._copy, own)
-
-
-def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for places in grouped(into).values():
-        foreach_copy_([into[i] for i in places], [values[i] for i in places])
+    def put_back(self, skipped: Tensor | bool) -> None:
+        """Write the copy into it if the step was skipped."""
+        now: Any = self._slots.get(self._name)
+        if isinstance(skipped, Tensor) and not are_readable(skipped) and self._is_plain(now):
+            now.copy_(torch.where(move(skipped.bool(), now.device), self._copy.memory, now))
+        elif skipped:
+            own = now if now is self._live else None  # another tensor in this place is somebody else's
+            self._slots[self._name] = Restorer().restored(self._copy, own)

@@ -92,20 +92,9 @@ class Blocks(_Collected):
 
     def norms(self, p: float) -> Tensor:
         """Return the norm of each tensor: float64."""
-        norms = torch.empty(len(self._tensors), dtype=torch.float64, device="cpu")
-        self._measure(p, norms.data_ptr())
+        norm, norms = ctypes.c_double(), torch.empty(len(self._tensors), dtype=torch.float64, device="cpu")
+        self._library.call("gg_norm", self._where, _ORDERS[p], ctypes.addressof(norm), norms.data_ptr())
         return norms
-
-    def norm_list(self, p: float) -> list[float]:
-        """Return the norm of each tensor."""
-        norms = array("d", bytes(8 * len(self._tensors)))
-        self._measure(p, norms.buffer_info()[0])
-        return norms.tolist()
-
-    def _measure(self, p: float, norms: int) -> None:
-        """Write the norm of each tensor to an address."""
-        norm = ctypes.c_double()
-        self._library.call("gg_norm", self._where, _ORDERS[p], ctypes.addressof(norm), norms)
 
     def scale_(self, factor: float) -> None:
         """Multiply every element, in float64 or float32, rounding once to the tensor's dtype."""

@@ -19,7 +19,7 @@ def refuse_nonfinite(
 
     Args:
         norm: 0-dim.
-        tensors: What the norm was taken over; looked at one by one only if it is not finite.
+        tensors: The tensors of the norm; looked at one by one only if it is not finite.
         name: The name of the i-th tensor.
         norms: The norm of each, where other processes hold parts of them.
 
@@ -69,13 +69,9 @@ def count_nonfinite(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     if (blocks := Blocks.of(tensors)) is not None:
         return list(zip(*blocks.nonfinite(), strict=True))
     device = meeting_device(tensors)
-    each = [move(_nan_and_inf(tensor), device) for tensor in tensors]
+    values = [readable_values(tensor, modulus=True) for tensor in tensors]
+    each = [move(torch.stack([x.isnan().sum(), x.isinf().sum()]), device) for x in values]
     return [(nan, inf) for nan, inf in torch.stack(each).tolist()] if each else []
-
-
-def _nan_and_inf(tensor: Tensor) -> Tensor:
-    values = readable_values(tensor, modulus=True)
-    return torch.stack([values.isnan().sum(), values.isinf().sum()])
 
 
 def _words(nan: int, inf: int, size: int) -> str:

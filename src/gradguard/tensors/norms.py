@@ -1,16 +1,13 @@
 r"""p-norms of many tensors as one vector, :math:`\bigl(\sum_i |x_i|^p\bigr)^{1/p}`, right for every magnitude.
 
-Three engines give the same number, and each first takes the norm of every tensor:
+Two engines give the same number, and each first takes the norm of every tensor:
 
 * **Compiled kernels** on the CPU, where they are built and take all of the tensors (`gradguard.tensors.kernels`).
-* **PyTorch on the CPU**: short tensors in float64; long ones in float32 over rows of 1,024 elements, put together in
-  float64. No float32 accumulator sees more than a few dozen additions. A norm that overflowed, or that is so small that
-  powers were lost, is computed again in float64 with every element divided by the largest; Python may look at it for
-  free.
-* **PyTorch on accelerators** and in compiled code: one multi-tensor launch for each dtype, accumulated in float64.
-  float64 holds the square of every float32, so there is nothing to look at, and the host never waits. Beyond p = 8 its
-  powers can leave float64 too; and MPS has no float64, so that there float32 squares bound the range, to norms between
-  1e-18 and 1e18.
+* **PyTorch** elsewhere: one multi-tensor launch for each dtype, accumulated in float64, which holds the square of every
+  float32. What Python can read for free is looked at: a norm that overflowed, or is so small that powers were lost (of
+  float64, or beyond p = 6), is computed again with every element divided by the largest. On an accelerator the host
+  never waits, so there powers beyond p = 8 can leave float64; and MPS has no float64, so that there float32 squares
+  bound the range, to norms between 1e-18 and 1e18.
 """
 
 import math
@@ -22,7 +19,6 @@ from torch import Tensor
 
 from gradguard.tensors.kernels import Blocks
 from gradguard.tensors.layout import (
-    HALVES,
     LONGEST,
     are_readable,
     each_plain,
@@ -37,17 +33,8 @@ from gradguard.tensors.layout import (
 )
 from gradguard.torch_private import foreach_norm
 
-ROW = 1024
-"""Elements that are summed in float32 before float64 takes over."""
-
-SHORT = 1 << 14
-"""Tensors up to this length are summed in float64, all in one call: more for each element, less for each tensor."""
-
-BLOCK = 1 << 20
-"""Elements that are read at a time on the CPU, so that what is made of them stays in the cache."""
-
 CONVERTED = 1 << 24
-"""Elements converted to float64 at a time on an accelerator."""
+"""Elements converted to float64 at a time."""
 
 _FAST = (1.0, 2.0, math.inf)
 """Orders for which there is a multi-tensor kernel; for others torch copies what it converts."""
@@ -101,7 +88,7 @@ def tensor_norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
 def norms_at_once(tensors: Sequence[Tensor]) -> list[float] | None:
     """Return the 2-norm of each tensor where one compiled kernel measures them all; None where none does."""
     blocks = Blocks.of(tensors)
-    return None if blocks is None else blocks.norm_list(2.0)
+    return None if blocks is None else blocks.norms(2.0).tolist()
 
 
 @torch.no_grad()
@@ -125,8 +112,9 @@ def joined_norms(norms: Tensor, at: Tensor, count: int, order: float = 2.0) -> T
 def _device_norms(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
     """One norm for each tensor, on ``device``, without a host read."""
     norms: list[Tensor] = [torch.zeros((), dtype=wide_dtype(device), device=device)] * len(tensors)
-    sizes, at_once = [x.numel() for x in tensors], LONGEST if p in _FAST else CONVERTED
+    sizes = [x.numel() for x in tensors]
     for (where, _), group in grouped(tensors).items():
+        at_once = LONGEST if p in _FAST and where.type != "cpu" else CONVERTED
         short = [i for i in group if 0 < sizes[i] <= at_once]
         # One that is not a block of memory would send all of them down the slow route, which converts copies.
         blocks = [tensors[i] if is_dense(tensors[i]) else flat(tensors[i]).contiguous() for i in short]
@@ -150,65 +138,24 @@ def _host_norms(tensors: Sequence[Tensor], p: float) -> Tensor:
     """One norm for each tensor: float64, right for every magnitude."""
     if (blocks := _blocks_of(tensors, p)) is not None:  # what was sparse or complex is a block by now
         return blocks.norms(p)
-    norms, floor = torch.zeros(len(tensors), dtype=torch.float64, device="cpu"), 0.0
-    for (_, dtype), group in grouped(tensors).items():
-        sizes = [tensors[i].numel() for i in group]
-        if short := [i for i, size in zip(group, sizes, strict=True) if 0 < size <= SHORT]:
-            norms[short] = torch.stack(foreach_norm([tensors[i] for i in short], p, torch.float64))
-        for i in set(group).difference(short):
-            norms[i] = _unchecked_norm(tensors[i], p)
-        floor = max(floor, _trusted_above(max(sizes), p, dtype))
+    norms = _device_norms(tensors, p, torch.device("cpu"))
+    most = max([x.numel() for x in tensors], default=0)
+    # Above it, the powers that underflowed cannot matter.
+    floor = 0.0 if math.isinf(p) else (most * torch.finfo(torch.float64).tiny * _ROOM) ** (1 / p)
     for i in (~((norms > floor) & norms.isfinite())).nonzero().flatten().tolist():
         norms[i] = _scaled_norm(tensors[i], p)
     return norms
 
 
-def _unchecked_norm(tensor: Tensor, p: float) -> Tensor:
-    """The norm if nothing overflows or underflows: 0-dim, float64."""
-    if math.isinf(p) or not tensor.numel():
-        return _largest(tensor)
-    blocks = flat(tensor).split(BLOCK)
-    parts = [part for x in blocks for part in _part_norms(x.float() if x.dtype in HALVES else x, p)]
-    return torch.linalg.vector_norm(torch.cat(parts), p, dtype=torch.float64)
-
-
-def _part_norms(block: Tensor, p: float) -> list[Tensor]:
-    """Norms of the parts that ``block`` is cut into, such that each is summed accurately in its own dtype."""
-    if p != 2:  # torch.sum adds in pairs, which the kernel of vector_norm does not do for these orders
-        return [block.abs().pow_(p).sum().double().pow_(1 / p).view(1)]
-    block = block.contiguous()  # along any other stride the kernel adds up in one accumulator
-    tail = block.numel() % ROW
-    if not tail:
-        return [torch.linalg.vector_norm(block.view(-1, ROW), dim=1)]
-    norms = [torch.linalg.vector_norm(block[-tail:]).view(1)]
-    if block.numel() > ROW:
-        norms.append(torch.linalg.vector_norm(block[:-tail].view(-1, ROW), dim=1))
-    return norms
-
-
-def _trusted_above(count: int, p: float, dtype: torch.dtype) -> float:
-    """The norm of ``count`` elements above which the powers that underflowed in ``dtype`` cannot matter."""
-    tiny = torch.finfo(torch.float32 if dtype in HALVES else dtype).tiny
-    return 0.0 if math.isinf(p) else (count * tiny * _ROOM) ** (1 / p)
-
-
 def _scaled_norm(tensor: Tensor, p: float) -> float:
     """The norm in float64 of elements divided by the largest: slower, and safe for every magnitude."""
-    largest = float(_largest(tensor))
+    largest = float(torch.linalg.vector_norm(tensor, math.inf, dtype=torch.float64)) if tensor.numel() else 0.0
     if math.isinf(p) or largest == 0 or not math.isfinite(largest):
         return largest
     powers = 0.0
-    for block in flat(tensor).split(BLOCK):
+    for block in flat(tensor).split(CONVERTED):
         powers += float((block.double() / largest).abs_().pow_(p).sum())
     try:
         return largest * powers ** (1 / p)
     except OverflowError:  # for tiny p the norm itself exceeds float64
         return math.inf
-
-
-def _largest(tensor: Tensor) -> Tensor:
-    """The largest absolute value, 0-dim, float64; NaN if there is one, 0 of nothing. Exact, in one read."""
-    if not tensor.numel():
-        return torch.zeros((), dtype=torch.float64, device="cpu")
-    low, high = torch.aminmax(flat(tensor))
-    return torch.maximum(-low, high).double()

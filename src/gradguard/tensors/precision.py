@@ -20,7 +20,7 @@ def is_tf32_allowed(device: torch.device, *kinds: Kind) -> bool:
 
     Args:
         device: Where they run.
-        kinds: What they are.
+        kinds: Their kinds.
 
     Returns:
         Whether one of them may; never on another device than a CUDA one.
@@ -62,8 +62,8 @@ def full_float32(*kinds: Kind) -> Iterator[None]:
     """Compute float32 products, convolutions and recurrent layers in float32 in a block, whatever the program allows.
 
     Args:
-        kinds: What the block computes; everything where nothing is given. To look at the switches of products alone is
-            cheap, and writes nothing by default; of convolutions PyTorch allows cuDNN to round.
+        kinds: The computations of the block; everything where nothing is given. To look at the switches of products
+            alone is cheap, and writes nothing by default; of convolutions PyTorch allows cuDNN to round.
 
     PyTorch has an older switch for products and one for cuDNN, and newer ones, of which a lower one that says nothing
     does as the one above it. Where only newer ones were used, reading an older one raises, and so it is left alone;

@@ -177,7 +177,9 @@ def exceeds(tensors: Sequence[Tensor], low: float | Tensor, high: float | Tensor
         return torch.zeros((), dtype=torch.bool, device="cpu")
     outside: list[Tensor] = []
     for (where, dtype), group in grouped(values).items():
-        smallest, largest = _extremes([values[i] for i in group], symmetric=_are_opposite(low, high))
+        smallest, largest = _extremes(
+            [values[i] for i in group], symmetric=numbers is not None and numbers[0] == -numbers[1]
+        )
         limits = [_bound_tensor(x, where, dtype) if isinstance(x, Tensor) else x for x in (low, high)]
         outside.append(move(((smallest < limits[0]) | (largest > limits[1])).any(), device))
     return torch.stack(outside).any()
@@ -190,10 +192,6 @@ def _extremes(tensors: Sequence[Tensor], symmetric: bool) -> tuple[Tensor, Tenso
         return -largest, largest
     smallest, largest = zip(*map(torch.aminmax, tensors), strict=True)
     return torch.stack(smallest), torch.stack(largest)
-
-
-def _are_opposite(low: float | Tensor, high: float | Tensor) -> bool:
-    return not isinstance(low, Tensor) and not isinstance(high, Tensor) and low == -high
 
 
 def _bound_tensor(bound: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -57,7 +57,9 @@ def sketch_of(pieces: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> 
         bits, doubles = hashed(places), values.double()
         for k in range(SUMS // 8):
             _add_to_bins(bins[k], (bits >> (8 * k)) & 255, doubles)
-    return (bins @ _signs_of_bytes(device)).flatten()
+    byte, bit = torch.arange(256, device=device), torch.arange(8, device=device)
+    signs = 1.0 - 2.0 * ((byte[:, None] >> bit) & 1).double()  # of each of the 8 bits of each byte
+    return (bins @ signs).flatten()
 
 
 def _add_to_bins(bins: Tensor, which: Tensor, values: Tensor) -> None:
@@ -65,12 +67,6 @@ def _add_to_bins(bins: Tensor, which: Tensor, values: Tensor) -> None:
         bins.index_add_(0, which, values)
     else:
         bins += torch.bincount(which, weights=values, minlength=len(bins))
-
-
-def _signs_of_bytes(device: torch.device) -> Tensor:
-    """The sign that each of 8 bits of each byte stands for."""
-    byte, bit = torch.arange(256, device=device), torch.arange(8, device=device)
-    return 1.0 - 2.0 * ((byte[:, None] >> bit) & 1).double()
 
 
 def row_sketches(pieces: Iterable[tuple[Tensor, Tensor]], rows: int, length: int, device: torch.device) -> Tensor:

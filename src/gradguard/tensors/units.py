@@ -1,8 +1,8 @@
 r"""Unit-wise norms: one norm for each row of a linear weight, each filter of a convolution, each whole bias."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 
 import torch
@@ -11,22 +11,15 @@ from torch.autograd.graph import increment_version
 
 from gradguard.tensors.kernels import UnitBlocks
 from gradguard.tensors.layout import (
-    HALVES,
     are_readable,
     each_plain,
     readable_values,
     wide_dtype,
 )
-from gradguard.tensors.norms import BLOCK, CONVERTED, ROW
+from gradguard.tensors.norms import CONVERTED
 from gradguard.tensors.scaling import LEAST, is_below, scale_
 
 _WIDE = (torch.float64, torch.complex128)
-
-LONG = 2 * ROW
-"""Rows up to this length are summed at once: at worst, on a constant, 1.9e-6 off."""
-
-_SAFE = 1e-11
-"""Above this norm, float32 squares that underflow cannot matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +79,12 @@ def layout_of(tensor: Tensor) -> UnitLayout:
 
 
 @torch.no_grad()
-def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], floor: float = 0.0) -> list[Tensor]:
+def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout]) -> list[Tensor]:
     """Return the 2-norm of every unit of every tensor, one vector of float64 for each tensor.
 
     Args:
         tensors: Dense tensors of any real or complex dtype on one device.
         layouts: The units of each tensor.
-        floor: Norms below this need not be told from 0 where larger ones stand beside them, which spares tiny ones a
-            second look.
 
     Returns:
         Vectors on the device of the tensors (float32 on MPS), views of one.
@@ -103,73 +94,30 @@ def unit_norms(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout], floor: 
     if (blocks := _blocks_of(tensors, layouts)) is not None:
         counts = [layout.units(x) for x, layout in zip(tensors, layouts, strict=True)]
         return list(blocks.norms(sum(counts)).split(counts))
-    values = each_plain(tensors, _as_real)
-    rows = [layout.rows(x) for x, layout in zip(values, layouts, strict=True)]
-    if not are_readable(*rows):
-        return [wide_row_norms(x) for x in rows]
-    sizes = [x.shape[0] for x in rows]
-    norms = torch.cat([_host_row_norms(x) for x in rows])
-    found = list(norms.split(sizes))
-    if _trusted(norms, floor):
-        return found
-    return [n if _trusted(n, floor) else _scaled_row_norms(x) for n, x in zip(found, rows, strict=True)]
+    values = each_plain(tensors, partial(readable_values, modulus=False))
+    return [_row_norms(layout.rows(x)) for x, layout in zip(values, layouts, strict=True)]
 
 
 def _blocks_of(tensors: Sequence[Tensor], layouts: Sequence[UnitLayout]) -> UnitBlocks | None:
     return UnitBlocks.of(tensors, [layout.dim for layout in layouts], [layout.groups for layout in layouts])
 
 
-def wide_row_norms(rows: Tensor) -> Tensor:
+def _row_norms(rows: Tensor) -> Tensor:
     """Norms of rows in float64 without a host read; cut, because torch may copy what it converts."""
+    if rows.dtype is torch.float64:
+        return _scaled_row_norms(rows)
     at_once = max(1, CONVERTED // max(1, rows.shape[1]))
     parts = [torch.linalg.vector_norm(x, dim=1, dtype=wide_dtype(x.device)) for x in rows.split(at_once)]
     return torch.cat(parts)
 
 
-def _as_real(tensor: Tensor) -> Tensor:
-    return readable_values(tensor, modulus=False)
-
-
-def _trusted(norms: Tensor, floor: float) -> bool:
-    """Tell whether no square behind ``norms`` overflowed, and none that underflowed could matter."""
-    if norms.numel() == 0:
-        return True
-    smallest, largest = map(float, torch.aminmax(norms))
-    return math.isfinite(largest) and (smallest > _SAFE or (floor > _SAFE and largest > _SAFE))
-
-
-def _host_row_norms(matrix: Tensor) -> Tensor:
-    """Norms of rows in float64, summed in float32 at first; as many rows at a time as stay in the cache."""
-    at_once = max(1, BLOCK // max(1, matrix.shape[1]))
-    parts = [_norms_of_rows(x.float() if x.dtype in HALVES else x) for x in matrix.split(at_once)]
-    return torch.cat(parts).double()
-
-
-def _norms_of_rows(matrix: Tensor) -> Tensor:
-    """Norms of rows; long ones are cut, so that no float32 accumulator sees more than some hundred additions."""
-    length = matrix.shape[1]
-    if matrix.stride(1) != 1:  # along any other stride the kernel adds up in one accumulator
-        matrix = matrix.contiguous()
-    if length <= LONG:
-        return torch.linalg.vector_norm(matrix, dim=1)
-    fewest = -(-length // LONG)
-    count = next((k for k in range(fewest, 2 * fewest + 1) if length % k == 0), None)
-    if count is not None:
-        parts = torch.linalg.vector_norm(matrix.unflatten(1, (count, -1)), dim=2).double()
-        return torch.linalg.vector_norm(parts, dim=1)
-    whole = length - length % ROW
-    parts = torch.linalg.vector_norm(matrix[:, :whole].unflatten(1, (-1, ROW)), dim=2).double()
-    tail = torch.linalg.vector_norm(matrix[:, whole:], dim=1, keepdim=True).double()
-    return torch.linalg.vector_norm(torch.cat([parts, tail], dim=1), dim=1)
-
-
 def _scaled_row_norms(rows: Tensor) -> Tensor:
-    """Norms of rows in float64 with each row divided by its largest element: slower, and safe for every magnitude."""
+    """Norms of float64 rows, each divided by its largest element first: their squares may leave the range."""
     if rows.numel() == 0:
-        return torch.zeros(len(rows), dtype=torch.float64, device="cpu")
-    largest = torch.linalg.vector_norm(rows.double(), torch.inf, dim=1, keepdim=True)
+        return rows.new_zeros(len(rows))
+    largest = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
     divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
-    return (divisor * torch.linalg.vector_norm(rows.double() / divisor, dim=1, keepdim=True)).squeeze(1)
+    return (divisor * torch.linalg.vector_norm(rows / divisor, dim=1, keepdim=True)).squeeze(1)
 
 
 @torch.no_grad()
