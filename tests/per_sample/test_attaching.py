@@ -75,7 +75,7 @@ def test_a_rule_that_fails_leaves_no_trace(rule, kind, words):
         (nn.Module, "register_forward_hook"),
         (call_tracker, "LayerCapture"),
         (clipper_file, "watch_steps_and_scalers"),
-        (clipper_file, "Rehearsal"),
+        (clipper_file, "Witness"),
     ],
 )
 def test_an_interrupt_leaves_no_trace(monkeypatch, place, name):

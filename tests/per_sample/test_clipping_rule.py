@@ -89,7 +89,7 @@ BROKEN = {
     "nan": (
         Own([float64(1.0, NAN)]),
         InvalidValueError,
-        "gave the factor nan to sample 1, all parameters, with norm 2",
+        "gave the factor nan to sample 1, group 0 of parameters, .*with norm 2",
     ),
     "negative": (Own([float64(-0.5, 0.0)]), InvalidValueError, "factor -0.5 to sample 0.*expected one >= 0"),
     "infinite": (Own([float64(INF, 0.0)], (INF,)), InvalidValueError, "factor inf .*that float32 can hold"),
@@ -97,9 +97,9 @@ BROKEN = {
     "excess": (
         Own([float64(1.0, 0.75)]),
         InvalidValueError,
-        r"clipped norm 1.5 exceeds thresholds\[0\]=1 by 0.5 of it: lower the factor, or state a higher",
+        r"clipped norm 1.5 exceeds thresholds\[0\]=1: lower the factor, or state a higher",
     ),
-    "little": (Own([float64(1.0, 0.500001)]), InvalidValueError, r"exceeds thresholds\[0\]=1 by 2e-06 of it"),
+    "little": (Own([float64(1.0, 0.500001)]), InvalidValueError, r"exceeds thresholds\[0\]=1: lower"),
     "above 0": (Own([float64(0.0, 0.5)], (0.0,)), InvalidValueError, r"clipped norm 1 exceeds thresholds\[0\]=0: "),
     "thresholds": (Own(one_over, (1.0, 1.0)), InvalidValueError, "Own.thresholds has 2 numbers: expected 1"),
     "threshold": (Own(one_over, 1.0), InvalidTypeError, "Own.thresholds has float: expected a list of 1 numbers"),
@@ -113,27 +113,20 @@ def test_broken_rules_are_refused(rule, error, words):
         checked_factors(rule, TWO[:1])
 
 
-@pytest.mark.parametrize(
-    ("group", "words"),
-    [
-        (["1.weight"], "parameter '1.weight', with norm 4"),
-        (["1.weight", "1.bias"], "layer '1', with norm 4"),
-        (["1.weight", "2.bias"], "parameters '1.weight', '2.bias', with norm 4"),
-    ],
-)
-def test_a_broken_part_is_named(group, words):
+def test_a_broken_part_is_named():
+    group = ["1.weight", "1.bias"]
     rule = Own([float64(1.0, 0.5), float64(1.0, 1.0)], (1.0, 1.0), groups=[["0.weight"], group])
     rule.prepare(["0.weight", *group])
-    with pytest.raises(InvalidValueError, match=rf"sample 1, {words}.* exceeds thresholds\[1\]"):
+    with pytest.raises(InvalidValueError, match=r"sample 1, group 1 of parameters, .*1.bias.*, with norm 4.* exceeds"):
         checked_factors(rule, TWO)
 
 
 @pytest.mark.parametrize(
     ("groups", "words"),
     [
-        ([["a"]], r"missing: \['b'\], not trained: \[\], in several: \[\]"),
-        ([["a", "b"], ["a"]], r"missing: \[\], not trained: \[\], in several: \['a'\]"),
-        ([["a"], ["b", "c"]], r"missing: \[\], not trained: \['c'\]"),
+        ([["a"]], r"missing: \['b'\], not trained or in several: \[\]"),
+        ([["a", "b"], ["a"]], r"missing: \[\], not trained or in several: \['a'\]"),
+        ([["a"], ["b", "c"]], r"missing: \[\], not trained or in several: \['c'\]"),
         ([["a", "b"], []], "empty groups: 1"),
     ],
 )

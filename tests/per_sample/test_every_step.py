@@ -366,10 +366,10 @@ def witnessed(clipper):
     """The mini-batches whose witness was looked at."""
     look, seen = clipper._tracker.witness.look, []
 
-    def looking(mini_batch, trained):
+    def looking(mini_batch):
         if mini_batch.witnessed:
             seen.append(clipper._tracker.witness.mini_batch)
-        look(mini_batch, trained)
+        look(mini_batch)
 
     clipper._tracker.witness.look = looking
     return seen

@@ -15,12 +15,11 @@ from torch import nn
 
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample import call_tracker, rehearsal, sample_loop, witness
+from gradguard.per_sample import call_tracker, rehearsal, sample_loop
 from gradguard.per_sample.call_tracker import CallTracker
-from gradguard.per_sample.comparison import Comparison
+from gradguard.per_sample.comparison import Comparison, SampleGradient
 from gradguard.per_sample.module_state import StateReader
 from gradguard.per_sample.operation_trace import KnownOperations, OperationTrace
-from gradguard.per_sample.rehearsal import Rehearsal
 from gradguard.per_sample.witness import Witness
 
 B, HELD = 6, {}
@@ -245,11 +244,11 @@ NO_ERROR = Comparison(0.0, "", 0.0)
 MUTANTS = {
     "no mini-batch has a witness": (patch.object(Witness, "is_due", property(lambda s: False)), "backward"),
     "only the first has one": (patch.object(Witness, "_next_one", once), "backward"),
-    "witnesses compare no gradients": (patch.object(witness, "judge", lambda *a: NO_ERROR), "backward"),
+    "witnesses compare no gradients": (patch.object(SampleGradient, "compare", lambda *a: NO_ERROR), "backward"),
     "witnesses compare no outputs": (patch.object(sample_loop, "same_rows", lambda *a: True), "value of the output"),
     "witnesses see what is larger than rounding 1e4 times only": (
-        patch.object(witness, "judge", lambda *a: (lambda c: Comparison(c.largest, c.parameter, c.excess / 1e10))(
-            rehearsal.judge(*a))), "backward of one bias"),
+        patch.object(SampleGradient, "compare", lambda *a, compare=SampleGradient.compare: (
+            lambda c: Comparison(c.largest, c.parameter, c.excess / 1e10))(compare(*a))), "backward of one bias"),
     "gradients of a sample alone are not scaled": (
         patch.object(sample_loop.LoopedCall, "scale_of", lambda *a: 1.0), "narrow clamp"),
     "nothing that a forward does is new": (patch.object(KnownOperations, "is_new", lambda *a: False), "a branch"),
@@ -261,11 +260,11 @@ MUTANTS = {
     "writing into tensors is not looked at": (
         patch.object(OperationTrace, "_form", without_versions(OperationTrace._form)), "a tensor in place"),
     "one sample stands for all that are new": (patch.object(Witness, "look_at", once), "two samples of many"),
-    "what is new is not tried out": (patch.object(Rehearsal, "_try", nothing), "a wide clamp"),
+    "what is new is not tried out": (patch.object(rehearsal, "_try", nothing), "a wide clamp"),
     "gates stay shut in the trial": (
         patch.object(rehearsal, "_float64", lambda t, g, one=rehearsal._float64: one(t, None)), "a gate behind data"),
     "attributes and hooks are not looked at": (patch.object(StateReader, "look", lambda s: 0), "a backward hook"),
-    "sizes are not tried out": (patch.object(Rehearsal, "_try_size", nothing), "the last of many"),
+    "sizes are not tried out": (patch.object(rehearsal, "_try_size", nothing), "the last of many"),
     "reading values counts for nothing": (patch.object(CallTracker, "_take_samples", nothing), "one value decides"),
 }  # fmt: skip
 

@@ -286,7 +286,7 @@ def test_a_use_that_was_not_planned_is_exact_or_refused(name, mode):
         model.zero_grad()
     model.zero_grad()
     clipper.detach()
-    assert not refusal or "used 1.weight in another way than when the model was" in refusal
+    assert not refusal or "a gradient reached 1.weight in" in refusal
     alone = [per_sample(model, x[i : i + 1]) for i in range(B)]
     rows = {name: torch.cat([own[name] for own in alone]) for name in alone[0]}
     factors = (1 / torch.stack([torch.cat([g.flatten() for g in own.values()]).norm() for own in alone])).clamp(max=1)

@@ -1,7 +1,7 @@
 """Arguments and outputs of a module: tensors taken out and put in again, and the samples among them."""
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -142,6 +142,20 @@ def _batch_dim(tensor: Tensor, batch_first: bool, size: int) -> int | None:
 def changes_of(tensor: Tensor) -> int:
     """Return how often ``tensor`` was written into; 0 for one made in inference mode, which does not count."""
     return 0 if tensor.is_inference() else version_of(tensor)
+
+
+Versions = list[tuple[Tensor, int]]
+"""Tensors with the number of times that each was written into."""
+
+
+def versions_of(tensors: Iterable[Tensor]) -> Versions:
+    """Return ``tensors`` with their versions now."""
+    return [(tensor, changes_of(tensor)) for tensor in tensors]
+
+
+def written(versions: Versions) -> list[Tensor]:
+    """Return the tensors that have been written into since `versions_of`."""
+    return [tensor for tensor, version in versions if changes_of(tensor) != version]
 
 
 _LONE, _CALL = object(), object()

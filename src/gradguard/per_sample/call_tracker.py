@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradguard.errors import UnsupportedGradientError
 from gradguard.module_hooks import ForwardHook
-from gradguard.per_sample.call_arguments import Arguments, Skeleton, changes_of, count_samples
+from gradguard.per_sample.call_arguments import Arguments, Skeleton, Versions, count_samples, versions_of, written
 from gradguard.per_sample.capture import LayerCapture, RunningCall, autocast_of
 from gradguard.per_sample.dry_run import CallObserver, Slot
 from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner, Treatment
@@ -52,13 +52,14 @@ class CallTracker:
         module: The outermost module.
         batch_first: Whether the batch is the first dimension of what it is called with.
         names: The name of each parameter by where it is held; several places may hold one.
-        reduction: What the loss is over samples, ``"mean"`` or ``"sum"``.
+        reduction: Relation of the loss to the samples' losses, ``"mean"`` or ``"sum"``.
         rehearse: Called with this object and a call before it, if it is of a new kind or size: what tries out whether
             per-sample gradients will be right; None for no trial.
         loss_check: Looks at the loss of such a call.
 
     Attributes:
         planner: The plans, and whether they have been verified.
+        reduction: As it was given.
         trained: Names of the parameters that were trained when the module was last called.
         last_calls: The last call of each outermost module.
         witness: Runs a sample of some mini-batches alone again; None for nobody.
@@ -76,7 +77,7 @@ class CallTracker:
         # Not held: a module leads here, and the graph of a loss, which no garbage collector sees, to the module.
         self._loss_check_of_clipper = (lambda: None) if loss_check is None else weakref.ref(loss_check)
         self._module, self.batch_first, self._names = module, batch_first, names
-        self._reduction, self._rehearse = reduction, rehearse
+        self.reduction, self._rehearse = reduction, rehearse
         self._rehearsed: CallPattern | None = None
         self._loop: LoopedCall | None = None
         self._witnessed: LoopedCall | None = None
@@ -86,7 +87,7 @@ class CallTracker:
         self._state_before: States | None = None
         self._buffers_before: dict[Slot, Tensor] = {}
         self._unverified: list[OuterCall] = []
-        self._given: list[tuple[Tensor, int]] = []
+        self._given: Versions = []
         self._without_gradient: Collection[str] = ()
         self._seen: Mapping[str, nn.Parameter] = {}
         self.aliases: dict[str, list[Slot]] = defaultdict(list)
@@ -231,7 +232,7 @@ class CallTracker:
         # Hooks of others run between the two of the clipper's, where parameters are kept from autograd.
         running.exposed = hook_order(module) != self._hooks[module]
         if caller is None and self._witnessed is not None:
-            self._witnessed.draws = running.places.enter_context(Draws(must_tell=False))
+            self._witnessed.draws = running.places.enter_context(Draws())
         self._stack.append(running)
         changed = self._capture.start(running, caller, args, kwargs)
         if self._trace is not None and notes:
@@ -342,7 +343,7 @@ class CallTracker:
     def _take_samples(self, witnessed: LoopedCall, call: OuterCall, number: int) -> None:
         """Let some samples of a call that has just run be run alone, unless it has written into its arguments."""
         assert self.witness is not None
-        if any(changes_of(tensor) != version for tensor, version in self._given):
+        if written(self._given):
             return
         self.witness.look_at(number)
         for sample in self.witness.samples(call.batch_size):
@@ -364,8 +365,10 @@ class CallTracker:
         uses_trained = self.planner.uses_trained(module)
         rehearse = None if self.planner.sharded or not uses_trained else self._rehearse
         kind = self.planner.key_of(module, arguments, autocast)
-        fresh = not rehearsal and not self.planner.knows(kind, state)
-        pattern = self._rehearsed or self.planner.pattern_for(module, arguments, size, kind, state)
+        pattern = self._rehearsed or self.planner.patterns.get((kind, state))
+        fresh = pattern is None
+        if pattern is None:
+            pattern = self.planner.plan(module, arguments, size, (kind, state))
         call = OuterCall(pattern, arguments, self.batch_first, size, autocast)
         self._capture.verifying = not rehearsal and rehearse is not None and size not in pattern.sizes
         if self._capture.verifying and rehearse is not None:
@@ -374,7 +377,7 @@ class CallTracker:
             self._unverified.append(call)
             self._capture.batch_size, self._capture.verifying = size, True
         if fresh:
-            self.planner.keep(pattern, kind, self._state.passed())
+            self.planner.patterns[kind, self._state.passed()] = pattern
             if self.witness is not None:
                 self.witness.tried_out()
         looks = uses_trained and not rehearsal and self.collector.mini_batch is None
@@ -393,7 +396,7 @@ class CallTracker:
         if rehearsal:
             return
         self._witnessed = self._record(call) if self.witness.is_due else None
-        self._given = [(tensor, changes_of(tensor)) for tensor in Skeleton(arguments).tensors]
+        self._given = versions_of(Skeleton(arguments).tensors)
         self._buffers_before = copied_buffers(module) if pattern.changes_buffers else {}
         self._state_before = (
             None if self._witnessed is not None else generator_states(accelerators_of(self._seen.values()))
@@ -424,7 +427,7 @@ class CallTracker:
         for sample in self.witness.samples(call.batch_size):
             loop.taken[sample] = call.samples([sample])
         loop.before = ModuleSnapshot(loop.module, call.pattern.changes_buffers)
-        loop.recorded = [(p, changes_of(p)) for p in map(self.parameter, loop.places)]
+        loop.recorded = versions_of(self.parameters(loop.places).values())
         return loop
 
     def _record_now(self, call: OuterCall, outputs: Sequence[Tensor]) -> LoopedCall | None:
@@ -432,19 +435,19 @@ class CallTracker:
 
         Args:
             call: The call.
-            outputs: What it returned.
+            outputs: The tensors that it returned.
 
         Returns:
             None if it gives something else when it runs again.
         """
-        if any(changes_of(tensor) != version for tensor, version in self._given):
+        if written(self._given):
             return None
         assert self._state_before is not None
         with self.quietly(), undisturbed(call.pattern.module, drop_rate=None):
             restore_generators(self._state_before)
             loop = self._record(call)
             args, kwargs = call.samples(range(call.batch_size))
-            with Draws(must_tell=False) as loop.draws, without_graph(call.pattern.module):
+            with Draws() as loop.draws, without_graph(call.pattern.module):
                 again = Skeleton(call.pattern.module(*args, **kwargs)).tensors
         if len(again) != len(outputs):
             return None
@@ -455,12 +458,13 @@ class CallTracker:
         )
         return loop if all(same) else None
 
-    def looped_call(self, call: OuterCall) -> LoopedCall:
-        """Return ``call`` as one that is repeated sample by sample."""
+    def looped_call(self, call: OuterCall, order: Sequence[int] | None = None) -> LoopedCall:
+        """Return ``call``, or the samples of it in ``order``, as one that is repeated sample by sample."""
         inside = set(call.pattern.module.modules())
         trained = {name: self.aliases[name] for name in sorted(self.trained)}
         places = {name: slots for name, slots in trained.items() if any(module in inside for module, _ in slots)}
-        return LoopedCall(call, self._reduction, places, self.quietly, call.pattern.precision)
+        order = range(call.batch_size) if order is None else order
+        return LoopedCall(call, self.reduction, places, self.quietly, call.pattern.precision, order)
 
     def _start_loop(self, module: nn.Module) -> RunningCall:
         """The batch of a looped call starts."""

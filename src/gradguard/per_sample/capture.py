@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.distributed.placements import is_sharded
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Skeleton, changes_of
+from gradguard.per_sample.call_arguments import Skeleton, Versions, changes_of, versions_of, written
 from gradguard.per_sample.dry_run import Slot
 from gradguard.per_sample.layer_plans import CallPlan, Treatment
 from gradguard.per_sample.layers.call import BatchAxis
@@ -93,7 +94,7 @@ def tap(receive: Receiver, saved: Sequence[Tensor], anchor: Tensor, values: Sequ
     """Return ``values`` passed through an identity that calls ``receive`` in backward.
 
     Args:
-        receive: What to call.
+        receive: Called in backward.
         saved: Tensors to hand back; autograd keeps them as it keeps what an operation saves, so checkpointing and
             the check for in-place changes work.
         anchor: A scalar that requires grad.
@@ -132,41 +133,37 @@ def reaches_inside(roots: Sequence[Any], collector: GradientCollector) -> bool:
     return False
 
 
+@dataclass(eq=False, slots=True)
 class RunningCall:
     """A module whose forward is running.
 
     Attributes:
         module: The module.
-        plan: What to do.
+        plan: The plan of the call.
         withheld: Parameters that do not require grad until it has run.
-        leaves: What stands in the places of parameters until it has run.
+        leaves: Stand-ins for parameters until it has run.
         exposed: Hooks of others run while its parameters are kept from autograd.
         places: Puts the parameters back into their places.
-        fallback: What is known of its own code, for `Treatment.VMAP_FALLBACK`.
-        given: What the layers that its code called have returned, with the version of each tensor.
-        tapped: What its code called layers with.
+        fallback: The run of its own code, for `Treatment.VMAP_FALLBACK`.
+        given: Tensors that layers called by its code have returned, with the version of each.
+        tapped: Tensors that its code called layers with.
         as_nested: Its entry among what its caller's code called.
         generator_state: State of the random generator at its start, where the rule asks.
-        notes: What its caller does is noted.
+        notes: The trace goes on when it ends, with its caller.
     """
 
-    __slots__ = (
-        "as_nested", "exposed", "fallback", "generator_state", "given", "leaves", "module", "notes", "places", "plan",
-        "tapped", "withheld",
-    )  # fmt: skip
-
-    def __init__(self, module: nn.Module, plan: CallPlan) -> None:
-        self.module, self.plan = module, plan
-        self.withheld: list[nn.Parameter] = []
-        self.leaves: Leaves | None = None
-        self.exposed = False
-        self.places = ExitStack()
-        self.fallback: VmapFallback | None = None
-        self.given: list[tuple[Tensor, int]] = []
-        self.tapped: list[Tensor] = []
-        self.as_nested: NestedCall | None = None
-        self.generator_state: Tensor | None = None
-        self.notes = False
+    module: nn.Module
+    plan: CallPlan
+    withheld: list[nn.Parameter] = field(default_factory=list)
+    leaves: Leaves | None = None
+    exposed: bool = False
+    places: ExitStack = field(default_factory=ExitStack)
+    fallback: VmapFallback | None = None
+    given: Versions = field(default_factory=list)
+    tapped: list[Tensor] = field(default_factory=list)
+    as_nested: NestedCall | None = None
+    generator_state: Tensor | None = None
+    notes: bool = False
 
     def give_back(self) -> None:
         """Let the parameters be as they were before the call."""
@@ -184,7 +181,7 @@ class LayerCapture:
         quietly: Makes a block in which the clipper's own hooks do nothing.
 
     Attributes:
-        collector: What backward brings.
+        collector: Gathers the gradients of backward.
         trained: Names of the parameters that are trained now.
         batch_size: Number of samples in the outermost call.
         verifying: Let autograd compute the plain gradients as well, to compare with.
@@ -213,7 +210,8 @@ class LayerCapture:
         if caller is not None and caller.fallback is not None and running.plan.sees_samples:
             changed = self._tap_nested_call(caller, running, args, kwargs)
         args, kwargs = changed if changed else (args, kwargs)
-        return self._withhold(running, args, kwargs) or changed
+        self._withhold(running, args, kwargs)
+        return changed
 
     def end(
         self,
@@ -235,15 +233,15 @@ class LayerCapture:
             changed = self._tap_fallback(running, output)
         if running.as_nested is not None and caller is not None:
             returned = Skeleton(output if changed is None else changed)
-            caller.given += [(tensor, changes_of(tensor)) for tensor in returned.tensors]
+            caller.given += versions_of(returned.tensors)
             running.as_nested.output, running.as_nested.output_axes = returned, plan.outputs
             if caller.plan.in_place:  # it gets copies to write into
                 changed = returned.fill([tensor.clone() for tensor in returned.tensors])
             returned.release()
         return changed
 
-    def _withhold(self, running: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Keep the parameters that this call uses from autograd until it has run; return other arguments, or None."""
+    def _withhold(self, running: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the parameters that this call uses from autograd until it has run."""
         plan, module = running.plan, running.module
         if self.batch_size == 0:
             self._hide(running, list(self._names))
@@ -263,8 +261,7 @@ class LayerCapture:
         elif plan.treatment is Treatment.OPERATIONS:
             self._put_proxies(running)
         elif plan.treatment is Treatment.VMAP_FALLBACK:
-            return self._begin_fallback(running, args, kwargs)
-        return None
+            self._begin_fallback(running, args, kwargs)
 
     def _put_proxies(self, running: RunningCall) -> None:
         """Put something into the places of a call's parameters that taps the operations with them."""
@@ -272,7 +269,7 @@ class LayerCapture:
         for slot, plan in running.plan.operations.items():
             name = self._names[module, slot]
             if name in self.trained:
-                leaf = self._leaves(module, observed=False).of({name: self._value(module, slot)})[name]
+                leaf = self._leaves(module).of({name: self._value(module, slot)})[name]
                 places[module, slot] = ParameterProxy.of(leaf, name, plan, partial(self._tap_operation, module))
         running.places.enter_context(substituted(places))
 
@@ -298,55 +295,35 @@ class LayerCapture:
         saved = layer.arguments.release()
         return self._tap_outputs(Skeleton(result), saved, partial(self.collector.receive_layer, layer))
 
-    def _leaves(self, module: nn.Module, observed: bool = True) -> Leaves:
-        return Leaves(module, partial(self.collector.receive_plain, current_graph_task()), observed)
+    def _leaves(self, module: nn.Module) -> Leaves:
+        return Leaves(module, partial(self.collector.receive_plain, current_graph_task()))
 
     def _used(self, slots: Sequence[Slot]) -> list[str]:
         """The names of the trained parameters in ``slots``."""
         return sorted({self._names[slot] for slot in slots if slot in self._names} & self.trained)
 
-    def _begin_fallback(self, running: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin_fallback(self, running: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         plan, module = running.plan, running.module
         names = self._used(list(plan.uses))
         if not names:
-            return None
+            return
         aliases = {name: self._aliases[name] for name in names}
         self._refuse_own_shards(module, aliases)
         arguments = Skeleton((args, kwargs))
-        passed = self._passed(plan, arguments.tensors)
         leaf_of = self.put_leaves(running, aliases)
         running.fallback = VmapFallback(
             module,
             arguments,
             plan.inputs,
-            Skeleton(()),
             plan.outputs,
-            (),
-            -1,
             aliases,
             {name: leaf.detach() for name, leaf in leaf_of.items()},
             autocast_of(arguments),
             self._quietly,
-            passed=passed,
             leaves=running.leaves,
             in_place=plan.in_place,
         )
-        running.given = [(tensor, changes_of(tensor)) for tensor in arguments.tensors]
-        if not passed:
-            return None
-        tensors: list[Tensor | None] = list(arguments.tensors)
-        for position, name in passed.items():
-            tensors[position] = leaf_of[name]
-        return arguments.fill(tensors)
-
-    def _passed(self, plan: CallPlan, tensors: Sequence[Tensor]) -> dict[int, str]:
-        """The parameters that a call is given as arguments: their names, by position."""
-        current = {
-            id(parameter_slots(module)[slot]): name
-            for name in self._used(list(plan.uses))
-            for module, slot in self._aliases[name]
-        }
-        return {i: current[id(tensor)] for i, tensor in enumerate(tensors) if id(tensor) in current}
+        running.given = versions_of(arguments.tensors)
 
     def put_leaves(self, running: RunningCall, aliases: Mapping[str, Sequence[Slot]]) -> dict[str, Tensor]:
         """Put a leaf of its own into the places of each parameter, until the call has run; return them by name."""
@@ -384,7 +361,6 @@ class LayerCapture:
         """Tap what the caller's code has computed and now calls a layer with."""
         arguments = Skeleton((args, kwargs))
         known = {id(tensor) for tensor, _ in caller.given}
-        known |= {id(arguments.tensors[i]) for i in self._passed(running.plan, arguments.tensors)}
         tapped = [
             i
             for i, t in enumerate(arguments.tensors)
@@ -433,35 +409,32 @@ class LayerCapture:
     def _tap_fallback(self, running: RunningCall, output: Any) -> Any:
         fallback = running.fallback
         assert fallback is not None
-        for tensor, version in running.given:
-            if changes_of(tensor) != version:
-                raise UnsupportedGradientError(
-                    f"the code of {type(running.module).__name__} changed a tensor in place that a layer had returned "
-                    f"(shape {tuple(tensor.shape)}), and it uses {', '.join(fallback.aliases)} by itself. Write "
-                    "x = x + y in place of x += y there."
-                )
-        fallback.output = Skeleton(output)
+        for tensor in written(running.given):
+            raise UnsupportedGradientError(
+                f"the code of {type(running.module).__name__} changed a tensor in place that a layer had returned "
+                f"(shape {tuple(tensor.shape)}), and it uses {', '.join(fallback.aliases)} by itself. Write "
+                "x = x + y in place of x += y there."
+            )
+        result = Skeleton(output)
         fallback.batch_size = self._samples(running.plan, fallback.arguments.tensors)
-        returned, given = fallback.output.tensors, {id(tensor) for tensor, _ in running.given}
+        returned, given = result.tensors, {id(tensor) for tensor, _ in running.given}
         fallback.computed = [i for i, tensor in enumerate(returned) if id(tensor) not in given]
         results = (*running.tapped, *(returned[i].detach() for i in fallback.computed))
         fallback.results = [tensor.new_empty(()).expand(tensor.shape) for tensor in results]
         saved = [tensor for tensor, _ in running.given]
         fallback.arguments.release()
-        tapped = self._tap_outputs(fallback.output, saved, partial(self.collector.receive_fallback, fallback))
-        fallback.output.release()
-        return tapped
+        return self._tap_outputs(result, saved, partial(self.collector.receive_fallback, fallback))
 
     def tap_loop(self, loop: LoopedCall, output: Any, witnessed: bool = False) -> Any:
         """Tap what a looped call returned; backward goes no further, unless its plain gradients are asked for.
 
         Args:
             loop: The call.
-            output: What it returned.
+            output: Its result.
             witnessed: It is no looped call, but one sample of it will be run alone.
 
         Returns:
-            What it returns in place of that; None for the same.
+            The result in its place; None if it stays.
         """
         returned = Skeleton(output)
         loop.precision = max(loop.precision, loop.draws.precision)

@@ -45,7 +45,7 @@ from gradguard.per_sample.refusals import (
     refuse_unsupported,
     watch_steps_and_scalers,
 )
-from gradguard.per_sample.rehearsal import Rehearsal, compare
+from gradguard.per_sample.rehearsal import compare, rehearse
 from gradguard.per_sample.rerun import undisturbed
 from gradguard.per_sample.results import Accumulation, ClippedSums, PerSampleStatistics, PreStep, zeros_like_rows
 from gradguard.per_sample.sample_loop import LoopedCall, sum_together
@@ -120,8 +120,8 @@ class PerSampleGradientClipper:
     Attributes:
         statistics: `PerSampleStatistics` of the last mini-batch; not private.
         loss_reduction: As it was given.
-        loss_divisor: What a trainer divides each loss by, for an adapter that undoes it in backward.
-        step_advice: What to call, in the error that an optimizer's step raises while clipped mini-batches wait.
+        loss_divisor: Number that a trainer divides each loss by, for an adapter that undoes it in backward.
+        step_advice: The call to make, in the error that an optimizer's step raises while clipped mini-batches wait.
 
     Raises:
         InvalidTypeError: If an argument is of another type.
@@ -180,12 +180,16 @@ class PerSampleGradientClipper:
             self.loss_reduction, self._mode, self._scaler = loss_reduction, mode, scaler
             attached.callback(run_uncompiled(module))
             attached.callback(follow(module))
-            rehearse = Rehearsal(loss_reduction) if check else None
             scale = lambda: float(self._scaler_scale()) / self.loss_divisor  # noqa: E731
             is_own = check and loss_reduction != "share"
             self._loss_check = LossCheck(loss_reduction, batch_first, scale, only_warn=False) if is_own else None
             self._tracker = CallTracker(
-                module, batch_first, places_of_parameters(module), loss_reduction, rehearse, self._loss_check
+                module,
+                batch_first,
+                places_of_parameters(module),
+                loss_reduction,
+                rehearse if check else None,
+                self._loss_check,
             )
             attached.callback(self._tracker.remove)
             if check and not self._tracker.planner.sharded:
@@ -283,8 +287,8 @@ class PerSampleGradientClipper:
         Args:
             loss_fn: Takes a batch of one sample, and returns its loss, a tensor of one value: ``F.cross_entropy``, a
                 module such as ``torch.nn.MSELoss()``, or your own.
-            args: What it gets; tensors are ``[B, ...]``, or ``[T, B, ...]`` with ``batch_first=False``.
-            kwargs: The same by name.
+            args: Its arguments; tensors are ``[B, ...]``, or ``[T, B, ...]`` with ``batch_first=False``.
+            kwargs: Its keyword arguments.
 
         Returns:
             The losses ``[B]``; take their ``.mean()``, or ``.sum()`` with ``loss_reduction="sum"``. With
@@ -429,7 +433,7 @@ class PerSampleGradientClipper:
         each call this once; it is one all-reduce.
 
         Returns:
-            What noise is scaled by: ``max_norm`` for each parameter, and ``batch_size`` N.
+            The scale of the noise: ``max_norm`` for each parameter, and ``batch_size`` N.
 
         Raises:
             InvalidValueError: If nothing was accumulated, or if a ``.grad`` holds a gradient that was not clipped;
@@ -572,9 +576,7 @@ class PerSampleGradientClipper:
         calls = list(self._tracker.last_calls.values())
         if not calls:
             raise InvalidValueError("verify() needs a batch: call the module once, with gradients, before it.")
-        found = [
-            compare(self._tracker, call, range(min(samples, call.batch_size)), self.loss_reduction) for call in calls
-        ]
+        found = [compare(self._tracker, call, range(min(samples, call.batch_size))) for call in calls]
         if None in found:
             raise InvalidValueError("verify() sees no tensor in what the module returns that has a gradient.")
         return max(comparison.largest for comparison in found if comparison is not None)
@@ -648,7 +650,7 @@ class PerSampleGradientClipper:
         if self._tracker.witness is None or not mini_batch.witnessed:
             return
         try:
-            self._tracker.witness.look(mini_batch, self.trained)
+            self._tracker.witness.look(mini_batch)
         except UnsupportedGradientError:
             self.discard()
             raise
@@ -660,7 +662,7 @@ class PerSampleGradientClipper:
         with undisturbed(recorded.module):
             recorded.before.restore()
             others = [i for i in range(recorded.batch_size) if i != sample]
-            return compare(self._tracker, recorded.call, [sample, *others], self.loss_reduction, alone=1)
+            return compare(self._tracker, recorded.call, [sample, *others], alone=1)
 
     def _keep(self, mini_batch: MiniBatch) -> dict[str, Contribution]:
         """Hold every per-sample gradient, in the scale of a sample's own loss."""

@@ -2,7 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -168,14 +170,12 @@ def checked_groups(norm_clipper: NormClipper, names: Sequence[str]) -> list[list
         InvalidValueError: If not every trained parameter stands in one group: one in none would not be clipped.
     """
     groups = [list(group) for group in norm_clipper.groups] or [list(names)]
-    given = [name for group in groups for name in group]
-    if sorted(given) != sorted(names) or not all(groups):
-        missing = [name for name in names if name not in given]
-        unknown = [name for name in given if name not in names]
-        twice = sorted({name for name in given if given.count(name) > 1})
+    given = Counter(chain.from_iterable(groups))
+    if given != Counter(names) or not all(groups):
         raise InvalidValueError(
-            f"{_name(norm_clipper)}.groups: expected each trained parameter in one group; missing: {missing}, not "
-            f"trained: {unknown}, in several: {twice}, empty groups: {groups.count([])}."
+            f"{_name(norm_clipper)}.groups: expected each trained parameter in one group; missing: "
+            f"{[*(Counter(names) - given)]}, not trained or in several: {[*(given - Counter(names))]}, empty groups: "
+            f"{groups.count([])}."
         )
     return groups
 
@@ -188,17 +188,6 @@ def layer_of(name: str) -> str:
     """
     holder = f".{name}".rpartition(".")[0]
     return f"{holder}.".partition(".parametrizations.")[0].strip(".")
-
-
-def _described(group: Sequence[str], names: Sequence[str]) -> str:
-    """Return the name of a group of parameters in a message, where ``names`` are all that are trained."""
-    layers = {layer_of(name) for name in group}
-    if len(group) == len(names):
-        return "all parameters"
-    if len(group) > 1 and len(layers) == 1:
-        return f"layer {layers.pop()!r}"
-    plural = "s" if len(group) > 1 else ""
-    return f"parameter{plural} {', '.join(map(repr, group))}"
 
 
 def check_keys(norm_clipper: NormClipper, found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -284,15 +273,14 @@ def _check_values(norm_clipper: NormClipper, part: int, factors: Tensor, norm: T
     sample = int((wrong | excess).nonzero()[0])
     factor, length = float(factors[sample]), float(norm[sample])
     group = norm_clipper.groups[part] if norm_clipper.groups else norm_clipper.names
-    where = f"sample {sample}, {_described(group, norm_clipper.names)}, with norm {length:.7g}"
+    where = f"sample {sample}, group {part} of parameters, {[*group[:3]]}, with norm {length:.7g}"
     if wrong[sample]:
         raise InvalidValueError(
             f"{_name(norm_clipper)} gave the factor {factor:.7g} to {where}: expected one >= 0 that float32 can hold."
         )
-    above = f" by {factor * length / threshold - 1:.2g} of it" if threshold else ""
     raise InvalidValueError(
         f"{_name(norm_clipper)} gave the factor {factor:.7g} to {where}. The clipped norm {factor * length:.7g} "
-        f"exceeds thresholds[{part}]={threshold:.7g}{above}: lower the factor, or state a higher threshold."
+        f"exceeds thresholds[{part}]={threshold:.7g}: lower the factor, or state a higher threshold."
     )
 
 

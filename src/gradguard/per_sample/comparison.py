@@ -1,11 +1,14 @@
 """How far a sample's gradient may be from another computation of it: parameter by parameter, each by its own bar."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from gradguard.per_sample.contributions import Contribution, wide
 from gradguard.tensors.norms import total_norm
 
 _PIECE = 1 << 20
@@ -20,12 +23,69 @@ class Comparison:
         largest: Largest error of a parameter's gradient in one sample, relative to its own norm there; a hundred times
             smaller if it is small beside the sample's whole gradient.
         parameter: The name of the parameter where it is.
-        excess: That error as a multiple of what rounding explains.
+        excess: The error as a multiple of what rounding explains.
     """
 
     largest: float
     parameter: str
     excess: float
+
+
+@dataclass(frozen=True)
+class SampleGradient:
+    """The gradient of a sample that ran by itself.
+
+    Attributes:
+        parts: The gradient of each parameter, by name.
+    """
+
+    parts: Mapping[str, Tensor]
+
+    @cached_property
+    def norms(self) -> dict[str, float]:
+        """The norm of each part."""
+        return {name: _norm(part) for name, part in self.parts.items()}
+
+    @cached_property
+    def whole(self) -> float:
+        """The norm of all parts together."""
+        return math.hypot(*self.norms.values())
+
+    def compare(
+        self, found: Mapping[str, Contribution], sample: int, precision: float, factor: float = 1.0
+    ) -> Comparison:
+        """Compare with what a batch has for the sample, parameter by parameter, each by its own norm.
+
+        Args:
+            found: The per-sample gradients of the batch.
+            sample: The place of the sample in it.
+            precision: Machine epsilon of the coarsest dtype that was computed in.
+            factor: Number that what was found is multiplied by.
+
+        Returns:
+            The largest difference as a multiple of what rounding explains; infinite where one is not finite.
+        """
+        worst = Comparison(0.0, "", 0.0)
+        for name in dict.fromkeys([*self.parts, *found]):
+            own = self.norms.get(name, 0.0)
+            if name not in found:
+                error = own
+            elif name not in self.parts:
+                error = _norm(found[name].rows(sample, sample + 1)) * abs(factor)
+            else:
+                error = _distance(wide(self.parts[name]), found[name].rows(sample, sample + 1)[0], factor)
+            worst = max(worst, judge(name, error, own, self.whole, precision), key=lambda c: c.excess)
+        return worst
+
+    def share_in(self, found: Mapping[str, Contribution], sample: int) -> float:
+        """Return the multiple of this gradient that comes closest to what a batch has for the sample."""
+        square = math.fsum(float(part.double().square().sum()) for part in self.parts.values())
+        product = math.fsum(
+            float((found[name].rows(sample, sample + 1)[0] * part).double().sum())
+            for name, part in self.parts.items()
+            if name in found
+        )
+        return product / square if square else 0.0
 
 
 def judge(name: str, error: float, own: float, whole: float, precision: float) -> Comparison:
@@ -44,7 +104,7 @@ def judge(name: str, error: float, own: float, whole: float, precision: float) -
     bars = _bars(precision)
     error = math.inf if math.isnan(error) else error  # no comparison with NaN is true
     allowed = bars[0] * own + bars[1] * whole
-    return Comparison(error / max(own, 1e-2 * whole, 1e-300), name, error / max(allowed, 1e-300))
+    return Comparison(error / max(own, 1e-2 * whole, 1e-200), name, error / max(allowed, 1e-200))
 
 
 def _bars(precision: float) -> tuple[float, float]:
@@ -61,16 +121,16 @@ def _bars(precision: float) -> tuple[float, float]:
     return 1e4 * precision, 1e2 * precision
 
 
-def norm(values: Tensor) -> float:
+def _norm(values: Tensor) -> float:
     """Return the 2-norm of ``values``, summed widely."""
     return float(total_norm([values]))
 
 
-def distance(expected: Tensor, found: Tensor, factor: float = 1.0) -> float:
+def _distance(expected: Tensor, found: Tensor, factor: float = 1.0) -> float:
     """Return the 2-norm of ``expected - factor * found``, two tensors of one shape, piece by piece.
 
     A difference as large as the gradient of a large layer would be made in memory that is fresh from the system, which
     takes longer than the arithmetic.
     """
     pieces = zip(expected.flatten().split(_PIECE), found.flatten().split(_PIECE), strict=True)
-    return math.hypot(*[norm(torch.sub(one, other, alpha=factor)) for one, other in pieces])
+    return math.hypot(*[_norm(torch.sub(one, other, alpha=factor)) for one, other in pieces])

@@ -17,8 +17,8 @@ Each gives squared norms (float64, ``[B]``), the weighted sum :math:`\sum_i c_i 
 
 import functools
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -45,10 +45,15 @@ def with_parts_of(values: Tensor, parameter: Tensor) -> Tensor:
     return torch.view_as_complex(values.contiguous()) if parameter.is_complex() else values
 
 
+def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the 2-norm of each row of each tensor, shape ``[B, ...]``, as float64 of shape ``[B]``; in one pass."""
+    rows = [t.reshape(len(t), -1) if t.numel() else t.new_zeros(len(t), 1) for t in tensors]
+    return unit_norms(rows, [ROWS] * len(rows))
+
+
 def row_squares(values: Tensor) -> Tensor:
     """Return the squared 2-norm of each row of ``values``, shape ``[B, ...]``, as float64 of shape ``[B]``."""
-    rows = values.reshape(len(values), -1) if values.numel() else values.new_zeros(len(values), 1)
-    return unit_norms([rows], [ROWS])[0].square()
+    return row_norms([values])[0].square()
 
 
 def joint_norm(norms: Sequence[Tensor]) -> Tensor:
@@ -160,6 +165,11 @@ class Contribution(ABC):
     def squared_norms(self) -> Tensor:
         """Return the squared 2-norm of each sample's gradient, float64 of shape ``[B]``."""
 
+    @property
+    def measured(self) -> list[Tensor]:
+        """The tensors whose rows' norms, multiplied, are the samples' norms; none where norms are found otherwise."""
+        return []
+
     @abstractmethod
     def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
         """Return the sum of ``factors[i]`` times the gradient of sample i, of the parameter's shape.
@@ -192,6 +202,11 @@ class Materialized(Contribution):
         """Return a view."""
         return self.gradients[start:stop]
 
+    @property
+    def measured(self) -> list[Tensor]:
+        """The gradients."""
+        return [self.gradients]
+
     def squared_norms(self) -> Tensor:
         """Return the squared norm of each row."""
         return row_squares(self.gradients)
@@ -209,35 +224,15 @@ class Materialized(Contribution):
 class Recomputed(Contribution):
     """Per-sample gradients that are computed again for each purpose, some samples at a time.
 
-    Args:
-        shape: Of the parameter.
-        batch_size: Number of samples.
-        rows: Called with start and stop; returns the gradients of these samples, ``[stop - start, *shape]``.
-        weighted_sum: Called with the factors ``[B]`` and the mask of bad samples or None.
+    Attributes:
+        chunk: Samples at a time.
     """
 
-    def __init__(
-        self,
-        shape: torch.Size,
-        batch_size: int,
-        rows: Callable[[int, int], Tensor],
-        weighted_sum: Callable[[Tensor, Tensor | None], Tensor],
-    ) -> None:
-        self.shape, self.batch_size = shape, batch_size
-        self._rows, self._weighted_sum = rows, weighted_sum
-        self.chunk = batch_size
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Compute them."""
-        return wide(self._rows(start, stop))
+    chunk: int
 
     def squared_norms(self) -> Tensor:
         """Compute ``chunk`` samples at a time, and drop each."""
         return squared_norms_in_chunks(self, self.chunk)
-
-    def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
-        """Return what the layer's own weight-gradient kernel gives for scaled rows."""
-        return self._weighted_sum(factors, bad)
 
 
 class TableRows(Contribution):
@@ -310,8 +305,13 @@ class Outer(Contribution):
         """Return one matrix product for each sample."""
         return product(self.left[start:stop].mT, self.right[start:stop])
 
+    @property
+    def measured(self) -> list[Tensor]:
+        """Both sides where there is one position: it needs no products at all."""
+        return [self.left, self.right] if self.positions == 1 else []
+
     def squared_norms(self) -> Tensor:
-        """Return them; one position needs no products at all."""
+        """Return them, of one position from both sides."""
         if self.positions == 1:
             return row_squares(self.left) * row_squares(self.right)
         return self._ghost_norms() if self.ghost else squared_norms_in_chunks(self, self.chunk)
@@ -390,22 +390,19 @@ def together(contributions: list[Contribution]) -> Contribution:
     if len(contributions) == 1:
         return contributions[0]
     outers = [c for c in contributions if isinstance(c, Outer)]
-    rows = [c for c in contributions if isinstance(c, TableRows)]
-    merged: list[Contribution] = []
+    tables = [c for c in contributions if isinstance(c, TableRows)]
+    merged = [c for c in contributions if not isinstance(c, Outer | TableRows)]
     if outers:
         merged.append(Outer(torch.cat([c.left for c in outers], 1), torch.cat([c.right for c in outers], 1)))
-    if rows:
-        ids, values = torch.cat([c.ids for c in rows], 1), torch.cat([wide(c.values) for c in rows], 1)
-        merged.append(TableRows(ids, values, rows[0].shape))
-    rest = [c for c in contributions if not isinstance(c, Outer | TableRows)]
-    if rest or len(merged) > 2:
-        total = merged.pop().materialize().gradients if merged else rest.pop().materialize().gradients.clone()
-        for contribution in merged + rest:
-            total += contribution.materialize().gradients
-        return Materialized(total)
-    if len(merged) == 1:
-        return merged[0]
-    return Tied(merged[1], merged[0])  # type: ignore[arg-type]
+    if tables:
+        ids, values = torch.cat([c.ids for c in tables], 1), torch.cat([wide(c.values) for c in tables], 1)
+        merged.append(TableRows(ids, values, tables[0].shape))
+    match merged:
+        case [only]:
+            return only
+        case [Outer() as outer, TableRows() as table]:
+            return Tied(table, outer)
+    return Materialized(functools.reduce(torch.add, [c.materialize().gradients for c in merged]))
 
 
 def squared_norms_in_chunks(contribution: Contribution, chunk: int) -> Tensor:
@@ -420,33 +417,19 @@ def are_doubtful(squares: Tensor, uncancelled: Tensor) -> Tensor:
     return ~((squares > uncancelled * 1e-3 + _UNDERFLOW) & squares.isfinite())
 
 
-_SHORT = 1 << 13
-"""Elements of a parameter whose gradients are put beside those of others, for one call in place of several for each."""
-
-
-def _squares_of_short_rows(contributions: Mapping[str, Contribution]) -> dict[str, Tensor]:
-    """Return the squared norms of held gradients of short parameters, such as biases; those of one size together."""
-    groups: dict[tuple[int, torch.dtype], list[str]] = defaultdict(list)
-    for name, contribution in contributions.items():
-        if isinstance(contribution, Materialized) and 0 < contribution.shape.numel() <= _SHORT:
-            groups[contribution.shape.numel(), contribution.gradients.dtype].append(name)
-    found: dict[str, Tensor] = {}
-    for (length, _), names in groups.items():
-        held = [contributions[name].rows(0, contributions[name].batch_size) for name in names]
-        squares = row_squares(torch.cat([rows.reshape(-1, length) for rows in held]))
-        found |= dict(zip(names, squares.view(len(names), -1).unbind(), strict=True))
-    return found
-
-
 def sample_norms(contributions: Mapping[str, Contribution], scale: Tensor | float = 1.0) -> dict[str, Tensor]:
     """Return the norm of each sample's gradient of each parameter, float64 ``[B]``; the host looks at most once.
 
     Args:
         contributions: Of each parameter.
-        scale: What the norms are multiplied by; ``[B]`` or one number.
+        scale: Factor of the norms; ``[B]`` or one number.
     """
-    squares = _squares_of_short_rows(contributions)
-    squares |= {name: c.squared_norms() for name, c in contributions.items() if name not in squares}
+    measured = {name: c.measured for name, c in contributions.items()}
+    norms_of = iter(row_norms([*chain.from_iterable(measured.values())]))
+    squares: dict[str, Tensor] = {}
+    for name, contribution in contributions.items():
+        norms = [next(norms_of) for _ in measured[name]]
+        squares[name] = functools.reduce(torch.mul, norms).square() if norms else contribution.squared_norms()
     whole = {name: c.uncancelled for name, c in contributions.items() if c.uncancelled is not None}
     if whole:  # in a few calls for all parameters, not in a few for each
         doubts = are_doubtful(torch.stack([squares[name] for name in whole]), torch.stack([*whole.values()]))
@@ -454,8 +437,8 @@ def sample_norms(contributions: Mapping[str, Contribution], scale: Tensor | floa
             squares[name] = contributions[name].with_recomputed(squares[name])
     if not squares:
         return {}
-    norms = torch.stack([*squares.values()]).sqrt_()
-    return dict(zip(squares, (norms * scale).unbind(), strict=True))
+    together = torch.stack([*squares.values()]).sqrt_() * scale
+    return dict(zip(squares, together.unbind(), strict=True))
 
 
 # Which way to find each norm: the fastest, within a budget of bytes. Times are estimates from four numbers of a

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Arguments, changes_of, take_samples, tensor_leaves
+from gradguard.per_sample.call_arguments import Arguments, Versions, take_samples, tensor_leaves, versions_of, written
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.operations import ObservedOperation, operation_of
 from gradguard.per_sample.refusals import own_failure
@@ -48,7 +48,7 @@ class ObservedCall:
         inputs: Shapes of the tensors that it got.
         outputs: Shapes of the tensors that it returned.
         uses: Trained parameters that its own code used.
-        operations: What it did with them, in order; None for those that may be anything.
+        operations: Its operations with them, in order; None for one that may be anything.
         values: Inputs, then outputs, if they were asked for.
         in_place: Its own code wrote into what the modules that it called have returned.
         draws: Its own code drew random numbers, or would have if dropout were not switched off.
@@ -74,7 +74,7 @@ class CallObserver(TorchFunctionMode):
         self._trained, self._keep_values = slots, keep_values
         self._slots = {id(parameter_slots(module)[slot]): (module, slot) for module, slot in slots}
         self._running: list[int] = []
-        self._returned: list[list[tuple[Tensor, int]]] = []
+        self._returned: list[Versions] = []
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that ``module`` starts; FSDP2 may have given it other parameters just now."""
@@ -96,9 +96,9 @@ class CallObserver(TorchFunctionMode):
         call = self.calls[self._running.pop()]
         tensors = tensor_leaves(output)
         call.outputs = [t.shape for t in tensors]
-        call.in_place = any(changes_of(tensor) != version for tensor, version in self._returned.pop())
+        call.in_place = bool(written(self._returned.pop()))
         if self._returned:
-            self._returned[-1] += [(tensor, changes_of(tensor)) for tensor in tensors]
+            self._returned[-1] += versions_of(tensors)
         if self._keep_values:
             call.values += [t.clone() for t in tensors]
         assert call.module is module
@@ -190,7 +190,7 @@ class DryRun:
     """Runs ``module`` on two and on three of the samples in ``arguments``.
 
     Args:
-        module: What is called.
+        module: The outermost module.
         arguments: One real call.
         batch_first: Whether the batch is the first dimension of the arguments.
         size: Number of samples in the call.
@@ -283,10 +283,10 @@ class DryRun:
         strided = _close(two.unflatten(0, (-1, 2)), three.unflatten(0, (-1, 3))[:, :2])
         if stretches == strided:
             name = type(self.calls[call].module).__name__
-            reason = "all its rows are alike" if stretches else "the module mixes samples, or draws random numbers"
             raise UnsupportedGradientError(
                 f"{name} works on samples that were flattened into dimension {dim}, and in which order cannot be told: "
-                f"{reason}. Give it a tensor with a batch dimension of its own, [batch, ..., features]."
+                "all its rows are alike, or the module mixes samples or draws random numbers. Give it a tensor with a "
+                "batch dimension of its own, [batch, ..., features]."
             )
         return strided
 
@@ -303,8 +303,7 @@ class DryRun:
         ):
             seed_generators(self._seed)
             before = generator_states([])
-            versions = [changes_of(buffer) for buffer in self._module.buffers()]
-            held = [(name, parameter, changes_of(parameter)) for name, parameter in self._module.named_parameters()]
+            buffers, parameters = versions_of(self._module.buffers()), versions_of(self._module.parameters())
             try:
                 self._module(*args, **kwargs)
             except UnsupportedGradientError:
@@ -312,36 +311,23 @@ class DryRun:
             except Exception as error:
                 raise UnsupportedGradientError(own_failure(error) or self._failed(samples, error)) from error
             self.draws |= have_drawn(before)
-            _refuse_written([name for name, parameter, version in held if changes_of(parameter) != version])
-            self.changes_buffers |= versions != [changes_of(buffer) for buffer in self._module.buffers()]
+            for changed in written(parameters):
+                name = next(name for name, parameter in self._module.named_parameters() if parameter is changed)
+                raise UnsupportedGradientError(
+                    f"forward writes into its parameter {name}, and what the samples of a batch change "
+                    "there is not clipped. Is it an Embedding with max_norm? Set max_norm=None."
+                )
+            self.changes_buffers |= bool(written(buffers))
         return observer.calls
 
     def _failed(self, samples: int, error: Exception) -> str:
-        tensors = tensor_leaves(self._arguments)
-        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-        square = not self._batch_first and any(t.shape[:2] == (self._size, self._size) for t in tensors)
-        hint = (
-            " A mask [batch, time] beside [time, batch, ...] is known by its shape: pad this batch to another length "
-            f"than {self._size}."
-        )
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensor_leaves(self._arguments))
         return (
             f"{type(self._module).__name__} raised {type(error).__name__} when gradguard ran it on {samples} of its "
             f"{self._size} samples, to see which of its inputs (shapes {shapes}) belong to samples: {error}. Every "
             f"input whose batch dimension has size {self._size} is taken to hold one entry for each sample; a constant "
-            f"of that size belongs into the module, as a buffer.{hint if square else ''}"
-        )
-
-
-def _refuse_written(names: list[str]) -> None:
-    """Check that forward has written into no parameter.
-
-    Raises:
-        UnsupportedGradientError: If it has: what samples change there is not clipped.
-    """
-    if names:
-        raise UnsupportedGradientError(
-            f"forward writes into its parameter {', '.join(names)}, and what the samples of a batch change there is "
-            "not clipped. Is it an Embedding with max_norm? Set max_norm=None."
+            "of that size belongs into the module, as a buffer. With batch_first=False, a mask [batch, time] is known "
+            f"by its shape: pad this batch to another length than {self._size}."
         )
 
 

@@ -4,7 +4,7 @@ There are plans for each way in which a module is called; it is planned anew whe
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -66,7 +66,7 @@ class Plans:
         run: The outermost module on two and on three samples.
 
     Attributes:
-        modules: All modules that ran.
+        calls: The plans of each module that ran: one for all its calls, or one for each.
         uses: Which parameters each call uses that gives per-sample gradients.
     """
 
@@ -101,9 +101,7 @@ class Plans:
             used = frozenset(uses[i])
             plan = CallPlan(treatment, sees[i], tuple(inputs), tuple(outputs), used, rule, call.in_place, operations)
             found[call.module].append(plan)
-        self._calls = {m: plans[:1] if plans.count(plans[0]) == len(plans) else plans for m, plans in found.items()}
-        self.modules = set(found)
-        self._counts = {m: len(plans) for m, plans in found.items()}
+        self.calls = {m: plans[:1] if plans.count(plans[0]) == len(plans) else plans for m, plans in found.items()}
 
     def of(self, module: nn.Module, call: int) -> CallPlan | None:
         """Return the plan of call number ``call`` of ``module``; None if the module did not run in the dry run.
@@ -111,12 +109,12 @@ class Plans:
         Raises:
             UnsupportedGradientError: If its calls differ and are not as many as in the dry run.
         """
-        plans = self._calls.get(module)
+        plans = self.calls.get(module)
         if plans is None:
             return None
         if len(plans) == 1:
             return plans[0]
-        if len(plans) != self._counts[module] or call >= len(plans):
+        if call >= len(plans):
             raise UnsupportedGradientError(
                 f"{type(module).__name__} is called a varying number of times, with samples in varying places. Use "
                 "a module of its own for each kind of call."
@@ -154,16 +152,16 @@ class CallPattern:
     """The facts of one way of calling a module.
 
     Attributes:
-        module: What is called.
+        module: The module that is called.
         whole: Positions of tensors, among its arguments, that belong to no sample though their size fits.
-        plans: What to do at each call of each layer; none where samples are run one by one.
+        plans: Plans of the calls of the layers in it; none where samples are run one by one.
         output_axes: Batch axis of each tensor that it returns.
         changes_buffers: It changes its buffers.
         reason: Why samples are run one by one; "" where they are not.
         sizes: Batch sizes that it was verified with.
         precision: Machine epsilon of the coarsest dtype that is computed in.
-        unowned: What to say when a gradient comes to one of the tensors that it returns, by position.
-        operations: What calls have done that were found to be right.
+        unowned: Refusals of a gradient of one of the tensors that it returns, by position.
+        operations: Operations of the calls that were found to be right.
     """
 
     module: nn.Module
@@ -196,6 +194,7 @@ class LayerPlanner:
         observed_by: A block in which an `Observer` hears of the calls of modules.
 
     Attributes:
+        patterns: The pattern of each kind of call, in each state of the model.
         shared: Parameters that more than one call uses.
         sharded: Parameters are spread over processes.
     """
@@ -204,7 +203,7 @@ class LayerPlanner:
         # Under FSDP2 every dry run is a collective, so all processes must do the same ones, whatever their batches.
         self.sharded = any(is_sharded(getattr(module, slot)) for module, slot in names)
         self._batch_first, self._names, self._observed_by = batch_first, names, observed_by
-        self._patterns: dict[Hashable, CallPattern] = {}
+        self.patterns: dict[Hashable, CallPattern] = {}
         self._current: list[Plans] = []
         self._trained: frozenset[str] = frozenset()
         self._calls: dict[nn.Module, int] = defaultdict(int)
@@ -220,7 +219,7 @@ class LayerPlanner:
 
     def forget(self) -> None:
         """Plan anew from the next call on, with other random numbers."""
-        self._patterns.clear()
+        self.patterns.clear()
         self._seed += _SEEDS
 
     def unexpected(self) -> None:
@@ -236,35 +235,25 @@ class LayerPlanner:
         """Return what tells calls of one kind from others, the state of the model apart."""
         return module, signature(arguments, sizes=not self.sharded), autocast
 
-    def knows(self, kind: Hashable, state: int) -> bool:
-        """Tell whether calls of a kind have been planned with the model in a state."""
-        return (kind, state) in self._patterns
-
-    def pattern_for(
-        self, module: nn.Module, arguments: Arguments, size: int, kind: Hashable, state: int
-    ) -> CallPattern:
-        """Return how an outermost call that starts is treated; plan it, if it is of a new kind.
+    def plan(self, module: nn.Module, arguments: Arguments, size: int, key: Hashable) -> CallPattern:
+        """Plan an outermost call of a new kind.
 
         Args:
-            module: What is called.
-            arguments: With what.
+            module: The outermost module.
+            arguments: Its arguments.
             size: Number of samples.
-            kind: What `key_of` gives for it.
-            state: Of the model.
+            key: The kind of the call and the state of the model, by which `patterns` holds the plan.
+
+        Returns:
+            The plan.
 
         Raises:
             UnsupportedGradientError: If its samples cannot be told apart.
         """
-        key = kind, state
-        if key not in self._patterns:
-            self._patterns[key] = self._plan(module, arguments, size)
-            plans = [p for pattern in self._patterns.values() for p in pattern.plans]
-            self.shared = frozenset().union(*[self._shared_of(p) for p in plans])
-        return self._patterns[key]
-
-    def keep(self, pattern: CallPattern, kind: Hashable, state: int) -> None:
-        """A pattern is that of ``state`` from now on."""
-        self._patterns[kind, state] = pattern
+        self.patterns[key] = self._plan(module, arguments, size)
+        uses = [Counter(self._names[slot] for used in plans.uses for slot in used) for plans in self._all_plans()]
+        self.shared = frozenset(name for counts in uses for name, count in counts.items() if count > 1)
+        return self.patterns[key]
 
     def run_one_by_one(self, pattern: CallPattern, arguments: Arguments, size: int, reason: str) -> None:
         """Run the samples of ``pattern`` one by one from now on, because of ``reason``."""
@@ -279,8 +268,11 @@ class LayerPlanner:
         """Return the plan of the next call of ``module``, None if no dry run has seen it."""
         number = self._calls[module]
         self._calls[module] += 1
-        others = (p for pattern in self._patterns.values() for p in pattern.plans)
-        return next((plan for p in chain(self._current, others) if (plan := p.of(module, number))), None)
+        plans = chain(self._current, self._all_plans())
+        return next((plan for p in plans if (plan := p.of(module, number))), None)
+
+    def _all_plans(self) -> Iterator[Plans]:
+        return chain.from_iterable(pattern.plans for pattern in self.patterns.values())
 
     def uses_trained(self, module: nn.Module) -> bool:
         """Tell whether ``module`` or a layer in it holds a trained parameter."""
@@ -330,9 +322,9 @@ class LayerPlanner:
             plan = Plans(run)
             changes |= run.changes_buffers
             untold |= run.untold
-            if not plans or missing & plan.modules:
+            if not plans or missing & plan.calls.keys():
                 plans.append(plan)
-            missing -= plan.modules
+            missing -= plan.calls.keys()
             if not missing or not run.draws or self.sharded:
                 break
         first = plans[0].of(module, 0)
@@ -347,7 +339,3 @@ class LayerPlanner:
     ) -> DryRun:
         slots = self._slots()
         return DryRun(module, arguments, self._batch_first, size, slots, self._observed_by, whole, seed, follows)
-
-    def _shared_of(self, plans: Plans) -> set[str]:
-        uses = Counter(self._names[slot] for used in plans.uses for slot in used)
-        return {name for name, count in uses.items() if count > 1}

@@ -36,11 +36,11 @@ class UsedLayer:
     Attributes:
         module: The layer.
         plan: Its rule, and where its samples are.
-        arguments: What it was called with, without tensors.
+        arguments: Its arguments, without tensors.
         batch_size: Number of samples.
         names: Its trained parameters: from their names in the layer to those in the whole module.
         generator_state: State of the random generator before the call, where the rule asks.
-        leaves: What stood in the places of its parameters, on a step that is to be verified.
+        leaves: Stand-ins for its parameters, on a step that is to be verified.
         precision: Machine epsilon of the autocast that it ran under; 0 for none.
     """
 
@@ -60,7 +60,7 @@ class MiniBatch:
 
     Attributes:
         task: The backward that they come from.
-        complete: That backward has gone through to its end.
+        complete: The backward has gone through to its end.
         batch_size: Number of samples; -1 as long as it is not known.
         parts: The contributions to each parameter.
         fallbacks: Runs of code that is differentiated when all gradients are there.
@@ -147,16 +147,11 @@ class MiniBatch:
         for leaves in self.reached:
             if leaves in self.tapped or not any(bool(gradient.any()) for gradient in leaves.plain.values()):
                 continue
-            if not leaves.observed:
-                raise UnsupportedGradientError(
-                    f"the code of {type(leaves.module).__name__} used {', '.join(leaves.plain)} in another way than "
-                    "when the model was looked at, so what each sample gave there is not known. Repeat this step: the "
-                    "model is looked at again. Nothing was clipped."
-                )
             raise UnsupportedGradientError(
-                f"a gradient reached {', '.join(leaves.plain)} in {type(leaves.module).__name__}, although nothing "
-                "that it returned has one: a value that it made reached the loss in another way (an attribute, a "
-                "list, a hook). Return it instead. Nothing was clipped."
+                f"a gradient reached {', '.join(leaves.plain)} in {type(leaves.module).__name__} by a way that is not "
+                "followed. Either a value that it made reached the loss beside what it returned (an attribute, a list, "
+                "a hook): return it instead. Or its code used them in another way than when the model was looked at: "
+                "repeat this step, and it is looked at again. Nothing was clipped."
             )
         self.reached.clear()  # they know of what gathers them: a cycle that would live until the next collection
         self.tapped.clear()
@@ -183,7 +178,7 @@ class GradientCollector:
     """Receives from taps; one mini-batch at a time.
 
     Attributes:
-        mini_batch: What has come and is not yet taken.
+        mini_batch: Gradients that have come and are not yet taken.
         activations: Bytes that the tapped layers have taken and returned since the last mini-batch was taken: about
             what backward frees as it goes, and so what may be kept in its place.
         shared: Parameters that are used more than once.
@@ -316,7 +311,7 @@ class GradientCollector:
 
         Args:
             name: The parameter's.
-            gradient: What came.
+            gradient: The gradient.
             task: The number of the running backward.
 
         Returns:

@@ -274,12 +274,10 @@ def form_of(value: Any, depth: int = 3) -> Hashable:
         return type(value), value
     if (content := content_of(value)) is not None:
         return type(value), content
-    if isinstance(value, staticmethod | classmethod):
-        return form_of(value.__func__, depth)
     if isinstance(value, property):
         return form_of(value.fget, depth)
-    if isinstance(value, MethodType):
-        return _Itself(value.__self__), form_of(value.__func__, depth)
+    if isinstance(value, staticmethod | classmethod | MethodType):
+        return _Itself(getattr(value, "__self__", None)), form_of(value.__func__, depth)
     if isinstance(value, BuiltinFunctionType | type):
         return _Itself(value)
     if isinstance(value, FunctionType):

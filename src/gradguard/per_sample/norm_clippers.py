@@ -196,7 +196,7 @@ class AutoNormClipper(NormClipper):
 
     Args:
         max_norm: C, a finite number >= 0.
-        gamma: What keeps the sizes of small gradients apart; a finite number > 0.
+        gamma: A number that keeps the sizes of small gradients apart; a finite number > 0.
 
     Raises:
         InvalidValueError: If ``max_norm`` or ``gamma`` is outside its range, or their ratio outside float32.

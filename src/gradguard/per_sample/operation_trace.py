@@ -67,7 +67,7 @@ class OperationTrace(TorchFunctionMode):
     Attributes:
         events: The calls, without numbers.
         numbers: The numbers in them, in order.
-        by_value: What was done may depend on values, or on all of them together.
+        by_value: Something that was done may depend on values, or on all of them together.
     """
 
     def __init__(self) -> None:

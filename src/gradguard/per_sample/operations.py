@@ -43,9 +43,9 @@ class Operation(NamedTuple):
 
     Attributes:
         kind: Such as ``"product"``.
-        operand: What belongs to samples.
+        operand: The tensor that belongs to samples.
         parameters: The weight, the bias, or both, as far as they are parameters that are followed.
-        options: What else its rule must know.
+        options: Further numbers that its rule must know.
     """
 
     kind: str
@@ -170,9 +170,9 @@ class ParameterProxy(Tensor):
     """Takes a parameter's place while code runs.
 
     Attributes:
-        leaf: What functions get in its place, but for operations that are planned.
+        leaf: Tensor that functions get in its place, but for operations that are planned.
         full_name: Name of the parameter in the whole module.
-        plan: What is planned.
+        plan: The planned operation.
         tapped: Called with a planned operation, its function, arguments and keyword arguments; returns its result.
     """
 

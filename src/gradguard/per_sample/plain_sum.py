@@ -25,16 +25,15 @@ class Leaves:
     The tensors know of this object and not the other way round: a cycle through a tensor's hook would never be freed.
 
     Args:
-        module: What is called.
+        module: The module that is called.
         reached: Called with this object when a gradient has come to any of them.
-        observed: Whether uses of the parameters get them; otherwise only uses that the dry run has not seen do.
 
     Attributes:
         plain: The gradients that have come, by name.
     """
 
-    def __init__(self, module: nn.Module, reached: "Callable[[Leaves], None]", observed: bool = True) -> None:
-        self.module, self._reached, self.observed = module, reached, observed
+    def __init__(self, module: nn.Module, reached: "Callable[[Leaves], None]") -> None:
+        self.module, self._reached = module, reached
         self.plain: dict[str, Tensor] = {}
 
     def of(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

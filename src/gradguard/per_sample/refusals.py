@@ -29,10 +29,10 @@ def own_failure(error: BaseException) -> str:
     """Warn where an error is a mistake of gradguard's, so that it is not taken for the module's; return the words.
 
     Args:
-        error: What ended a trial run of a module.
+        error: The end of a trial run of a module.
 
     Returns:
-        What failed where; "" where the error came from what gradguard has called, the module or a function of torch's.
+        The failure and its place; "" where the error came from the module or a function of torch's that was called.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     if not isinstance(error, _OWN) or not frames:
@@ -162,8 +162,8 @@ def refuse_stand_ins(used: Mapping[str, Tensor], held: Mapping[str, Tensor] | No
     """Check that a call used the module's own parameters.
 
     Args:
-        used: What stood in their places in the call, by name.
-        held: What the module holds, if that is known; without it, anything that is a parameter is taken for its own.
+        used: The tensors in their places in the call, by name.
+        held: The module's own, if they are known; without it, anything that is a parameter is taken for its own.
 
     Raises:
         UnsupportedGradientError: If it was called with other tensors, which would not get the gradients.

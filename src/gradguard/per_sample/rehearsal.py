@@ -15,24 +15,24 @@ What cannot be followed layer by layer is tried again sample by sample; what fai
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Skeleton, to_float64
+from gradguard.per_sample.call_arguments import Skeleton, changes_of, tensor_leaves, to_float64
 from gradguard.per_sample.call_tracker import CallTracker
-from gradguard.per_sample.comparison import Comparison, distance, judge, norm
+from gradguard.per_sample.comparison import Comparison, SampleGradient
 from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.dry_run import Slot, WithoutDropout
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import Draws, ModuleSnapshot, substituted, undisturbed, without_graph
-from gradguard.per_sample.sample_loop import LoopedCall, OuterCall, rows_of, same_rows
+from gradguard.per_sample.sample_loop import LoopedCall, OuterCall, rows_of
 from gradguard.state.generators import seeded_normal
-from gradguard.tensors.precision import full_float32
+from gradguard.tensors.precision import full_float32, outside_autocast
 from gradguard.torch_private import buffer_slots, parameter_slots
 
 _LARGEST_IN_FLOAT64 = 1 << 30
@@ -43,175 +43,123 @@ _MUCH, _LITTLE = 20, 3
 small."""
 
 
-class Rehearsal:
-    """Tries out calls of a new kind or size.
+def rehearse(tracker: CallTracker, call: OuterCall) -> None:
+    """Try out a call of a new kind or size.
 
-    Args:
-        reduction: What the loss is over samples, ``"mean"`` or ``"sum"``.
+    Raises:
+        UnsupportedGradientError: If its per-sample gradients are not those of the samples by themselves.
     """
+    if tracker.planner.sharded:
+        return  # a second run would be a collective
+    try:
+        with full_float32():
+            _try(tracker, call)
+    except UnsupportedGradientError:
+        tracker.planner.forget()
+        raise
 
-    def __init__(self, reduction: str) -> None:
-        self._reduction = reduction
 
-    def __call__(self, tracker: CallTracker, call: OuterCall) -> None:
-        """Try out one call.
-
-        Raises:
-            UnsupportedGradientError: If its per-sample gradients are not those of the samples by themselves.
-        """
-        if tracker.planner.sharded:
-            return  # a second run would be a collective
-        try:
-            with full_float32():
-                self._try(tracker, call)
-        except UnsupportedGradientError:
-            tracker.planner.forget()
-            raise
-
-    def _try(self, tracker: CallTracker, call: OuterCall) -> None:
-        pattern = call.pattern
-        trials = [self._try_pair] if not pattern.sizes else []
-        for trial in [*trials, self._try_size] if call.batch_size > 1 else trials:
-            if not pattern.looped:
-                try:
-                    trial(tracker, call)
-                    continue
-                except Exception as error:
-                    tracker.planner.run_one_by_one(pattern, call.arguments, call.batch_size, _words_of(error))
-                    pattern.sizes.clear()
+def _try(tracker: CallTracker, call: OuterCall) -> None:
+    pattern = call.pattern
+    trials = [_try_pair] if not pattern.sizes else []
+    for trial in [*trials, _try_size] if call.batch_size > 1 else trials:
+        if not pattern.looped:
             try:
                 trial(tracker, call)
+                continue
             except Exception as error:
-                words = _words_of(error)
-                if words in pattern.reason:
-                    raise UnsupportedGradientError(words) from error
-                raise UnsupportedGradientError(
-                    f"{pattern.reason} Nor can samples be run one by one: {words}"
-                ) from error
+                tracker.planner.run_one_by_one(pattern, call.arguments, call.batch_size, _words_of(error))
+                pattern.sizes.clear()
+        try:
+            trial(tracker, call)
+        except Exception as error:
+            words = _words_of(error)
+            if words in pattern.reason:
+                raise UnsupportedGradientError(words) from error
+            raise UnsupportedGradientError(f"{pattern.reason} Nor can samples be run one by one: {words}") from error
 
-    def _try_pair(self, tracker: CallTracker, call: OuterCall) -> None:
-        samples = _finite_samples(call, min(2, call.batch_size))
-        follows = not call.pattern.looped  # where samples run one by one, they are compared on every step
-        found = compare(tracker, call, samples, self._reduction, note=True, opened=follows)
-        if found is None:
-            if call.pattern.unowned:
-                raise UnsupportedGradientError(next(iter(call.pattern.unowned.values())))
-            raise UnsupportedGradientError(
-                f"no tensor can be seen in what {type(call.pattern.module).__name__} returns that grows with the "
-                "number of samples or is a loss, so nothing can be compared. Return tensors, tuples, lists or dicts."
-            )
-        if found.excess > 1:
-            self._refuse_nonlinear(tracker, call, samples)
-            raise UnsupportedGradientError(
-                f"the per-sample gradient of {found.parameter} is not what the sample gives by itself (relative error "
-                f"{found.largest:.2g}). Does the model mix samples (batch statistics, x - x.mean(0), routing that "
-                "looks at the batch)? Is the batch in another dimension (batch_first=False)? Nothing was clipped."
-            )
 
-    def _refuse_nonlinear(self, tracker: CallTracker, call: OuterCall, samples: Sequence[int]) -> None:
-        """Say so where only gradients of another size give something else.
-
-        Raises:
-            UnsupportedGradientError: If the per-sample gradients are right as long as nothing is scaled.
-        """
-        found = compare(tracker, call, samples, self._reduction, scaled=False)
-        if found is not None and found.excess <= 1:
+def _try_pair(tracker: CallTracker, call: OuterCall) -> None:
+    samples = _finite_samples(call, min(2, call.batch_size))
+    follows = not call.pattern.looped  # where samples run one by one, they are compared on every step
+    found = compare(tracker, call, samples, note=True, opened=follows)
+    if found is None:
+        if call.pattern.unowned:
+            raise UnsupportedGradientError(next(iter(call.pattern.unowned.values())))
+        raise UnsupportedGradientError(
+            f"no tensor can be seen in what {type(call.pattern.module).__name__} returns that grows with the "
+            "number of samples or is a loss, so nothing can be compared. Return tensors, tuples, lists or dicts."
+        )
+    if found.excess > 1:
+        unscaled = compare(tracker, call, samples, scaled=False)
+        if unscaled is not None and unscaled.excess <= 1:
             raise UnsupportedGradientError(_not_linear(call.pattern.module))
+        raise UnsupportedGradientError(
+            f"the per-sample gradient of {found.parameter} is not what the sample gives by itself (relative error "
+            f"{found.largest:.2g}). Does the model mix samples (batch statistics, x - x.mean(0), routing that "
+            "looks at the batch)? Is the batch in another dimension (batch_first=False)? Nothing was clipped."
+        )
 
-    def _try_size(self, tracker: CallTracker, call: OuterCall) -> None:
-        """Run the whole batch, and as many copies of one sample, and compare with fewer of them.
 
-        The batch runs with the clipper's hooks, because a layer may get other rows than in the trial of two samples;
-        each of its samples must return the same in one of two parts of the batch, of which one has an odd number, and
-        the first and the last by themselves. Of the copies each must return what it returns by itself: they go the same
-        way, so one of them is left out unless there is room for all.
+def _try_size(tracker: CallTracker, call: OuterCall) -> None:
+    """Run the whole batch, and as many copies of one sample, and compare with fewer of them.
 
-        Raises:
-            UnsupportedGradientError: If a sample returns something else there.
-        """
-        size = call.batch_size
-        last = size - 1
-        with _as_called(call, autocast=False) as reset, full_float32():
-            whole = _together(tracker, call, [*reversed(range(size))], reset, hooks=True)
-            first = max(1, size // 2 - (size // 2 + 1) % 2)
-            alone = {whole.indices[place]: whole.alone([place]) for place in (0, last)}
-            for part in ([*range(first)], [*range(first, size)]):
-                if len(part) > 1:
-                    whole.compare(part, whole.alone(part))
-            for place in (0, last):
-                whole.compare([place], alone[whole.indices[place]])
-            copies = _together(tracker, call, [0] * size, reset, hooks=False)
-            for i in range(size) if not copies.draws.drawn else (0, last):
-                copies.compare([i], copies.alone([i]) if copies.draws.drawn else alone[0])
+    The batch runs with the clipper's hooks, because a layer may get other rows than in the trial of two samples;
+    each of its samples must return the same in one of two parts of the batch, of which one has an odd number, and
+    the first and the last by themselves. Of the copies each must return what it returns by itself: they go the same
+    way, so one of them is left out unless there is room for all.
+
+    Raises:
+        UnsupportedGradientError: If a sample returns something else there.
+    """
+    module, size = call.pattern.module, call.batch_size
+    ends = [0], [size - 1]
+    first = max(1, size // 2 - (size // 2 + 1) % 2)
+    call = replace(call, autocast=None)
+    with _as_called(call) as reset, full_float32():
+        with tracker.collect_separately(call.pattern), torch.enable_grad():
+            try:
+                whole, _ = _together(tracker, call, [*reversed(range(size))], reset)
+            except UnsupportedGradientError:
+                raise
+            except Exception:  # the model asks for an order, as of sorted lengths
+                whole, _ = _together(tracker, call, [*range(size)], reset)
+        with tracker.quietly(), without_graph(module):
+            for part in ([*range(first)], [*range(first, size)], *ends):
+                whole.alone(part)
+            copies, _ = _together(tracker, call, [0] * size, reset)
+            one = copies.alone([0])
+            if copies.draws.drawn:
+                copies.alone([size - 1])
+                return
+            for i in range(1, size):
+                copies.compare(one, [i])
 
 
 def _together(
-    tracker: CallTracker, call: OuterCall, indices: list[int], reset: Callable[[], None], hooks: bool
-) -> "_Together":
-    """Run samples together in an order, or in their own if the model asks for one, as of sorted lengths."""
-    try:
-        return _Together(tracker, call, indices, reset, hooks)
-    except UnsupportedGradientError:
-        raise
-    except Exception:
-        return _Together(tracker, call, sorted(indices), reset, hooks)
-
-
-class _Together:
-    """Samples of a call run together, as many as it has.
+    tracker: CallTracker, call: OuterCall, order: Sequence[int], reset: Callable[[], None]
+) -> tuple[LoopedCall, list[Tensor]]:
+    """Run some samples of a call together.
 
     Args:
-        tracker: What follows the module.
+        tracker: Follows the module.
         call: The call.
-        indices: Its samples, in the order in which they run.
+        order: The samples, in the order in which they run.
         reset: Puts the module back as it was.
-        hooks: Run as the clipper sees it; otherwise without a graph.
+
+    Returns:
+        The call of these samples, which can run each by itself; the tensors that the module returned.
     """
-
-    def __init__(
-        self, tracker: CallTracker, call: OuterCall, indices: list[int], reset: Callable[[], None], hooks: bool
-    ) -> None:
-        self._tracker, self._call, self._reset, self.indices = tracker, call, reset, indices
-        pattern = call.pattern
-        args, kwargs = call.samples(indices)
-        reset()
-        within = tracker.collect_separately(pattern) if hooks else tracker.quietly()
-        with within, torch.enable_grad() if hooks else without_graph(pattern.module), Draws() as self.draws:
-            self._outputs = [t.detach() for t in Skeleton(pattern.module(*args, **kwargs)).tensors]
-        self._precision = max(self.draws.precision, pattern.precision)
-
-    def alone(self, places: list[int]) -> list[Tensor]:
-        """Return what the samples at some places return without the others."""
-        args, kwargs = self._call.samples([self.indices[i] for i in places])
-        module = self._call.pattern.module
-        for last in (False, True):
-            try:
-                self._reset()
-                with (
-                    self._tracker.quietly(),
-                    without_graph(module),
-                    self.draws.of_samples(places, len(self.indices), last),
-                ):
-                    return Skeleton(module(*args, **kwargs)).tensors
-            except UnsupportedGradientError:
-                if last or not self.draws.drawn:
-                    raise
-        raise AssertionError
-
-    def compare(self, places: list[int], alone: list[Tensor]) -> None:
-        """Compare what the samples at some places have returned with what they return without the others.
-
-        Raises:
-            UnsupportedGradientError: If they differ.
-        """
-        pattern, size = self._call.pattern, len(self.indices)
-        for recorded, output, axis in zip(self._outputs, alone, pattern.output_axes, strict=True):
-            if axis is not None and not same_rows(recorded, output, axis, places, self._precision):
-                raise UnsupportedGradientError(
-                    f"a sample gives {type(pattern.module).__name__} something else in a batch of {size} than by "
-                    "itself, or with fewer beside it. Does the model mix samples (batch statistics, a capacity, the "
-                    "largest of the batch)? Let each sample be computed by itself. Nothing was clipped."
-                )
+    module = call.pattern.module
+    reset()
+    loop = tracker.looped_call(call, order)
+    loop.before = ModuleSnapshot(module)
+    args, kwargs = call.samples(order)
+    with Draws() as loop.draws:
+        outputs = Skeleton(module(*args, **kwargs)).tensors
+    loop.precision = max(loop.precision, loop.draws.precision)
+    loop.outputs = [(output.detach(), changes_of(output)) for output in outputs]
+    return loop, outputs
 
 
 _NOT_FINITE = "Begin with another batch, or repair the model where it makes NaN or inf. Nothing was clipped."
@@ -247,7 +195,6 @@ def compare(
     tracker: CallTracker,
     call: OuterCall,
     samples: Sequence[int],
-    reduction: str,
     note: bool = False,
     scaled: bool = True,
     alone: int | None = None,
@@ -256,10 +203,9 @@ def compare(
     """Return the largest error over ``samples``, run together and each by itself.
 
     Args:
-        tracker: What follows the module.
+        tracker: Follows the module.
         call: The call that the samples are taken from.
         samples: Which.
-        reduction: What a number that the module returns is over samples.
         note: Take note in ``call.pattern`` of the precision, and of numbers that are not the mean (or sum) of samples.
         scaled: Scale what the outputs get by powers of two, to see that the backward is linear.
         alone: Run only so many of them, the first, by themselves.
@@ -275,54 +221,50 @@ def compare(
         UnsupportedGradientError: If the samples cannot be run so, or one has a gradient that is not finite.
     """
 
-    def compared(one: OuterCall, autocast: bool) -> Comparison | None:
-        with torch.enable_grad(), _as_called(one, autocast) as reset, full_float32():
-            pair = _RehearsedPair(
-                tracker, one if autocast else replace(one, autocast=None), list(samples), reduction, reset
-            )
+    def compared(one: OuterCall) -> Comparison | None:
+        with torch.enable_grad(), _as_called(one) as reset, full_float32():
+            pair = _RehearsedPair(tracker, one, samples, reset)
             found = pair.compare(scaled, len(samples) if alone is None else alone, opened and len(samples) > 1)
             unowned = pair.unowned() if note or found is None else {}
             if note:
                 one.pattern.precision = pair.precision
                 one.pattern.unowned |= unowned
-            return Comparison(0.0, "", 0.0) if found is None and pair.owned_numbers else found
+            return Comparison(0.0, "", 0.0) if found is None and pair.owns_number else found
 
     doubled = _in_float64(call.pattern.module, opened)
     if doubled is not None:
         try:
             with substituted(doubled):
-                return compared(replace(call, arguments=to_float64(call.arguments)), autocast=False)
+                return compared(replace(call, arguments=to_float64(call.arguments), autocast=None))
         except UnsupportedGradientError:
             raise
         except Exception:
             pass  # it does not run in float64, or only with more memory
-    return compared(call, autocast=True)
+    return compared(call)
 
 
 class _RehearsedPair:
     """A few samples, run together and each by itself.
 
     Args:
-        tracker: What follows the module.
+        tracker: Follows the module.
         call: The call that the samples are taken from.
-        samples: Which, in order.
-        reduction: What a number that the module returns is over samples.
+        samples: Their places in the call.
         reset: Puts the module back as it was.
 
     Attributes:
         precision: Machine epsilon of the coarsest dtype that was computed in.
-        owned_numbers: The positions of numbers that the module returned and that are the reduction of the samples'.
+        owns_number: The module returned a number that is the reduction of the samples'.
     """
 
     def __init__(
-        self, tracker: CallTracker, call: OuterCall, samples: list[int], reduction: str, reset: Callable[[], None]
+        self, tracker: CallTracker, call: OuterCall, samples: Sequence[int], reset: Callable[[], None]
     ) -> None:
         self._tracker, self._call, self._samples, self._reset = tracker, call, samples, reset
-        self._reduction, self._pattern = reduction, call.pattern
-        self._alone = [call.samples([i]) for i in samples]
+        self._reduction, self._pattern = tracker.reduction, call.pattern
         held = [tracker.parameter(name) for name in tracker.aliases]
         self.precision = max(torch.finfo(p.dtype).eps for p in held if p.is_floating_point() or p.is_complex())
-        self.owned_numbers: list[int] = []
+        self.owns_number = False
 
     def compare(self, scaled: bool, alone: int, both_orders: bool) -> Comparison | None:
         """Compare the gradients that rows of the outputs give.
@@ -330,29 +272,27 @@ class _RehearsedPair:
         Args:
             scaled: Scale the gradients of the outputs by powers of two: up and down in turn in the batch, the other way
                 for a sample alone. In a linear backward this changes no bit of what is compared.
-            alone: How many run by themselves.
+            alone: Number of samples that run by themselves.
             both_orders: Compare in the other order, too.
 
         Returns:
             The largest error; None if no output has such rows.
         """
         order = [*range(len(self._samples))]
-        loop, found = self._run_together(self._random_grads, order, scaled)
+        loop, found = self._run(self._random_grads, order, scaled)
         if all(grad is None for grad in loop.grads):
             return None
-        if not both_orders:
-            return self._against(loop, found, _measured(loop, range(alone)), order)
-        own = [*_measured(loop, order)]
-        first = self._against(loop, found, own, order)
-        if first.excess > 1:
-            return first
-        order.reverse()
-        loop, found = self._run_together(self._random_grads, order, scaled)
-        again = _measured(loop, range(len(order))) if loop.draws.drawn else reversed(own)
-        return self._against(loop, found, again, order)
+        own = [*map(SampleGradient, loop.run(range(alone)))]
+        worst = self._against(loop, found, own)
+        if not both_orders or worst.excess > 1:
+            return worst
+        loop, found = self._run(self._random_grads, order[::-1], scaled)
+        drawn = loop.draws.drawn
+        again = [*map(SampleGradient, loop.run(order))] if drawn else own[::-1]
+        return self._against(loop, found, again)
 
     def unowned(self) -> dict[int, str]:
-        """Return what to say of gradients of outputs that no sample owns; numbers that are the reduction are owned."""
+        """Return the refusals of gradients of outputs that no sample owns; numbers that are the reduction are owned."""
         words = {}
         for position, (output, axis) in enumerate(zip(self._outputs, self._pattern.output_axes, strict=True)):
             if axis is not None or not output.requires_grad:
@@ -363,10 +303,10 @@ class _RehearsedPair:
                     f"{len(self._samples)} samples in which no dimension is that of samples alone, and the loss uses "
                     "it: its gradient belongs to no single sample. Leave it out of the loss."
                 )
-            elif (said := self._number(position)) is not None:
-                words[position] = said
+            elif (refusal := self._number(position)) is not None:
+                words[position] = refusal
             else:
-                self.owned_numbers.append(position)
+                self.owns_number = True
         return words
 
     def _number(self, position: int) -> str | None:
@@ -389,8 +329,8 @@ class _RehearsedPair:
             return [torch.ones_like(o) if i == position else None for i, o in enumerate(outputs)]
 
         def compared(scaled: bool) -> Comparison:
-            loop, found = self._run_together(one, order, scaled, number=True)
-            return self._against(loop, found, _measured(loop, order), order, shared=self._reduction == "token_mean")
+            loop, found = self._run(one, order, scaled, number=True)
+            return self._against(loop, found, map(SampleGradient, loop.run(order)), self._reduction == "token_mean")
 
         try:
             if compared(True).excess <= 1:
@@ -412,11 +352,11 @@ class _RehearsedPair:
         for place, (output, axis) in enumerate(zip(outputs, self._pattern.output_axes, strict=True)):
             if axis is None or not output.requires_grad or not (output.is_floating_point() or output.is_complex()):
                 grads.append(None)
-                continue
-            grads.append(seeded_normal(output.shape, output.dtype, output.device, place))
+            else:
+                grads.append(seeded_normal(output.shape, output.dtype, output.device, place))
         return grads
 
-    def _run_together(
+    def _run(
         self,
         choose: Callable[[Sequence[Tensor]], list[Tensor | None]],
         order: Sequence[int],
@@ -432,27 +372,21 @@ class _RehearsedPair:
             number: All samples have the scale of the first.
 
         Returns:
-            What runs each by itself; the per-sample gradients.
+            The samples that ran together, each of which it can run by itself; their per-sample gradients.
         """
-        module, tracker, axes = self._pattern.module, self._tracker, self._pattern.output_axes
-        args, kwargs = self._call.samples([self._samples[i] for i in order])
-        loop = tracker.looped_call(replace(self._call, batch_size=len(order)))
-        loop.taken = {place: self._alone[i] for place, i in enumerate(order)}
-        loop.shares = torch.ones(len(order), device="cpu")  # of tokens: they are found by the comparison
-        self._reset()
-        loop.before = ModuleSnapshot(module)
-        with tracker.collect_separately(self._pattern) as collector:
-            with Draws() as loop.draws:
-                outputs = Skeleton(module(*args, **kwargs)).tensors
+        axes = self._pattern.output_axes
+        with self._tracker.collect_separately(self._pattern) as collector:
+            loop, outputs = _together(self._tracker, self._call, [self._samples[i] for i in order], self._reset)
+            loop.shares = torch.ones(len(order), device="cpu")  # of tokens: they are found by the comparison
             self.precision = loop.precision = max(self.precision, loop.draws.precision)
-            self._outputs, loop.outputs = outputs, [(output.detach(), -1) for output in outputs]
+            self._outputs, loop.outputs = outputs, [(output, -1) for output, _ in loop.outputs]
             factor = 2.0 ** (_LITTLE if self.precision > 1e-4 else _MUCH) if scaled else 1.0
             scales = [1 / factor if i % 2 and not number else factor for i in order]
+            loop.scales = [1 / scale for scale in scales]
             loop.grads = [
                 g if g is None or a is None else _placed(g, a, order)
                 for g, a in zip(choose(outputs), axes, strict=True)
             ]
-            loop.scales = [1 / scale for scale in scales]
             pairs = [
                 (o, g * scales[0] if a is None else _placed(g, a, range(len(order)), scales))
                 for o, g, a in zip(outputs, loop.grads, axes, strict=True)
@@ -468,8 +402,7 @@ class _RehearsedPair:
         self,
         loop: LoopedCall,
         found: Mapping[str, Contribution],
-        alone: Iterable[tuple[dict[str, Tensor], dict[str, float]]],
-        order: Sequence[int],
+        alone: Iterable[SampleGradient],
         shared: bool = False,
     ) -> Comparison:
         """Compare with each sample alone.
@@ -477,8 +410,7 @@ class _RehearsedPair:
         Args:
             loop: The samples that ran together.
             found: Their per-sample gradients.
-            alone: Those of the first few by themselves, with their norms.
-            order: Which of the samples they are.
+            alone: The first few by themselves.
             shared: Each sample has a share of its own in a number; the shares must add up to 1.
 
         Returns:
@@ -488,22 +420,18 @@ class _RehearsedPair:
             UnsupportedGradientError: If the gradient of a sample is not finite.
         """
         worst, shares = Comparison(0.0, "", 0.0), 0.0
-        for place, (expected, own) in enumerate(alone):
-            whole = math.hypot(*own.values())
-            if not math.isfinite(whole):
+        for place, own in enumerate(alone):
+            if not math.isfinite(own.whole):
                 raise UnsupportedGradientError(
-                    f"the gradient of sample {self._samples[order[place]]} by itself is not finite, though its inputs "
-                    f"are: nothing shows whether samples are separate. {_NOT_FINITE}"
+                    f"the gradient of sample {loop.order[place]} by itself is not finite, though its inputs are: "
+                    f"nothing shows whether samples are separate. {_NOT_FINITE}"
                 )
-            scale = loop.scales[place]
-            rows = {name: contribution.rows(place, place + 1)[0] for name, contribution in found.items()}
-            share = _share(rows, expected) * scale if shared else 1.0
-            shares += share
-            for name, gradient in expected.items():
-                gradient = gradient * share if shared else gradient
-                error = distance(gradient, rows.pop(name), scale) if name in rows else abs(share) * own[name]
-                found_here = judge(name, error, own[name], whole, self.precision)
-                worst = max(worst, found_here, key=lambda c: c.excess)
+            expected, scale = own, loop.scales[place]
+            if shared:
+                share = own.share_in(found, place) * scale
+                shares += share
+                expected = SampleGradient({name: gradient * share for name, gradient in own.parts.items()})
+            worst = max(worst, expected.compare(found, place, self.precision, scale), key=lambda c: c.excess)
         if shared and abs(shares - 1) > 1e-3:
             return Comparison(abs(shares - 1), "the whole", math.inf)
         return worst
@@ -518,21 +446,6 @@ def _placed(grad: Tensor, axis: BatchAxis, order: Sequence[int], scales: Sequenc
     return placed
 
 
-def _measured(loop: LoopedCall, samples: Sequence[int]) -> Iterator[tuple[dict[str, Tensor], dict[str, float]]]:
-    """Yield the gradients of some samples, each by itself, with their norms."""
-    for gradients in loop.run(samples):
-        yield gradients, {name: norm(gradient) for name, gradient in gradients.items()}
-
-
-def _share(together: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> float:
-    """The factor by which gradients in the batch come closest to those of the sample by itself."""
-    square = sum(float(gradient.double().square().sum()) for gradient in alone.values())
-    product = sum(
-        float((together[name] * gradient).double().sum()) for name, gradient in alone.items() if name in together
-    )
-    return product / square if square else 0.0
-
-
 def _not_linear(module: nn.Module) -> str:
     return (
         f"the backward of {type(module).__name__} is not linear in the gradient that it gets: a gradient twice as "
@@ -543,12 +456,11 @@ def _not_linear(module: nn.Module) -> str:
 
 
 @contextmanager
-def _as_called(call: OuterCall, autocast: bool) -> Iterator[Callable[[], None]]:
+def _as_called(call: OuterCall) -> Iterator[Callable[[], None]]:
     """Run as the call ran, without dropout, and leave no trace; gives what puts the module back."""
-    with undisturbed(call.pattern.module) as reset, WithoutDropout(), ExitStack() as stack:
-        if call.autocast:
-            kind, dtype = call.autocast
-            stack.enter_context(torch.autocast(kind, dtype, enabled=autocast))
+    device = tensor_leaves(call.arguments)[0].device
+    autocast = torch.autocast(*call.autocast) if call.autocast else outside_autocast(device)
+    with undisturbed(call.pattern.module) as reset, WithoutDropout(), autocast:
         yield reset
 
 

@@ -44,10 +44,10 @@ def undisturbed(module: nn.Module, drop_rate: float | None = 0.0) -> Iterator[Ca
 
     Args:
         module: The model.
-        drop_rate: What layers of dropout drop in the block, of those that drop any; None: what they do.
+        drop_rate: Rate in the block of the layers of dropout that drop any; None leaves each its own.
 
     Yields:
-        What puts the module back at once, for several calls from one state.
+        A function that puts the module back at once, for several calls from one state.
     """
     before = ModuleSnapshot(module)
 
@@ -224,16 +224,14 @@ class UntoldDrawsError(UnsupportedGradientError):
 class Draws:
     """Records every random tensor that is drawn in a block, and how precisely the block computes.
 
-    Args:
-        must_tell: Refuse, while it draws, what cannot be given to each sample; otherwise `of_samples` does.
+    A tensor that cannot be given to each sample is refused by `of_samples`.
 
     Attributes:
         drawn: The operation's name and its tensor, in order.
         precision: Machine epsilon of the coarsest dtype that was computed in.
     """
 
-    def __init__(self, must_tell: bool = True) -> None:
-        self._must_tell = must_tell
+    def __init__(self) -> None:
         self._untold: UntoldDrawsError | None = None
         self.drawn: list[tuple[str, Tensor]] = []
         self.precision = torch.finfo(torch.float64).eps
@@ -261,8 +259,6 @@ class Draws:
             try:
                 drawn = _random_part(func, args, result)
             except UntoldDrawsError as error:
-                if self._must_tell:
-                    raise
                 self._untold = error
                 return result
             # Masks are kept as bits; others are copied, because code scales them in place.
@@ -311,7 +307,7 @@ class _Share:
     """Gives each draw the part of a recorded one that belongs to some samples.
 
     Attributes:
-        given: What was drawn, by the state that the generator was in.
+        given: The drawn tensors, by the state that the generator was in.
     """
 
     def __init__(self, drawn: list[tuple[str, Tensor]], samples: Sequence[int], batch_size: int, last: bool) -> None:

@@ -51,7 +51,7 @@ class PerSampleStatistics:
         norms: Norm of each sample's gradient over all parameters, float64 ``[B]``; NaN or inf where it is not finite.
         parameter_norms: Norm of each sample's gradient of each parameter, float64 ``[B]``, by the parameter's name.
         groups: Names of the parameters that have a norm together, one group for each of ``factors``.
-        factors: What the gradients of a group were multiplied by, ``[B]`` each; 0 for a sample that is not finite.
+        factors: Factors of the gradients of a group, ``[B]`` each; 0 for a sample that is not finite.
     """
 
     norms: Tensor
@@ -88,7 +88,7 @@ class Accumulation:
     Attributes:
         batch_size: Number of samples so far; None if nothing was added since the last `take`.
         mini_batches: Number of mini-batches so far.
-        unit: What the sums are divided by.
+        unit: Divisor of the sums.
     """
 
     def __init__(self) -> None:
@@ -96,11 +96,6 @@ class Accumulation:
         self.mini_batches = 0
         self.unit = 1.0
         self._sums: dict[str, Tensor] = {}
-
-    @property
-    def sums(self) -> Mapping[str, Tensor]:
-        """The sums so far, divided by ``unit``; a parameter that no sample used has none."""
-        return self._sums
 
     def drop(self) -> None:
         """Forget what was added."""

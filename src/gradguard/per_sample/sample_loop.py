@@ -6,8 +6,9 @@ their gradients from backward, which goes no further; then each sample runs alon
 in the batch, and must give what it gave there.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.errors import UnsupportedGradientError
-from gradguard.per_sample.call_arguments import Arguments, Skeleton, changes_of, finite_samples, take_samples
+from gradguard.per_sample.call_arguments import (
+    Arguments,
+    Skeleton,
+    Versions,
+    changes_of,
+    finite_samples,
+    take_samples,
+)
 from gradguard.per_sample.contributions import Contribution, Materialized, real_parts, row_squares, wide
 from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
@@ -37,7 +45,7 @@ class OuterCall:
 
     Attributes:
         pattern: How it is treated.
-        arguments: What the module was called with.
+        arguments: The arguments of the module.
         batch_first: Whether the batch is the first dimension of the arguments.
         batch_size: Number of samples.
         autocast: Device type and dtype of the autocast that it ran under, or None.
@@ -67,20 +75,21 @@ class LoopedCall:
     """A call that is repeated sample by sample.
 
     Attributes:
-        call: The call.
-        reduction: What a number that it returned is over samples, ``"mean"`` or ``"sum"``.
+        call: The call that the samples are taken from.
+        reduction: Relation of a number that it returned to the samples', ``"mean"`` or ``"sum"``.
         places: Where each trained parameter is held.
         quietly: A block in which the clipper's own hooks do nothing.
         precision: Machine epsilon of the coarsest dtype that is computed in.
+        order: The samples of ``call`` that ran together.
         draws: The random numbers that it drew.
         before: The module as it was before.
-        outputs: What it returned, and the version of each tensor.
+        outputs: The tensors that it returned, and the version of each.
         grads: The gradient of each tensor that it returned.
         shares: The share of each sample in a mean over tokens, ``[B]``.
-        scales: What the outputs' gradients are multiplied by for each sample alone, where that is not its own loss's.
+        scales: Factors of the outputs' gradients for each sample alone, where they are not those of its own loss.
         leaves: The plain gradients, on a step that is to be verified.
         taken: Arguments of samples that were taken before the call, which may write into them.
-        recorded: Tensors with the version that each had, without which the call cannot be repeated.
+        recorded: Its parameters, without which it cannot be repeated.
     """
 
     call: OuterCall
@@ -88,15 +97,17 @@ class LoopedCall:
     places: Places
     quietly: Quietly
     precision: float
+    order: Sequence[int]
     draws: Draws = field(default_factory=Draws)
     before: ModuleSnapshot | None = None
-    outputs: list[tuple[Tensor, int]] = field(default_factory=list)
+    outputs: Versions = field(default_factory=list)
     grads: Sequence[Tensor | None] = ()
     leaves: Leaves | None = None
     shares: Tensor | None = None
     scales: Sequence[float] = ()
     taken: dict[int, Arguments] = field(default_factory=dict)
-    recorded: list[tuple[Tensor, int]] = field(default_factory=list)
+    recorded: Versions = field(default_factory=list)
+    _last: bool | None = None
     _squares: dict[str, Tensor] = field(default_factory=dict)
     _sums: dict[str, Tensor] = field(default_factory=dict)
 
@@ -108,11 +119,7 @@ class LoopedCall:
     @property
     def batch_size(self) -> int:
         """Number of samples."""
-        return self.call.batch_size
-
-    def is_as_recorded(self) -> bool:
-        """Tell whether its parameters are still as they were."""
-        return all(changes_of(tensor) == version for tensor, version in self.recorded)
+        return len(self.order)
 
     def share_of(self, sample: int) -> float:
         """Return the share that a sample's own loss has in a number that the module returned."""
@@ -167,42 +174,77 @@ class LoopedCall:
             UnsupportedGradientError: If a sample does not give by itself what it gave in the batch.
         """
         numbers = [0.0] * len(self.outputs)
-        last: bool | None = None if self.draws.drawn else False
         with self.quietly(), undisturbed(self.module, drop_rate=None), torch.enable_grad():
             for sample in samples:
-                if last is None:  # how samples lie in what is drawn is the same for all of them
-                    try:
-                        gradients, last = self._run_one(sample, False, numbers), False
-                    except UnsupportedGradientError:
-                        gradients, last = self._run_one(sample, True, numbers), True
-                else:
-                    gradients = self._run_one(sample, last, numbers)
-                yield gradients
+                yield self._run_one(sample, numbers)
         if len(samples) == self.batch_size:
             self._check_numbers(numbers)
 
-    def _run_one(self, sample: int, last: bool, numbers: list[float]) -> dict[str, Tensor]:
+    def alone(self, samples: Sequence[int]) -> list[Tensor]:
+        """Run some samples without the others, with the random numbers that they had in the batch.
+
+        Returns:
+            The tensors that the module returned, which are those of the batch.
+
+        Raises:
+            UnsupportedGradientError: If they are not.
+        """
+        with self._alone(samples, {}) as (outputs, _):
+            return outputs
+
+    @contextmanager
+    def _alone(self, samples: Sequence[int], places: Places) -> Iterator[tuple[list[Tensor], dict[str, Tensor]]]:
+        """Run some samples, with leaves in the places of parameters until the block ends; yield outputs and leaves."""
+        orders = (False, True) if self._last is None and self.draws.drawn else (bool(self._last),)
+        for last in orders:
+            args, kwargs = self.taken.get(samples[0]) or self.call.samples([self.order[i] for i in samples])
+            if self.before is not None:
+                self.before.restore()
+            leaves = {name: _value(slots).requires_grad_() for name, slots in places.items()}
+            with substituted({slot: leaves[name] for name, slots in places.items() for slot in slots}):
+                try:
+                    with self.draws.of_samples(samples, self.batch_size, last):
+                        outputs = self._outputs(args, kwargs)
+                    self.compare(outputs, samples)
+                except UnsupportedGradientError:
+                    if last is orders[-1]:
+                        raise
+                    continue
+                self._last = last  # how samples lie in what is drawn is the same for all of them
+                yield outputs, leaves
+                return
+
+    def _differs(self, difference: str) -> str:
+        return (
+            f"{type(self.module).__name__} gives a sample by itself something else than in the batch of "
+            f"{self.batch_size}: {difference}. Does the model mix samples (batch statistics, x - x.mean(0), routing or "
+            "a capacity that looks at the batch)? Is the batch in another dimension (batch_first=False)? Nothing was "
+            "clipped."
+        )
+
+    def compare(self, outputs: Sequence[Tensor], samples: Sequence[int]) -> None:
+        """Compare what some samples returned without the others with what they returned in the batch.
+
+        Raises:
+            UnsupportedGradientError: If it is not the same.
+        """
+        if len(outputs) != len(self.outputs):
+            raise UnsupportedGradientError(self._differs("it returns other tensors"))
+        for output, (recorded, version), axis in zip(outputs, self.outputs, self.call.pattern.output_axes, strict=True):
+            unchanged = axis is not None and changes_of(recorded) == version
+            if axis is not None and unchanged and not same_rows(recorded, output, axis, samples, self.precision):
+                raise UnsupportedGradientError(self._differs("it returns other values"))
+
+    def _run_one(self, sample: int, numbers: list[float]) -> dict[str, Tensor]:
         call, scale, axes = self.call, self.scale_of(sample), self.call.pattern.output_axes
-        if self.before is not None:
-            self.before.restore()
         with ExitStack() as stack:
             if call.autocast:
                 stack.enter_context(torch.autocast(*call.autocast))
-            values = {name: _value(places).requires_grad_() for name, places in self.places.items()}
-            stack.enter_context(substituted({p: values[n] for n, places in self.places.items() for p in places}))
-            args, kwargs = self.taken.get(sample) or call.samples([sample])
-            with self.draws.of_samples([sample], call.batch_size, last):
-                outputs = self._outputs(args, kwargs)
-            if len(outputs) != len(self.outputs):
-                raise UnsupportedGradientError(_differs(self.module, "it returns other tensors"))
+            outputs, leaves = stack.enter_context(self._alone([sample], self.places))
             roots, grads = [], []
-            for i, (output, (recorded, version)) in enumerate(zip(outputs, self.outputs, strict=True)):
+            for i, output in enumerate(outputs):
                 grad, axis = self.grads[i], axes[i]
                 if axis is not None:
-                    if changes_of(recorded) == version and not same_rows(
-                        recorded, output, axis, [sample], self.precision
-                    ):
-                        raise UnsupportedGradientError(_differs(self.module, "it returns other values"))
                     if grad is not None:
                         grad = rows_of(grad, axis, output.shape[axis.dim], sample)
                 elif output.dim() == 0 and output.is_floating_point() and grad is not None:
@@ -214,7 +256,7 @@ class LoopedCall:
             if roots:
                 with self.draws.again():
                     torch.autograd.backward(roots, grads)
-        found = {name: _zeros(v) if v.grad is None else dense(v.grad) for name, v in values.items()}
+        found = {name: _zeros(leaf) if leaf.grad is None else dense(leaf.grad) for name, leaf in leaves.items()}
         if scale != 1.0:
             for gradient in found.values():
                 gradient.div_(scale)
@@ -234,7 +276,7 @@ class LoopedCall:
         except Exception as error:
             if isinstance(error, UnsupportedGradientError | torch.OutOfMemoryError):
                 raise
-            words = own_failure(error) or _differs(self.module, f"it fails ({error})")
+            words = own_failure(error) or self._differs(f"it fails ({error})")
             raise UnsupportedGradientError(words) from error
 
     def _check_numbers(self, numbers: list[float]) -> None:
@@ -315,8 +357,8 @@ def same_rows(recorded: Tensor, output: Tensor, axis: BatchAxis, samples: Sequen
     """Tell whether samples gave without the others what they gave in the batch, up to rounding.
 
     Args:
-        recorded: What the batch gave.
-        output: What ``samples`` gave without the others.
+        recorded: A tensor that the batch returned.
+        output: The tensor that ``samples`` returned without the others.
         axis: Where the samples are.
         samples: Their places in the batch, in order.
         precision: Machine epsilon of the coarsest dtype that was computed in.
@@ -354,21 +396,12 @@ def _by_sample(values: Tensor, axis: BatchAxis, rows: int) -> Tensor:
 
 def not_the_reduction(found: float, expected: float, reduction: str) -> str:
     """Words for a number that is not what was declared."""
-    factor = f" ({found / expected:.3g} times that)" if expected else ""
     return (
         f"the loss that the model returns is not the {reduction} of what each sample gives by itself: {found:.6g} for "
-        f"{expected:.6g}{factor}. Is it the {'sum' if reduction == 'mean' else 'mean'} (loss_reduction=), a mean over "
-        "tokens of which samples have different numbers, or divided by a number that was given, as "
+        f"{expected:.6g} ({found / (expected or math.nan):.3g} times that). Is it another reduction (loss_reduction=), "
+        "a mean over tokens of which samples have different numbers, or divided by a number that was given, as "
         "num_items_in_batch is? Average within each sample first, then over samples; or let clipper.per_sample_losses "
         "compute the loss from what the model returns besides."
-    )
-
-
-def _differs(module: nn.Module, what: str) -> str:
-    return (
-        f"{type(module).__name__} gives a sample by itself something else than in the batch: {what}. Does the "
-        "model mix samples (batch statistics, x - x.mean(0), routing or a capacity that looks at the batch)? Is the "
-        "batch in another dimension (batch_first=False)? Nothing was clipped."
     )
 
 

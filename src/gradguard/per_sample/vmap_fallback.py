@@ -24,9 +24,6 @@ from gradguard.torch_private import call_slot
 Aliases = Mapping[str, Sequence[tuple[nn.Module, str]]]
 """The attributes of modules that hold each parameter."""
 
-OneSample = Callable[..., Tensor]
-"""From parameters and one sample's tensors to what is differentiated."""
-
 _CHUNK = 64 << 20
 """Bytes of per-sample gradients that torch.func computes at a time."""
 
@@ -39,7 +36,7 @@ class NestedCall:
         module: The layer.
         tapped: Positions, among the tensors that it got, of those that the code had computed.
         axes: Batch axis of each of ``tapped``.
-        output: What it returned.
+        output: Its result.
         output_axes: Batch axis of each tensor that it returned.
         count: Number of tensors that it returned.
         grads: The gradient of each of ``tapped``, filled in by backward.
@@ -59,42 +56,38 @@ class VmapFallback:
 
     Attributes:
         module: The module.
-        arguments: What it was called with.
+        arguments: Its arguments.
         axes: Batch axis of each tensor among its arguments.
-        output: What it returned.
         output_axes: Batch axis of each tensor that it returned.
-        computed: Positions, among the tensors that it returned, of those that it computed itself.
-        batch_size: Number of samples.
         aliases: The places that hold each parameter that the code used.
         values: Those parameters.
         autocast: Device type and dtype of the autocast that it ran under, or None.
         quietly: A block in which the clipper's own hooks do nothing.
+        computed: Positions, among the tensors that it returned, of those that it computed itself.
+        batch_size: Number of samples.
         nested_calls: The layers that it called, in order.
         saved: Its input tensors, and what the left-out layers returned.
         results: Tensors of the shape and dtype of what it computed and called layers with, then of what it computed and
             returned.
         grads: The gradient of each tensor that it returned.
-        passed: The parameters among its arguments: their names, by position.
-        leaves: What stood in the places of the parameters, with the plain gradients of this run after backward.
+        leaves: Stand-ins for the parameters, with the plain gradients of this run after backward.
         in_place: It writes into what layers have returned.
     """
 
     module: nn.Module
     arguments: Skeleton
     axes: Sequence[BatchAxis | None]
-    output: Skeleton
     output_axes: Sequence[BatchAxis | None]
-    computed: Sequence[int]
-    batch_size: int
     aliases: Aliases
     values: Mapping[str, Tensor]
     autocast: tuple[str, torch.dtype] | None
     quietly: Quietly
+    computed: Sequence[int] = ()
+    batch_size: int = -1
     nested_calls: list[NestedCall] = field(default_factory=list)
     saved: Sequence[Tensor] = ()
     results: Sequence[Tensor] = ()
     grads: Sequence[Tensor | None] = ()
-    passed: Mapping[int, str] = field(default_factory=dict)
     leaves: Leaves | None = None
     in_place: bool = False
 
@@ -137,19 +130,8 @@ class VmapFallback:
             return self._surrogate(dict(zip(self.aliases, parameters, strict=True)), [*pieces])
 
         chunk = max(1, min(self.batch_size, _CHUNK // max(1, sum(v.nbytes for v in values))))
-        try:
-            vectorized = torch.func.vmap(torch.func.grad(one_sample), in_dims=(None, *dims), chunk_size=chunk)
-            gradients = vectorized(values, *tensors)
-        except UnsupportedGradientError:
-            raise
-        except Exception:  # what torch.func cannot do at once is done sample by sample
-            pieces = [
-                [t if dim is None else t.select(dim, i) for t, dim in zip(tensors, dims, strict=True)]
-                for i in range(self.batch_size)
-            ]
-            rows = [_gradient(one_sample, values, own) for own in pieces]
-            gradients = [torch.stack(column) for column in zip(*rows, strict=True)]
-        return [wide(g) for g in gradients]
+        vectorized = torch.func.vmap(torch.func.grad(one_sample), in_dims=(None, *dims), chunk_size=chunk)
+        return [wide(g) for g in vectorized(values, *tensors)]
 
     def _surrogate(self, parameters: dict[str, Tensor], tensors: list[Tensor]) -> Tensor:
         """The inner product of the results with their gradients."""
@@ -190,8 +172,6 @@ class VmapFallback:
             places = {place: value for name, value in parameters.items() for place in self.aliases[name]}
             stack.enter_context(substituted(places))
             inputs = [tensor.clone() for tensor in inputs] if self.in_place else list(inputs)
-            for position, name in self.passed.items():
-                inputs[position] = parameters[name]
             args, kwargs = self.arguments.fill(inputs)
             output = self.module.forward(*args, **kwargs)  # what hooks did to the arguments is done already
         if next(remaining, None) is not None:
@@ -243,13 +223,6 @@ class VmapFallback:
 
 def _is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _gradient(one_sample: OneSample, values: list[Tensor], pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    leaves = [v.clone().requires_grad_() for v in values]
-    with torch.enable_grad():
-        surrogate = one_sample(leaves, *pieces)
-    return torch.autograd.grad(surrogate, leaves, allow_unused=True, materialize_grads=True)
 
 
 def _owned(tensor: Tensor, axis: BatchAxis | None, batch_size: int) -> tuple[Tensor, int | None]:

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from gradguard.errors import UnsupportedGradientError
+from gradguard.per_sample.call_arguments import written
 from gradguard.per_sample.capture import reaches_inside, taps_are_silent
-from gradguard.per_sample.comparison import Comparison, distance, judge, norm
-from gradguard.per_sample.contributions import Contribution, wide
+from gradguard.per_sample.comparison import Comparison, SampleGradient
+from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.mini_batch import GradientCollector, MiniBatch
 from gradguard.per_sample.rerun import UntoldDrawsError
 from gradguard.per_sample.sample_loop import LoopedCall
@@ -128,12 +129,11 @@ class Witness:
             self._gap = min(self._gap + (self._gap + 1) // 2, _RAREST_BY_VALUE)
         self._chosen = self._random.random()
 
-    def look(self, mini_batch: MiniBatch, trained: Mapping[str, Tensor]) -> None:
+    def look(self, mini_batch: MiniBatch) -> None:
         """Compare, if this mini-batch was recorded.
 
         Args:
-            mini_batch: With its contributions finished.
-            trained: The parameters.
+            mini_batch: A mini-batch whose contributions are finished.
 
         Raises:
             UnsupportedGradientError: If the sample alone gives something else.
@@ -144,9 +144,9 @@ class Witness:
         words, sample = None, -1
         try:
             # Without a look at its roots, what a backward brought beside the outputs is not known.
-            if self._beside is False and all(call.is_as_recorded() for call in calls):
+            if self._beside is False and not any(written(call.recorded) for call in calls):
                 for sample in self.samples(mini_batch.batch_size):
-                    words = self._differs(calls, mini_batch.loops, sample, found, trained)
+                    words = self._differs(calls, mini_batch.loops, sample, found)
                     if words is not None:
                         break
                 self.last_good = self.mini_batch if words is None else self.last_good
@@ -172,14 +172,13 @@ class Witness:
         loops: list[LoopedCall],
         sample: int,
         found: Mapping[str, Contribution],
-        trained: Mapping[str, Tensor],
     ) -> str | None:
         """Words for how the sample alone differs; None if it does not."""
-        words = self._compare([*calls, *loops], sample, found, trained, 1.0)
+        words = self._compare([*calls, *loops], sample, found, 1.0)
         if words is None:
             return None
         coarse = max(call.precision for call in calls) > 1e-4
-        if not coarse and self._compare([*calls, *loops], sample, found, trained, _ROUNDING) is not None:
+        if not coarse and self._compare([*calls, *loops], sample, found, _ROUNDING) is not None:
             return words
         opinion = self._second_opinion()
         opinions = [None if opinion is None else opinion(call, sample) for call in calls]
@@ -190,7 +189,6 @@ class Witness:
         calls: list[LoopedCall],
         sample: int,
         found: Mapping[str, Contribution],
-        trained: Mapping[str, Tensor],
         tolerance: float,
     ) -> str | None:
         expected: dict[str, Tensor] = {}
@@ -206,23 +204,14 @@ class Witness:
                     return "it returns something else than in the batch"
             for name, gradient in gradients.items():
                 expected[name] = expected[name] + gradient if name in expected else gradient
-        own = {name: norm(gradient) for name, gradient in expected.items()}
-        whole = math.hypot(*own.values())
-        if not math.isfinite(whole):
-            return None  # what is not finite adds zero
-        for name in trained:
-            if name in found:
-                row = found[name].rows(sample, sample + 1)[0]
-                error = distance(wide(expected[name]), row) if name in expected else norm(row)
-            else:
-                error = own.get(name, 0.0)
-            one = judge(name, error, own.get(name, 0.0), whole, precision)
-            if one.excess > 1 and math.isfinite(error):
-                return (
-                    f"the gradient of {name} is another than the one that the batch gives it (relative error "
-                    f"{one.largest:.2g})"
-                )
-        return None
+        own = SampleGradient(expected)
+        comparison = own.compare(found, sample, precision)
+        if comparison.excess <= 1 or not math.isfinite(own.whole + comparison.excess):
+            return None  # a sample that is not finite adds zero
+        return (
+            f"the gradient of {comparison.parameter} is another than the one that the batch gives it (relative error "
+            f"{comparison.largest:.2g})"
+        )
 
 
 @contextmanager

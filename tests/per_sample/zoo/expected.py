@@ -17,10 +17,10 @@ EXPECTED: dict[str, dict[str, str]] = {
         "train": "refused: so each sample's share cannot be told",
     },
     "capacity over the batch": {
-        "eval": "refused: a sample gives Model something else in a batch of",
-        "train": "refused: a sample gives Model something else in a batch of",
-        "float32": "refused: a sample gives Model something else in a batch of",
-        "bfloat16": "refused: a sample gives Model something else in a batch of",
+        "eval": "refused: Model gives a sample by itself something else than in the batch",
+        "train": "refused: Model gives a sample by itself something else than in the batch",
+        "float32": "refused: Model gives a sample by itself something else than in the batch",
+        "bfloat16": "refused: Model gives a sample by itself something else than in the batch",
     },
     "experts choose": {
         "eval": "refused: Expected one dimension that grows with the number of samples",

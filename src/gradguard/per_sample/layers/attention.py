@@ -56,7 +56,7 @@ class _AttentionCall:
 
     Args:
         module: The layer.
-        arguments: What it was called with.
+        arguments: Its arguments.
     """
 
     def __init__(self, module: nn.MultiheadAttention, arguments: _AttentionArguments) -> None:

@@ -38,7 +38,7 @@ class LayerCall:
         grads: The gradient of each of ``outputs``; None where none came.
         batch_size: Number of samples B.
         axes: The batch axis of each tensor leaf of ``(args, kwargs)``; None where a leaf does not depend on samples.
-        grad_axes: The same of each of ``outputs``.
+        grad_axes: The batch axis of each of ``outputs``.
         wanted: Names of the layer's parameters that are trained, such as ``"weight"`` or ``"out_proj.weight"``.
         generator_state: The state of the device's random generator before the call; None where a rule does not ask.
         precision: Machine epsilon of the autocast that it ran under; 0 for none.
@@ -129,7 +129,7 @@ def sample_axis(call: LayerCall, dimensions: Mapping[str, tuple[Tensor, int]], l
     Args:
         call: The call.
         dimensions: Each tensor that holds samples, and the dimension where the layer takes its batch.
-        layout: What decides that dimension, for the message.
+        layout: The option that decides that dimension, for the message.
 
     Raises:
         UnsupportedGradientError: If the samples lie elsewhere, or the tensors disagree.

@@ -84,7 +84,7 @@ class LayerReplay:
                 weights[used.weight].append(Outer(left, right))
             if used.bias in call.wanted:
                 biases[used.bias].append(wide(left).sum(1))
-        contributions: dict[str, Contribution] = {name: _stacked(blocks) for name, blocks in weights.items()}
+        contributions: dict[str, Contribution] = {n: b[0] if len(b) == 1 else _Stacked(b) for n, b in weights.items()}
         for name, sums in biases.items():
             shape = call.module.get_parameter(name).shape
             contributions[name] = Materialized(torch.cat(sums, 1).view(call.batch_size, *shape))
@@ -96,17 +96,20 @@ class LayerReplay:
         return by_sample(whole, axis, self._call.batch_size)
 
 
-def _stacked(blocks: list[Outer]) -> Contribution:
-    """Return a weight whose blocks of rows act on different inputs."""
-    if len(blocks) == 1:
-        return blocks[0]
-    shape = torch.Size((sum(block.shape[0] for block in blocks), blocks[0].shape[1]))
-    return Recomputed(
-        shape,
-        blocks[0].batch_size,
-        rows=lambda start, stop: torch.cat([block.rows(start, stop) for block in blocks], 1),
-        weighted_sum=lambda factors, bad: torch.cat([block.weighted_sum(factors, bad) for block in blocks]),
-    )
+class _Stacked(Recomputed):
+    """A weight whose blocks of rows act on different inputs."""
+
+    def __init__(self, blocks: list[Outer]) -> None:
+        self._blocks, self.batch_size, self.chunk = blocks, blocks[0].batch_size, blocks[0].batch_size
+        self.shape = torch.Size((sum(block.shape[0] for block in blocks), blocks[0].shape[1]))
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return those of all blocks."""
+        return torch.cat([block.rows(start, stop) for block in self._blocks], 1)
+
+    def weighted_sum(self, factors: Tensor, bad: Tensor | None = None) -> Tensor:
+        """Return those of all blocks."""
+        return torch.cat([block.weighted_sum(factors, bad) for block in self._blocks])
 
 
 def replayed(
@@ -117,7 +120,7 @@ def replayed(
     Args:
         call: The call of the layer.
         axis: How rows belong to samples.
-        dropout: What the forward dropped; with 0 it drew no random numbers.
+        dropout: Rate of dropout of the forward; with 0 it drew no random numbers.
         forward: Runs it again; returns the tensors that the layer returned.
 
     Raises:
