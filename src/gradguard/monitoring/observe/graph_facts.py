@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gradguard.monitoring.record.lines import known_fields
 from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import input_metadata_of, saved_tensors_of, sequence_number_of
 
@@ -63,12 +64,14 @@ class GraphFacts:
         Args:
             parameters: The parameters.
         """
-        known = [self.leaves.get(id(p)) for p in parameters]
-        found = [one if one and one[0]() is p else None for one, p in zip(known, parameters, strict=True)]
-        order = {number: place for place, number in enumerate(sorted({one[1] for one in found if one}))}
-        return [
-            {} if one is None else {"order": order[one[1]]} | ({"uses": one[2]} if one[2] > 1 else {}) for one in found
-        ]
+        reached = {}
+        for p in parameters:
+            variable, first, uses = self.leaves.get(id(p), (None, 0, 0))
+            if variable is not None and variable() is p:
+                reached[id(p)] = first, uses
+        order = {number: place for place, number in enumerate(sorted({first for first, _ in reached.values()}))}
+        facts = [reached.get(id(p), (-1, 1)) for p in parameters]
+        return [known_fields({"order": order.get(first), "uses": uses if uses > 1 else None}) for first, uses in facts]
 
 
 DATA, WEIGHTS = "data", "weights"

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -42,7 +41,7 @@ from gradguard.monitoring.observe.termination import before_signals
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.monitoring.show.sinks.base import plain
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
-from gradguard.torch_private import grads_of, loss_scale_of
+from gradguard.torch_private import grads_of
 
 
 class Monitor(Recorder):
@@ -76,7 +75,7 @@ class Monitor(Recorder):
     ``log`` after a loss for a step                  belongs to an iteration without a step (a GradScaler's, say): it is
                                                      left out
     a step that a guard skipped                      a line with ``skipped``
-    GradScaler                                       pass ``scaler=``; a step that it leaves out is an event
+    GradScaler                                       its scale is recorded; a step that it leaves out is an event
     several optimizers                               one monitor for each, each with a file of its own
     several processes                                only rank 0 writes
     a forked child (DataLoader)                      writes nothing
@@ -94,7 +93,6 @@ class Monitor(Recorder):
             each line as a dictionary; ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` or ``"trackio"``, which join a run
             that is active or make one; a ``SummaryWriter`` or ``Run`` of yours; or a list of several.
         model: Names the parameters. Without it they are looked for in all modules that exist.
-        scaler: The GradScaler, for its loss scale and the steps that it leaves out.
         every: Write the norm of each parameter every so many steps; by default so that a step takes
             some 200 bytes, and half as often from step 100,000 on, a quarter as often from 200,000, and so on.
         on_finding: Called with each health finding as it is told: an object with ``kind``, ``severity``, ``message``,
@@ -129,18 +127,17 @@ class Monitor(Recorder):
         sink: Any = "run.jsonl",
         *,
         model: nn.Module | None = None,
-        scaler: Any = None,
         every: int | None = None,
         on_finding: Callable[[Finding], object] | None = None,
     ) -> None:
         check_callable(on_finding)
         optimizer, self._guard = unwrap_optimizer(optimizer_or_guard)
         self._held = parameters_of(optimizer)  # alive, so that no other tensor gets one of their ids
-        check_arguments(optimizer, self._held, model, scaler, every)
+        check_arguments(optimizer, self._held, model, every)
         super().__init__(Schedule() if self._guard is None else Schedule(every=0))
         names = name_parameters(self._held, [model] if model is not None else living_modules())
         self._places = self._all_places = Places(self._held)
-        self._optimizer, self._scaler, self._amp_scale = weakref.ref(optimizer), scaler, None
+        self._optimizer, self._amp_scale = weakref.ref(optimizer), None
         self._result, self._guard_event = None, None  # the last that was written; the one of the step that begins
         self._logged, self._complained = Logged(self._tell), set[str]()
         clipper = getattr(self._guard, "clipper", None)
@@ -315,8 +312,6 @@ class Monitor(Recorder):
 
     def _label(self, step: StepMeasurement, optimizer: Optimizer) -> None:
         del optimizer
-        scale = loss_scale_of(self._scaler)  # get_scale() would wait
-        step.amp_scale = copied(scale) if isinstance(scale, Tensor) else None
         if self._amp_scale is not None and step.amp_scale is not None:
             scales = self._amp_scale, step.amp_scale
             self._lines.add(scale_update(self._last_step, *scales))
@@ -475,11 +470,11 @@ def unwrap_optimizer(source: Any) -> tuple[Optimizer, Any]:
     )
 
 
-def check_arguments(optimizer: Optimizer, parameters: list[Tensor], model: Any, scaler: Any, every: Any) -> None:
+def check_arguments(optimizer: Optimizer, parameters: list[Tensor], model: Any, every: Any) -> None:
     """Refuse what cannot be meant, before anything is opened.
 
     Raises:
-        InvalidTypeError: If ``every``, ``model`` or ``scaler`` is of another type.
+        InvalidTypeError: If ``every`` or ``model`` is of another type.
         InvalidValueError: If ``every`` is below 1, or ``model`` has none of the ``parameters``.
     """
     if every is not None:
@@ -491,5 +486,3 @@ def check_arguments(optimizer: Optimizer, parameters: list[Tensor], model: Any, 
             f"model ({type(model).__name__}) has none of the parameters of this {type(optimizer).__name__}: expected "
             "the module that was given to it, as it is now; wrapping or moving it may have made new parameters."
         )
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise InvalidTypeError(f"scaler is {type(scaler).__name__}: expected a torch.amp.GradScaler.")

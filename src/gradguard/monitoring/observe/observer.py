@@ -179,7 +179,6 @@ class Observer(Recorder):
 
     def _label(self, step: StepMeasurement, optimizer: Optimizer) -> None:
         step.losses, step.optimizer = self._losses.take(), self._place_of(optimizer)
-        step.amp_scale = getattr(self._thread, "loss_scale", None)  # each optimizer may have a scaler of its own
         step.origin, self._origin = self._origin, None
 
     def _hears(self, parameters: Sequence[Tensor]) -> bool:
@@ -284,14 +283,12 @@ class Losses:
 
     def _number(self, loss: Tensor, weight: Tensor | None) -> Any:
         """Return ``loss`` as it was before a GradScaler scaled it, weighted; None if that is not known or no scalar."""
-        plain = loss
+        plain: Tensor | None = loss
         if self.scales:
             plain = next((its for scaled, its in self._scaled if scaled() is loss), None)
-        if plain is not None and is_sharded(plain):  # to read parts would need every process
-            plain = local_part(plain) if placement_of(plain).is_whole and not _is_partial(plain) else None
-        if plain is None or plain.numel() != 1 or weight is None:
+        if plain is None or weight is None or plain.numel() != 1 or not _is_whole(plain):
             return None
-        weight = local_part(weight) if is_sharded(weight) else weight
+        plain, weight = local_part(plain), local_part(weight)
         if are_readable(plain, weight):
             return plain.item() * weight.item()
         return plain.detach().reshape(()) * weight.detach().reshape(())
@@ -324,5 +321,8 @@ class Losses:
     clear = take
 
 
-def _is_partial(tensor: Any) -> bool:
-    return any(placement.is_partial() for placement in tensor.placements)
+def _is_whole(loss: Any) -> bool:
+    """Tell whether this process holds all of a loss: to read parts of it would need every process."""
+    if not is_sharded(loss):
+        return True
+    return placement_of(loss).is_whole and not any(placement.is_partial() for placement in loss.placements)

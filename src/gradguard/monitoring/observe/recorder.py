@@ -209,6 +209,7 @@ class Recorder(Listener):
         if not self._is_open(optimizer):
             self._forget(given.parameters)
         elif (step := self._measured(optimizer, given)) is not None:
+            step.amp_scale = getattr(self._thread, "loss_scale", None)  # each optimizer may have a scaler of its own
             self._label(step, optimizer)
             step.lr = copied(optimizer.param_groups[0].get("lr"))
             step.logits, self._logits = self._logits, {}
@@ -299,6 +300,7 @@ class Recorder(Listener):
     def _add_left_out(self, optimizer: Optimizer) -> None:
         if self._is_open(optimizer) and self._buffer is not None:
             step = StepMeasurement(self._steps, [], (), total=math.inf, skipped=True, found_inf=1.0)
+            step.amp_scale = getattr(self._thread, "loss_scale", None)  # each optimizer may have a scaler of its own
             self._label(step, optimizer)
             step.lr, step.wall = copied(optimizer.param_groups[0].get("lr")), time.perf_counter() - self._started
             self._add(self._buffer, step)

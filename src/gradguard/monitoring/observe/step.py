@@ -303,9 +303,8 @@ def _lines_of_step(step: StepMeasurement, table: ParameterTable, every: int | No
         if step.turn % (2 * every) and step.diagnostics is None:
             step.moved = None  # the step line has what it is all together
         yield _tensors_line(step, norms, table)
-    overflowed = step.found_inf is not None and float(step.found_inf)
     finite = (step.total is None and math.isfinite(line["norm"])) or all(map(math.isfinite, norms))
-    if not overflowed and not finite:  # a scaler's search for its scale is an amp_skip
+    if not finite and not _flag(step.found_inf):  # a scaler's search for its scale is an amp_skip
         yield _nonfinite_line(step, norms, table.names)
 
 
@@ -371,7 +370,6 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
     clips, coefficient, within = _clips_of(step, total)
     binding = min(clips, key=_strength) if clips else _Clip(None, None, None)
     attention = max(step.logits, key=lambda name: float(step.logits[name]), default=None)
-    overflowed = step.found_inf is not None and float(step.found_inf)
     return {
         "t": "step",
         "i": step.index,
@@ -386,19 +384,19 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
         "threshold": None if step.acts_apart else binding.threshold,
         "rule": binding.rule,
         "clips": [[clip.rule, clip.threshold, clip.coefficient] for clip in clips] if len(clips) > 1 else None,
-        "clips_disjoint": True if _are_disjoint(step) else None,
+        "clips_disjoint": _flag(_are_disjoint(step)),
         "user_max_norm": _number(user_max_norm),
         "amp_scale": _number(step.amp_scale),
-        "skipped": True if overflowed or _number(step.skipped) else None,
-        "spike": True if _number(step.spike) else None,
+        "skipped": _flag(step.found_inf) or _flag(step.skipped),
+        "spike": _flag(step.spike),
         "update": _update_of(step.moved),
         "logit": None if attention is None else float(step.logits[attention]),
         "logit_of": attention,
         "nonfinite": 0 if total < math.inf else sum(not math.isfinite(n) for n in norms) or 1,
         "top": _dominant(step, norms, total),
         "optimizer": step.optimizer,
-        "scaled_clip": True if step.scaled and any([clip.rule in FIXED for clip in step.clips]) else None,
-        "kept_gradients": True if step.kept_gradients is not None and bool(step.kept_gradients) else None,
+        "scaled_clip": _flag(step.scaled and any([clip.rule in FIXED for clip in step.clips])),
+        "kept_gradients": _flag(step.kept_gradients),
         **{name: float(value) for name, value in step.scalars.items()},
     }
 
@@ -508,6 +506,10 @@ def _number(value: Any) -> float | None:
         return None if value is None else float(value)
     except (TypeError, ValueError):
         return None
+
+
+def _flag(value: Any) -> bool | None:
+    return True if _number(value) else None
 
 
 def _mean(values: Sequence[float]) -> float | None:
