@@ -70,11 +70,7 @@ def clip_per_sample(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     norm_clipper: gg.rules.NormClipper,
-    *,
-    loss_reduction: str = "mean",
-    batch_first: bool = True,
-    mode: str = "fast",
-    noise_scale: bool | int = False,
+    **options: Any,
 ) -> PerSampleClip:
     r"""Clip the gradient of each sample by ``norm_clipper``, before they are summed; the loop stays as it is.
 
@@ -107,10 +103,8 @@ def clip_per_sample(
         model: What ``accelerator.prepare`` returned for the model.
         optimizer: What it returned for the optimizer.
         norm_clipper: The rule, as for `gradguard.PerSampleGradientClipper`.
-        loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` of the samples' losses.
-        batch_first: As for `gradguard.PerSampleGradientClipper`.
-        mode: As for `gradguard.PerSampleGradientClipper`.
-        noise_scale: As for `gradguard.PerSampleGradientClipper`; read it from ``clip.clipper.noise_scale``.
+        **options: Those of `gradguard.PerSampleGradientClipper`: ``loss_reduction``, ``batch_first``, ``mode`` and
+            ``noise_scale``, which is read from ``clip.clipper.noise_scale``.
 
     Returns:
         What clips, until its `PerSampleClip.detach`. It need not be kept.
@@ -135,9 +129,7 @@ def clip_per_sample(
     """
     check_prepared("clip_per_sample", accelerator, model, optimizer)
     check_norm_clipper(norm_clipper, accelerator.num_processes)
-    clipper = gg.PerSampleGradientClipper(
-        model, norm_clipper, batch_first, loss_reduction, mode=mode, noise_scale=noise_scale
-    )
+    clipper = gg.PerSampleGradientClipper(model, norm_clipper, **options)
     return PerSampleClip(accelerator, optimizer, clipper)  # type: ignore[arg-type]
 
 

@@ -247,9 +247,7 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
         clipper: The rule; None for ``gg.ClipByMedian()``.
         options: What `gradguard.SpikeRecovery` takes by name: ``detector``, ``extra_state``, ``snapshot_every``,
             ``lr_factor``, ...
-        nonfinite: As for `Guard`.
-        max_consecutive_skips: As for `Guard`.
-        log: As for `GradGuardCallback`.
+        **of_guard: ``nonfinite``, ``max_consecutive_skips`` and ``log``, as for `GradGuardCallback`.
 
     Attributes:
         resilience: The `gradguard.SpikeRecovery` of the current or the last fit; None before the first.
@@ -270,13 +268,9 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
         self,
         clipper: gg.rules.Clipper | None = None,
         options: Mapping[str, Any] | None = None,
-        *,
-        nonfinite: GuardPolicy = "skip",
-        max_consecutive_skips: int | None = 20,
-        log: str | None = "gradients",
+        **of_guard: Any,
     ) -> None:
-        clipper = gg.ClipByMedian() if clipper is None else clipper
-        super().__init__(clipper, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips, log=log)
+        super().__init__(gg.ClipByMedian() if clipper is None else clipper, **of_guard)
         self._set_options(options)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -333,9 +327,7 @@ def guard_fabric(
     module: nn.Module | None,
     optimizer: Optimizer,
     clipper: gg.rules.Clipper,
-    *,
-    nonfinite: GuardPolicy = "skip",
-    max_consecutive_skips: int | None = 20,
+    **options: Any,
 ) -> gg.Guard:
     """Clip at each step of an optimizer that Fabric has set up: one call after ``fabric.setup``, and the loop stays.
 
@@ -349,8 +341,7 @@ def guard_fabric(
         module: What ``fabric.setup`` returned; names the parameters, and is needed for FSDP1. None if there are many.
         optimizer: What ``fabric.setup`` returned, or the optimizer inside.
         clipper: The rule.
-        nonfinite: As for `Guard`.
-        max_consecutive_skips: As for `Guard`.
+        **options: ``nonfinite`` and ``max_consecutive_skips``, as for `gradguard.Guard`.
 
     Returns:
         The guard: ``guard.last``, ``guard.detach()``. ``fabric.save(path, {"guard": guard, ...})`` keeps its state and
@@ -384,7 +375,7 @@ def guard_fabric(
     original: Any = module.module if module is not None and is_wrapped(module) else module
     model = _model_to_name(original, module)
     wrap_once(Fabric, "clip_gradients", _clip_of_fabric)
-    return OnlyGuard(inner, clipper, model=model, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips)
+    return OnlyGuard(inner, clipper, model=model, **options)
 
 
 def _clip_of_the_module(

@@ -372,12 +372,6 @@ class Monitor(Recorder):
             self._tell("Monitor.log(norm=...) is not needed with a Guard, which says the norm itself")
         self._logged.add(self._lines.newest, known, scalars)
 
-    def _fail(self, error: Exception) -> None:
-        active = self._active
-        super()._fail(error)
-        if active:
-            self._tell(f"gradguard stopped measuring: {type(error).__name__}: {error}. Training goes on untouched")
-
     def _tell(self, message: str) -> None:
         if message not in self._complained:
             self._complained.add(message)

@@ -197,7 +197,7 @@ class Observer(Recorder):
 
     @safely
     def _note_applied(self, event: ClipEvent) -> None:
-        if (step := self._open_step()) is not None:
+        if (step := self._thread.step) is not None:
             step.applied = ScriptClip.told(event)
 
     @safely
