@@ -75,8 +75,8 @@ def guard(
 
     Args:
         accelerator: The accelerator.
-        optimizer: What ``accelerator.prepare`` returned for the optimizer.
-        clipper: What to do with the gradients.
+        optimizer: The optimizer as ``accelerator.prepare`` returned it.
+        clipper: The rule for the gradients.
         model: The model, prepared or not; names the parameters. With FSDP the prepared one.
         **options: ``nonfinite`` and ``max_consecutive_skips``, as for `gradguard.Guard`.
 
@@ -126,10 +126,10 @@ def resilience(
     Args:
         accelerator: The accelerator.
         model: The prepared model.
-        optimizer: What ``accelerator.prepare`` returned for the optimizer.
-        clipper: What to do with the gradients; None for ``gg.ClipByMedian()``.
+        optimizer: The optimizer as ``accelerator.prepare`` returned it.
+        clipper: The rule for the gradients; None for ``gg.ClipByMedian()``.
         extra_state: Schedulers, prepared or not, and what else goes back.
-        options: What `gradguard.SpikeRecovery` takes by name.
+        options: Arguments of `gradguard.SpikeRecovery` by name.
 
     Returns:
         The resilience, which the accelerator saves and loads.

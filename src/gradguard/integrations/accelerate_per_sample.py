@@ -100,14 +100,14 @@ def clip_per_sample(
 
     Args:
         accelerator: The accelerator.
-        model: What ``accelerator.prepare`` returned for the model.
-        optimizer: What it returned for the optimizer.
+        model: The model as ``accelerator.prepare`` returned it.
+        optimizer: The optimizer as it returned it.
         norm_clipper: The rule, as for `gradguard.PerSampleGradientClipper`.
         **options: Those of `gradguard.PerSampleGradientClipper`: ``loss_reduction``, ``batch_first``, ``mode`` and
             ``noise_scale``, which is read from ``clip.clipper.noise_scale``.
 
     Returns:
-        What clips, until its `PerSampleClip.detach`. It need not be kept.
+        The object that clips, until its `PerSampleClip.detach`. It need not be kept.
 
     Raises:
         InvalidTypeError: If an argument is of another type, or the optimizer is not prepared.
@@ -137,8 +137,8 @@ def check_types(accelerator: object, optimizer: object) -> None:
     """Raise unless ``accelerator`` is one, and ``optimizer`` is one that an accelerator has prepared.
 
     Args:
-        accelerator: What the user gave as the accelerator.
-        optimizer: What the user gave as the optimizer.
+        accelerator: The first argument of the user.
+        optimizer: The optimizer of the user.
 
     Raises:
         InvalidTypeError: If not.
@@ -156,10 +156,10 @@ def check_prepared(call: str, accelerator: Accelerator, model: nn.Module, optimi
     """Raise if samples' gradients could not be told exactly, or something else clips.
 
     Args:
-        call: What the user called, for the message.
+        call: The call of the user, for the message.
         accelerator: The accelerator.
-        model: What it has prepared.
-        optimizer: What it has prepared.
+        model: A model that it has prepared.
+        optimizer: An optimizer that it has prepared.
 
     Raises:
         InvalidTypeError: If the accelerator is none, or the optimizer is not prepared.

@@ -71,7 +71,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
 
     Args:
         inner_optimizer: The Keras optimizer, not built yet or built.
-        clipper: What to do with the gradients; in patterns of `Groups`, variables are called by their ``path``.
+        clipper: The rule for the gradients; in patterns of `Groups`, variables are called by their ``path``.
         nonfinite: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``, as for `gradguard.Guard`. ``"skip"`` reads
             one number a step.
         max_consecutive_skips: More skipped updates in a row than this raise an error; None never does.
@@ -80,7 +80,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
     Attributes:
         inner_optimizer: The optimizer inside.
         clipper: The clipper.
-        last: What the last clip did; None before the first.
+        last: The result of the last clip; None before the first.
         skipped_steps: How many updates were skipped.
 
     Raises:

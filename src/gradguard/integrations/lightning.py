@@ -245,7 +245,7 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
 
     Args:
         clipper: The rule; None for ``gg.ClipByMedian()``.
-        options: What `gradguard.SpikeRecovery` takes by name: ``detector``, ``extra_state``, ``snapshot_every``,
+        options: Arguments of `gradguard.SpikeRecovery` by name: ``detector``, ``extra_state``, ``snapshot_every``,
             ``lr_factor``, ...
         **of_guard: ``nonfinite``, ``max_consecutive_skips`` and ``log``, as for `GradGuardCallback`.
 
@@ -338,8 +338,9 @@ def guard_fabric(
 
     Args:
         fabric: The Fabric.
-        module: What ``fabric.setup`` returned; names the parameters, and is needed for FSDP1. None if there are many.
-        optimizer: What ``fabric.setup`` returned, or the optimizer inside.
+        module: The module as ``fabric.setup`` returned it; names the parameters, and is needed for FSDP1. None if there
+            are many.
+        optimizer: The optimizer as ``fabric.setup`` returned it, or the optimizer inside.
         clipper: The rule.
         **options: ``nonfinite`` and ``max_consecutive_skips``, as for `gradguard.Guard`.
 

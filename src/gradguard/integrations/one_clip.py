@@ -88,7 +88,7 @@ class ResilienceClips(OnlyClip):
             model: As for `gradguard.SpikeRecovery`, like ``optimizer`` and ``clipper``.
             optimizer: The optimizer.
             clipper: The rule.
-            found: What the trainer has that goes back too; None is passed over.
+            found: Objects of the trainer that go back too; None is passed over.
             guard: The options of the guard.
 
         Returns:
@@ -146,7 +146,7 @@ def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
     """Raise if an `OnlyGuard` clips one of ``parameters``: a clip before a clip would go unseen.
 
     Args:
-        call: What the user called, for the message.
+        call: The call of the user, for the message.
         parameters: Whose gradients it would clip.
 
     Raises:
@@ -182,7 +182,7 @@ def wrap_once(kind: type | ModuleType, name: str, instead: Callable[..., Any]) -
     Args:
         kind: The class; or a module, with a function whose first argument is ``self``.
         name: The method.
-        instead: What to call; it must do as ``original`` does for objects that gradguard does not know.
+        instead: The replacement; it must do as ``original`` does for objects that gradguard does not know.
 
     Raises:
         UnsupportedVersionError: If the class has no such method.

@@ -81,7 +81,7 @@ class PrivateRun:
         """Make the training.
 
         Args:
-            model: What is trained, as the trainer has wrapped it.
+            model: The model, as the trainer has wrapped it.
             optimizer: Its optimizer, as PyTorch has it.
             steps: How many the trainer will take in all; infinite where it does not know.
             done: How many it has taken before, in the training that it resumes.

@@ -28,8 +28,8 @@ def sample_losses(
     A sample without a single label has the loss 0.
 
     Args:
-        logits: What the model returned.
-        labels: What it should have.
+        logits: The output of the model.
+        labels: The labels.
         shifted: Logits at position t are for the label at t + 1, as in a causal language model.
         problem_type: ``"regression"``, ``"single_label_classification"``, ``"multi_label_classification"``, or None
             to tell from shapes and dtypes.

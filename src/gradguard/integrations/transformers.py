@@ -87,7 +87,7 @@ class GradGuardCallback(TrainersClip):
     ====================================  ======================================================================
 
     Args:
-        clipper: What to do with the gradients.
+        clipper: The rule for the gradients.
         nonfinite: As for `gradguard.Guard`.
         max_consecutive_skips: As for `gradguard.Guard`.
 
@@ -280,8 +280,8 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
     `GradGuardCallback` says; snapshots stay in memory.
 
     Args:
-        clipper: What to do with the gradients; None for ``gg.ClipByMedian()``.
-        options: What `gradguard.SpikeRecovery` takes by name: ``detector``, ``extra_state``, ``snapshot_every``,
+        clipper: The rule for the gradients; None for ``gg.ClipByMedian()``.
+        options: Arguments of `gradguard.SpikeRecovery` by name: ``detector``, ``extra_state``, ``snapshot_every``,
             ``lr_factor``, ...
         **of_guard: ``nonfinite`` and ``max_consecutive_skips``, as for `gradguard.Guard`.
 

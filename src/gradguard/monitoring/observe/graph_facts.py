@@ -25,7 +25,8 @@ class GraphFacts:
         leaves: Every tensor that a backward gives a gradient, not kept alive, with the number of the first operation
             that uses it (operations are numbered in the order of the forward), and how many use it.
         dtypes: The floating-point types that operations computed in.
-        factor: What the last operation multiplied the loss by, as in ``loss / 4``; None if that is no number.
+        factor: The number that the last operation multiplied the loss by, as in ``loss / 4``; None if that is no
+            number.
     """
 
     leaves: dict[int, tuple[weakref.ref, int, int]] = field(default_factory=dict)
@@ -36,7 +37,7 @@ class GraphFacts:
         """Add what the graph of a loss tells.
 
         Args:
-            loss: What backward is called on.
+            loss: The tensor that backward is called on.
             scaled: Whether a GradScaler has multiplied it.
         """
         last = loss.grad_fn

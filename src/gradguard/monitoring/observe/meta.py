@@ -252,7 +252,7 @@ def program_facts(argv: Sequence[str] | None = None, clip: str | None = None, *,
 
     Args:
         argv: The arguments; those of this process by default.
-        clip: What clips its gradients.
+        clip: The rule that clips its gradients.
         keep_arguments: Whether the arguments are written as they are, with the secrets that may be among them.
     """
     given = sys.argv if argv is None else argv
@@ -277,7 +277,7 @@ def meta_line(
         optimizers: Those that are known.
         parameters: All their parameters.
         names: The names of these.
-        graph: What the graphs of the losses before the first step tell, where they were seen.
+        graph: Facts of the graphs of the losses before the first step, where they were seen.
     """
     seen = graph if graph is not None and graph.leaves else None
     line = {

@@ -184,7 +184,7 @@ class Monitor(Recorder):
 
         Args:
             loss: The loss; under accumulation call it for each micro-batch, and the line has the mean.
-            norm: What ``clip_grad_norm_`` returned, if you clip by hand before the step.
+            norm: The norm that ``clip_grad_norm_`` returned, if you clip by hand before the step.
             max_norm: The threshold that it was given.
             **scalars: Anything else, by name.
 
@@ -234,7 +234,7 @@ class Monitor(Recorder):
         """Write what is left and the last line, close what was opened here, and stop; a second call does nothing.
 
         Args:
-            exit_code: What the ``end`` line says; 0 for a training that came to its end.
+            exit_code: The exit code in the ``end`` line; 0 for a training that came to its end.
             interrupted: Whether Ctrl-C ended it.
         """
         for hooks in self._hooks:

@@ -49,7 +49,7 @@ class Observer(Recorder):
 
     Args:
         path: The record; None to write nothing; or a function that gives one of these at the first step.
-        meta: What the first line says besides versions and parameters.
+        meta: Fields of the first line besides versions and parameters.
         clip: A clip to apply before each step.
         every: Write the norm of each parameter every so many steps; by default so that a step takes
             some 200 bytes, and half as often from step 100,000 on, a quarter as often from 200,000, and so on.

@@ -54,7 +54,7 @@ class ScriptClip:
         threshold: Its threshold, copied.
         norm: The norm that a norm clip compares with its threshold, copied: what it returned or was given, unless
             that is the 2-norm of all gradients that it got, which is measured here.
-        coefficient: What it multiplied the gradients by, on the whole, copied; None if it does not tell.
+        coefficient: The norm after it over the norm before, copied; None if it does not tell.
     """
 
     rule: str = ""
@@ -93,16 +93,16 @@ class StepMeasurement:
         wall: Seconds since the start.
         found_inf: GradScaler's flag for a fused optimizer: 1 means that the step was skipped.
         total: 2-norm of all gradients before any clip, where it does not follow from ``norms``.
-        diagnostics: What is measured now and then.
-        moved: What the step did to the weights, as often as that is measured.
+        diagnostics: Measurements that are made now and then.
+        moved: The change of the weights in the step, as often as that is measured.
         scaled: Whether the gradients still had a GradScaler's loss scale when ``scaler.step`` began.
         kept_gradients: Whether they contain those of the step before: nobody cleared them; None if not looked at.
         late: Whether it holds tensors on a device, so that its numbers are known only when they have come.
         lost: Where processes measured together: above 0 if one of them could not.
         origin: Where the forward first had a number that is not finite, and its dtype.
         logits: The largest logit of each attention that a `LogitWatch` has seen since the step before.
-        scalars: What else the user logged, by name: numbers, or tensors until they have been read. ``norm`` is what the
-            user's own clip returned, and ``max_norm`` its threshold.
+        scalars: Other numbers that the user logged, by name: numbers, or tensors until they have been read. ``norm`` is
+            what the user's own clip returned, and ``max_norm`` its threshold.
     """
 
     index: int
@@ -279,7 +279,7 @@ def lines_of(step: Entry, table: ParameterTable, every: int | None) -> Iterator[
     """Yield the ``step`` line, a ``tensors`` line every so many steps, and an ``event`` where one is due.
 
     Args:
-        step: What was measured, its numbers on the host.
+        step: The step or the event, its numbers on the host.
         table: The parameters, in the order of ``meta``.
         every: A ``tensors`` line every so many steps of each optimizer; None for about 200 bytes a step, and from
             `THINNED_FROM` on fewer: a million steps of a small model have 262,500 of these lines.
