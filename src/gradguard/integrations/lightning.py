@@ -3,7 +3,6 @@
 import copy
 import io
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from gradguard.integrations.versions import require
@@ -14,6 +13,7 @@ import torch  # noqa: E402
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric.wrappers import is_wrapped  # noqa: E402
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.plugins.precision import Precision  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
@@ -126,10 +126,9 @@ class GradGuardCallback(TrainersClip):
     guards: dict[int, gg.Guard]
     _logged: dict[int, int]  # steps of each guard when it was last logged
     _optimizers: list[Optimizer]  # all that are guarded or left alone on purpose
-    _precision: Any  # the trainer's plugin, whose clip is refused while there are guards
 
     def _not_begun(self) -> dict[str, Any]:
-        return {"guards": {}, "_logged": {}, "_optimizers": [], "_precision": None}
+        return {"guards": {}, "_logged": {}, "_optimizers": []}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy begins with: the state of the guards, without guards, which sit on these optimizers."""
@@ -205,8 +204,7 @@ class GradGuardCallback(TrainersClip):
                 self.guards[position] = self._guard(trainer, model, optimizer, clipper)
         if state:
             self.load_state_dict(state)
-        self._precision = trainer.precision_plugin
-        self._precision.clip_gradients = partial(_clip_of_the_module, self._precision.clip_gradients)
+        wrap_once(Precision, "clip_gradients", _clip_of_the_module)
 
     def _guard(self, trainer: Trainer, model: Any, optimizer: Optimizer, clipper: gg.rules.Clipper) -> gg.Guard:
         del trainer
@@ -217,9 +215,6 @@ class GradGuardCallback(TrainersClip):
         _refuse_engine(trainer.strategy)
 
     def _detach(self) -> None:
-        if self._precision is not None:
-            vars(self._precision).pop("clip_gradients", None)
-            self._precision = None
         for guard in self.guards.values():
             guard.detach()
         self._optimizers = []
@@ -380,12 +375,12 @@ def guard_fabric(
 
 
 def _clip_of_the_module(
-    original: Callable[..., None], optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any
+    original: Callable[..., None], plugin: Precision, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any
 ) -> None:
     """Clip as Lightning does when a module asks for it, unless a guard does it."""
     if clip_val > 0:
         refuse_beside_a_guard("self.clip_gradients", _parameters_of(optimizer))
-    original(optimizer, clip_val, *args, **kwargs)
+    original(plugin, optimizer, clip_val, *args, **kwargs)
 
 
 def _clip_of_fabric(
