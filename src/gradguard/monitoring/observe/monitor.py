@@ -202,10 +202,6 @@ class Monitor(Recorder):
         """
         self._take({"loss": loss, "norm": norm, "max_norm": max_norm}, scalars)
 
-    def flush(self) -> None:
-        """Write everything that has been seen, the last step included; the host waits for the device."""
-        self._flush()
-
     def report(self, path: str | os.PathLike | None = None) -> Path | None:
         """Draw the record so far as one HTML page.
 

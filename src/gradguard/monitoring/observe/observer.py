@@ -92,10 +92,6 @@ class Observer(Recorder):
                 self._write_meta([], [])
         self._end(exit_code, interrupted)
 
-    def flush(self) -> None:
-        """Write what was seen so far."""
-        self._flush()
-
     # --- what the script does -----------------------------------------------------------------------------------------
 
     @safely

@@ -380,7 +380,8 @@ class Recorder(Listener):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     @safely
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write everything that has been seen, the last step included; the host waits for the device."""
         if self._buffer is not None:
             self._buffer.flush(wait=True)
 
