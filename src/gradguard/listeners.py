@@ -56,7 +56,7 @@ class ClipEvent:
     Attributes:
         rule: ``"norm"``, ``"value"``, ``"adaptive"``, or the class of a clipper that is none of these.
         parameters: The parameters whose gradients it clipped.
-        threshold: What it compared with; None where there is not one number.
+        threshold: The bound that it compared with; None where there is not one number.
         norm: Norm of all gradients before, without a loss scale that the optimizer takes off; None if not measured.
         coefficient: The norm after over the norm before; None if not known.
         norms: 2-norm of each gradient before, in the order of ``parameters``; None if not known.
@@ -96,7 +96,7 @@ class RecoveryEvent:
         optimizer: Whose step.
         kind: ``"burst"`` (spikes in a row were adopted), ``"rolled_back"`` or ``"data_shift"`` (the burst was what the
             data are like now).
-        message: What was done, in words.
+        message: A description in words.
         lost: Steps whose work is in no weight any more, skipped ones included; None if it is not known yet.
         recovery: Steps from the first spike until the matter ended; None while it goes on.
         slowed_down: Whether the learning rate is lower for a while.
@@ -128,7 +128,7 @@ class Listener:
 
         Args:
             losses: The tensors that it starts from; none where it starts from edges of a graph.
-            weights: What each is multiplied by in the sum that it differentiates: 1, or what the script gave.
+            weights: The factor of each in the sum that it differentiates: 1, or what the script gave.
         """
 
     def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> AbstractContextManager | None:
@@ -178,7 +178,7 @@ def listen(listener: Listener) -> Callable[[], None]:
         listener: Who listens.
 
     Returns:
-        What ends it; calling it again does nothing.
+        A function that ends it; calling it again does nothing.
 
     Example:
         >>> import gradguard as gg, torch

@@ -72,7 +72,7 @@ def clips_by(read: Reader, original: Callable, *args: Any, **kwargs: Any) -> Any
         **kwargs: Its arguments.
 
     Returns:
-        What it returned.
+        Its result.
     """
     if not _listeners or is_muted():
         return original(*args, **kwargs)

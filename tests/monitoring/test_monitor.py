@@ -360,7 +360,7 @@ def test_grad_scaler(fused, guarded):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     source = gg.Guard(optimizer, gg.ClipByGlobalNorm(1e3)) if guarded else optimizer
     norms = []
-    with Monitor(source, sink=lines.append, model=model, scaler=scaler):
+    with Monitor(source, sink=lines.append, model=model):
         for i in range(3):
             optimizer.zero_grad()
             loss = model(a_batch(i, math.inf if i == 1 else 1.0)).square().mean()
@@ -403,7 +403,7 @@ def test_norms_are_2_norms_before_every_clip_whatever_the_guard_measures(guard, 
     optimizer = torch.optim.SGD(parameters, lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
     source = gg.Guard(optimizer, GUARDS[guard]())
-    with Monitor(source, sink=lines.append, model=model, scaler=scaler, every=1):
+    with Monitor(source, sink=lines.append, model=model, every=1):
         scaler.scale(model(a_batch()).square().mean()).backward()
         if before != "none":
             scaler.unscale_(optimizer)
@@ -423,7 +423,7 @@ def test_a_guard_that_goes_after_a_skipped_step_leaves_nothing_behind():
     model, lines = a_model(), []
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu")
     guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(1.0))
-    with Monitor(guard, sink=lines.append, model=model, scaler=scaler):
+    with Monitor(guard, sink=lines.append, model=model):
         scaler.scale(model(a_batch(0, math.inf)).square().mean()).backward()
         scaler.step(optimizer)
         guard.detach()
@@ -682,7 +682,6 @@ def bad_arguments():
         ((optimizer,), {"every": 2.0}, InvalidTypeError, "every=2.0: expected a whole number"),
         ((optimizer,), {"model": "net"}, InvalidTypeError, "model is str: expected the torch.nn.Module"),
         ((optimizer,), {"model": other}, InvalidValueError, r"model \(Linear\) has none of the parameters of this SGD"),
-        ((optimizer,), {"scaler": 1024}, InvalidTypeError, "scaler is int: expected a torch.amp.GradScaler"),
         ((optimizer, None), {}, InvalidTypeError, "sink is None of type NoneType: expected a path"),
         ((optimizer, print.__class__), {}, InvalidTypeError, "sink is the class builtin_function_or_method"),
         ((optimizer, 7), {}, InvalidTypeError, "sink is 7 of type int"),
@@ -692,7 +691,7 @@ def bad_arguments():
     ]
 
 
-@pytest.mark.parametrize("case", range(14))
+@pytest.mark.parametrize("case", range(13))
 def test_bad_arguments_raise_at_construction(case, tmp_path, monkeypatch):
     positional, named, kind, message = bad_arguments()[case]  # made here: observers look for every living optimizer
     monkeypatch.chdir(tmp_path)

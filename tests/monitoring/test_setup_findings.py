@@ -45,11 +45,11 @@ class Watching:
             watch = self.stack.enter_context(gg.watch(folder / "run.jsonl", every=1))
             self.paths.append(watch.path)
 
-    def __call__(self, model, *optimizers, scaler=None):
+    def __call__(self, model, *optimizers):
         """The loop is about to begin."""
         for optimizer in optimizers if self.how == "monitor" else ():
             path = self.folder / f"{len(self.paths)}.jsonl"
-            monitor = gg.Monitor(optimizer, sink=str(path), model=model, scaler=scaler, every=1)
+            monitor = gg.Monitor(optimizer, sink=str(path), model=model, every=1)
             self.monitors.append(self.stack.enter_context(monitor))
             self.paths.append(path)
 
@@ -145,7 +145,7 @@ def scaled(clip, unscale=False, overflow=(), optimizer=torch.optim.SGD, scale=2.
     def loop(watching):
         model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=scale)
         stepper = optimizer(model.parameters(), lr=0.01)
-        watching(model, stepper, scaler=scaler)
+        watching(model, stepper)
         for step in range(STEPS):
             stepper.zero_grad()
             loss = loss_of(model) * (float("inf") if step in overflow else 1.0)
@@ -216,7 +216,7 @@ def closure_without_zero_grad(watching):
 def scaler_without_zero_grad(watching):
     model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    watching(model, optimizer, scaler=scaler)
+    watching(model, optimizer)
     for _ in range(STEPS):
         scaler.scale(loss_of(model)).backward()
         scaler.step(optimizer)
@@ -501,7 +501,7 @@ def guarded_scaler(watching):
     model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     guard = gg.Guard(optimizer, gg.ClipByGlobalNorm(0.5), model=model)
-    watching(model, optimizer, scaler=scaler)
+    watching(model, optimizer)
     for _ in range(STEPS):
         optimizer.zero_grad()
         scaler.scale(loss_of(model)).backward()

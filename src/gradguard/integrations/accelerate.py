@@ -10,7 +10,6 @@ import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
 from gradguard.integrations.one_clip import OnlyGuard, OnlyRecovery
 from gradguard.integrations.versions import require
-from gradguard.policies import GuardPolicy
 
 require("accelerate", "1.15", "2", "accelerate")
 
@@ -44,8 +43,7 @@ def guard(
     clipper: gg.rules.Clipper,
     *,
     model: nn.Module | None = None,
-    nonfinite: GuardPolicy = "skip",
-    max_consecutive_skips: int | None = 20,
+    **options: Any,
 ) -> gg.Guard:
     """Clip at each real step of ``optimizer``, which ``accelerator`` has prepared; the loop needs no clip any more.
 
@@ -77,11 +75,10 @@ def guard(
 
     Args:
         accelerator: The accelerator.
-        optimizer: What ``accelerator.prepare`` returned for the optimizer.
-        clipper: What to do with the gradients.
+        optimizer: The optimizer as ``accelerator.prepare`` returned it.
+        clipper: The rule for the gradients.
         model: The model, prepared or not; names the parameters. With FSDP the prepared one.
-        nonfinite: As for `gradguard.Guard`.
-        max_consecutive_skips: As for `gradguard.Guard`.
+        **options: ``nonfinite`` and ``max_consecutive_skips``, as for `gradguard.Guard`.
 
     Returns:
         The guard, which acts already, and which the accelerator saves and loads. It need not be kept.
@@ -105,13 +102,7 @@ def guard(
     """
     check_types(accelerator, optimizer)
     watch_clips()
-    made = OnlyGuard(
-        inner_optimizer(optimizer),
-        clipper,
-        model=model,
-        nonfinite=nonfinite,
-        max_consecutive_skips=max_consecutive_skips,
-    )
+    made = OnlyGuard(inner_optimizer(optimizer), clipper, model=model, **options)
     accelerator.register_for_checkpointing(made)
     return made
 
@@ -135,10 +126,10 @@ def resilience(
     Args:
         accelerator: The accelerator.
         model: The prepared model.
-        optimizer: What ``accelerator.prepare`` returned for the optimizer.
-        clipper: What to do with the gradients; None for ``gg.ClipByMedian()``.
+        optimizer: The optimizer as ``accelerator.prepare`` returned it.
+        clipper: The rule for the gradients; None for ``gg.ClipByMedian()``.
         extra_state: Schedulers, prepared or not, and what else goes back.
-        options: What `gradguard.SpikeRecovery` takes by name.
+        options: Arguments of `gradguard.SpikeRecovery` by name.
 
     Returns:
         The resilience, which the accelerator saves and loads.

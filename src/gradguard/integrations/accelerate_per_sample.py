@@ -70,10 +70,7 @@ def clip_per_sample(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     norm_clipper: gg.rules.NormClipper,
-    *,
-    loss_reduction: str = "mean",
-    batch_first: bool = True,
-    mode: str = "fast",
+    **options: Any,
 ) -> PerSampleClip:
     r"""Clip the gradient of each sample by ``norm_clipper``, before they are summed; the loop stays as it is.
 
@@ -103,15 +100,13 @@ def clip_per_sample(
 
     Args:
         accelerator: The accelerator.
-        model: What ``accelerator.prepare`` returned for the model.
-        optimizer: What it returned for the optimizer.
+        model: The model as ``accelerator.prepare`` returned it.
+        optimizer: The optimizer as it returned it.
         norm_clipper: The rule, as for `gradguard.PerSampleGradientClipper`.
-        loss_reduction: Whether the loss is the ``"mean"`` or the ``"sum"`` of the samples' losses.
-        batch_first: As for `gradguard.PerSampleGradientClipper`.
-        mode: As for `gradguard.PerSampleGradientClipper`.
+        **options: Those of `gradguard.PerSampleGradientClipper`: ``loss_reduction``, ``batch_first`` and ``mode``.
 
     Returns:
-        What clips, until its `PerSampleClip.detach`. It need not be kept.
+        The object that clips, until its `PerSampleClip.detach`. It need not be kept.
 
     Raises:
         InvalidTypeError: If an argument is of another type, or the optimizer is not prepared.
@@ -133,7 +128,7 @@ def clip_per_sample(
     """
     check_prepared("clip_per_sample", accelerator, model, optimizer)
     check_norm_clipper(norm_clipper, accelerator.num_processes)
-    clipper = gg.PerSampleGradientClipper(model, norm_clipper, batch_first, loss_reduction, mode=mode)
+    clipper = gg.PerSampleGradientClipper(model, norm_clipper, **options)
     return PerSampleClip(accelerator, optimizer, clipper)  # type: ignore[arg-type]
 
 
@@ -141,8 +136,8 @@ def check_types(accelerator: object, optimizer: object) -> None:
     """Raise unless ``accelerator`` is one, and ``optimizer`` is one that an accelerator has prepared.
 
     Args:
-        accelerator: What the user gave as the accelerator.
-        optimizer: What the user gave as the optimizer.
+        accelerator: The first argument of the user.
+        optimizer: The optimizer of the user.
 
     Raises:
         InvalidTypeError: If not.
@@ -160,10 +155,10 @@ def check_prepared(call: str, accelerator: Accelerator, model: nn.Module, optimi
     """Raise if samples' gradients could not be told exactly, or something else clips.
 
     Args:
-        call: What the user called, for the message.
+        call: The call of the user, for the message.
         accelerator: The accelerator.
-        model: What it has prepared.
-        optimizer: What it has prepared.
+        model: A model that it has prepared.
+        optimizer: An optimizer that it has prepared.
 
     Raises:
         InvalidTypeError: If the accelerator is none, or the optimizer is not prepared.

@@ -88,8 +88,8 @@ def make_private(
 
     Args:
         accelerator: The accelerator.
-        model: What ``accelerator.prepare`` returned for the model.
-        optimizer: What it returned for the optimizer.
+        model: The model as ``accelerator.prepare`` returned it.
+        optimizer: The optimizer as it returned it.
         loader: The DataLoader as it was before ``prepare``, with ``batch_size`` and ``shuffle``.
         target_delta: As for `gradguard.private.make_private`.
         **options: The others of `gradguard.private.make_private`, such as ``target_epsilon`` with ``epochs``.

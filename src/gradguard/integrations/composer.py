@@ -45,10 +45,10 @@ def apply_gradient_clipping(
         clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
         clipping_threshold: The threshold of that rule, at least 0.
         fsdp_enabled: Accepted, so that calls written for Composer keep working; it changes nothing.
-        exclude: What ``"adaptive"`` leaves alone, as for `gradguard.clip_grad_adaptive_`.
+        exclude: Parameters that ``"adaptive"`` leaves alone, as for `gradguard.clip_grad_adaptive_`.
 
     Returns:
-        What the clip did. (Composer returns nothing.)
+        The result of the clip. (Composer returns nothing.)
 
     Raises:
         InvalidValueError: If the type or the threshold is not one.
@@ -91,14 +91,14 @@ class ClipGradients:
     ================================  ==========================================================================
 
     Args:
-        clipper: What to do with the gradients of the model.
+        clipper: The rule for the gradients of the model.
         nonfinite: ``"propagate"``, ``"raise"`` or ``"zero"``, as for `gradguard.clip_grad_norm_`.
         log: Log ``gradguard/norm`` (before the clip), ``gradguard/coefficient`` and ``gradguard/clipped`` at each
             batch. The host waits for them.
 
     Attributes:
         clipper: The clipper.
-        last: What the last clip did; None before the first.
+        last: The result of the last clip; None before the first.
 
     Raises:
         InvalidTypeError: If ``clipper`` is no clipper.
@@ -173,7 +173,7 @@ class ClipGradients:
         """Take back what `state_dict` returned; from a checkpoint of Composer's own algorithm there is nothing to take.
 
         Args:
-            state: What `state_dict` returned.
+            state: A result of `state_dict`.
         """
         if "clipper" in state:
             self.clipper.load_state_dict(state["clipper"])
@@ -201,8 +201,8 @@ class GradientClipping(ClipGradients):
     Args:
         clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
         clipping_threshold: The threshold of that rule, at least 0.
-        exclude: What ``"adaptive"`` leaves alone, as for `gradguard.clip_grad_adaptive_`: ``"fc"`` for the last layer,
-            also where Composer calls it ``module.fc``.
+        exclude: Parameters that ``"adaptive"`` leaves alone, as for `gradguard.clip_grad_adaptive_`: ``"fc"`` for the
+            last layer, also where Composer calls it ``module.fc``.
         nonfinite: As for `ClipGradients`.
         log: As for `ClipGradients`.
 

@@ -36,7 +36,7 @@ def last_clip(engine: Any) -> gg.results.ClipResult | None:
     one flat vector, and a norm of them is not the norm. To clip, set ``"gradient_clipping"`` in the configuration.
 
     Args:
-        engine: What ``deepspeed.initialize`` returned first.
+        engine: The first result of ``deepspeed.initialize``.
 
     Returns:
         The norm before the clip, the threshold, the coefficient, whether it bound; or None where there is no norm.
@@ -71,10 +71,10 @@ def tell_clips(engine: Any) -> Callable[[], None]:
     for each in the record, all with the same norm. Norms by parameter are not there.
 
     Args:
-        engine: What ``deepspeed.initialize`` returned first.
+        engine: The first result of ``deepspeed.initialize``.
 
     Returns:
-        What ends it; calling it again does nothing.
+        A function that ends it; calling it again does nothing.
 
     Raises:
         InvalidTypeError: If ``engine`` is something else.

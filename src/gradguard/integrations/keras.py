@@ -71,7 +71,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
 
     Args:
         inner_optimizer: The Keras optimizer, not built yet or built.
-        clipper: What to do with the gradients; in patterns of `Groups`, variables are called by their ``path``.
+        clipper: The rule for the gradients; in patterns of `Groups`, variables are called by their ``path``.
         nonfinite: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``, as for `gradguard.Guard`. ``"skip"`` reads
             one number a step.
         max_consecutive_skips: More skipped updates in a row than this raise an error; None never does.
@@ -80,7 +80,7 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
     Attributes:
         inner_optimizer: The optimizer inside.
         clipper: The clipper.
-        last: What the last clip did; None before the first.
+        last: The result of the last clip; None before the first.
         skipped_steps: How many updates were skipped.
 
     Raises:
@@ -164,11 +164,10 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
         applied = self._applied or ()
         tensors = [variable.value for variable in applied]
         held = [tensor.grad for tensor in tensors]
-        fresh = self.inner_optimizer.gradient_accumulation_steps or self.inner_optimizer.loss_scale_factor
         try:
             for tensor, gradient in zip(tensors, grads, strict=True):
-                mine = fresh or gradient is tensor.grad
-                tensor.grad = (gradient if mine else gradient.clone()).detach().to(tensor.dtype)
+                own = gradient if gradient is tensor.grad else gradient.clone()
+                tensor.grad = own.detach().to(tensor.dtype)
             named = [(variable.path, tensor) for variable, tensor in zip(applied, tensors, strict=True)]
             self.last = self.clipper(named, nonfinite="propagate" if self.nonfinite == "skip" else self.nonfinite)
             clipped: list[Any] = [tensor.grad for tensor in tensors]
@@ -298,17 +297,14 @@ class GuardedOptimizer(keras.optimizers.Optimizer):
 def guard(
     optimizer: keras.optimizers.Optimizer,
     clipper: gg.rules.Clipper,
-    *,
-    nonfinite: GuardPolicy = "skip",
-    max_consecutive_skips: int | None = 20,
+    **options: Any,
 ) -> GuardedOptimizer:
     """Return the optimizer with a clipper in it, for ``model.compile`` or a loop of your own: `GuardedOptimizer`.
 
     Args:
         optimizer: A Keras optimizer that does not clip by itself.
-        clipper: What to do with the gradients.
-        nonfinite: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``.
-        max_consecutive_skips: More skipped updates in a row than this raise an error; None never does.
+        clipper: The rule.
+        **options: ``nonfinite`` and ``max_consecutive_skips``, as for `GuardedOptimizer`.
 
     Returns:
         An optimizer to use instead of the one passed.
@@ -326,7 +322,7 @@ def guard(
         >>> weight.value.detach()
         tensor([2.4000, 3.2000])
     """
-    return GuardedOptimizer(optimizer, clipper, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips)
+    return GuardedOptimizer(optimizer, clipper, **options)
 
 
 @contextmanager

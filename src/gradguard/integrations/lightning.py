@@ -3,7 +3,6 @@
 import copy
 import io
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from gradguard.integrations.versions import require
@@ -14,6 +13,7 @@ import torch  # noqa: E402
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric.wrappers import is_wrapped  # noqa: E402
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.plugins.precision import Precision  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
@@ -126,10 +126,9 @@ class GradGuardCallback(TrainersClip):
     guards: dict[int, gg.Guard]
     _logged: dict[int, int]  # steps of each guard when it was last logged
     _optimizers: list[Optimizer]  # all that are guarded or left alone on purpose
-    _precision: Any  # the trainer's plugin, whose clip is refused while there are guards
 
     def _not_begun(self) -> dict[str, Any]:
-        return {"guards": {}, "_logged": {}, "_optimizers": [], "_precision": None}
+        return {"guards": {}, "_logged": {}, "_optimizers": []}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy begins with: the state of the guards, without guards, which sit on these optimizers."""
@@ -205,8 +204,7 @@ class GradGuardCallback(TrainersClip):
                 self.guards[position] = self._guard(trainer, model, optimizer, clipper)
         if state:
             self.load_state_dict(state)
-        self._precision = trainer.precision_plugin
-        self._precision.clip_gradients = partial(_clip_of_the_module, self._precision.clip_gradients)
+        wrap_once(Precision, "clip_gradients", _clip_of_the_module)
 
     def _guard(self, trainer: Trainer, model: Any, optimizer: Optimizer, clipper: gg.rules.Clipper) -> gg.Guard:
         del trainer
@@ -217,9 +215,6 @@ class GradGuardCallback(TrainersClip):
         _refuse_engine(trainer.strategy)
 
     def _detach(self) -> None:
-        if self._precision is not None:
-            vars(self._precision).pop("clip_gradients", None)
-            self._precision = None
         for guard in self.guards.values():
             guard.detach()
         self._optimizers = []
@@ -245,11 +240,9 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
 
     Args:
         clipper: The rule; None for ``gg.ClipByMedian()``.
-        options: What `gradguard.SpikeRecovery` takes by name: ``detector``, ``extra_state``, ``snapshot_every``,
+        options: Arguments of `gradguard.SpikeRecovery` by name: ``detector``, ``extra_state``, ``snapshot_every``,
             ``lr_factor``, ...
-        nonfinite: As for `Guard`.
-        max_consecutive_skips: As for `Guard`.
-        log: As for `GradGuardCallback`.
+        **of_guard: ``nonfinite``, ``max_consecutive_skips`` and ``log``, as for `GradGuardCallback`.
 
     Attributes:
         resilience: The `gradguard.SpikeRecovery` of the current or the last fit; None before the first.
@@ -270,13 +263,9 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
         self,
         clipper: gg.rules.Clipper | None = None,
         options: Mapping[str, Any] | None = None,
-        *,
-        nonfinite: GuardPolicy = "skip",
-        max_consecutive_skips: int | None = 20,
-        log: str | None = "gradients",
+        **of_guard: Any,
     ) -> None:
-        clipper = gg.ClipByMedian() if clipper is None else clipper
-        super().__init__(clipper, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips, log=log)
+        super().__init__(gg.ClipByMedian() if clipper is None else clipper, **of_guard)
         self._set_options(options)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -333,9 +322,7 @@ def guard_fabric(
     module: nn.Module | None,
     optimizer: Optimizer,
     clipper: gg.rules.Clipper,
-    *,
-    nonfinite: GuardPolicy = "skip",
-    max_consecutive_skips: int | None = 20,
+    **options: Any,
 ) -> gg.Guard:
     """Clip at each step of an optimizer that Fabric has set up: one call after ``fabric.setup``, and the loop stays.
 
@@ -346,11 +333,11 @@ def guard_fabric(
 
     Args:
         fabric: The Fabric.
-        module: What ``fabric.setup`` returned; names the parameters, and is needed for FSDP1. None if there are many.
-        optimizer: What ``fabric.setup`` returned, or the optimizer inside.
+        module: The module as ``fabric.setup`` returned it; names the parameters, and is needed for FSDP1. None if there
+            are many.
+        optimizer: The optimizer as ``fabric.setup`` returned it, or the optimizer inside.
         clipper: The rule.
-        nonfinite: As for `Guard`.
-        max_consecutive_skips: As for `Guard`.
+        **options: ``nonfinite`` and ``max_consecutive_skips``, as for `gradguard.Guard`.
 
     Returns:
         The guard: ``guard.last``, ``guard.detach()``. ``fabric.save(path, {"guard": guard, ...})`` keeps its state and
@@ -384,16 +371,16 @@ def guard_fabric(
     original: Any = module.module if module is not None and is_wrapped(module) else module
     model = _model_to_name(original, module)
     wrap_once(Fabric, "clip_gradients", _clip_of_fabric)
-    return OnlyGuard(inner, clipper, model=model, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips)
+    return OnlyGuard(inner, clipper, model=model, **options)
 
 
 def _clip_of_the_module(
-    original: Callable[..., None], optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any
+    original: Callable[..., None], plugin: Precision, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any
 ) -> None:
     """Clip as Lightning does when a module asks for it, unless a guard does it."""
     if clip_val > 0:
         refuse_beside_a_guard("self.clip_gradients", _parameters_of(optimizer))
-    original(optimizer, clip_val, *args, **kwargs)
+    original(plugin, optimizer, clip_val, *args, **kwargs)
 
 
 def _clip_of_fabric(

@@ -124,7 +124,7 @@ class PrivateCallback(PrivateClips, PerSampleCallback):
                 "limit_train_batches to a multiple, or leave it out."
             )
         model, steps = self._take_in(trainer, pl_module), trainer.estimated_stepping_batches
-        self.clipper = self._run.begin(model, trainer.optimizers[0], steps, trainer.global_step).clipper
+        self.clipper = self._begin_private(model, trainer.optimizers[0], steps, trainer.global_step).clipper
 
     def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Add the noise, and fill in the gradients of the step."""
@@ -137,11 +137,11 @@ class PrivateCallback(PrivateClips, PerSampleCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps that were counted and what the norm clipper has learned; Lightning calls this."""
-        return self._run.state_dict()
+        return self._counted()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; Lightning calls this."""
-        self._run.load_state_dict(state_dict)
+        self._resumed = state_dict or None
 
     def _replace_batches(self, trainer: Trainer) -> None:
         """Let the strategy, which is asked about each loader, give Poisson batches for the training loader."""
@@ -152,16 +152,16 @@ class PrivateCallback(PrivateClips, PerSampleCallback):
             processed = original(strategy, loader)
             if not trainer.training:  # it is one for validation
                 return processed
-            if self._run.batches is not None:
+            if self._batches is not None:
                 raise UnsupportedGradientError(
                     "there are several training loaders, and private training draws from one. Join their data sets: "
                     "torch.utils.data.ConcatDataset, or StackDataset for pairs."
                 )
             parts = trainer.accumulate_grad_batches
-            self._run.batches = PrivateBatches(processed, parts, trainer.world_size, lambda: self._clips)
-            return self._run.batches
+            self._batches = PrivateBatches(processed, parts, trainer.world_size, lambda: self._clips)
+            return self._batches
 
-        self._run.batches = None
+        self._batches = None
         strategy.process_dataloader, self._strategy = process, strategy
 
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:

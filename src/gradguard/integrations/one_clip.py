@@ -1,6 +1,5 @@
 """One clip and not two: a guard beside which the trainer's own clip is refused."""
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedVersionError
+from gradguard.replacements import Replacement
 
 
 class OnlyClip:
@@ -88,7 +88,7 @@ class ResilienceClips(OnlyClip):
             model: As for `gradguard.SpikeRecovery`, like ``optimizer`` and ``clipper``.
             optimizer: The optimizer.
             clipper: The rule.
-            found: What the trainer has that goes back too; None is passed over.
+            found: Objects of the trainer that go back too; None is passed over.
             guard: The options of the guard.
 
         Returns:
@@ -146,7 +146,7 @@ def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
     """Raise if an `OnlyGuard` clips one of ``parameters``: a clip before a clip would go unseen.
 
     Args:
-        call: What the user called, for the message.
+        call: The call of the user, for the message.
         parameters: Whose gradients it would clip.
 
     Raises:
@@ -176,32 +176,27 @@ def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
         own.update(before)
 
 
+_replaced: set[tuple[type | ModuleType, str]] = set()
+
+
 def wrap_once(kind: type | ModuleType, name: str, instead: Callable[..., Any]) -> None:
-    """Let ``instead(original, self, *args, **kwargs)`` take the place of a method of a class, each ``instead`` once.
+    """Let ``instead(original, self, *args, **kwargs)`` take the place of a method of a class from now on.
 
     Args:
         kind: The class; or a module, with a function whose first argument is ``self``.
-        name: The method.
-        instead: What to call; it must do as ``original`` does for objects that gradguard does not know.
+        name: The method; a second call for it does nothing.
+        instead: The replacement; it must do as ``original`` does for objects that gradguard does not know.
 
     Raises:
         UnsupportedVersionError: If the class has no such method.
     """
-    original: Any = getattr(kind, name, None)
-    if original is None:
-        where = f"{kind.__module__}.{kind.__name__}" if isinstance(kind, type) else kind.__name__
-        raise UnsupportedVersionError(
-            f"{where} has no method {name}, which it had in the versions that this part of "
-            f"gradguard is known to work with. Install an older {where.split('.')[0]}, or a newer gradguard."
-        )
-    function: Any = instead.func if isinstance(instead, functools.partial) else instead
-    who, before = (function.__module__, function.__qualname__), getattr(original, "_wrapped_by_gradguard", frozenset())
-    if who in before:
+    if (kind, name) in _replaced:
         return
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return instead(original, self, *args, **kwargs)
-
-    method._wrapped_by_gradguard = before | {who}  # type: ignore[attr-defined]
-    setattr(kind, name, method)
+    module, path = (kind.__module__, f"{kind.__name__}.{name}") if isinstance(kind, type) else (kind.__name__, name)
+    if name not in vars(kind):
+        raise UnsupportedVersionError(
+            f"{module}.{path.removesuffix(f'.{name}')} has no method {name}, which it had in the versions that this "
+            f"part of gradguard is known to work with. Install an older {module.split('.')[0]}, or a newer gradguard."
+        )
+    _replaced.add((kind, name))
+    Replacement(module, path, instead).use()

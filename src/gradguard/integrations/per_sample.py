@@ -15,7 +15,7 @@ class PerSampleClips(OnlyClip):
 
     Attributes:
         norm_clipper: The rule.
-        clipper: What clips in the current or the last training; None before it begins.
+        clipper: The clipper of the current or the last training; None before it begins.
     """
 
     norm_clipper: gg.rules.NormClipper
@@ -43,7 +43,7 @@ def check_norm_clipper(norm_clipper: object, processes: int = 1) -> None:
     """Raise if it is no rule for samples, or one that would differ between processes.
 
     Args:
-        norm_clipper: What the user gave.
+        norm_clipper: The argument of the user.
         processes: How many train together.
 
     Raises:
@@ -88,7 +88,7 @@ def undo_division(clipper: gg.PerSampleGradientClipper, loss: Tensor, parts: int
     Args:
         clipper: Who follows that backward.
         loss: Whose backward is next.
-        parts: What the trainer divides by.
+        parts: The number that the trainer divides by.
     """
     if clipper.loss_reduction == "share":
         return

@@ -63,25 +63,33 @@ class PrivateBatches:
         """Take back what `state_dict` returned."""
 
 
-class PrivateRun:
-    """One private training of a callback: begun, saved, loaded and ended.
+class PrivateClips(PerSampleClips):
+    """A trainer's callback for private training; each trainer's own callback is a subclass.
 
-    Args:
-        name: Of the callback, for messages.
-        options: Of `gradguard.private.make_private`.
+    Attributes:
+        private: The `gradguard.private.PrivateTraining` of the current or the last training; None before it begins.
     """
 
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
-        self.training: gg.private.PrivateTraining | None = None
-        self.batches: PrivateBatches | None = None
-        self._name, self._options = name, options
-        self._state: dict[str, Any] | None = None
+    private: gg.private.PrivateTraining | None
+    _private: dict[str, Any]  # options of `gradguard.private.make_private`
+    _batches: PrivateBatches | None
+    _resumed: dict[str, Any] | None  # the state in a checkpoint, until training begins
 
-    def begin(self, model: nn.Module, optimizer: Optimizer, steps: float, done: int) -> gg.private.PrivateTraining:
+    def _not_begun(self) -> dict[str, Any]:
+        return {**super()._not_begun(), **dict.fromkeys(("private", "_batches", "_resumed"))}
+
+    @property
+    def _clips(self) -> gg.private.PrivateTraining:
+        assert self.private is not None
+        return self.private
+
+    def _begin_private(
+        self, model: nn.Module, optimizer: Optimizer, steps: float, done: int
+    ) -> gg.private.PrivateTraining:
         """Make the training.
 
         Args:
-            model: What is trained, as the trainer has wrapped it.
+            model: The model, as the trainer has wrapped it.
             optimizer: Its optimizer, as PyTorch has it.
             steps: How many the trainer will take in all; infinite where it does not know.
             done: How many it has taken before, in the training that it resumes.
@@ -93,23 +101,23 @@ class PrivateRun:
             InvalidValueError: If steps that were taken before would not be counted, or not known how many will be.
             UnsupportedGradientError: If the trainer loops over batches of its own.
         """
-        if self.batches is None:
+        name, options = type(self).__name__, dict(self._private)
+        if self._batches is None:
             raise UnsupportedGradientError(
-                f"the trainer has a loader of its own, which {self._name} could not replace: its batches are no "
+                f"the trainer has a loader of its own, which {name} could not replace: its batches are no "
                 "Poisson samples, for which alone epsilon is right. Give the trainer one DataLoader."
             )
-        if self.training is not None and self.training.steps:
+        if self.private is not None and self.private.steps:
             raise InvalidValueError(
-                f"this {self._name} has trained for {self.training.steps} steps already, and what both trainings cost "
+                f"this {name} has trained for {self.private.steps} steps already, and what both trainings cost "
                 "adds up. Resume from a checkpoint to go on, or make another one for another training, and count the "
                 "steps of this one there if both saw the same records: callback.private.accountant.step(...)."
             )
-        if done and self._state is None:
+        if done and self._resumed is None:
             raise InvalidValueError(
-                f"training resumes after {done} steps, and the checkpoint has no state of a {self._name}: what those "
+                f"training resumes after {done} steps, and the checkpoint has no state of a {name}: what those "
                 "steps have cost is not known. Load the weights alone if they were trained on other records."
             )
-        options = dict(self._options)
         if options["target_epsilon"] is not None:
             if not math.isfinite(steps):
                 raise InvalidValueError(
@@ -117,57 +125,28 @@ class PrivateRun:
                     "or of steps."
                 )
             options["steps"] = int(steps)
-        parts = self.batches.parts
-        self.training = gg.private.make_private(
-            model, optimizer, self.batches.loader, gradient_accumulation_steps=parts, **options
+        self.private = private = gg.private.make_private(
+            model, optimizer, self._batches.loader, gradient_accumulation_steps=self._batches.parts, **options
         )
-        state, self._state = self._state, None
-        if state is not None:
-            self.training.load_state_dict(state)
-        if self.training.steps != done:
+        if self._resumed is not None:
+            private.load_state_dict(self._resumed)
+            self._resumed = None
+        if private.steps != done:
             raise InvalidValueError(
-                f"the trainer resumes after {done} steps, and the private training after {self.training.steps}: the "
+                f"the trainer resumes after {done} steps, and the private training after {private.steps}: the "
                 "checkpoint is of two trainings."
             )
-        return self.training
+        return private
 
-    def state_dict(self) -> dict[str, Any]:
+    def _counted(self) -> dict[str, Any]:
         """Return what a checkpoint must hold; nothing before the first batch."""
-        return {} if self.training is None else self.training.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
-        """Keep what `state_dict` returned, until training begins."""
-        self._state = state_dict or None
-
-    def end(self) -> None:
-        """Give the optimizer back."""
-        self.batches = None
-        if self.training is not None:
-            self.training.detach()
-
-
-class PrivateClips(PerSampleClips):
-    """A trainer's callback for private training; each trainer's own callback is a subclass."""
-
-    _run: PrivateRun
-    _private: dict[str, Any]  # options of `gradguard.private.make_private`
-
-    def _not_begun(self) -> dict[str, Any]:
-        return {**super()._not_begun(), "_run": PrivateRun(type(self).__name__, self._private)}
-
-    @property
-    def private(self) -> gg.private.PrivateTraining | None:
-        """The `gradguard.private.PrivateTraining` of the current or the last training; None before it begins."""
-        return self._run.training
-
-    @property
-    def _clips(self) -> gg.private.PrivateTraining:
-        assert self.private is not None
-        return self.private
+        return {} if self.private is None else self.private.state_dict()
 
     def _give_back(self) -> None:
         super()._give_back()
-        self._run.end()
+        self._batches = None
+        if self.private is not None:
+            self.private.detach()
 
 
 def private_options(

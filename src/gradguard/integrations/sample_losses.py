@@ -28,8 +28,8 @@ def sample_losses(
     A sample without a single label has the loss 0.
 
     Args:
-        logits: What the model returned.
-        labels: What it should have.
+        logits: The output of the model.
+        labels: The labels.
         shifted: Logits at position t are for the label at t + 1, as in a causal language model.
         problem_type: ``"regression"``, ``"single_label_classification"``, ``"multi_label_classification"``, or None
             to tell from shapes and dtypes.
@@ -50,25 +50,30 @@ def sample_losses(
     logits = logits if logits.element_size() > 2 else logits.float()
     if shifted and labels.ndim == 2 and labels.shape == logits.shape[:-1]:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    whole = not (labels.is_floating_point() or labels.is_complex())
-    one_number = logits.shape == (*labels.shape, 1)
-    kind = problem_type
-    if kind is None and whole and logits.shape[:-1] == labels.shape:
-        kind = "regression" if one_number and labels.ndim == 1 else "single_label_classification"
-    elif kind is None and not whole and one_number:
-        kind = "regression"
-    elif kind is None and not whole and logits.shape == labels.shape:
-        kind = "multi_label_classification" if logits.ndim == 2 and logits.shape[1] > 1 else "regression"
-    if kind == "single_label_classification" and whole and logits.shape[:-1] == labels.shape:
+    whole, one_number = not labels.is_floating_point(), logits.shape == (*labels.shape, 1)
+    classes, same = whole and logits.shape[:-1] == labels.shape, logits.shape == labels.shape
+    kind = problem_type or _kind(logits, labels, classes and not (one_number and labels.ndim == 1))
+    if kind == "single_label_classification" and classes:
         each = F.cross_entropy(logits.movedim(-1, 1), labels, ignore_index=_IGNORED, reduction="none")
         counted = (labels != _IGNORED).reshape(len(labels), -1).sum(1)
         return each.reshape(len(labels), -1).sum(1) / counted.clamp(min=1), counted
-    if kind in ("regression", "multi_label_classification") and (one_number or logits.shape == labels.shape):
-        error = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
-        each = error(logits.reshape(labels.shape), labels.to(logits.dtype), reduction="none").reshape(len(labels), -1)
+    if kind in _ERRORS and (one_number or (same and not (whole and problem_type is None))):
+        each = _ERRORS[kind](logits.reshape(labels.shape), labels.to(logits.dtype), reduction="none")
+        each = each.reshape(len(labels), -1)
         return each.mean(1), labels.new_full((len(labels),), each.shape[1]).long()
     raise UnsupportedGradientError(
         f"logits of shape {list(logits.shape)} and labels of shape {list(labels.shape)}, {labels.dtype}, "
         f"problem_type={problem_type!r}: how samples' own losses follow from them is not known here. Give it as "
         "loss=function, which returns one loss for each sample."
     )
+
+
+_ERRORS = {"regression": F.mse_loss, "multi_label_classification": F.binary_cross_entropy_with_logits}
+
+
+def _kind(logits: Tensor, labels: Tensor, classes: bool) -> str:
+    """Return the kind of problem where a model does not name it, as Transformers' own models tell it."""
+    if classes:
+        return "single_label_classification"
+    several = logits.shape == labels.shape and logits.ndim == 2 and logits.shape[1] > 1
+    return "multi_label_classification" if several else "regression"

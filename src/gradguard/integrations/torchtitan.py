@@ -25,7 +25,7 @@ class ReplacedClip:
 
     Attributes:
         clipper: The rule, or None for a clip of the global norm to the ``max_norm`` of the configuration.
-        last: What the last clip did, if there is a ``clipper``; None before.
+        last: The result of the last clip, if there is a ``clipper``; None before.
 
     Example:
         >>> import gradguard as gg, torch
@@ -125,10 +125,10 @@ def replace_clip(clipper: gg.rules.Clipper | None = None, *, nonfinite: NonFinit
 
     Args:
         clipper: The rule; None clips to the ``max_norm`` of torchtitan's configuration.
-        nonfinite: What to do with gradients that are not finite, as for `gradguard.clip_grad_norm_`.
+        nonfinite: The policy for gradients that are not finite, as for `gradguard.clip_grad_norm_`.
 
     Returns:
-        What has been put in the place of torchtitan's function; its ``restore()`` takes it out again.
+        The replacement of torchtitan's function; its ``restore()`` takes it out again.
 
     Raises:
         InvalidTypeError: If ``clipper`` is something else.

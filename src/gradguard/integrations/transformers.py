@@ -87,7 +87,7 @@ class GradGuardCallback(TrainersClip):
     ====================================  ======================================================================
 
     Args:
-        clipper: What to do with the gradients.
+        clipper: The rule for the gradients.
         nonfinite: As for `gradguard.Guard`.
         max_consecutive_skips: As for `gradguard.Guard`.
 
@@ -280,11 +280,10 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
     `GradGuardCallback` says; snapshots stay in memory.
 
     Args:
-        clipper: What to do with the gradients; None for ``gg.ClipByMedian()``.
-        options: What `gradguard.SpikeRecovery` takes by name: ``detector``, ``extra_state``, ``snapshot_every``,
+        clipper: The rule for the gradients; None for ``gg.ClipByMedian()``.
+        options: Arguments of `gradguard.SpikeRecovery` by name: ``detector``, ``extra_state``, ``snapshot_every``,
             ``lr_factor``, ...
-        nonfinite: As for `gradguard.Guard`.
-        max_consecutive_skips: As for `gradguard.Guard`.
+        **of_guard: ``nonfinite`` and ``max_consecutive_skips``, as for `gradguard.Guard`.
 
     Attributes:
         resilience: The `gradguard.SpikeRecovery` of the current or the last training; None before the first.
@@ -304,12 +303,9 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
         self,
         clipper: gg.rules.Clipper | None = None,
         options: Mapping[str, Any] | None = None,
-        *,
-        nonfinite: GuardPolicy = "skip",
-        max_consecutive_skips: int | None = 20,
+        **of_guard: Any,
     ) -> None:
-        clipper = gg.ClipByMedian() if clipper is None else clipper
-        super().__init__(clipper, nonfinite=nonfinite, max_consecutive_skips=max_consecutive_skips)
+        super().__init__(gg.ClipByMedian() if clipper is None else clipper, **of_guard)
         self._set_options(options)
         detector = self._resilience_options.get("detector")
         known = isinstance(detector, Detector)  # SpikeRecovery refuses anything else

@@ -106,7 +106,7 @@ class PrivateCallback(PrivateClips, PerSampleCallback):
         return self._begin(trainer).clipper
 
     def _state(self) -> dict[str, Any] | None:
-        return self._run.state_dict() or None
+        return self._counted() or None
 
     def _logged(self) -> dict[str, float]:
         return {} if self.private is None else {"epsilon": self.private.epsilon()}
@@ -129,16 +129,15 @@ class PrivateCallback(PrivateClips, PerSampleCallback):
         with replaced(trainer.accelerator, "prepare", lambda loader: loader):
             loader = original(trainer)
         parts = trainer.args.gradient_accumulation_steps
-        self._run.batches = PrivateBatches(loader, parts, 1, lambda: self._begin(trainer))
-        return self._run.batches
+        self._batches = PrivateBatches(loader, parts, 1, lambda: self._begin(trainer))
+        return self._batches
 
     def _begin(self, trainer: Trainer) -> gg.private.PrivateTraining:
         """Begin when the first batch is asked for: the model is wrapped then, and the checkpoint is read."""
         if not self._running:
-            self._run.load_state_dict(self._loaded)
-            self._loaded, state = None, trainer.state
+            self._resumed, self._loaded, state = self._loaded or None, None, trainer.state
             optimizer, model = inner_optimizer(trainer.optimizer), trainer.model_wrapped  # type: ignore[arg-type]
-            self._run.begin(model, optimizer, state.max_steps, state.global_step)  # type: ignore[arg-type]
+            self._begin_private(model, optimizer, state.max_steps, state.global_step)  # type: ignore[arg-type]
             self._running = True
         assert self.private is not None
         return self.private

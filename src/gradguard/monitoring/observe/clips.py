@@ -172,7 +172,7 @@ class StepGradients:
         parameters: Those that have gradients; all where processes hold parts.
         gradients: Their gradients, which are kept alive: for no longer than the step begins.
         spread: Whether processes hold parts of them.
-        shared: What these have measured together.
+        shared: Norms that these have measured together.
     """
 
     parameters: list[Tensor]
@@ -212,10 +212,10 @@ class HeardClips:
         """Measure before a clip acts.
 
         Args:
-            call: What is known of it.
+            call: The call.
             parameters: Its parameters.
             spread: Whether processes hold parts of them.
-            shared: What these have measured together.
+            shared: Norms that these have measured together.
 
         Returns:
             Whether it replaces clips that no step followed.
@@ -285,7 +285,7 @@ class HeardClips:
             optimizer: The optimizer.
             given: Its gradients.
             now: The norm of each gradient as it is now, if that has been measured.
-            clipped: What `take` returned, if it has been called for this step.
+            clipped: The result of `take`, if it has been called for this step.
         """
         parameters, shared, scale = given.parameters, given.shared, getattr(optimizer, "grad_scale", None)
         clipped = self.take(given.gradients) if clipped is None else clipped

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gradguard.monitoring.record.lines import known_fields
 from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import input_metadata_of, saved_tensors_of, sequence_number_of
 
@@ -24,7 +25,8 @@ class GraphFacts:
         leaves: Every tensor that a backward gives a gradient, not kept alive, with the number of the first operation
             that uses it (operations are numbered in the order of the forward), and how many use it.
         dtypes: The floating-point types that operations computed in.
-        factor: What the last operation multiplied the loss by, as in ``loss / 4``; None if that is no number.
+        factor: The number that the last operation multiplied the loss by, as in ``loss / 4``; None if that is no
+            number.
     """
 
     leaves: dict[int, tuple[weakref.ref, int, int]] = field(default_factory=dict)
@@ -35,7 +37,7 @@ class GraphFacts:
         """Add what the graph of a loss tells.
 
         Args:
-            loss: What backward is called on.
+            loss: The tensor that backward is called on.
             scaled: Whether a GradScaler has multiplied it.
         """
         last = loss.grad_fn
@@ -63,12 +65,14 @@ class GraphFacts:
         Args:
             parameters: The parameters.
         """
-        known = [self.leaves.get(id(p)) for p in parameters]
-        found = [one if one and one[0]() is p else None for one, p in zip(known, parameters, strict=True)]
-        order = {number: place for place, number in enumerate(sorted({one[1] for one in found if one}))}
-        return [
-            {} if one is None else {"order": order[one[1]]} | ({"uses": one[2]} if one[2] > 1 else {}) for one in found
-        ]
+        reached = {}
+        for p in parameters:
+            variable, first, uses = self.leaves.get(id(p), (None, 0, 0))
+            if variable is not None and variable() is p:
+                reached[id(p)] = first, uses
+        order = {number: place for place, number in enumerate(sorted({first for first, _ in reached.values()}))}
+        facts = [reached.get(id(p), (-1, 1)) for p in parameters]
+        return [known_fields({"order": order.get(first), "uses": uses if uses > 1 else None}) for first, uses in facts]
 
 
 DATA, WEIGHTS = "data", "weights"

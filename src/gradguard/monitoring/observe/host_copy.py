@@ -19,7 +19,7 @@ class AsyncHostCopy:
     """A copy of the tensors in some steps to the host, under way; the numbers then take the tensors' place.
 
     Args:
-        holders: What holds the tensors: objects with slots, whose fields are tensors, or lists or dictionaries with
+        holders: The holders of the tensors: objects with slots, whose fields are tensors, or lists or dictionaries with
             tensors. Those that Python may read at no cost are read where they are.
     """
 

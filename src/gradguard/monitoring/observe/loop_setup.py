@@ -5,6 +5,7 @@ where a gradient was found outside those that are known.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -168,12 +169,13 @@ class IdleOptimizers:
 
     def __init__(self) -> None:
         self.alive: set[int] = set()
-        self._idle: dict[int | None, _Idle] = {}  # by the place of the optimizer, which may be gone at the end
+        self._idle = Counter[int | None]()  # steps by the place of the optimizer, which may be gone at the end
+        self._told = set[int | None]()
 
     @property
     def steps(self) -> int:
         """Steps of those that never had one."""
-        return sum(idle.steps for idle in self._idle.values())
+        return self._idle.total()
 
     def before_step(
         self,
@@ -199,25 +201,19 @@ class IdleOptimizers:
         """
         if has_gradients:
             self.alive.add(id(optimizer))
-            self._idle.pop(place, None)
+            del self._idle[place]
+            self._told.discard(place)
         elif any(p.requires_grad for p in parameters):
-            idle = self._idle.setdefault(place, _Idle())
-            idle.steps += 1
-            if idle.steps >= IDLE_STEPS and sure and not idle.told and not self.alive:
-                idle.told = True  # nothing that is watched is trained
-                yield setup_event(NO_GRADIENT, index, idle.steps, place, harmless=False)
+            self._idle[place] += 1
+            if self._idle[place] >= IDLE_STEPS and sure and place not in self._told and not self.alive:
+                self._told.add(place)  # nothing that is watched is trained
+                yield setup_event(NO_GRADIENT, index, self._idle[place], place, harmless=False)
 
     def end(self, index: int) -> Iterator[Event]:
         """Say what is left: while the run goes on, a later phase of it may bring gradients."""
-        for place, idle in self._idle.items():
-            if idle.steps >= IDLE_STEPS and not idle.told:
-                yield setup_event(NO_GRADIENT, index, idle.steps, place, harmless=True)
-
-
-@dataclass(slots=True)
-class _Idle:
-    steps: int = 0
-    told: bool = False
+        for place, steps in self._idle.items():
+            if steps >= IDLE_STEPS and place not in self._told:
+                yield setup_event(NO_GRADIENT, index, steps, place, harmless=True)
 
 
 def _told(found: Sequence[_Candidate], index: int, harmless: bool) -> Iterator[Event]:

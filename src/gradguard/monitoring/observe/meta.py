@@ -68,22 +68,6 @@ def git_state() -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def describe(parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the fields of ``meta`` that this process knows by the time it trains."""
-    rank, world = rank_and_world()
-    return {
-        "python": platform.python_version(),
-        "host_platform": platform.platform(terse=True),
-        "device": str(parameters[0].device) if parameters else "cpu",
-        "world": world,
-        "rank": rank,
-        "mesh": mesh_of(parameters),
-        "pid": os.getpid(),
-        "parent": os.getppid(),
-        "root": _root(),
-    }
-
-
 def _root() -> int | None:
     """The number of the first watched process of those that this one comes from; None where nobody has said so."""
     number = os.environ.get(OWNER, "").partition(" ")[0]
@@ -252,7 +236,7 @@ def program_facts(argv: Sequence[str] | None = None, clip: str | None = None, *,
 
     Args:
         argv: The arguments; those of this process by default.
-        clip: What clips its gradients.
+        clip: The rule that clips its gradients.
         keep_arguments: Whether the arguments are written as they are, with the secrets that may be among them.
     """
     given = sys.argv if argv is None else argv
@@ -277,15 +261,23 @@ def meta_line(
         optimizers: Those that are known.
         parameters: All their parameters.
         names: The names of these.
-        graph: What the graphs of the losses before the first step tell, where they were seen.
+        graph: Facts of the graphs of the losses before the first step, where they were seen.
     """
-    seen = graph if graph is not None and graph.leaves else None
+    seen, (rank, world) = graph if graph is not None and graph.leaves else None, rank_and_world()
     line = {
         "t": "meta",
         "schema": SCHEMA,
         **program,
         "torch": torch.__version__,
-        **describe(parameters),
+        "python": platform.python_version(),
+        "host_platform": platform.platform(terse=True),
+        "device": str(parameters[0].device) if parameters else "cpu",
+        "world": world,
+        "rank": rank,
+        "mesh": mesh_of(parameters),
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "root": _root(),
         "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
         "eps": [_number_in(optimizer.param_groups[0], "eps") for optimizer in optimizers],  # beside Adam's divisor
         "compute": None if seen is None else sorted(seen.dtypes),

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -42,7 +41,7 @@ from gradguard.monitoring.observe.step import OWN_NAMES, ScriptClip, StepMeasure
 from gradguard.monitoring.observe.termination import before_signals
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
-from gradguard.torch_private import grads_of, loss_scale_of
+from gradguard.torch_private import grads_of
 
 
 class Monitor(Recorder):
@@ -76,7 +75,7 @@ class Monitor(Recorder):
     ``log`` after a loss for a step                  belongs to an iteration without a step (a GradScaler's, say): it is
                                                      left out
     a step that a guard skipped                      a line with ``skipped``
-    GradScaler                                       pass ``scaler=``; a step that it leaves out is an event
+    GradScaler                                       its scale is recorded; a step that it leaves out is an event
     several optimizers                               one monitor for each, each with a file of its own
     several processes                                only rank 0 writes
     a forked child (DataLoader)                      writes nothing
@@ -94,7 +93,6 @@ class Monitor(Recorder):
             each line as a dictionary; ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` or ``"trackio"``, which join a run
             that is active or make one; a ``SummaryWriter`` or ``Run`` of yours; or a list of several.
         model: Names the parameters. Without it they are looked for in all modules that exist.
-        scaler: The GradScaler, for its loss scale and the steps that it leaves out.
         every: Write the norm of each parameter every so many steps; by default so that a step takes
             some 200 bytes, and half as often from step 100,000 on, a quarter as often from 200,000, and so on.
         on_finding: Called with each health finding as it is told: an object with ``kind``, ``severity``, ``message``,
@@ -129,18 +127,17 @@ class Monitor(Recorder):
         sink: Any = "run.jsonl",
         *,
         model: nn.Module | None = None,
-        scaler: Any = None,
         every: int | None = None,
         on_finding: Callable[[Finding], object] | None = None,
     ) -> None:
         check_callable(on_finding)
         optimizer, self._guard = unwrap_optimizer(optimizer_or_guard)
         self._held = parameters_of(optimizer)  # alive, so that no other tensor gets one of their ids
-        check_arguments(optimizer, self._held, model, scaler, every)
+        check_arguments(optimizer, self._held, model, every)
         super().__init__(Schedule() if self._guard is None else Schedule(every=0))
         names = name_parameters(self._held, [model] if model is not None else living_modules())
         self._places = self._all_places = Places(self._held)
-        self._optimizer, self._scaler, self._amp_scale = weakref.ref(optimizer), scaler, None
+        self._optimizer, self._amp_scale = weakref.ref(optimizer), None
         self._result, self._guard_event = None, None  # the last that was written; the one of the step that begins
         self._logged, self._complained = Logged(self._tell), set[str]()
         clipper = getattr(self._guard, "clipper", None)
@@ -187,7 +184,7 @@ class Monitor(Recorder):
 
         Args:
             loss: The loss; under accumulation call it for each micro-batch, and the line has the mean.
-            norm: What ``clip_grad_norm_`` returned, if you clip by hand before the step.
+            norm: The norm that ``clip_grad_norm_`` returned, if you clip by hand before the step.
             max_norm: The threshold that it was given.
             **scalars: Anything else, by name.
 
@@ -204,10 +201,6 @@ class Monitor(Recorder):
             {'norm': 1.414, 'post_norm': 0.5, 'threshold': 0.5}
         """
         self._take({"loss": loss, "norm": norm, "max_norm": max_norm}, scalars)
-
-    def flush(self) -> None:
-        """Write everything that has been seen, the last step included; the host waits for the device."""
-        self._flush()
 
     def report(self, path: str | os.PathLike | None = None) -> Path | None:
         """Draw the record so far as one HTML page.
@@ -237,7 +230,7 @@ class Monitor(Recorder):
         """Write what is left and the last line, close what was opened here, and stop; a second call does nothing.
 
         Args:
-            exit_code: What the ``end`` line says; 0 for a training that came to its end.
+            exit_code: The exit code in the ``end`` line; 0 for a training that came to its end.
             interrupted: Whether Ctrl-C ended it.
         """
         for hooks in self._hooks:
@@ -315,8 +308,6 @@ class Monitor(Recorder):
 
     def _label(self, step: StepMeasurement, optimizer: Optimizer) -> None:
         del optimizer
-        scale = loss_scale_of(self._scaler)  # get_scale() would wait
-        step.amp_scale = copied(scale) if isinstance(scale, Tensor) else None
         if self._amp_scale is not None and step.amp_scale is not None:
             scales = self._amp_scale, step.amp_scale
             self._lines.add(scale_update(self._last_step, *scales))
@@ -376,12 +367,6 @@ class Monitor(Recorder):
         if self._guard is not None and known.pop("norm") is not None:
             self._tell("Monitor.log(norm=...) is not needed with a Guard, which says the norm itself")
         self._logged.add(self._lines.newest, known, scalars)
-
-    def _fail(self, error: Exception) -> None:
-        active = self._active
-        super()._fail(error)
-        if active:
-            self._tell(f"gradguard stopped measuring: {type(error).__name__}: {error}. Training goes on untouched")
 
     def _tell(self, message: str) -> None:
         if message not in self._complained:
@@ -475,11 +460,11 @@ def unwrap_optimizer(source: Any) -> tuple[Optimizer, Any]:
     )
 
 
-def check_arguments(optimizer: Optimizer, parameters: list[Tensor], model: Any, scaler: Any, every: Any) -> None:
+def check_arguments(optimizer: Optimizer, parameters: list[Tensor], model: Any, every: Any) -> None:
     """Refuse what cannot be meant, before anything is opened.
 
     Raises:
-        InvalidTypeError: If ``every``, ``model`` or ``scaler`` is of another type.
+        InvalidTypeError: If ``every`` or ``model`` is of another type.
         InvalidValueError: If ``every`` is below 1, or ``model`` has none of the ``parameters``.
     """
     if every is not None:
@@ -491,5 +476,3 @@ def check_arguments(optimizer: Optimizer, parameters: list[Tensor], model: Any, 
             f"model ({type(model).__name__}) has none of the parameters of this {type(optimizer).__name__}: expected "
             "the module that was given to it, as it is now; wrapping or moving it may have made new parameters."
         )
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise InvalidTypeError(f"scaler is {type(scaler).__name__}: expected a torch.amp.GradScaler.")

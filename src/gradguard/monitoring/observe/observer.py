@@ -49,7 +49,7 @@ class Observer(Recorder):
 
     Args:
         path: The record; None to write nothing; or a function that gives one of these at the first step.
-        meta: What the first line says besides versions and parameters.
+        meta: Fields of the first line besides versions and parameters.
         clip: A clip to apply before each step.
         every: Write the norm of each parameter every so many steps; by default so that a step takes
             some 200 bytes, and half as often from step 100,000 on, a quarter as often from 200,000, and so on.
@@ -91,10 +91,6 @@ class Observer(Recorder):
             with suppress(Exception):
                 self._write_meta([], [])
         self._end(exit_code, interrupted)
-
-    def flush(self) -> None:
-        """Write what was seen so far."""
-        self._flush()
 
     # --- what the script does -----------------------------------------------------------------------------------------
 
@@ -179,7 +175,6 @@ class Observer(Recorder):
 
     def _label(self, step: StepMeasurement, optimizer: Optimizer) -> None:
         step.losses, step.optimizer = self._losses.take(), self._place_of(optimizer)
-        step.amp_scale = getattr(self._thread, "loss_scale", None)  # each optimizer may have a scaler of its own
         step.origin, self._origin = self._origin, None
 
     def _hears(self, parameters: Sequence[Tensor]) -> bool:
@@ -198,7 +193,7 @@ class Observer(Recorder):
 
     @safely
     def _note_applied(self, event: ClipEvent) -> None:
-        if (step := self._open_step()) is not None:
+        if (step := self._thread.step) is not None:
             step.applied = ScriptClip.told(event)
 
     @safely
@@ -284,14 +279,12 @@ class Losses:
 
     def _number(self, loss: Tensor, weight: Tensor | None) -> Any:
         """Return ``loss`` as it was before a GradScaler scaled it, weighted; None if that is not known or no scalar."""
-        plain = loss
+        plain: Tensor | None = loss
         if self.scales:
             plain = next((its for scaled, its in self._scaled if scaled() is loss), None)
-        if plain is not None and is_sharded(plain):  # to read parts would need every process
-            plain = local_part(plain) if placement_of(plain).is_whole and not _is_partial(plain) else None
-        if plain is None or plain.numel() != 1 or weight is None:
+        if plain is None or weight is None or plain.numel() != 1 or not _is_whole(plain):
             return None
-        weight = local_part(weight) if is_sharded(weight) else weight
+        plain, weight = local_part(plain), local_part(weight)
         if are_readable(plain, weight):
             return plain.item() * weight.item()
         return plain.detach().reshape(()) * weight.detach().reshape(())
@@ -324,5 +317,8 @@ class Losses:
     clear = take
 
 
-def _is_partial(tensor: Any) -> bool:
-    return any(placement.is_partial() for placement in tensor.placements)
+def _is_whole(loss: Any) -> bool:
+    """Tell whether this process holds all of a loss: to read parts of it would need every process."""
+    if not is_sharded(loss):
+        return True
+    return placement_of(loss).is_whole and not any(placement.is_partial() for placement in loss.placements)

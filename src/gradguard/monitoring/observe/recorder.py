@@ -59,6 +59,29 @@ def safely(method: Callable) -> Callable:
     return never_compiled(safe)  # a script that compiles its step would wait for a compiler of our code, in our time
 
 
+class _RunningStep(threading.local):
+    """A step, as far as it runs in this thread.
+
+    Attributes:
+        step: The step that is open; None outside one.
+        optimizer: Its optimizer, not kept alive.
+        moving: Some of the weights before it.
+        scaler_steps: Of the ``scaler.step`` that is running, whether it has reached the optimizer.
+        loss_scale: Of that, the number that it has multiplied the loss by.
+        scaled: Whether nobody had divided the gradients by that number when it began.
+        began: When what is timed began; None while nothing is.
+        before_guard: The facts of a step before a guard acts in it.
+    """
+
+    def __init__(self) -> None:
+        self.step: StepMeasurement | None = None
+        self.optimizer: Callable[[], Optimizer | None] = lambda: None
+        self.moving: Moving | None = None
+        self.scaler_steps, self.loss_scale, self.scaled = True, None, False
+        self.began: float | None = None
+        self.before_guard: Any = None
+
+
 class Recorder(Listener):
     """Makes one row of each optimizer step that it is told of.
 
@@ -78,10 +101,7 @@ class Recorder(Listener):
         self._schedule = schedule
         self._unowned: Unowned | None = None
         self._idle, self._kept = IdleOptimizers(), KeptGradients()
-        # .step: the one that is running, its .optimizer and .moving; of the ``scaler.step`` that is
-        # running, .scaler_steps: whether it has reached the optimizer, .loss_scale: what it has multiplied the loss by,
-        # and .scaled: whether nobody had divided the gradients by it when it began
-        self._thread = threading.local()
+        self._thread = _RunningStep()
         self._steps, self._active, self._lock = 0, True, threading.RLock()
         self._backwards = 0  # heard of, up to as many as matter
         self._ending: int | None = None
@@ -185,21 +205,21 @@ class Recorder(Listener):
         """Take part in what processes measure together, also where nothing is written, or watching has failed."""
         outermost = self._begin_time()
         try:
-            return self._shared.join(parameters, self._stop)
+            return self._shared.join(parameters, self._fail)
         finally:
             if outermost:
                 self._end_time()
 
     def _begin_time(self) -> bool:
         """Tell whether this is within nothing else of ours, so that its time is to be added to `overhead`."""
-        if getattr(self._thread, "began", None) is not None:
+        if self._thread.began is not None:
             return False
         self._thread.began = time.perf_counter()
         return True
 
     def _end_time(self) -> None:
-        self._overhead += time.perf_counter() - self._thread.began
-        self._thread.began = None
+        began, self._thread.began = self._thread.began, None
+        self._overhead += time.perf_counter() - (began or 0.0)
 
     @safely
     def _measure_step(self, optimizer: Optimizer, given: StepGradients, parameters: list[Tensor]) -> None:
@@ -209,10 +229,11 @@ class Recorder(Listener):
         if not self._is_open(optimizer):
             self._forget(given.parameters)
         elif (step := self._measured(optimizer, given)) is not None:
+            step.amp_scale = self._thread.loss_scale  # each optimizer may have a scaler of its own
             self._label(step, optimizer)
             step.lr = copied(optimizer.param_groups[0].get("lr"))
             step.logits, self._logits = self._logits, {}
-            step.scaled = getattr(self._thread, "scaled", False)
+            step.scaled = self._thread.scaled
             step.kept_gradients = self._kept.before_step(optimizer) if self._kept.looks else None
             self._thread.step, self._thread.optimizer = step, weakref.ref(optimizer)
         if self._buffer is not None and (self._unowned is not None or id(optimizer) not in self._idle.alive):
@@ -236,7 +257,7 @@ class Recorder(Listener):
     @safely
     def _look_at_weights(self, optimizer: Optimizer, parameters: list[Tensor], spread: bool) -> None:
         """Measure what is costlier, as often as it is due, and keep some of the weights until the step is done."""
-        step, self._thread.moving = self._open_step(), None
+        step, self._thread.moving = self._thread.step, None
         if step is None or not parameters:
             return
         now = time.perf_counter()
@@ -253,7 +274,7 @@ class Recorder(Listener):
     @safely
     def on_stepped(self, optimizer: Optimizer) -> None:
         """Add the row of the step that is done."""
-        step, moving = self._open_step(), getattr(self._thread, "moving", None)
+        step, moving = self._thread.step, self._thread.moving
         self._thread.step = self._thread.moving = None
         if step is None or self._buffer is None:
             return
@@ -291,7 +312,7 @@ class Recorder(Listener):
     @safely
     def on_scaler_stepped(self, optimizer: Optimizer, step: ScalerStep) -> None:
         """A step that a GradScaler leaves out never reaches the optimizer; it is a step all the same, a skipped one."""
-        skipped = None if getattr(self._thread, "scaler_steps", True) else step.skipped
+        skipped = None if self._thread.scaler_steps else step.skipped
         if skipped is not None and bool(skipped):  # the scaler has waited for it already
             self._add_left_out(optimizer)
         self._thread.scaler_steps, self._thread.loss_scale, self._thread.scaled = True, None, False
@@ -299,14 +320,11 @@ class Recorder(Listener):
     def _add_left_out(self, optimizer: Optimizer) -> None:
         if self._is_open(optimizer) and self._buffer is not None:
             step = StepMeasurement(self._steps, [], (), total=math.inf, skipped=True, found_inf=1.0)
+            step.amp_scale = self._thread.loss_scale  # each optimizer may have a scaler of its own
             self._label(step, optimizer)
             step.lr, step.wall = copied(optimizer.param_groups[0].get("lr")), time.perf_counter() - self._started
             self._add(self._buffer, step)
         self._forget(self._parameters(optimizer))
-
-    def _open_step(self) -> StepMeasurement | None:
-        """The step that is running in this thread."""
-        return getattr(self._thread, "step", None)
 
     @safely
     def _forget(self, parameters: list[Tensor]) -> None:
@@ -340,7 +358,7 @@ class Recorder(Listener):
 
     def _note(self, event: ClipEvent) -> None:
         """Keep what a clip within a step tells."""
-        step = self._open_step()
+        step = self._thread.step
         if step is not None and self._thread.optimizer() is event.optimizer:
             note_guard(step, event)
 
@@ -362,7 +380,8 @@ class Recorder(Listener):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     @safely
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write everything that has been seen, the last step included; the host waits for the device."""
         if self._buffer is not None:
             self._buffer.flush(wait=True)
 
@@ -402,21 +421,15 @@ class Recorder(Listener):
                 }
             )
 
-    def _stop(self, error: Exception) -> None:
-        """Stop measuring where other processes go on."""
-        if self._active:
-            self._fail(error)
-            self._tell(f"stopped measuring: {type(error).__name__}: {error}. Training goes on untouched.")
-
     def _fail(self, error: Exception) -> None:
-        """Stop measuring, and say so in the record rather than in the training."""
+        """Stop measuring, and say so in the record and to the user rather than in the training."""
         active, self._active = self._active, False
-        with suppress(Exception):
-            words = f"{type(error).__name__}: {error}"
-            if self._buffer is not None and active:
-                self._write_failure(self._buffer, f"gradguard stopped measuring: {words}")
-            elif active:
-                self._tell(f"not watching: {words}. The program runs without a record.")
+        if active:
+            words = f"stopped measuring: {type(error).__name__}: {error}"
+            with suppress(Exception):
+                if self._buffer is not None:
+                    self._write_failure(self._buffer, f"gradguard {words}")
+                self._tell(f"{words}. Training goes on untouched.")
 
     def _write_failure(self, buffer: RecordBuffer, message: str) -> None:
         advice = "training itself goes on untouched; please report this with the script"

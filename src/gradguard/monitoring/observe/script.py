@@ -28,8 +28,8 @@ class Program:
     Attributes:
         code: Its code.
         main: The module that becomes ``__main__``.
-        argv: What the program sees as ``sys.argv``.
-        path_entry: What Python would put first in ``sys.path``.
+        argv: The program's ``sys.argv``.
+        path_entry: The entry that Python would put first in ``sys.path``.
     """
 
     code: types.CodeType
@@ -59,7 +59,7 @@ def load_script(path: str, arguments: Sequence[str]) -> Program:
 
     Args:
         path: A Python file.
-        arguments: What follows it on the command line.
+        arguments: The rest of the command line.
 
     Returns:
         The program, not yet run.
@@ -83,7 +83,7 @@ def load_module(name: str, arguments: Sequence[str]) -> Program:
 
     Args:
         name: A module, or a package with a ``__main__``.
-        arguments: What follows it on the command line.
+        arguments: The rest of the command line.
 
     Returns:
         The program, not yet run.
@@ -131,8 +131,8 @@ def run(program: Program, signals: SignalHandlers | None = None) -> int:
     """Run ``program`` as ``__main__`` and return its exit code; an uncaught exception is shown as Python shows it.
 
     Args:
-        program: What to run.
-        signals: What signals do; they are held when it returns. Without it they are as they were.
+        program: The program.
+        signals: The handlers of signals; they are held when it returns. Without it they are as they were.
 
     Returns:
         The exit code; a `BySignal` where a signal has ended it.

@@ -106,7 +106,8 @@ class SharedNorms:
         """Return the norms of the whole gradients of ``parameters``; None if this process takes no part any more.
 
         Raises:
-            Exception: What went wrong here, once; the others have not been left waiting unless the collective failed.
+            Exception: The failure of this process, once; the others have not been left waiting unless the collective
+                failed.
             UnsupportedGradientError: If nobody knows how they are spread.
         """
         if self._ended:

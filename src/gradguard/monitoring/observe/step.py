@@ -54,7 +54,7 @@ class ScriptClip:
         threshold: Its threshold, copied.
         norm: The norm that a norm clip compares with its threshold, copied: what it returned or was given, unless
             that is the 2-norm of all gradients that it got, which is measured here.
-        coefficient: What it multiplied the gradients by, on the whole, copied; None if it does not tell.
+        coefficient: The norm after it over the norm before, copied; None if it does not tell.
     """
 
     rule: str = ""
@@ -93,16 +93,16 @@ class StepMeasurement:
         wall: Seconds since the start.
         found_inf: GradScaler's flag for a fused optimizer: 1 means that the step was skipped.
         total: 2-norm of all gradients before any clip, where it does not follow from ``norms``.
-        diagnostics: What is measured now and then.
-        moved: What the step did to the weights, as often as that is measured.
+        diagnostics: Measurements that are made now and then.
+        moved: The change of the weights in the step, as often as that is measured.
         scaled: Whether the gradients still had a GradScaler's loss scale when ``scaler.step`` began.
         kept_gradients: Whether they contain those of the step before: nobody cleared them; None if not looked at.
         late: Whether it holds tensors on a device, so that its numbers are known only when they have come.
         lost: Where processes measured together: above 0 if one of them could not.
         origin: Where the forward first had a number that is not finite, and its dtype.
         logits: The largest logit of each attention that a `LogitWatch` has seen since the step before.
-        scalars: What else the user logged, by name: numbers, or tensors until they have been read. ``norm`` is what the
-            user's own clip returned, and ``max_norm`` its threshold.
+        scalars: Other numbers that the user logged, by name: numbers, or tensors until they have been read. ``norm`` is
+            what the user's own clip returned, and ``max_norm`` its threshold.
     """
 
     index: int
@@ -279,7 +279,7 @@ def lines_of(step: Entry, table: ParameterTable, every: int | None) -> Iterator[
     """Yield the ``step`` line, a ``tensors`` line every so many steps, and an ``event`` where one is due.
 
     Args:
-        step: What was measured, its numbers on the host.
+        step: The step or the event, its numbers on the host.
         table: The parameters, in the order of ``meta``.
         every: A ``tensors`` line every so many steps of each optimizer; None for about 200 bytes a step, and from
             `THINNED_FROM` on fewer: a million steps of a small model have 262,500 of these lines.
@@ -303,9 +303,8 @@ def _lines_of_step(step: StepMeasurement, table: ParameterTable, every: int | No
         if step.turn % (2 * every) and step.diagnostics is None:
             step.moved = None  # the step line has what it is all together
         yield _tensors_line(step, norms, table)
-    overflowed = step.found_inf is not None and float(step.found_inf)
     finite = (step.total is None and math.isfinite(line["norm"])) or all(map(math.isfinite, norms))
-    if not overflowed and not finite:  # a scaler's search for its scale is an amp_skip
+    if not finite and not _flag(step.found_inf):  # a scaler's search for its scale is an amp_skip
         yield _nonfinite_line(step, norms, table.names)
 
 
@@ -371,7 +370,6 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
     clips, coefficient, within = _clips_of(step, total)
     binding = min(clips, key=_strength) if clips else _Clip(None, None, None)
     attention = max(step.logits, key=lambda name: float(step.logits[name]), default=None)
-    overflowed = step.found_inf is not None and float(step.found_inf)
     return {
         "t": "step",
         "i": step.index,
@@ -386,19 +384,19 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
         "threshold": None if step.acts_apart else binding.threshold,
         "rule": binding.rule,
         "clips": [[clip.rule, clip.threshold, clip.coefficient] for clip in clips] if len(clips) > 1 else None,
-        "clips_disjoint": True if _are_disjoint(step) else None,
+        "clips_disjoint": _flag(_are_disjoint(step)),
         "user_max_norm": _number(user_max_norm),
         "amp_scale": _number(step.amp_scale),
-        "skipped": True if overflowed or _number(step.skipped) else None,
-        "spike": True if _number(step.spike) else None,
+        "skipped": _flag(step.found_inf) or _flag(step.skipped),
+        "spike": _flag(step.spike),
         "update": _update_of(step.moved),
         "logit": None if attention is None else float(step.logits[attention]),
         "logit_of": attention,
         "nonfinite": 0 if total < math.inf else sum(not math.isfinite(n) for n in norms) or 1,
         "top": _dominant(step, norms, total),
         "optimizer": step.optimizer,
-        "scaled_clip": True if step.scaled and any([clip.rule in FIXED for clip in step.clips]) else None,
-        "kept_gradients": True if step.kept_gradients is not None and bool(step.kept_gradients) else None,
+        "scaled_clip": _flag(step.scaled and any([clip.rule in FIXED for clip in step.clips])),
+        "kept_gradients": _flag(step.kept_gradients),
         **{name: float(value) for name, value in step.scalars.items()},
     }
 
@@ -508,6 +506,10 @@ def _number(value: Any) -> float | None:
         return None if value is None else float(value)
     except (TypeError, ValueError):
         return None
+
+
+def _flag(value: Any) -> bool | None:
+    return True if _number(value) else None
 
 
 def _mean(values: Sequence[float]) -> float | None:

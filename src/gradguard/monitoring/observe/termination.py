@@ -153,7 +153,7 @@ class LastWord:
             code: The exit code.
 
         Returns:
-            The same.
+            ``code``.
         """
         self._number = code.number if isinstance(code, BySignal) else None
         return code
@@ -178,7 +178,8 @@ def before_signals(close: Callable[[int], object], flush: Callable[[], object]) 
         flush: Writes what is left, where the program has a handler, after which it may go on.
 
     Returns:
-        What forgets both, and gives the signals back with the last of them; harmless where the program has taken one.
+        A function that forgets both, and gives the signals back with the last of them; harmless where the program has
+        taken one.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
@@ -199,7 +200,7 @@ class _Guests:
 
     Args:
         number: The signal.
-        before: What it did.
+        before: Its handler before.
     """
 
     def __init__(self, number: int, before: Any) -> None:

@@ -34,7 +34,7 @@ class Watch:
     harmless, and so is a kernel that ends without a call of `close`.
 
     Args:
-        observer: What watches.
+        observer: The observer that watches.
         whole_process: Whether it was on from the start, so that how Python ends is how the training ended.
     """
 
