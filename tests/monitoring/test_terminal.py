@@ -13,7 +13,6 @@ from rich.console import Console
 from synthetic import write_char_rnn, write_gan
 
 from gradguard.cli import main
-from gradguard.cli.program import in_lines
 from gradguard.cli.records import progress
 from gradguard.monitoring.show.report import print_summary
 from gradguard.monitoring.show.table import print_table
@@ -99,16 +98,6 @@ def test_a_table_of_any_width_holds_every_number_and_every_letter(width):
     for name in ("a_rather_long_name", "模型" * 9):
         letters = re.sub(r"[^a-z_模型]", "", re.sub(r"rule|spikes|cut|largest|of|e\+", "", printed))
         assert name in letters
-
-
-@pytest.mark.parametrize("width", [20, 60, 120])
-def test_a_usage_is_broken_between_options(width, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(width))
-    usage = "gradguard run [--out DIR] [--save-gradients FILE] (script.py | -m module) [args ...]"
-    lines = in_lines(usage).splitlines()
-    assert " ".join(line.strip() for line in lines) == usage
-    for option in ("[--out DIR]", "[--save-gradients FILE]", "(script.py | -m module)", "[args ...]"):
-        assert sum(option in line for line in lines) == 1
 
 
 def test_a_module_gives_its_whole_name_to_the_folder_and_the_record_is_named_first(tmp_path, monkeypatch, capfd):

@@ -44,7 +44,7 @@ def parse_line(raw: bytes) -> tuple[dict[str, Any], int]:
         ({'t': 'step', 'i': 7, 'norm': None}, 1)
     """
     refuse_many_values(raw)
-    line = _decoded(raw.decode("utf-8"))
+    line = _DECODER.decode(raw.decode("utf-8"))
     if type(line) is not dict or type(kind := line.get("t")) is not str:
         raise ValueError('expected an object like {"t": "step", ...}')
     line, dropped = _checked(line, _TABLES.get(kind, {}))
@@ -60,26 +60,13 @@ def parse_line(raw: bytes) -> tuple[dict[str, Any], int]:
 
 def _checked(fields: dict[str, Any], table: Mapping[str, Rule]) -> tuple[dict[str, Any], int]:
     """Return what is kept of ``fields``, and how many were left out."""
-    try:
-        return {key: table.get(key, _not_deep)(value) for key, value in fields.items()}, 0
-    except ValueError:
-        kept, dropped = {}, 0
+    kept, dropped = {}, 0
     for key, value in fields.items():
         try:
             kept[key] = table.get(key, _not_deep)(value)
         except ValueError:
             dropped += 1
     return kept, dropped
-
-
-def _decoded(text: str) -> Any:
-    try:
-        value, end = _DECODER.raw_decode(text)
-        if not text[end:].strip(" \t\n\r"):
-            return value
-    except ValueError:
-        pass
-    return _DECODER.decode(text)  # with space before it, or what is wrong with it
 
 
 def begins_run(raw: bytes) -> dict[str, Any] | None:

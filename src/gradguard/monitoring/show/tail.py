@@ -121,12 +121,11 @@ class Watched:
         self.path = path
         self._follower = JsonlReader(path)
         self.run = RunState()
-        self.restarted = False
         self._runs = 0
         self._judge_at, self._judged_whole = float("-inf"), False
 
     def look(self) -> list[dict[str, Any]]:
-        """Take in what is new; ``restarted`` says whether that is of another run than before.
+        """Take in what is new; another run begins anew, in another file or after this one.
 
         Returns:
             The new lines.
@@ -134,15 +133,11 @@ class Watched:
         Raises:
             RecordError: The file cannot be read, or is no record.
         """
-        before = self._follower.restarts
         lines = self._follower.poll()
-        self.restarted = self._follower.restarts > before
-        if self.restarted:
-            self.run = RunState()
         for entry in lines:
-            if entry["t"] == "meta" and self.there:  # another run goes on in the same file
-                self.run, self.restarted = RunState(), True
-            self._runs += entry["t"] == "meta"
+            if entry["t"] == "meta":
+                self.run = RunState()
+                self._runs += 1
             self.run.add(entry)
         return lines
 
@@ -217,18 +212,17 @@ class Watched:
 
     def _remarks(self) -> Iterator[str]:
         schema, world = self.run.meta.get("schema", SCHEMA), self.run.meta.get("world", 1)
-        if schema > SCHEMA:
-            yield f"written by a newer gradguard (schema {schema}): parts may be missing here"
-        if world > 1:
-            yield f"rank {self.run.meta.get('rank', 0)} of {world}"
-        if self._follower.skipped:
-            yield f"a long record: {self._follower.skipped / 2**20:,.0f} MiB of its start were passed over"
-        if self._follower.unreadable:
-            yield f"{self._follower.unreadable} unreadable lines"
-        if self._follower.dropped:
-            yield f"{self._follower.dropped} fields that cannot be meant"
-        if self._follower.restarts or self._runs > 1:
-            yield "a new run took the place of the one before"
+        seen = self._follower
+        skipped = f"{seen.skipped / 2**20:,.0f} MiB of its start were passed over"
+        remarks = [
+            (schema > SCHEMA, f"written by a newer gradguard (schema {schema}): parts may be missing here"),
+            (world > 1, f"rank {self.run.meta.get('rank', 0)} of {world}"),
+            (seen.skipped, f"a long record: {skipped}"),
+            (seen.unreadable, f"{seen.unreadable} unreadable lines"),
+            (seen.dropped, f"{seen.dropped} fields that cannot be meant"),
+            (self._runs > 1, "a new run took the place of the one before"),
+        ]
+        return (words for holds, words in remarks if holds)
 
 
 def _show_once(watched: Watched, events: int, console: "Console") -> None:

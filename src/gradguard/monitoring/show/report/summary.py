@@ -263,26 +263,24 @@ def notes(record: Record) -> list[str]:
     Returns:
         Sentences, mostly none.
     """
-    found = []
-    if record.torn:
-        found.append("The last line of the record is incomplete and was left out: the run was probably killed.")
     first = f" (the first: {record.first_fault})" if record.first_fault else ""
     damage = [
         counted(count, what)
         for count, what in ((record.unreadable, "damaged line"), (record.dropped, "field"))
         if count
     ]
-    if damage:
-        found.append(f"Left out of the record because they cannot be meant: {' and '.join(damage)}{first}.")
-    if record.earlier_runs:
-        runs = record.earlier_runs + 1
-        found.append(f"The file holds {runs} runs one after the other: this is the last, and nothing of the others.")
-    if record.is_newer:
-        found.append(
-            f"The record was written by a newer gradguard (schema {record.meta['schema']}, this one knows {SCHEMA}): "
-            "fields that are new in it are not shown. Upgrade gradguard to see them."
-        )
-    return found
+    runs, schema = record.earlier_runs + 1, record.meta.get("schema")
+    remarks = [
+        (record.torn, "The last line of the record is incomplete and was left out: the run was probably killed."),
+        (damage, f"Left out of the record because they cannot be meant: {' and '.join(damage)}{first}."),
+        (runs > 1, f"The file holds {runs} runs one after the other: this is the last, and nothing of the others."),
+        (
+            record.is_newer,
+            f"The record was written by a newer gradguard (schema {schema}, this one knows {SCHEMA}): fields that are "
+            "new in it are not shown. Upgrade gradguard to see them.",
+        ),
+    ]
+    return [words for holds, words in remarks if holds]
 
 
 def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
