@@ -182,14 +182,13 @@ class Watched:
         """Return `status`, and how old the last line of a run that goes on is: for a view that is drawn anew."""
         words, style = self.status(now)
         changed = self._follower.changed
-        if changed is None or not self.there or self.run.end is not None or self.quiet_since(now) is not None:
+        if changed is None or not self.there or self.run.end is not None:
             return words, style
         return f"{words}; written {duration(now - changed)} ago", style
 
     def _status(self, now: float) -> tuple[str, str]:
-        run, changed = self.run, self._follower.changed
-        if run.end is not None:
-            return ending(run.end)
+        if self.run.end is not None:
+            return ending(self.run.end)
         if self._follower.missing:
             gone = "the record was deleted: waiting for another run"
             # The path comes last: in a frame it then has a line to itself, and nothing but a narrower frame breaks it.
@@ -197,12 +196,9 @@ class Watched:
         if not self.there:
             return "waiting for the first step", "yellow"
         since = self.quiet_since(now)
-        if since is None or changed is None:
+        if since is None:
             return "running", "green"
-        return (
-            f"no new line since {clock(since, now)} ({duration(now - since)}): killed, or busy without steps",
-            "yellow",
-        )
+        return f"no new line since {clock(since, now)}: killed, or busy without steps", "yellow"
 
     def quiet_since(self, now: float) -> float | None:
         """When the record was last written, if that is long ago for a run with steps as long as these; else None."""
@@ -285,11 +281,10 @@ def _print_lines(watched: Watched, events: int, console: "Console", poll_seconds
         if has_ended:
             watched.judge()
             _write(console, printable(watched.run.diagnosis))
-        words, quiet = watched.status(time.time())[0], watched.quiet_since(time.time())
-        key = words if quiet is None else f"quiet since {quiet}"
-        if key != said and (words != "running" or said):
+        words = watched.status(time.time())[0]
+        if words != said and (words != "running" or said):
             _write(console, printable(words))
-        said = key
+        said = words
         if has_ended:
             return
         time.sleep(poll_seconds)

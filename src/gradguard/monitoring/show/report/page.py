@@ -199,7 +199,7 @@ def _charts(
     return [
         figures.norms_over_time(record, judged, recommendation, _points(among)),
         figures.updates_over_time(record, _points(among)),
-        figures.clip_share(record, judged, recommendation),
+        figures.clip_share(record) if judged.clipping else None,
         figures.along_depth(record),
         layers.heat_map(record, index, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
         layers.dominance(record, index, spikes),

@@ -217,7 +217,7 @@ def _body(judged: Verdict, recommendation: Recommendation, diagnosis: Diagnosis,
         body.append(f"{item.severity}: ", style="bold").append(
             f"{said_of(item)} {sentence(item.advice)}", style="not bold"
         )
-    rest = [*grave[_MOST_FINDINGS:], *(item for item in found if item.severity == "info")]
+    rest = [item for item in found if item not in grave[:_MOST_FINDINGS]]
     if grave and rest:
         body.append(f"\nand {severities(rest)}, see the report", style="not bold dim")
     return body
