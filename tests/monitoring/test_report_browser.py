@@ -48,8 +48,8 @@ def two_runs(folder):
 PAGES = {
     "a long run": (long_run, 5),
     "a sick run": (lambda folder: [write_sick(folder / "run.jsonl")], 5),
-    "two optimizers": (lambda folder: [write_gan(folder / "run.jsonl")], 9),
-    "two runs": (two_runs, 11),
+    "two optimizers": (lambda folder: [write_gan(folder / "run.jsonl")], 7),
+    "two runs": (two_runs, 10),
     "evil names": (evil_run, 3),
     "long names": (run_with_long_names, 4),
     "nothing": (lambda folder: [make_record(path=folder / "run.jsonl")], 0),

@@ -69,22 +69,29 @@ def _checked(fields: dict[str, Any], table: Mapping[str, Rule]) -> tuple[dict[st
     return kept, dropped
 
 
-def begins_run(raw: bytes) -> dict[str, Any] | None:
-    """Return the first line of another run that hides in a line that cannot be read, or None.
+def read_line(raw: bytes) -> tuple[dict[str, Any] | None, int, str]:
+    """Read one line of a file that may be damaged.
 
-    The line before it had no end, because its run was killed; or it is damaged itself, and then all that is known is
-    that another run begins.
+    In a line that cannot be read another run may begin: the line before it had no end, because its run was killed; or
+    it is damaged itself, and then all that is known is that another run begins.
 
     Args:
-        raw: A line that `parse_line` refuses.
+        raw: The line, with or without its end.
+
+    Returns:
+        The line, as `parse_line` returns it, or that with which another run begins in it, or None; how many fields were
+        left out; and why it cannot be read, empty if it can.
     """
-    found = _BEGINNING.search(raw)
-    if found is None:
-        return None
     try:
-        return parse_line(raw[found.start() :])[0]
+        return *parse_line(raw), ""
+    except (ValueError, RecursionError) as error:
+        begun, fault = _BEGINNING.search(raw), str(error)
+    if begun is None:
+        return None, 0, fault
+    try:
+        return parse_line(raw[begun.start() :])[0], 0, fault
     except (ValueError, RecursionError):
-        return {"t": "meta"}
+        return {"t": "meta"}, 0, fault
 
 
 _BEGINNING = re.compile(rb'\{\s*"t"\s*:\s*"meta"')
