@@ -377,7 +377,7 @@ def _show(record: Path, here: Path, signals: "SignalHandlers") -> None:
     if not record.exists():  # somebody deleted it, of which they have been warned
         return
     try:
-        with signals.raised(), progress([record]) as say:
+        with signals.raised(), progress() as say:
             (found,) = read([record], say)
             say(f"judging {len(found.steps):,} steps")
             page = write_report([found], page_beside(record)) if found.steps else None

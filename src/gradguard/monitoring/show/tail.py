@@ -33,7 +33,6 @@ LONGEST_JUDGED = 16 * 2**20
 LINE_SECONDS = 2.0
 QUIET_SECONDS = 30.0
 _QUIET_STEPS = 20
-_LONGEST_PATH = 40
 
 
 def tail(
@@ -169,9 +168,7 @@ class Watched:
     def title(self) -> str:
         """Return the title: the script, and its record."""
         script = " ".join(self.run.meta.get("argv", ())[:3])
-        name = str(self.path)
-        short = name if len(name) <= _LONGEST_PATH else f"...{name[-_LONGEST_PATH:]}"
-        return f"{script} ({short})" if script else short
+        return f"{script} ({self.path})" if script else str(self.path)
 
     def status(self, now: float) -> tuple[str, str]:
         """Return the state at ``now`` (seconds since the epoch) in words, and a style for them."""
