@@ -483,14 +483,9 @@ def test_once_without_a_record_says_what_to_type(path, capsys):
     assert "gradguard run --out DIR train.py" in error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [({"events": -1}, r"expected a number of events, 0 or more, got -1"),
-     ({"poll_seconds": 0.0}, r"expected poll_seconds above 0, got 0\.0")],
-)  # fmt: skip
-def test_bad_arguments_say_what_to_type(path, arguments, words):
-    with pytest.raises(InvalidValueError, match=words):
-        tail(path, **arguments)
+def test_bad_arguments_say_what_to_type(path):
+    with pytest.raises(InvalidValueError, match=r"expected a number of events, 0 or more, got -1"):
+        tail(path, events=-1)
 
 
 def test_a_run_is_followed_line_by_line_until_its_end(path, capsys, monkeypatch):

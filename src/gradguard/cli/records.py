@@ -20,7 +20,7 @@ def progress() -> Iterator[Callable[[str], object]]:
     Nothing may be printed inside: a terminal has one line for it.
 
     Yields:
-        What says it.
+        A function that takes the words of the line.
     """
     if not sys.stderr.isatty():
         yield lambda words: None

@@ -244,7 +244,7 @@ class _Recording:
     Args:
         options: Those of the command.
         record: Where its record goes; None where another process writes it.
-        signals: What signals do meanwhile.
+        signals: The handlers of signals meanwhile.
     """
 
     def __init__(self, options: argparse.Namespace, record: Path | None, signals: "SignalHandlers") -> None:

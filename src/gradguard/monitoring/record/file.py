@@ -52,12 +52,12 @@ class Record:
         meta: Versions, device, arguments and the parameters, whose order every ``tensors`` line follows.
         steps: One line per optimizer step, each read as a dictionary; lists of dictionaries become `Lines` too.
         tensors: Pre-clip norms per parameter, every few steps, in the same form.
-        events: What the watcher wanted a person to know, with advice.
+        events: Messages of the watcher for a person, with advice.
         end: The closing line, or None if the run was killed before it could write one.
         torn: Whether the last line was incomplete and was left out.
         unreadable: How many lines were left out because they are damaged or out of order.
         dropped: How many fields were left out because they held something else than they must.
-        first_fault: What is wrong with the first of these lines; empty without one.
+        first_fault: The fault of the first of these lines; empty without one.
         earlier_runs: How many runs the file holds before this one.
     """
 
@@ -103,10 +103,10 @@ def once(function: Callable[[Record], Answer]) -> Callable[[Record], Answer]:
     Nobody may change the answer, nor the record after the first one.
 
     Args:
-        function: What looks at a whole record.
+        function: A function of a whole record.
 
     Returns:
-        The same function, with a memory.
+        The function with a memory.
     """
 
     @functools.wraps(function)
@@ -306,7 +306,7 @@ def _json(value: Any, form: str = SCALAR, in_list: str = ARRAY) -> str:
     library's encoder, took 29 (benchmarks/LOG.md).
 
     Args:
-        value: What a line may hold.
+        value: A value of a line.
         form: How a float is written.
         in_list: How a float in a list is; one in a list of lists is no number of a parameter, and keeps its digits.
     """

@@ -209,7 +209,7 @@ class OptimizerSteps:
 
     Attributes:
         index: Its place in ``meta.optimizers``; None where the record has one optimizer, or does not say which it was.
-        label: What to call it: ``"optimizer 1 (Adam)"``, or an empty text where there is only one.
+        label: Its name: ``"optimizer 1 (Adam)"``, or an empty text where there is only one.
         record: The record without the steps of the others.
     """
 

@@ -41,7 +41,6 @@ def tail(
     once: bool = False,
     events: int = 5,
     console: "Console | None" = None,
-    poll_seconds: float = POLL_SECONDS,
 ) -> int:
     """Show a run in progress until it ends: the numbers of its last step, its norms, its largest layers, its events.
 
@@ -62,14 +61,13 @@ def tail(
         once: Show what is there now and return; a record that is not there is an error then.
         events: How many of the last events to show.
         console: Where to show it; standard output if None.
-        poll_seconds: How often to look.
 
     Returns:
         The exit code: 0 when the run has ended or with ``once``, 130 after Ctrl-C, 141 when nobody reads the output.
 
     Raises:
         RecordError: The file cannot be read or is no record, or with ``once`` is not there.
-        InvalidValueError: ``events`` is negative or ``poll_seconds`` is not positive.
+        InvalidValueError: ``events`` is negative.
 
     Example:
         >>> import tempfile
@@ -87,8 +85,6 @@ def tail(
     """
     if events < 0:
         raise InvalidValueError(f"expected a number of events, 0 or more, got {events}; for example --lines 5")
-    if not poll_seconds > 0:
-        raise InvalidValueError(f"expected poll_seconds above 0, got {poll_seconds}; for example poll_seconds=0.5")
     from rich.console import Console
 
     console = console or Console()
@@ -98,9 +94,9 @@ def tail(
             if once:
                 _show_once(watched, events, console)
             elif console.is_terminal and not console.is_dumb_terminal:
-                _show_live(watched, events, console, poll_seconds)
+                _show_live(watched, events, console)
             else:
-                _print_lines(watched, events, console, poll_seconds)
+                _print_lines(watched, events, console)
         return 0
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -239,7 +235,7 @@ def _drawn(watched: Watched, events: int, console: "Console") -> "RenderableType
     return view(watched.run, watched.status_with_age(time.time()), watched.title(), events, console)
 
 
-def _show_live(watched: Watched, events: int, console: "Console", poll_seconds: float) -> None:
+def _show_live(watched: Watched, events: int, console: "Console") -> None:
     """On the terminal's other screen, so that a change of its size leaves nothing behind; the last view is kept."""
     from rich.live import Live
 
@@ -250,7 +246,7 @@ def _show_live(watched: Watched, events: int, console: "Console", poll_seconds: 
         live.start()  # inside the block: Ctrl-C may come as early as that
         live.update(_drawn(watched, events, console), refresh=True)
         while watched.run.end is None:
-            time.sleep(poll_seconds)
+            time.sleep(POLL_SECONDS)
             watched.look()
             watched.judge()
             live.update(_drawn(watched, events, console), refresh=True)
@@ -260,7 +256,7 @@ def _show_live(watched: Watched, events: int, console: "Console", poll_seconds: 
             console.print(_drawn(watched, events, console))
 
 
-def _print_lines(watched: Watched, events: int, console: "Console", poll_seconds: float) -> None:
+def _print_lines(watched: Watched, events: int, console: "Console") -> None:
     """Print news as lines of text: each event, the numbers every few seconds, and each change of state."""
     printed_at, said = float("-inf"), ""
     has_news = False  # whether there are steps that no line has told yet
@@ -284,7 +280,7 @@ def _print_lines(watched: Watched, events: int, console: "Console", poll_seconds
         said = words
         if has_ended:
             return
-        time.sleep(poll_seconds)
+        time.sleep(POLL_SECONDS)
 
 
 def _write(console: "Console", text: str) -> None:

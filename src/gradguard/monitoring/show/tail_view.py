@@ -123,8 +123,8 @@ def view(run: RunState, status: tuple[str, str], title: str, events: int, consol
 
     Args:
         run: The run.
-        status: What goes on in words, and the style of these.
-        title: What is watched.
+        status: The state of the run in words, and their style.
+        title: The script and its record.
         events: At most how many events to show.
         console: Where it will be shown.
 

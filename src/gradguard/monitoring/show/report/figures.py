@@ -114,7 +114,7 @@ def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Char
 
     Args:
         records: The records.
-        labels: What to call them.
+        labels: Their names, each unlike the others.
         most: How many points a line may have.
 
     Returns:

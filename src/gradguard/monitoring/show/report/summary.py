@@ -141,7 +141,7 @@ def compared(runs: Sequence[tuple[str, Verdict]]) -> str:
     """Say which of several runs ended with the lowest loss.
 
     Args:
-        runs: What to call each run, and its verdict.
+        runs: The name of each run, and its verdict.
 
     Returns:
         One or two sentences, empty where fewer than two runs have a loss.
@@ -174,8 +174,8 @@ def command(record: Record, rule: str, optimizer: str = "") -> str:
 
     Args:
         record: The record of a run.
-        rule: What ``--clip`` takes, such as ``"norm=1.3"`` or ``"median"``.
-        optimizer: What to call the optimizer that it is for, where the script has several.
+        rule: The value of ``--clip``, such as ``"norm=1.3"`` or ``"median"``.
+        optimizer: The name of the optimizer that it is for, where the script has several.
 
     Returns:
         A line to paste into a shell; what to change in a script that clips itself or has several optimizers.
