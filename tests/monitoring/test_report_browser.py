@@ -185,7 +185,7 @@ def test_zero_and_non_finite_cells_are_marked(open_page):
     assert all(marks[1][7])  # the last row is dead
     assert [place for place, mark in enumerate(marks[2][6]) if mark] == [133, 398, 399]
     labels = page.evaluate("document.querySelector('.plot:has(.hm)').layout.yaxis.ticktext")
-    assert labels[7] == "head.bias (all zero)"
+    assert labels[7] == "head.bias"
 
 
 @pytest.mark.exhaustive

@@ -89,7 +89,7 @@ def test_what_had_no_gradient_is_a_gap_and_no_zero():
     late = make_record(meta=record.meta, tensors=lines)
     chart = layers.heat_map(late, None)
     assert [row[3:] for row in chart.table.rows] == [("0", "0"), ("0", "0"), ("3", "0")]
-    assert chart.figure["heat"]["norm"]["labels"] == ["gone (no gradient)", "alive", "dead (all zero)"]
+    assert chart.figure["heat"]["norm"]["labels"] == ["gone", "alive", "dead"]
 
 
 def test_layer_norms_keep_spikes_when_thinned():

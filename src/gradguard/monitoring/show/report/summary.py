@@ -17,6 +17,7 @@ from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, Record
 from gradguard.monitoring.record.redaction import redacted
 from gradguard.monitoring.record.steps import usable_norms
 from gradguard.monitoring.show.table import print_table
+from gradguard.monitoring.show.tail_view import ending
 from gradguard.named_rules import clipping_rule
 from gradguard.words import counted
 
@@ -302,9 +303,8 @@ def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
         ("Parameters", f"{len(parameters):,} tensors, {elements:,} elements" if parameters else ""),
         ("Device", _device(meta)),
         ("Versions", _versions(meta)),
-        ("Wall-clock time", f"{end['wall']:,.1f} s" if "wall" in end else ""),
         ("Observing cost", _cost(judged, end)),
-        ("Ended", _ending(record)),
+        ("Ended", ending(end)[0] if end else "the record has no end: the run was killed, or is still going"),
         ("Record", redacted(str(record.path))),
     ]
     return [(label, value) for label, value in rows if value]
@@ -325,11 +325,3 @@ def _cost(judged: Verdict, end: dict[str, Any]) -> str:
     if judged.overhead_share is None:
         return ""
     return f"{percent(judged.overhead_share)} of the run ({number(end['overhead_ms'])} ms)"
-
-
-def _ending(record: Record) -> str:
-    if record.end is None:
-        return "the record has no end: the run was killed, or is still going"
-    if record.end.get("interrupted"):
-        return "interrupted"
-    return f"exit code {record.end['exit']}" if record.end.get("exit") else ""
