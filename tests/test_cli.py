@@ -825,7 +825,7 @@ class Wrong(torch.autograd.Function):
     ("arguments", "code", "words"),
     [
         (["run", "--out", "größe", "--force", "train.py"], 0, r"record: gr\?\?e/run\.jsonl"),
-        (["report", "größe", "other", "-o", "page.html"], 0, r" gr\?\?e "),
+        (["report", "größe", "other", "-o", "page.html"], 0, r"\bgr\?\?e\b"),
         (["replay", "größe"], 0, r"usable steps of gr\?\?e"),
         (["check", "wrong_kernel:Wrong", "--input", "x=1:float64"], 1, r"FAIL .* numerical -?[\d.]+ \? "),
     ],

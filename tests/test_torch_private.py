@@ -960,6 +960,7 @@ def test_no_other_file_has_a_private_name():
         name for name, own in names_in(ast.parse(FILE.read_text(encoding="utf-8"))) if is_private(name) and not own
     }
     ours = {name for tree in trees.values() for name in defined_in(tree)} - of_torch
+    ours.add("_replace")  # a public method of named tuples
     found = {
         f"{file}: {name}"
         for file, tree in trees.items()

@@ -76,7 +76,7 @@ class NamedRule:
     """A rule as it was typed.
 
     Attributes:
-        text: What was typed, such as ``"median=6"``.
+        text: The rule as typed, such as ``"median=6"``.
         name: The rule, ``"median"``.
         number: Its number; None for the default.
         exclude: The parameters that it leaves alone: names, modules or patterns.
@@ -190,8 +190,7 @@ def _parse(text: str, examples: tuple[str, ...]) -> NamedRule:
     except ValueError:
         number = math.nan
     if not kind.low <= number <= kind.high:
-        least = "above 0" if kind.low == _LEAST else f"from {kind.low:g}"
-        bounds = f"a number {least}" if kind.high == math.inf else f"a number {least} to {kind.high:g}"
+        bounds = "above 0" if kind.low == _LEAST else f"from {kind.low:g} to {kind.high:g}"
         example = kind.example if "=" in kind.example else f"{name}=1.0"
-        raise InvalidValueError(f"rule {text}: expected {bounds} after {name}=, as in {example}.")
+        raise InvalidValueError(f"rule {text}: expected a number {bounds} after {name}=, as in {example}.")
     return NamedRule(text.strip(), name, number, exclude)

@@ -19,8 +19,8 @@ def counted(number: float, one: str, several: str = "") -> str:
 
     Args:
         number: How many.
-        one: What one is called.
-        several: What several are called; by default with an s.
+        one: The word for one.
+        several: The word for several; by default with an s.
 
     Example:
         >>> counted(1, "step"), counted(1200, "step"), counted(2, "class", "classes")
@@ -35,8 +35,8 @@ def verdict_text(verdict: str, findings: Iterable[object], summary: str, notes: 
     Args:
         verdict: PASS, FAIL or INCONCLUSIVE.
         findings: The reasons.
-        summary: What was looked at.
-        notes: What is no fault.
+        summary: How much was looked at.
+        notes: Remarks that are no faults.
 
     Example:
         >>> print(verdict_text("FAIL", ["two differ"], "3 tensors", []))

@@ -129,11 +129,11 @@ def test_one_run_has_every_figure(tmp_path):
     assert command(record, recommend(record).rule) in page
 
 
-def test_an_unclipped_run_is_told_what_would_have_happened(tmp_path, monkeypatch):
+def test_an_unclipped_run_has_no_figure_of_a_clip(tmp_path, monkeypatch):
     monkeypatch.setattr(page_module, "recommend", lambda record: constant(2.2))
     page = page_of(write_char_rnn(tmp_path / "run.jsonl"))
-    assert "How often 2.2 would have bound" in page
-    assert "This run was not clipped." in words_of(page)
+    assert "How often clipping binds" not in page
+    assert "recommended: 2.2" in page
 
 
 def test_several_runs_stand_side_by_side(tmp_path):

@@ -299,7 +299,7 @@ STATES = {
     "running": (text_of(META, step(0), step(1)), 3, r"^running$"),
     "no step yet": (text_of(META), 3, r"^running$"),
     "empty file": ("", 3, r"^waiting for the first step$"),
-    "silent": (text_of(META, step(0), step(1)), 90, r"^no new line since .*:.*:.* \(1 min 30 s\): killed, or busy"),
+    "silent": (text_of(META, step(0), step(1)), 90, r"^no new line since .*:.*:\d\d: killed, or busy"),
     "silent, but with steps as long": (text_of(META, step(0, wall=0), step(1, wall=60)), 90, r"^running$"),
     "ended": (text_of(META, END), 90, r"^finished after 3 steps in 1 min 1 s$"),
     "failed": (text_of(META, END | {"exit": 2}), 90, r"^failed with exit code 2 after 3 steps"),
@@ -318,7 +318,7 @@ def test_the_state_of_a_run(path, content, silence, words):
     said = watched.status(NOW + silence)[0]
     assert re.search(words, said)
     age = f"; written {silence // 60} min {silence % 60} s ago" if silence > 60 else f"; written {silence} s ago"
-    assert watched.status_with_age(NOW + silence)[0] == said + (age if said.startswith("running") else "")
+    assert watched.status_with_age(NOW + silence)[0] == said + (age if said.startswith(("running", "no new")) else "")
 
 
 # --- the view ---------------------------------------------------------------------------------------------------------
@@ -363,8 +363,9 @@ def test_everything_that_is_known_is_shown():
     for words in (
         "gradguard train.py", "step 1", "10.0 steps/s", "loss not finite", "norm 0.0200", "threshold 1.0",
         "coefficient 1.00", "clipped 50 % of 2 (shaping)", "AMP scale 65536", "lr 0.0003", "steps 0 to 1, log scale",
-        "b.weight   90 % ━━━", "a.weight   10 % ━", "2 events: 1 warning, 1 error", "step 0 warning old",
-        "step 1 error gradients of a.weight[0] are not finite", "lower the learning rate", "running",
+        "b.weight   90 % ━━━", "a.weight   10 % ━", "2 events: 1 warning, 1 error",
+        "step 0 warning: old (first advice)",
+        "step 1 error: gradients of a.weight[0] are not finite", "lower the learning rate", "running",
     ):  # fmt: skip
         assert words in text
 
@@ -389,12 +390,6 @@ def test_the_optimizers_of_a_gan_are_kept_apart():
     many = run_of(META, *(step(i, optimizer=i) for i in range(40)))
     assert len(many.states) <= 17
     assert len(shown(many, height=24).splitlines()) <= 200
-
-
-def test_the_same_advice_in_a_row_is_said_once():
-    text = shown(run_of(META, step(0), *(event(i, f"event {i}", advice="lower the rate") for i in range(3))))
-    assert text.count("lower the rate") == 1
-    assert text.count("step 2 error event 2") == 1
 
 
 @pytest.mark.parametrize("events", [0, 1, 3])
@@ -430,14 +425,12 @@ def test_the_chart_goes_from_the_smallest_to_the_largest_norm():
     assert heading == "norm before any clip, 1.00 to 1,000, steps 0 to 3, log scale"
     assert row == "▁▃▆█"
     assert tail_view.chart(run.state, 2).plain.splitlines()[1] == "▁█"  # two steps in each character
-    assert tail_view.chart(run.state, 10, ascii_only=True).plain.splitlines()[1] == ".-*@"
     assert tail_view.chart(run_of(META, step(0, norm=None)).state, 10).plain == "no finite norm yet"
 
 
 def test_a_step_that_was_not_finite_is_marked():
     run = run_of(META, step(0), step(1), step(2, norm=None, nonfinite=1), step(3))
     assert "✕" in tail_view.chart(run.state, 10).plain
-    assert "!" in tail_view.chart(run.state, 10, ascii_only=True).plain
 
 
 @pytest.mark.parametrize(
@@ -490,14 +483,9 @@ def test_once_without_a_record_says_what_to_type(path, capsys):
     assert "gradguard run --out DIR train.py" in error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [({"events": -1}, r"expected a number of events, 0 or more, got -1"),
-     ({"poll_seconds": 0.0}, r"expected poll_seconds above 0, got 0\.0")],
-)  # fmt: skip
-def test_bad_arguments_say_what_to_type(path, arguments, words):
-    with pytest.raises(InvalidValueError, match=words):
-        tail(path, **arguments)
+def test_bad_arguments_say_what_to_type(path):
+    with pytest.raises(InvalidValueError, match=r"expected a number of events, 0 or more, got -1"):
+        tail(path, events=-1)
 
 
 def test_a_run_is_followed_line_by_line_until_its_end(path, capsys, monkeypatch):

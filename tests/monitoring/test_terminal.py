@@ -13,7 +13,6 @@ from rich.console import Console
 from synthetic import write_char_rnn, write_gan
 
 from gradguard.cli import main
-from gradguard.cli.program import in_lines
 from gradguard.cli.records import progress
 from gradguard.monitoring.show.report import print_summary
 from gradguard.monitoring.show.table import print_table
@@ -101,16 +100,6 @@ def test_a_table_of_any_width_holds_every_number_and_every_letter(width):
         assert name in letters
 
 
-@pytest.mark.parametrize("width", [20, 60, 120])
-def test_a_usage_is_broken_between_options(width, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(width))
-    usage = "gradguard run [--out DIR] [--save-gradients FILE] (script.py | -m module) [args ...]"
-    lines = in_lines(usage).splitlines()
-    assert " ".join(line.strip() for line in lines) == usage
-    for option in ("[--out DIR]", "[--save-gradients FILE]", "(script.py | -m module)", "[args ...]"):
-        assert sum(option in line for line in lines) == 1
-
-
 def test_a_module_gives_its_whole_name_to_the_folder_and_the_record_is_named_first(tmp_path, monkeypatch, capfd):
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg/__init__.py").touch()
@@ -138,16 +127,14 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("terminal", "size", "says"), [(True, 10, True), (True, 9, False), (False, 10, False)])
-def test_a_long_record_in_a_terminal_has_a_line_of_progress(terminal, size, says, tmp_path, monkeypatch):
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_has_a_line_of_progress(terminal, monkeypatch):
     stderr = (Terminal if terminal else io.StringIO)()
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr("gradguard.cli.records.LONG", 9)
     monkeypatch.setenv("TERM", "xterm")
-    (tmp_path / "run.jsonl").write_bytes(b"x" * size)
-    with progress([tmp_path]) as say:
+    with progress() as say:
         say("judging 7 steps")
-    assert ("judging 7 steps" in stderr.getvalue()) == says
+    assert ("judging 7 steps" in stderr.getvalue()) == terminal
 
 
 @pytest.mark.parametrize("form", ["--text", "--json"])

@@ -578,7 +578,7 @@ def test_the_command_saves_and_compares(tmp_path):
     for name, perturbed, launch in (("alone", "1", []), ("wrong", "0", launcher)):
         done = gradguard(tmp_path, "run", "--save-gradients", name, "--perturbed", perturbed, *launch, "train.py", name)
         assert done.returncode == 0, done.stderr
-        assert f"the gradients of the first step are in {name}" in done.stderr
+        assert f"the gradients of step 1 are in {name}" in done.stderr
         assert "a step was made" not in done.stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == ["alone", "train.py", "wrong"]
     done = gradguard(tmp_path, "parity", "--json", "alone", "wrong")
@@ -637,7 +637,7 @@ def test_torchrun_has_the_gradients_of_one_process(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "code", "words"), [("print(1)", 2, "before its first"), ("1 / 0", 1, "ZeroDivision")]
+    ("script", "code", "words"), [("print(1)", 2, "before its optimizer step 1"), ("1 / 0", 1, "ZeroDivision")]
 )
 def test_a_script_without_a_step_saves_nothing(tmp_path, script, code, words):
     tmp_path.joinpath("train.py").write_text(script, encoding="utf-8")

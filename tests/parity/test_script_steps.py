@@ -578,7 +578,7 @@ def test_the_command_saves_steps_and_names_the_first_that_parts(tmp_path):
     assert len(read(tmp_path / "alone").sketches["gradient"]) == 4  # as it is, twice, changed, turned
     failed = run_python(*save, "none", "--at", "9", "train.py", "alone", cwd=tmp_path, check=False, timeout=900)
     assert failed.returncode == 2
-    assert "before the end of its optimizer step 9" in " ".join(failed.stderr.split())
+    assert "before its optimizer step 9 was over" in " ".join(failed.stderr.split())
     assert not (tmp_path / "none").exists()
 
 

@@ -12,6 +12,9 @@ from gradguard.errors import CommandError
 _OF_PARTS = {"Causes": "causes", "Findings": "findings", "Errors": "errors"}
 """Pages with a part for each name: its heading is the name."""
 
+_AS = {"Causes": "As the cause of a run:\n\n", "Findings": "As a finding:\n\n", "Errors": ""}
+"""The start of a part whose name stands on both pages."""
+
 _FILES = ("*.md", "trainers/*.md", "tutorials/*.md")
 
 
@@ -30,26 +33,27 @@ def add_to(commands) -> None:
 
 
 def _explain(parsed: argparse.Namespace) -> int:
-    parts = {page: _parts(page) for page in _OF_PARTS.values()}
-    pages = _names()
-    if parsed.name is None:
-        lists = {title: parts[page] for title, page in _OF_PARTS.items()} | {"Pages": pages}
-        _show("\n\n".join(f"{title}: {', '.join(f'`{name}`' for name in names)}." for title, names in lists.items()))
+    parts = [(title, *part) for title, page in _OF_PARTS.items() for part in _parts(page).items()]
+    pages, name = _names(), parsed.name
+    if name is None:
+        listed = [*parts, *(("Pages", page, "") for page in pages)]
+        titles = [*_OF_PARTS, "Pages"]
+        lists = [f"{title}: {', '.join(f'`{one}`' for of, one, _ in listed if of == title)}." for title in titles]
+        _show("\n\n".join(lists))
         return 0
-    found = [(page, names[parsed.name]) for page, names in parts.items() if parsed.name in names]
+    found = [(title, text) for title, one, text in parts if one == name]
     if found:
-        as_both = {"causes": "As the cause of a run:\n\n", "findings": "As a finding:\n\n"} if len(found) > 1 else {}
-        _show("\n".join([f"# {parsed.name}", *(as_both.get(page, "") + text for page, text in found)]))
+        _show("\n".join([f"# {name}", *(_AS[title] * (len(found) > 1) + text for title, text in found)]))
         return 0
-    page = next((page for page in pages if parsed.name in (page, page.rpartition("/")[2])), None)
+    page = next((page for page in pages if name in (page, page.rpartition("/")[2])), None)
     if page is not None:
         _show(_page(f"{page}.md"), page)
         return 0
-    near = get_close_matches(parsed.name, [*(name for names in parts.values() for name in names), *pages], n=3)
+    near = get_close_matches(name, [*(one for _, one, _ in parts), *pages], n=3)
     hint = f"Did you mean {' or '.join(near)}?" if near else "`gradguard explain` lists all."
-    about = [page for page in pages if re.search(rf"\b{re.escape(parsed.name)}\b", _page(f"{page}.md"), re.IGNORECASE)]
+    about = [page for page in pages if re.search(rf"\b{re.escape(name)}\b", _page(f"{page}.md"), re.IGNORECASE)]
     hint += f" Pages that have the word: {', '.join(about[:5])}." if about else ""
-    raise CommandError(f"{parsed.name!a:.80} is no cause, finding, error or page. {hint}")
+    raise CommandError(f"{name!a:.80} is no cause, finding, error or page. {hint}")
 
 
 def _skill(parsed: argparse.Namespace) -> int:

@@ -1,12 +1,11 @@
 """The command line of somebody's script or module, behind our own options: what `run` and `tune` take."""
 
 import argparse
-import re
-import shutil
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from gradguard.errors import CommandError
 
 _TAKES_VALUE = {
     "--out",
@@ -79,19 +78,11 @@ RECORDING = ("out", "force", "argv", "every", "clip", "resilient", "no_report")
 """The options of `run` that say what is recorded and done, and how."""
 
 
-def in_lines(usage: str) -> str:
-    """Break a usage into lines that fit the terminal, each option with its value in one piece.
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Let the usage of a command end in a program; `cut` has taken its words away before the rest is parsed."""
+    parser.add_argument("program", nargs="*", metavar="script.py", help="the script, or -m module, and its arguments")
 
-    Args:
-        usage: One long line.
 
-    Returns:
-        The lines, all but the first one below the first option.
-    """
-    margin = " " * len("usage: ")
-    whole = re.sub(r"\[[^]]*\]|\([^)]*\)", lambda option: option[0].replace(" ", "\N{NO-BREAK SPACE}"), usage)
-    width = max(20, shutil.get_terminal_size().columns - 2)
-    lines = textwrap.wrap(
-        whole, width, initial_indent=margin, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ").lstrip()
+def nothing_to_run(command: str) -> CommandError:
+    """Return the error of a command without a program."""
+    return CommandError(f"nothing to run. Usage: gradguard {command} [options] (script.py | -m module) [args ...]")

@@ -12,23 +12,17 @@ from gradguard.monitoring.record.text import on_stderr, printable
 if TYPE_CHECKING:
     from gradguard.monitoring.record.file import Record
 
-LONG = 16 * 2**20
-"""Records with more bytes than that keep somebody waiting."""
-
 
 @contextmanager
-def progress(paths: Sequence[Path]) -> Iterator[Callable[[str], object]]:
-    """Let a line on stderr say what is being done about long records, if stderr is a terminal.
+def progress() -> Iterator[Callable[[str], object]]:
+    """Let a line on stderr say what is being done about records, if stderr is a terminal.
 
     Nothing may be printed inside: a terminal has one line for it.
 
-    Args:
-        paths: The records, or their folders.
-
     Yields:
-        What says it.
+        A function that takes the words of the line.
     """
-    if not sys.stderr.isatty() or sum(map(_size, paths)) <= LONG:
+    if not sys.stderr.isatty():
         yield lambda words: None
         return
     from rich.console import Console
@@ -61,15 +55,6 @@ def read(paths: Sequence[Path], say: Callable[[str], object]) -> "list[Record]":
     finally:
         if collects:
             gc.enable()
-
-
-def _size(path: Path) -> int:
-    from gradguard.monitoring.record.file import FILE_NAME
-
-    try:
-        return (path / FILE_NAME if path.is_dir() else path).stat().st_size
-    except OSError:  # reading it says what is wrong
-        return 0
 
 
 def tell_notes(records: "Sequence[Record]") -> None:

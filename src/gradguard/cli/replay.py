@@ -24,7 +24,7 @@ def _replay(parsed: argparse.Namespace) -> int:
     from gradguard.monitoring.judge.replay import what_if
     from gradguard.monitoring.show.replay import print_replay
 
-    with progress(parsed.records) as say:
+    with progress() as say:
         records = read(parsed.records, say)
         say(f"replaying {sum(len(record.steps) for record in records):,} steps")
         tables = [what_if(record, parsed.rule) for record in records]

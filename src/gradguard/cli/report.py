@@ -49,7 +49,7 @@ def _report(parsed: argparse.Namespace) -> int:
     if parsed.form is not None and parsed.output is not None:
         raise CommandError(f"--{parsed.form} prints: redirect it to a file instead of -o {parsed.output}.")
     conditions = parse_conditions(parsed.fail_on) if parsed.fail_on is not None else []
-    with progress(parsed.records) as say:
+    with progress() as say:
         records = read(parsed.records, say)
         say(f"judging {sum(len(record.steps) for record in records):,} steps")
         if parsed.form == "text":

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from gradguard.cli.program import RECORDING, ProgramLine, first_given, in_lines
+from gradguard.cli.program import RECORDING, ProgramLine, add_program, first_given, nothing_to_run
 from gradguard.cli.records import progress, read, tell_notes
 from gradguard.cli.save_gradients import save_gradients_of
 from gradguard.cli.verdict import EXIT_CODES
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from gradguard.named_rules import NamedRule
     from gradguard.resilience.each_optimizer import GuardEachOptimizer
 
-_USAGE = (
-    "gradguard run [--out DIR] [--force] [--every N] [--clip RULE] [--resilient] [--steps N] [--seed N] "
-    "[--no-report] [--argv] [--audit-norm] [--save-gradients FILE] [--at N] "
-    "[--perturbed N] [--launch COMMAND] (script.py | -m module) [args ...]"
-)
 _AUDIT_HELP = (
     "compare the norm that the script clips by with the true one, for 3 steps or --steps, record nothing, and then end "
     "the script; with an option of a record, such as --out, record the whole run too. "
@@ -65,7 +60,7 @@ _RESILIENT_HELP = (
 def add_to(commands) -> None:
     """Add the command to those of the parser."""
     text = "observe a training script without a change to it"
-    parser = commands.add_parser("run", usage=in_lines(_USAGE), help=text, allow_abbrev=False)
+    parser = commands.add_parser("run", help=text, allow_abbrev=False)
     parser.add_argument("--out", type=Path, metavar="DIR", help="where run.jsonl and run.html go")
     parser.add_argument("--force", action="store_true", help="replace the record that DIR already holds")
     parser.add_argument("--argv", action="store_true", help="record the arguments as they are: secrets are not hidden")
@@ -80,6 +75,7 @@ def add_to(commands) -> None:
     parser.add_argument("--at", type=int, metavar="N", help="save the gradients of optimizer step N (default: 1)")
     parser.add_argument("--perturbed", type=int, metavar="N", help="runs that differ by rounding (default: 4)")
     parser.add_argument("--launch", metavar="COMMAND", help=_LAUNCH_HELP)
+    add_program(parser)
     parser.set_defaults(call=_run)
 
 
@@ -93,7 +89,7 @@ _BOUNDS = {
 
 def _run(options: argparse.Namespace, program: ProgramLine) -> int:
     if not program.words:
-        raise CommandError(f"nothing to run. Usage: {_USAGE}")
+        raise nothing_to_run("run")
     for name, (low, high, expected) in _BOUNDS.items():
         if (number := getattr(options, name)) is not None and not low <= number <= high:
             raise CommandError(f"--{name} {number}: expected {expected}.")
@@ -248,7 +244,7 @@ class _Recording:
     Args:
         options: Those of the command.
         record: Where its record goes; None where another process writes it.
-        signals: What signals do meanwhile.
+        signals: The handlers of signals meanwhile.
     """
 
     def __init__(self, options: argparse.Namespace, record: Path | None, signals: "SignalHandlers") -> None:
@@ -381,7 +377,7 @@ def _show(record: Path, here: Path, signals: "SignalHandlers") -> None:
     if not record.exists():  # somebody deleted it, of which they have been warned
         return
     try:
-        with signals.raised(), progress([record]) as say:
+        with signals.raised(), progress() as say:
             (found,) = read([record], say)
             say(f"judging {len(found.steps):,} steps")
             page = write_report([found], page_beside(record)) if found.steps else None

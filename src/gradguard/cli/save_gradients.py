@@ -47,7 +47,6 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
     if not file.parent.is_dir():
         raise CommandError(f"--save-gradients {file}: there is no folder {file.parent}.")
     wanted = ScriptRun(options.at or 1, options.steps or 0)
-    last = wanted.last
     seed = [] if options.seed is None else ["--seed", str(options.seed)]
     command = ["--save-gradients", str(file), *seed, *program.typed]
     first = int(os.environ.get("RANK", "0")) == 0
@@ -59,14 +58,13 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
     except RunFailedError as failed:
         sys.stderr.write(failed.said)
         if failed.code == 0:
-            which = "its first optimizer step" if last == 1 else f"the end of its optimizer step {last}"
-            raise CommandError(f"the script ended before {which}, so there is nothing to save.") from None
+            raise CommandError(
+                f"the script ended before its optimizer step {wanted.last} was over, so there is nothing to save."
+            ) from None
         return failed.code if failed.code > 0 else 128 - failed.code
     if first:
-        what = "the gradients of the first step are" if last == 1 else f"the gradients of step {last} are"
-        if wanted.steps:
-            what = f"step {last} is" if wanted.steps == 1 else f"steps {wanted.at} to {last} are"
-        on_stderr(f"{what} in {os.path.relpath(file, Path.cwd())}")
+        what = f"steps {wanted.at} to {wanted.last}" if wanted.steps else f"the gradients of step {wanted.at}"
+        on_stderr(f"{what} are in {os.path.relpath(file, Path.cwd())}")
     return 0
 
 

@@ -10,23 +10,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradguard.cli.program import ProgramLine, in_lines
+from gradguard.cli.program import ProgramLine, add_program, nothing_to_run
 from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import encodable
 
 if TYPE_CHECKING:
     from gradguard.monitoring.tune.trials import TrialPlan
 
-_USAGE = (
-    "gradguard tune [--steps N] [--seeds K] [--rule RULE ...] [--record RECORD] [--metric REGEX] [--maximize] "
-    "[--out DIR] [--force] [--json] (script.py | -m module) [args ...]"
-)
-
 
 def add_to(commands) -> None:
     """Add the command to those of the parser."""
     text = "run a script briefly under several rules: which trains best?"
-    parser = commands.add_parser("tune", usage=in_lines(_USAGE), help=text, allow_abbrev=False)
+    parser = commands.add_parser("tune", help=text, allow_abbrev=False)
     parser.description = (
         "Runs the script as it is, by the rule that its record recommends and by three constants, with the same seeds, "
         "and compares their training losses, or a metric that they print. {seed} in an argument of the script stands "
@@ -43,12 +38,13 @@ def add_to(commands) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the records of all runs go")
     parser.add_argument("--force", action="store_true", help="replace the records that DIR already holds")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
+    add_program(parser)
     parser.set_defaults(call=_tune)
 
 
 def _tune(options: argparse.Namespace, program: ProgramLine) -> int:
     if not program.words:
-        raise CommandError(f"nothing to run. Usage: {_USAGE}")
+        raise nothing_to_run("tune")
     for name in ("steps", "seeds"):
         if getattr(options, name) < 1:
             raise CommandError(f"--{name} {getattr(options, name)}: expected a whole number, at least 1.")

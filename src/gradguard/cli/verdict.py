@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from typing import Any, Protocol
+from typing import Any
 
 from gradguard.monitoring.record.text import printable
 
@@ -10,26 +10,13 @@ EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}
 """2 is for what cannot be carried out."""
 
 
-class Report(Protocol):
-    """The content of `print_report`."""
-
-    @property
-    def verdict(self) -> str:
-        """One of `EXIT_CODES`."""
-        ...
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything as values that JSON has."""
-        ...
-
-
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--json``."""
     parser.add_argument("--json", action="store_true", help="print the report as one line of JSON")
 
 
-def print_report(report: Report, as_json: bool) -> int:
-    """Print ``report``; return the exit code."""
+def print_report(report: Any, as_json: bool) -> int:
+    """Print a report, which has a ``verdict`` and ``as_dict()``; return the exit code."""
     lines = str(report).splitlines()  # names in it may come from a file
     print(json.dumps(report.as_dict(), allow_nan=False) if as_json else "\n".join(map(printable, lines)))
     return EXIT_CODES[report.verdict]

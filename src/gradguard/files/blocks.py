@@ -86,7 +86,7 @@ class BlockFile:
 
     Attributes:
         about: Its texts by their names.
-        blocks: What it says of each block: within the file, as long as dtype and shape say.
+        blocks: The description of each block: within the file, as long as dtype and shape say.
 
     Raises:
         OSError: It cannot be read, or it is no regular file.

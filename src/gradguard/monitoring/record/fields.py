@@ -44,7 +44,7 @@ def parse_line(raw: bytes) -> tuple[dict[str, Any], int]:
         ({'t': 'step', 'i': 7, 'norm': None}, 1)
     """
     refuse_many_values(raw)
-    line = _decoded(raw.decode("utf-8"))
+    line = _DECODER.decode(raw.decode("utf-8"))
     if type(line) is not dict or type(kind := line.get("t")) is not str:
         raise ValueError('expected an object like {"t": "step", ...}')
     line, dropped = _checked(line, _TABLES.get(kind, {}))
@@ -60,10 +60,7 @@ def parse_line(raw: bytes) -> tuple[dict[str, Any], int]:
 
 def _checked(fields: dict[str, Any], table: Mapping[str, Rule]) -> tuple[dict[str, Any], int]:
     """Return what is kept of ``fields``, and how many were left out."""
-    try:
-        return {key: table.get(key, _not_deep)(value) for key, value in fields.items()}, 0
-    except ValueError:
-        kept, dropped = {}, 0
+    kept, dropped = {}, 0
     for key, value in fields.items():
         try:
             kept[key] = table.get(key, _not_deep)(value)
@@ -72,32 +69,29 @@ def _checked(fields: dict[str, Any], table: Mapping[str, Rule]) -> tuple[dict[st
     return kept, dropped
 
 
-def _decoded(text: str) -> Any:
-    try:
-        value, end = _DECODER.raw_decode(text)
-        if not text[end:].strip(" \t\n\r"):
-            return value
-    except ValueError:
-        pass
-    return _DECODER.decode(text)  # with space before it, or what is wrong with it
+def read_line(raw: bytes) -> tuple[dict[str, Any] | None, int, str]:
+    """Read one line of a file that may be damaged.
 
-
-def begins_run(raw: bytes) -> dict[str, Any] | None:
-    """Return the first line of another run that hides in a line that cannot be read, or None.
-
-    The line before it had no end, because its run was killed; or it is damaged itself, and then all that is known is
-    that another run begins.
+    In a line that cannot be read another run may begin: the line before it had no end, because its run was killed; or
+    it is damaged itself, and then all that is known is that another run begins.
 
     Args:
-        raw: A line that `parse_line` refuses.
+        raw: The line, with or without its end.
+
+    Returns:
+        The line, as `parse_line` returns it, or that with which another run begins in it, or None; how many fields were
+        left out; and why it cannot be read, empty if it can.
     """
-    found = _BEGINNING.search(raw)
-    if found is None:
-        return None
     try:
-        return parse_line(raw[found.start() :])[0]
+        return *parse_line(raw), ""
+    except (ValueError, RecursionError) as error:
+        begun, fault = _BEGINNING.search(raw), str(error)
+    if begun is None:
+        return None, 0, fault
+    try:
+        return parse_line(raw[begun.start() :])[0], 0, fault
     except (ValueError, RecursionError):
-        return {"t": "meta"}
+        return {"t": "meta"}, 0, fault
 
 
 _BEGINNING = re.compile(rb'\{\s*"t"\s*:\s*"meta"')

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from gradguard.errors import InvalidTypeError, RecordError
 from gradguard.files.opening import open_regular
-from gradguard.monitoring.record.fields import LONGEST_LINE, begins_run, parse_line
+from gradguard.monitoring.record.fields import LONGEST_LINE, parse_line, read_line
 from gradguard.monitoring.record.lines import Lines, known_fields
 from gradguard.monitoring.record.text import printable
 
@@ -52,12 +52,12 @@ class Record:
         meta: Versions, device, arguments and the parameters, whose order every ``tensors`` line follows.
         steps: One line per optimizer step, each read as a dictionary; lists of dictionaries become `Lines` too.
         tensors: Pre-clip norms per parameter, every few steps, in the same form.
-        events: What the watcher wanted a person to know, with advice.
+        events: Messages of the watcher for a person, with advice.
         end: The closing line, or None if the run was killed before it could write one.
         torn: Whether the last line was incomplete and was left out.
         unreadable: How many lines were left out because they are damaged or out of order.
         dropped: How many fields were left out because they held something else than they must.
-        first_fault: What is wrong with the first of these lines; empty without one.
+        first_fault: The fault of the first of these lines; empty without one.
         earlier_runs: How many runs the file holds before this one.
     """
 
@@ -103,10 +103,10 @@ def once(function: Callable[[Record], Answer]) -> Callable[[Record], Answer]:
     Nobody may change the answer, nor the record after the first one.
 
     Args:
-        function: What looks at a whole record.
+        function: A function of a whole record.
 
     Returns:
-        The same function, with a memory.
+        The function with a memory.
     """
 
     @functools.wraps(function)
@@ -306,7 +306,7 @@ def _json(value: Any, form: str = SCALAR, in_list: str = ARRAY) -> str:
     library's encoder, took 29 (benchmarks/LOG.md).
 
     Args:
-        value: What a line may hold.
+        value: A value of a line.
         form: How a float is written.
         in_list: How a float in a list is; one in a list of lists is no number of a parameter, and keeps its digits.
     """
@@ -365,7 +365,7 @@ class _Run:
         self.events: list[Line] = []
         self.unreadable, self.dropped, self.first_fault = 0, 0, ""
 
-    def add(self, line: Line) -> None:
+    def add(self, line: Line, dropped: int) -> None:
         kind = line["t"]
         if kind in self.lines:
             self.lines[kind].append(line)
@@ -373,15 +373,11 @@ class _Run:
             self.events.append(line)
         elif kind == "end":
             self.end = line
+        self.dropped += dropped
 
     def fault(self, count: int, words: str) -> None:
         self.unreadable += count
         self.first_fault = self.first_fault or words
-
-    def fault_before(self, words: str) -> None:
-        """Count a line that could not be read, if ``words`` say so: another one has come, so that it is not torn."""
-        if words:
-            self.fault(1, words)
 
     def record(self, path: Path, torn: bool) -> Record:
         steps, tensors = (_ascending(lines) for lines in self.lines.values())
@@ -396,29 +392,25 @@ class _Run:
 
 def _read(path: Path, file: BufferedReader) -> Record:
     refuse_at_once(path, file.peek(64)[:64])
-    run, last_is_bad = None, ""
+    run, last_fault = None, ""
     for number, raw in enumerate(_lines_of(file), 1):
         if raw.isspace():
             continue
-        if run is not None:
-            run.fault_before(last_is_bad)
-        last_is_bad = ""
-        try:
-            line, dropped = parse_line(raw)
-        except (ValueError, RecursionError) as error:
-            words = f"line {number}: {printable(error)}"
-            if run is None:
-                raise RecordError(f"{path} is not a gradguard record: {words}. {_ADVICE}") from error
-            last_is_bad, line, dropped = words, begins_run(raw) or {"t": ""}, 0
-        if line["t"] == "meta":
-            run, last_is_bad = _Run(line, 0 if run is None else run.earlier + 1), ""
+        line, dropped, fault = read_line(raw)
+        if run is None and (line is None or fault):
+            raise RecordError(f"{path} is not a gradguard record: line {number}: {printable(fault)}. {_ADVICE}")
+        if line is not None and line["t"] == "meta":
+            run, last_fault, fault = _Run(line, 0 if run is None else run.earlier + 1), "", ""
         if run is None:
             raise RecordError(f'{path} is not a gradguard record: line {number} is not {{"t": "meta", ...}}. {_ADVICE}')
-        run.add(line)
-        run.dropped += dropped
+        if last_fault:  # another line has come, so that it is not torn
+            run.fault(1, last_fault)
+        last_fault = fault and f"line {number}: {printable(fault)}"
+        if line is not None:
+            run.add(line, dropped)
     if run is None:
         raise RecordError(f"{path} is empty: the run wrote nothing. {_ADVICE}")
-    return run.record(path, torn=bool(last_is_bad))
+    return run.record(path, torn=bool(last_fault))
 
 
 def refuse_at_once(path: Path, head: bytes) -> None:

@@ -92,7 +92,7 @@ class Lines(Sequence[dict[str, Any]]):
         Args:
             key: The name of a field.
         """
-        return any(key in of for of in self._places.values()) and any(self.has(key))
+        return any(self.has(key))
 
     def where(self, chosen: Sequence[Any]) -> "Lines":
         """Return the lines that are chosen; the object itself where all are.

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradguard.errors import RecordError
 from gradguard.files.opening import open_regular
-from gradguard.monitoring.record.fields import LONGEST_LINE, begins_run, parse_line
+from gradguard.monitoring.record.fields import LONGEST_LINE, read_line
 from gradguard.monitoring.record.file import FILE_NAME, refuse_at_once
 
 READ_AT_ONCE = 16 * 2**20
@@ -134,13 +134,10 @@ class JsonlReader:
     def _parsed(self, path: Path, raw: bytes) -> dict[str, Any] | None:
         if not raw or raw.isspace():
             return None
-        try:
-            line, dropped = parse_line(raw if self._begun else raw.removeprefix(b"\xef\xbb\xbf"))
-        except (ValueError, RecursionError):
-            self.unreadable += 1
-            line, dropped = begins_run(raw) if self._begun else {"t": "?"}, 0
+        line, dropped, fault = read_line(raw if self._begun else raw.removeprefix(b"\xef\xbb\xbf"))
+        self.unreadable += bool(fault)
         self.dropped += dropped
-        if not self._begun and line is not None and line["t"] != "meta":
+        if not self._begun and (fault or line is None or line["t"] != "meta"):
             raise RecordError(
                 f'{path} is not a gradguard record: line 1 is not {{"t": "meta", ...}}. '
                 "Make one: gradguard run --out DIR train.py"

@@ -1,11 +1,11 @@
 """Reading the steps of a record: whether clipping bound, which steps count, and whose optimizer they are."""
 
+import heapq
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress, takewhile
-from operator import not_, or_
+from itertools import compress, takewhile
+from operator import itemgetter, not_, or_
 from typing import Any
 
 from gradguard.monitoring.record.file import Record, once
@@ -122,25 +122,14 @@ def in_order(record: Record) -> Iterator[dict[str, Any]]:
     Args:
         record: The record of a run, whose steps and lines of per-tensor numbers ascend.
     """
-    events, late = defaultdict(list), defaultdict[int, list[dict[str, Any]]](list)
-    for event in record.events:
-        events[event["i"]].append(event)
-    tensors = iter(record.tensors)
-    line = next(tensors, None)
-    for step in record.steps:
-        yield step
-        i = step["i"]
-        while line is not None and line["i"] <= i:
-            if line["i"] == i:
-                yield line
-            else:
-                late[line["i"]].append(line)
-            line = next(tensors, None)
-        yield from events.pop(i, ())
-    for lost in chain([] if line is None else [line], tensors, *events.values()):
-        late[lost["i"]].append(lost)
-    for lines in late.values():
-        yield from lines
+    numbers, late = set(record.steps.column("i")), []
+    events = sorted(record.events, key=itemgetter("i"))
+    for line in heapq.merge(record.steps, record.tensors, events, key=itemgetter("i")):
+        if line["i"] in numbers:
+            yield line
+        else:
+            late.append(line)
+    yield from late
 
 
 @once
@@ -220,7 +209,7 @@ class OptimizerSteps:
 
     Attributes:
         index: Its place in ``meta.optimizers``; None where the record has one optimizer, or does not say which it was.
-        label: What to call it: ``"optimizer 1 (Adam)"``, or an empty text where there is only one.
+        label: Its name: ``"optimizer 1 (Adam)"``, or an empty text where there is only one.
         record: The record without the steps of the others.
     """
 

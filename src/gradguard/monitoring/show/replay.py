@@ -20,7 +20,7 @@ def print_replay(record: Record, rows: Sequence[WhatIf], console: "Console | Non
 
     Args:
         record: The record that they are of.
-        rows: What `what_if` returned.
+        rows: The rows that `what_if` returned.
         console: Where to print; standard output if None.
     """
     from rich.console import Console

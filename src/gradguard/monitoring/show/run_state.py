@@ -59,7 +59,7 @@ class OptimizerProgress:
     """The steps of one optimizer so far: the norms of two optimizers are not one series.
 
     Attributes:
-        label: What to call it; empty where the record has one optimizer.
+        label: Its name in words; empty where the record has one optimizer.
         last: Its last step; empty before there is one.
         recent: Its last `WINDOW` steps.
         history: The norms of all its steps that were read.
@@ -103,12 +103,12 @@ class RunState:
     Attributes:
         meta: The first line.
         last: The last step; empty before there is one.
-        states: What each optimizer has done, by its place in ``meta.optimizers``, None where there is one.
+        states: The progress of each optimizer, by its place in ``meta.optimizers``, None where there is one.
         layers: The last norms per parameter; those of another optimizer are 0.
         events: The last events.
         severities: How many events of each severity there were.
         end: The closing line, once it is there.
-        diagnosis: What is the matter with it and what to do, as of the last look; empty where nobody has looked.
+        diagnosis: The diagnosis and its advice, as of the last look; empty where nobody has looked.
     """
 
     meta: dict[str, Any] = field(default_factory=dict)

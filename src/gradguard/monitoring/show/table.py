@@ -23,7 +23,7 @@ def print_table(
         rows: The cells of each row.
         texts: How many columns, from the first one, hold text, which goes on in the next line where there is no room.
             The others hold numbers, and stay whole.
-        title: What to print above it.
+        title: A line above it.
     """
     from rich import box
     from rich.cells import cell_len

@@ -33,7 +33,6 @@ LONGEST_JUDGED = 16 * 2**20
 LINE_SECONDS = 2.0
 QUIET_SECONDS = 30.0
 _QUIET_STEPS = 20
-_LONGEST_PATH = 40
 
 
 def tail(
@@ -42,7 +41,6 @@ def tail(
     once: bool = False,
     events: int = 5,
     console: "Console | None" = None,
-    poll_seconds: float = POLL_SECONDS,
 ) -> int:
     """Show a run in progress until it ends: the numbers of its last step, its norms, its largest layers, its events.
 
@@ -63,14 +61,13 @@ def tail(
         once: Show what is there now and return; a record that is not there is an error then.
         events: How many of the last events to show.
         console: Where to show it; standard output if None.
-        poll_seconds: How often to look.
 
     Returns:
         The exit code: 0 when the run has ended or with ``once``, 130 after Ctrl-C, 141 when nobody reads the output.
 
     Raises:
         RecordError: The file cannot be read or is no record, or with ``once`` is not there.
-        InvalidValueError: ``events`` is negative or ``poll_seconds`` is not positive.
+        InvalidValueError: ``events`` is negative.
 
     Example:
         >>> import tempfile
@@ -88,8 +85,6 @@ def tail(
     """
     if events < 0:
         raise InvalidValueError(f"expected a number of events, 0 or more, got {events}; for example --lines 5")
-    if not poll_seconds > 0:
-        raise InvalidValueError(f"expected poll_seconds above 0, got {poll_seconds}; for example poll_seconds=0.5")
     from rich.console import Console
 
     console = console or Console()
@@ -99,9 +94,9 @@ def tail(
             if once:
                 _show_once(watched, events, console)
             elif console.is_terminal and not console.is_dumb_terminal:
-                _show_live(watched, events, console, poll_seconds)
+                _show_live(watched, events, console)
             else:
-                _print_lines(watched, events, console, poll_seconds)
+                _print_lines(watched, events, console)
         return 0
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -121,12 +116,11 @@ class Watched:
         self.path = path
         self._follower = JsonlReader(path)
         self.run = RunState()
-        self.restarted = False
         self._runs = 0
         self._judge_at, self._judged_whole = float("-inf"), False
 
     def look(self) -> list[dict[str, Any]]:
-        """Take in what is new; ``restarted`` says whether that is of another run than before.
+        """Take in what is new; another run begins anew, in another file or after this one.
 
         Returns:
             The new lines.
@@ -134,15 +128,11 @@ class Watched:
         Raises:
             RecordError: The file cannot be read, or is no record.
         """
-        before = self._follower.restarts
         lines = self._follower.poll()
-        self.restarted = self._follower.restarts > before
-        if self.restarted:
-            self.run = RunState()
         for entry in lines:
-            if entry["t"] == "meta" and self.there:  # another run goes on in the same file
-                self.run, self.restarted = RunState(), True
-            self._runs += entry["t"] == "meta"
+            if entry["t"] == "meta":
+                self.run = RunState()
+                self._runs += 1
             self.run.add(entry)
         return lines
 
@@ -174,9 +164,7 @@ class Watched:
     def title(self) -> str:
         """Return the title: the script, and its record."""
         script = " ".join(self.run.meta.get("argv", ())[:3])
-        name = str(self.path)
-        short = name if len(name) <= _LONGEST_PATH else f"...{name[-_LONGEST_PATH:]}"
-        return f"{script} ({short})" if script else short
+        return f"{script} ({self.path})" if script else str(self.path)
 
     def status(self, now: float) -> tuple[str, str]:
         """Return the state at ``now`` (seconds since the epoch) in words, and a style for them."""
@@ -187,14 +175,13 @@ class Watched:
         """Return `status`, and how old the last line of a run that goes on is: for a view that is drawn anew."""
         words, style = self.status(now)
         changed = self._follower.changed
-        if changed is None or not self.there or self.run.end is not None or self.quiet_since(now) is not None:
+        if changed is None or not self.there or self.run.end is not None:
             return words, style
         return f"{words}; written {duration(now - changed)} ago", style
 
     def _status(self, now: float) -> tuple[str, str]:
-        run, changed = self.run, self._follower.changed
-        if run.end is not None:
-            return ending(run.end)
+        if self.run.end is not None:
+            return ending(self.run.end)
         if self._follower.missing:
             gone = "the record was deleted: waiting for another run"
             # The path comes last: in a frame it then has a line to itself, and nothing but a narrower frame breaks it.
@@ -202,12 +189,9 @@ class Watched:
         if not self.there:
             return "waiting for the first step", "yellow"
         since = self.quiet_since(now)
-        if since is None or changed is None:
+        if since is None:
             return "running", "green"
-        return (
-            f"no new line since {clock(since, now)} ({duration(now - since)}): killed, or busy without steps",
-            "yellow",
-        )
+        return f"no new line since {clock(since, now)}: killed, or busy without steps", "yellow"
 
     def quiet_since(self, now: float) -> float | None:
         """When the record was last written, if that is long ago for a run with steps as long as these; else None."""
@@ -217,18 +201,17 @@ class Watched:
 
     def _remarks(self) -> Iterator[str]:
         schema, world = self.run.meta.get("schema", SCHEMA), self.run.meta.get("world", 1)
-        if schema > SCHEMA:
-            yield f"written by a newer gradguard (schema {schema}): parts may be missing here"
-        if world > 1:
-            yield f"rank {self.run.meta.get('rank', 0)} of {world}"
-        if self._follower.skipped:
-            yield f"a long record: {self._follower.skipped / 2**20:,.0f} MiB of its start were passed over"
-        if self._follower.unreadable:
-            yield f"{self._follower.unreadable} unreadable lines"
-        if self._follower.dropped:
-            yield f"{self._follower.dropped} fields that cannot be meant"
-        if self._follower.restarts or self._runs > 1:
-            yield "a new run took the place of the one before"
+        seen = self._follower
+        skipped = f"{seen.skipped / 2**20:,.0f} MiB of its start were passed over"
+        remarks = [
+            (schema > SCHEMA, f"written by a newer gradguard (schema {schema}): parts may be missing here"),
+            (world > 1, f"rank {self.run.meta.get('rank', 0)} of {world}"),
+            (seen.skipped, f"a long record: {skipped}"),
+            (seen.unreadable, f"{seen.unreadable} unreadable lines"),
+            (seen.dropped, f"{seen.dropped} fields that cannot be meant"),
+            (self._runs > 1, "a new run took the place of the one before"),
+        ]
+        return (words for holds, words in remarks if holds)
 
 
 def _show_once(watched: Watched, events: int, console: "Console") -> None:
@@ -252,7 +235,7 @@ def _drawn(watched: Watched, events: int, console: "Console") -> "RenderableType
     return view(watched.run, watched.status_with_age(time.time()), watched.title(), events, console)
 
 
-def _show_live(watched: Watched, events: int, console: "Console", poll_seconds: float) -> None:
+def _show_live(watched: Watched, events: int, console: "Console") -> None:
     """On the terminal's other screen, so that a change of its size leaves nothing behind; the last view is kept."""
     from rich.live import Live
 
@@ -263,7 +246,7 @@ def _show_live(watched: Watched, events: int, console: "Console", poll_seconds: 
         live.start()  # inside the block: Ctrl-C may come as early as that
         live.update(_drawn(watched, events, console), refresh=True)
         while watched.run.end is None:
-            time.sleep(poll_seconds)
+            time.sleep(POLL_SECONDS)
             watched.look()
             watched.judge()
             live.update(_drawn(watched, events, console), refresh=True)
@@ -273,7 +256,7 @@ def _show_live(watched: Watched, events: int, console: "Console", poll_seconds: 
             console.print(_drawn(watched, events, console))
 
 
-def _print_lines(watched: Watched, events: int, console: "Console", poll_seconds: float) -> None:
+def _print_lines(watched: Watched, events: int, console: "Console") -> None:
     """Print news as lines of text: each event, the numbers every few seconds, and each change of state."""
     printed_at, said = float("-inf"), ""
     has_news = False  # whether there are steps that no line has told yet
@@ -291,14 +274,13 @@ def _print_lines(watched: Watched, events: int, console: "Console", poll_seconds
         if has_ended:
             watched.judge()
             _write(console, printable(watched.run.diagnosis))
-        words, quiet = watched.status(time.time())[0], watched.quiet_since(time.time())
-        key = words if quiet is None else f"quiet since {quiet}"
-        if key != said and (words != "running" or said):
+        words = watched.status(time.time())[0]
+        if words != said and (words != "running" or said):
             _write(console, printable(words))
-        said = key
+        said = words
         if has_ended:
             return
-        time.sleep(poll_seconds)
+        time.sleep(POLL_SECONDS)
 
 
 def _write(console: "Console", text: str) -> None:

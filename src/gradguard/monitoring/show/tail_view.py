@@ -18,7 +18,7 @@ REGIME_STYLES = {"never": "blue", "guard": "green", "shaping": "yellow", "normal
 SEVERITY_STYLES = {"info": "cyan", "warning": "yellow", "error": "bold red"}
 _LAYERS = 5
 _GAP = 3
-_LEVELS, _ASCII_LEVELS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
+_LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def duration(seconds: float) -> str:
@@ -123,8 +123,8 @@ def view(run: RunState, status: tuple[str, str], title: str, events: int, consol
 
     Args:
         run: The run.
-        status: What goes on in words, and the style of these.
-        title: What is watched.
+        status: The state of the run in words, and their style.
+        title: The script and its record.
         events: At most how many events to show.
         console: Where it will be shown.
 
@@ -134,7 +134,7 @@ def view(run: RunState, status: tuple[str, str], title: str, events: int, consol
     from rich.console import Group
     from rich.text import Text
 
-    width, ascii_only = console.width, console.options.ascii_only
+    width = console.width
     parts: list[RenderableType] = [
         Text(printable(title), style="bold", overflow="ellipsis", no_wrap=True),
         Text(printable(status[0]), style=status[1]),
@@ -143,8 +143,8 @@ def view(run: RunState, status: tuple[str, str], title: str, events: int, consol
     parts.append(_in_columns(facts(run)) if run.last else Text("no step yet", style="dim"))
     for state in run.states.values():
         parts += [Text(f"\n{state.label}", style="bold")] if state.label else []
-        parts += [_in_columns(optimizer_facts(state)), chart(state, width, ascii_only=ascii_only)]
-    return Group(*parts, *_layers_part(run, width, ascii_only), *(_events_part(run, events) if events else []))
+        parts += [_in_columns(optimizer_facts(state)), chart(state, width)]
+    return Group(*parts, *_layers_part(run, width), *(_events_part(run, events) if events else []))
 
 
 def _in_columns(known: list[Fact]) -> "RenderableType":
@@ -158,13 +158,12 @@ def _in_columns(known: list[Fact]) -> "RenderableType":
     return Columns(cells, padding=(0, _GAP, 0, 0))
 
 
-def chart(state: OptimizerProgress, width: int, *, ascii_only: bool = False) -> "Text":
+def chart(state: OptimizerProgress, width: int) -> "Text":
     """Return the norms of ``state`` as one row on a log scale: the largest norm of the steps of each character.
 
     Args:
         state: An optimizer.
         width: Characters of the row.
-        ascii_only: Draw it in ASCII, for terminals that have no other characters.
 
     Returns:
         The steps and norms between which it goes, and the row.
@@ -179,16 +178,17 @@ def chart(state: OptimizerProgress, width: int, *, ascii_only: bool = False) -> 
     steps = f"steps {state.first_step or 0:,} to {state.last['i']:,}, log scale"
     text = Text(no_wrap=True, overflow="crop")
     text.append(f"norm before any clip, {number(low)} to {number(high)}, {steps}\n", style="dim")
-    levels, lost = (_ASCII_LEVELS, "!") if ascii_only else (_LEVELS, "✕")
     span = (math.log10(high) - math.log10(low)) or 1.0
     for norm in columns:
-        share = (math.log10(norm) - math.log10(low)) / span if 0 < norm < math.inf else 0.0
-        mark = lost if norm == math.inf else levels[round(share * (len(levels) - 1))]
-        text.append(mark, style="bold red" if norm == math.inf else "cyan")
+        if norm == math.inf:
+            text.append("✕", style="bold red")
+        else:
+            share = (math.log10(max(norm, low)) - math.log10(low)) / span
+            text.append(_LEVELS[round(share * (len(_LEVELS) - 1))], style="cyan")
     return text
 
 
-def _layers_part(run: RunState, width: int, ascii_only: bool) -> "list[RenderableType]":
+def _layers_part(run: RunState, width: int) -> "list[RenderableType]":
     from rich.text import Text
 
     layers = run.largest_layers(_LAYERS)
@@ -198,10 +198,9 @@ def _layers_part(run: RunState, width: int, ascii_only: bool) -> "list[Renderabl
     named = max(8, min(max(len(name) for name, _ in layers), width - 20))
     for name, share in layers:
         shown = name if len(name) <= named else "…" + name[1 - named :]
-        bar = round(share * max(0, min(40, width - named - 9)))
         text.append(f"\n{shown:<{named}} ", style="not dim")
         text.append(f"{percent(share):>6} ", style="not dim bold")
-        text.append(("=" if ascii_only else "━") * bar, style="not dim magenta")
+        text.append("━" * round(share * max(0, min(40, width - named - 9))), style="not dim magenta")
     return [text]
 
 
@@ -210,15 +209,8 @@ def _events_part(run: RunState, count: int) -> "list[RenderableType]":
 
     if not run.events:
         return []
-    total = sum(run.severities.values())
     counts = ", ".join(counted(n, name, "info" if name == "info" else "") for name, n in run.severities.most_common())
-    text = Text(f"\n{counted(total, 'event')}: {counts}", style="dim")
-    shown = list(run.events)[-count:]
-    for event, following in zip(shown, [*shown[1:], {}], strict=True):
-        severity = event.get("severity", "info")
-        text.append(f"\nstep {event['i']} ", style="not dim")
-        text.append(severity, style=f"not dim {SEVERITY_STYLES[severity]}")
-        text.append(f" {event.get('message') or event.get('kind')}", style="not dim")
-        if event.get("advice") and event["advice"] != following.get("advice"):  # said once for several in a row
-            text.append(f"\n  {event['advice']}", style="italic")
+    text = Text(f"\n{counted(run.severities.total(), 'event')}: {counts}", style="dim")
+    for event in list(run.events)[-count:]:
+        text.append(f"\n{event_line(event)}", style=f"not dim {SEVERITY_STYLES[event.get('severity', 'info')]}")
     return [text]

@@ -23,7 +23,7 @@ class Table:
     Attributes:
         head: Column names; the first column names the row.
         rows: Text, as long as the head.
-        note: What the table leaves out.
+        note: A remark on the rows that are left out.
     """
 
     head: Sequence[str]
@@ -36,11 +36,11 @@ class Chart:
     """One figure of the page.
 
     Attributes:
-        name: What links and downloads call it, such as ``"norms"``.
+        name: Its name in links and downloads, such as ``"norms"``.
         title: Its heading.
         caption: How to read it; a screen reader says it in place of the drawing.
         figure: ``data`` and ``layout`` of plotly.js; ``heat`` for the heat map, which the page draws itself.
-        table: The same in numbers.
+        table: Its numbers.
         over_steps: Whether its horizontal axis is the optimizer step; the page zooms all these together.
     """
 
@@ -57,7 +57,7 @@ class Row:
     """One of several plots that stand above each other and share their horizontal axis.
 
     Attributes:
-        traces: What is drawn in it.
+        traces: Its lines, bars and marks.
         yaxis: Keys of its vertical axis.
         share: Its share of the height.
     """

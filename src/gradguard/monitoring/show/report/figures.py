@@ -114,7 +114,7 @@ def overlay(records: Sequence[Record], labels: Sequence[str], most: int) -> Char
 
     Args:
         records: The records.
-        labels: What to call them.
+        labels: Their names, each unlike the others.
         most: How many points a line may have.
 
     Returns:
@@ -258,39 +258,30 @@ _BINDS = (
     "Each bar is a window of steps. At 0 the clip never acts; below 5 % it is a guard, up to 50 % it shapes training, "
     "above that it normalises most steps."
 )
-_WOULD_HAVE = (
-    "This run was not clipped. The bars count the steps whose norm lies above the recommended threshold; "
-    "a clipped run would have gone differently after the first of them."
-)
 
 
-def clip_share(record: Record, verdict: Verdict, advice: Recommendation) -> Chart | None:
+def clip_share(record: Record) -> Chart | None:
     """Draw how often clipping bound, window by window, in the colours of the regimes.
 
     Args:
-        record: The record of a run.
-        verdict: Its verdict.
-        advice: Its threshold, used for a run that did not clip.
+        record: The record of a run that clipped.
 
     Returns:
-        The chart, or None where there is neither a clip nor a threshold to try.
+        The chart, or None where the optimizer took no step.
     """
-    threshold = None if verdict.clipping else advice.threshold
-    windows = series.clip_windows(record, threshold) if verdict.clipping or threshold is not None else []
+    windows = series.clip_windows(record)
     if not windows:
         return None
-    title, caption, what = "How often clipping binds", _BINDS, "share that binds"
-    if threshold is not None:
-        title, caption, what = f"How often {plain_threshold(threshold)} would have bound", _WOULD_HAVE, "share above"
     top = min(1.0, max(0.08, 1.25 * max(window.share for window in windows)))
     bars = [
         _windows_of([window for window in windows if regime_of(window.share) == regime], regime, top)
         for regime in REGIMES
     ]
-    axis = titled(what, tickformat=".0%", range=[0, top], nticks=6)
+    axis = titled("share that binds", tickformat=".0%", range=[0, top], nticks=6)
     figure = drawing([Row(bars, axis)], 270, steps_axis([record]), barmode="overlay")
     rows = [(f"{one.first:,} to {one.last:,}", percent(one.share), regime_of(one.share)) for one in windows]
-    return Chart("clip-share", title, caption, figure, Table(("steps", "share", "regime"), rows), over_steps=True)
+    table = Table(("steps", "share", "regime"), rows)
+    return Chart("clip-share", "How often clipping binds", _BINDS, figure, table, over_steps=True)
 
 
 def _windows_of(windows: Sequence[series.BindingWindow], regime: str, top: float) -> Keys:

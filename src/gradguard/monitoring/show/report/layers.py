@@ -295,19 +295,13 @@ def _names(matrix: LayerMatrix) -> Keys:
     return {
         "rows": list(map(html.escape, names)),
         "narrow": [short(name, NARROW_LABEL) for name in matrix.names],
-        "labels": [short(name) + _note(row) for name, row in zip(matrix.names, matrix.cells, strict=True)],
+        "labels": list(map(short, matrix.names)),
     }
 
 
 def _cells(matrix: LayerMatrix) -> Keys:
     medians = [None if median is None else round(100 * math.log10(median)) for median in matrix.medians()]
     return {"steps": matrix.steps, "medians": medians, "cells": matrix.packed()}
-
-
-def _note(row: Sequence[Number]) -> str:
-    if all(cell == 0 for cell in row):
-        return " (all zero)"
-    return " (no gradient)" if all(cell != cell for cell in row) else ""
 
 
 def _numbers(matrix: LayerMatrix) -> Table:

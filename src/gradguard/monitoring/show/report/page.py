@@ -88,17 +88,16 @@ def write_report(records: list[Record], path: str | Path) -> Path:
 
 
 def page_beside(record: Path) -> Path:
-    """Return where the page of a record goes: beside it, with its name, so that several records keep theirs apart.
+    """Return where the page of a record goes: beside it, with its name.
 
     Args:
         record: The file of the record.
 
     Example:
-        >>> page_beside(Path("runs/run-2.jsonl")).name, page_beside(Path("odd.html")).name
-        ('run-2.html', 'odd.html.html')
+        >>> page_beside(Path("runs/run-2.jsonl")).name
+        'run-2.html'
     """
-    page = record.with_suffix(".html")
-    return page if page != record else record.with_name(f"{record.name}.html")
+    return record.with_suffix(".html")
 
 
 def render(records: Sequence[Record]) -> str:
@@ -199,7 +198,7 @@ def _charts(
     return [
         figures.norms_over_time(record, judged, recommendation, _points(among)),
         figures.updates_over_time(record, _points(among)),
-        figures.clip_share(record, judged, recommendation),
+        figures.clip_share(record) if judged.clipping else None,
         figures.along_depth(record),
         layers.heat_map(record, index, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
         layers.dominance(record, index, spikes),

@@ -135,7 +135,7 @@ class BindingWindow:
         first: The first step.
         last: The last step.
         count: Steps with finite gradients that the optimizer took.
-        share: The share of these on which clipping bound, or would have.
+        share: The share of these on which clipping bound.
     """
 
     first: int
@@ -144,20 +144,18 @@ class BindingWindow:
     share: float
 
 
-def clip_windows(record: Record, threshold: Number, most: int = _WINDOWS) -> list[BindingWindow]:
-    """Share of steps on which clipping bound in each window, or would have bound at ``threshold``.
+def clip_windows(record: Record, most: int = _WINDOWS) -> list[BindingWindow]:
+    """Return the share of steps on which clipping bound in each window.
 
     Args:
         record: The record of a run.
-        threshold: A norm to compare with; None takes what happened.
         most: How many windows at most; a window has ten steps at least, where there are as many.
 
     Returns:
         The windows, none of them empty.
     """
     steps = taken_steps(record)
-    acted = bound_on(steps) if threshold is None else [(norm or 0.0) > threshold for norm in steps.column("norm")]
-    numbers = steps.column("i")
+    acted, numbers = bound_on(steps), steps.column("i")
     places = buckets(len(steps), min(most, max(len(steps) // 10, 1)))
     return [
         BindingWindow(

@@ -17,6 +17,7 @@ from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, Record
 from gradguard.monitoring.record.redaction import redacted
 from gradguard.monitoring.record.steps import usable_norms
 from gradguard.monitoring.show.table import print_table
+from gradguard.monitoring.show.tail_view import ending
 from gradguard.named_rules import clipping_rule
 from gradguard.words import counted
 
@@ -141,7 +142,7 @@ def compared(runs: Sequence[tuple[str, Verdict]]) -> str:
     """Say which of several runs ended with the lowest loss.
 
     Args:
-        runs: What to call each run, and its verdict.
+        runs: The name of each run, and its verdict.
 
     Returns:
         One or two sentences, empty where fewer than two runs have a loss.
@@ -174,8 +175,8 @@ def command(record: Record, rule: str, optimizer: str = "") -> str:
 
     Args:
         record: The record of a run.
-        rule: What ``--clip`` takes, such as ``"norm=1.3"`` or ``"median"``.
-        optimizer: What to call the optimizer that it is for, where the script has several.
+        rule: The value of ``--clip``, such as ``"norm=1.3"`` or ``"median"``.
+        optimizer: The name of the optimizer that it is for, where the script has several.
 
     Returns:
         A line to paste into a shell; what to change in a script that clips itself or has several optimizers.
@@ -217,7 +218,7 @@ def _body(judged: Verdict, recommendation: Recommendation, diagnosis: Diagnosis,
         body.append(f"{item.severity}: ", style="bold").append(
             f"{said_of(item)} {sentence(item.advice)}", style="not bold"
         )
-    rest = [*grave[_MOST_FINDINGS:], *(item for item in found if item.severity == "info")]
+    rest = [item for item in found if item not in grave[:_MOST_FINDINGS]]
     if grave and rest:
         body.append(f"\nand {severities(rest)}, see the report", style="not bold dim")
     return body
@@ -263,26 +264,24 @@ def notes(record: Record) -> list[str]:
     Returns:
         Sentences, mostly none.
     """
-    found = []
-    if record.torn:
-        found.append("The last line of the record is incomplete and was left out: the run was probably killed.")
     first = f" (the first: {record.first_fault})" if record.first_fault else ""
     damage = [
         counted(count, what)
         for count, what in ((record.unreadable, "damaged line"), (record.dropped, "field"))
         if count
     ]
-    if damage:
-        found.append(f"Left out of the record because they cannot be meant: {' and '.join(damage)}{first}.")
-    if record.earlier_runs:
-        runs = record.earlier_runs + 1
-        found.append(f"The file holds {runs} runs one after the other: this is the last, and nothing of the others.")
-    if record.is_newer:
-        found.append(
-            f"The record was written by a newer gradguard (schema {record.meta['schema']}, this one knows {SCHEMA}): "
-            "fields that are new in it are not shown. Upgrade gradguard to see them."
-        )
-    return found
+    runs, schema = record.earlier_runs + 1, record.meta.get("schema")
+    remarks = [
+        (record.torn, "The last line of the record is incomplete and was left out: the run was probably killed."),
+        (damage, f"Left out of the record because they cannot be meant: {' and '.join(damage)}{first}."),
+        (runs > 1, f"The file holds {runs} runs one after the other: this is the last, and nothing of the others."),
+        (
+            record.is_newer,
+            f"The record was written by a newer gradguard (schema {schema}, this one knows {SCHEMA}): fields that are "
+            "new in it are not shown. Upgrade gradguard to see them.",
+        ),
+    ]
+    return [words for holds, words in remarks if holds]
 
 
 def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
@@ -304,9 +303,8 @@ def environment(record: Record, judged: Verdict) -> list[tuple[str, str]]:
         ("Parameters", f"{len(parameters):,} tensors, {elements:,} elements" if parameters else ""),
         ("Device", _device(meta)),
         ("Versions", _versions(meta)),
-        ("Wall-clock time", f"{end['wall']:,.1f} s" if "wall" in end else ""),
         ("Observing cost", _cost(judged, end)),
-        ("Ended", _ending(record)),
+        ("Ended", ending(end)[0] if end else "the record has no end: the run was killed, or is still going"),
         ("Record", redacted(str(record.path))),
     ]
     return [(label, value) for label, value in rows if value]
@@ -327,11 +325,3 @@ def _cost(judged: Verdict, end: dict[str, Any]) -> str:
     if judged.overhead_share is None:
         return ""
     return f"{percent(judged.overhead_share)} of the run ({number(end['overhead_ms'])} ms)"
-
-
-def _ending(record: Record) -> str:
-    if record.end is None:
-        return "the record has no end: the run was killed, or is still going"
-    if record.end.get("interrupted"):
-        return "interrupted"
-    return f"exit code {record.end['exit']}" if record.end.get("exit") else ""

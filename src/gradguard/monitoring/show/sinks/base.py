@@ -27,7 +27,7 @@ def required(module: str, extra: str) -> ModuleType:
     """Import the package of a dashboard.
 
     Args:
-        module: What to import.
+        module: The name of the package.
         extra: The extra of gradguard that installs it.
 
     Returns:
