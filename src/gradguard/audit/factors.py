@@ -19,7 +19,7 @@ class Setting:
     Attributes:
         world: Number of processes.
         accumulation: Number of micro-batches of a step.
-        loss_scale: What gradients are still multiplied by.
+        loss_scale: Factor that gradients still contain.
     """
 
     world: int = 1
@@ -68,7 +68,7 @@ def named(count: float, known: Candidates, tolerance: float) -> tuple[float, str
 
     Args:
         count: As measured.
-        known: What `candidates` returned.
+        known: Result of `candidates`.
         tolerance: The relative error of the measurement.
     """
     close = [k for k in known if abs(count - k) <= tolerance * max(k, min(1.0, min(filter(None, known))))]

@@ -90,13 +90,13 @@ def audit_norm(
             engine.
         norm: Called without arguments, returns the 2-norm that the engine would use; it may clip. A call that keeps a
             history of norms gets those of the probes too.
-        reported: What the engine says the norm of these gradients is, on this process.
-        groups: What ordinary tensors are across processes, by a pattern of names: ``"sharded"`` or ``"replicated"``.
+        reported: Norm of these gradients as the engine reports it, on this process.
+        groups: Role of ordinary tensors across processes, by a pattern of names: ``"sharded"`` or ``"replicated"``.
             It is believed where values do not tell; what they contradict is INCONCLUSIVE. A pattern that no parameter
             with a gradient has is an error, and so are two that say different things of one.
-        max_norm: What ``norm()`` clips to; then what it multiplies each gradient by is audited too.
+        max_norm: Threshold of ``norm()``, where it clips; then its factor on each gradient is audited too.
         accumulation: Number of micro-batches of a step, for the names of factors.
-        loss_scale: What gradients are still multiplied by; the true norm is without it.
+        loss_scale: Factor that gradients still contain; the true norm is without it.
 
     Returns:
         The audit.
@@ -206,8 +206,8 @@ class WatchedClip:
 
         Args:
             norm: The norm.
-            max_norm: What it clips to; None if that is not one number.
-            applied: What it did; None where it does not multiply all gradients by one number.
+            max_norm: Its threshold; None if that is not one number.
+            applied: Its factor on each gradient; None where it does not multiply all gradients by one number.
 
         Returns:
             The audit.

@@ -53,8 +53,8 @@ def compare(reference: Run, new: Run) -> ParityReport:
     """Compare the gradients of two runs, parameter by parameter.
 
     Args:
-        reference: What `gradguard.save_gradients` has returned or written, in the set-up that is trusted.
-        new: The same in the other set-up.
+        reference: Result or file of `gradguard.save_gradients` in the set-up that is trusted.
+        new: Result or file in the other set-up.
 
     Returns:
         The report. FAIL if a gradient is wrong, INCONCLUSIVE if nobody can tell.

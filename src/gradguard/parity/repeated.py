@@ -30,7 +30,7 @@ class RunFailedError(Exception):
 
     Args:
         code: Its exit code; 0 if it has ended well without a step.
-        said: What it has printed on stderr, where nobody has seen that.
+        said: Its output on stderr, where nobody has seen that.
     """
 
     def __init__(self, code: int, said: str) -> None:
@@ -49,7 +49,7 @@ def saved_runs(command: Sequence[str], perturbed: int, as_it_is: ScriptRun) -> S
         as_it_is: The first run, which says what is saved.
 
     Returns:
-        What was saved, on every process that calls.
+        The saved sketches, on every process that calls.
 
     Raises:
         RunFailedError: If a run saves nothing.
@@ -139,7 +139,7 @@ def save_from_script(
 
     Args:
         file: Where to.
-        options: What follows ``gradguard run`` for the script itself: a seed, the script and its arguments.
+        options: Words behind ``gradguard run`` for the script itself: a seed, the script and its arguments.
         perturbed: How many runs with changed weights.
         writes: Whether this process writes: that of rank 0.
         launcher: A command that starts several processes of the module that is named behind it, anew for each run.
