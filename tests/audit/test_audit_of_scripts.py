@@ -86,6 +86,7 @@ SCRIPTS = {
     "after unscale_": (train("scaler.unscale_(optimizer); clip_grad_norm_(model.parameters(), 0.1)", **SCALED), 0, ""),
     "but the last layer": (train("clip_grad_norm_(model[0].parameters(), 0.1)"), 3, "[2.weight, 2.bias]"),
     "none": (train("pass"), 3, "no clip was seen before this step"),
+    "none, counted": (train("pass"), 3, "3 audits of 0 clips"),
     "by hand": (train("[g.mul_(0.1) for g in grads()]"), 3, "no clip was seen"),
     "value": (train("clip_grad_value_(model.parameters(), 0.1)"), 3, "a clip by value has no norm"),
     "order 1": (train("clip_grad_norm_(model.parameters(), 0.1, 1.0)"), 3, "a norm of order 1"),

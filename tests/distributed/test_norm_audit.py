@@ -524,32 +524,6 @@ def test_replicas_that_are_not(threads, case):
         assert "apart, where copies are equal" in str(found) or kinds != ["drift"]
 
 
-def tied_twice(rank, seed, equal):
-    """Two classes, tied under two names and not, of which an engine counts one twice; with equal squares or others."""
-    generator = torch.Generator().manual_seed(seed)
-    a, b = (torch.nn.functional.normalize(torch.randn(12, generator=generator), dim=0) for _ in range(2))
-    model = nn.Module()
-    model.split, model.whole = nn.Parameter(torch.randn(12, generator=generator) * (rank + 1)), nn.Parameter(a.clone())
-    model.split.grad, model.whole.grad = a / 2 * (1 if equal else seed), b  # four parts of a quarter each
-    return model
-
-
-def test_earlier_steps_tell_what_one_does_not(threads):
-    """Of two classes with equal squares one counts twice: a second step with others tells which."""
-
-    def steps(rank):
-        reported = lambda seed, equal: math.sqrt(2 * (1 if equal else seed**2) + 1)  # parts doubled  # noqa: E731
-        groups = {"split": "sharded"}
-        first = gg.audit_norm(tied_twice(rank, 1, True), reported=reported(1, True), groups=groups)
-        second = gg.audit_norm(tied_twice(rank, 3, False), reported=reported(3, False), groups=groups, earlier=[first])
-        return first, second
-
-    for first, second in threads(steps):
-        assert [f.kind for f in first.findings] == ["reported", "unfit"], str(first)
-        assert [(f.kind, f.names) for f in second.findings] == [("reported", ()), ("factor", ("split",))], str(second)
-        assert second.findings[1].factor == 2.0
-
-
 def own_norm_given(model):
     """Of what this process holds, as a helper that forgets the others would."""
     own = torch.stack([g.norm() for g in bits(model)]).norm()

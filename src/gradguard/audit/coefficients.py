@@ -37,10 +37,10 @@ def coefficient_findings(
     """Return what is wrong with the coefficients of all processes' gradients.
 
     Args:
-        applied: What was done to each gradient that is not zero.
-        max_norm: What is clipped to; None if that is not known: all should then be alike.
+        applied: Factor on each gradient that is not zero.
+        max_norm: Threshold; None if that is not known: all should then be alike.
         true: The true norm, without the loss scale.
-        loss_scale: What gradients are still multiplied by.
+        loss_scale: Factor that gradients still contain.
         tolerance: The relative error of the norm.
     """
     if not applied:

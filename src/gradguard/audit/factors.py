@@ -19,7 +19,7 @@ class Setting:
     Attributes:
         world: Number of processes.
         accumulation: Number of micro-batches of a step.
-        loss_scale: What gradients are still multiplied by.
+        loss_scale: Factor that gradients still contain.
     """
 
     world: int = 1
@@ -68,7 +68,7 @@ def named(count: float, known: Candidates, tolerance: float) -> tuple[float, str
 
     Args:
         count: As measured.
-        known: What `candidates` returned.
+        known: Result of `candidates`.
         tolerance: The relative error of the measurement.
     """
     close = [k for k in known if abs(count - k) <= tolerance * max(k, min(1.0, min(filter(None, known))))]
@@ -78,20 +78,17 @@ def named(count: float, known: Candidates, tolerance: float) -> tuple[float, str
 
 
 def fit(
-    squares: Sequence[Sequence[float]],
-    reported: Sequence[float],
-    known: Sequence[Collection[float]],
-    tolerance: float,
+    squares: Sequence[float], reported: float, known: Sequence[Collection[float]], tolerance: float
 ) -> list[tuple[float, ...]]:
-    r"""Return all counts :math:`m` of candidates with :math:`R_t^2 = \sum_c m_c s_{tc}` at every step ``t``.
+    r"""Return all counts :math:`m` of candidates with :math:`R^2 = \sum_c m_c s_c`.
 
-    More than one means that the steps do not tell them apart; none that the norm is something else. Of too many to
+    More than one means that the norm does not tell them apart; none that it is something else. Of too many to
     try, those are returned where one class counts wrongly; a single one twice,
     because two classes that count wrongly were not tried.
 
     Args:
-        squares: ``[steps][classes]``, the true squared norms.
-        reported: ``[steps]``, the norms.
+        squares: The true squared norm of each class.
+        reported: The norm.
         known: The candidates of each class.
         tolerance: The relative error of a squared norm.
     """
@@ -103,11 +100,6 @@ def fit(
     return found if len(found) > 1 else 2 * found
 
 
-def _explains(
-    counts: Sequence[float], squares: Sequence[Sequence[float]], reported: Sequence[float], tolerance: float
-) -> bool:
-    for row, norm in zip(squares, reported, strict=True):
-        terms = [m * s for m, s in zip(counts, row, strict=True)]
-        if not abs(math.fsum(terms) - norm * norm) <= tolerance * max([norm * norm, *terms]):
-            return False
-    return True
+def _explains(counts: Sequence[float], squares: Sequence[float], reported: float, tolerance: float) -> bool:
+    terms = [count * square for count, square in zip(counts, squares, strict=True)]
+    return abs(math.fsum(terms) - reported * reported) <= tolerance * max([reported * reported, *terms])

@@ -71,7 +71,7 @@ class HeldPiece:
         dtype: Of the gradient.
         group: The processes that the tensor is spread over, as its layout says; empty for an ordinary tensor.
         part: Which part of it this is, as its layout says.
-        claim: What attributes say an ordinary tensor is across processes; None if nothing.
+        claim: Role of an ordinary tensor across processes by its attributes; None if they tell none.
         index: The position among what this process holds.
         whole: How many elements all parts have together, where the layout says so.
     """

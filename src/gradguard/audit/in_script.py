@@ -27,6 +27,7 @@ from gradguard.optimizer_hooks import parameters_of
 from gradguard.replacements import Replacement
 from gradguard.script_events import by_norm
 from gradguard.torch_private import parameter_slots
+from gradguard.words import counted
 
 _SEEN = (
     "what is seen is clip_grad_norm_ and clip_grads_with_norm_ of PyTorch, FSDP1's method, gradguard's clips, "
@@ -127,7 +128,7 @@ class ScriptAudit(Listener):
 
         def judged() -> NormAudit:
             applied = watched.applied(norm) if event.rule == "norm" else None  # other rules have no one coefficient
-            return watched.told(norm, limit, applied, self._earlier(parameters))
+            return watched.told(norm, limit, applied)
 
         self._guarded(parameters, judged)
 
@@ -197,7 +198,7 @@ class ScriptAudit(Listener):
             parameters = list(chain(*(one.parameters for one in ones)))
             applied = list(chain(*(one.applied for one in ones)))
             whole = WatchedClip.joined([one.watched for one in ones])
-            self._keep(parameters, whole.told(ones[0].norm, ones[0].limit, applied, self._earlier(parameters)))
+            self._keep(parameters, whole.told(ones[0].norm, ones[0].limit, applied))
 
     def _look(self, parameters: Sequence[Tensor]) -> None:
         self._own = list(parameters), self._watched(parameters)
@@ -234,11 +235,6 @@ class ScriptAudit(Listener):
         if self._first < len(self.audits):
             key, audit = self.audits[self._first]
             self.audits[self._first] = key, _with(audit, finding)
-
-    def _earlier(self, parameters: Sequence[Tensor]) -> list[NormAudit]:
-        """The audits of the same clip that have a report and classes as it has now; others tell nothing of it."""
-        key = frozenset(map(id, parameters))
-        return [audit for its, audit in self.audits if its == key and audit.reported is not None and audit.classes]
 
     def _may_end_round(self) -> None:
         """A backward pass or a clip after a step begins the next round: not each backward pass is heard of."""
@@ -321,7 +317,8 @@ class ScriptAudit(Listener):
             if last[key] == place or (audit.verdict == "FAIL" and key not in still)
         ]  # fmt: skip
         verdict = verdict_of([finding for audit in shown for finding in audit.findings])
-        count = f"{'note':<13} {len(self.audits)} audits of {len(last)} clip{'s' * (len(last) > 1)}"
+        clips = {key for key, audit in self.audits if all(one.kind != "unseen" for one in audit.findings)}
+        count = f"{'note':<13} {len(self.audits)} audits of {counted(len(clips), 'clip')}"
         return verdict, "\n".join([*dict.fromkeys(map(str, shown)), count])
 
 

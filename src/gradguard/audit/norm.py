@@ -54,7 +54,6 @@ def audit_norm(
     max_norm: float | None = None,
     accumulation: int = 1,
     loss_scale: float = 1.0,
-    earlier: Sequence[NormAudit] = (),
 ) -> NormAudit:
     r"""Tell whether a global gradient norm is the true one, and which tensors it counts wrongly.
 
@@ -91,22 +90,20 @@ def audit_norm(
             engine.
         norm: Called without arguments, returns the 2-norm that the engine would use; it may clip. A call that keeps a
             history of norms gets those of the probes too.
-        reported: What the engine says the norm of these gradients is, on this process.
-        groups: What ordinary tensors are across processes, by a pattern of names: ``"sharded"`` or ``"replicated"``.
+        reported: Norm of these gradients as the engine reports it, on this process.
+        groups: Role of ordinary tensors across processes, by a pattern of names: ``"sharded"`` or ``"replicated"``.
             It is believed where values do not tell; what they contradict is INCONCLUSIVE. A pattern that no parameter
             with a gradient has is an error, and so are two that say different things of one.
-        max_norm: What ``norm()`` clips to; then what it multiplies each gradient by is audited too.
+        max_norm: Threshold of ``norm()``, where it clips; then its factor on each gradient is audited too.
         accumulation: Number of micro-batches of a step, for the names of factors.
-        loss_scale: What gradients are still multiplied by; the true norm is without it.
-        earlier: Audits of earlier steps with ``reported``, which tell classes apart that one step does not.
+        loss_scale: Factor that gradients still contain; the true norm is without it.
 
     Returns:
         The audit.
 
     Raises:
         InvalidTypeError: If an argument has another type.
-        InvalidValueError: If a number is not positive and finite, ``groups`` matches nothing or contradicts itself, or
-            an earlier audit is of something else.
+        InvalidValueError: If a number is not positive and finite, or ``groups`` matches nothing or contradicts itself.
         UnsupportedGradientError: If gradients cannot be audited, on any process.
 
     Example:
@@ -122,15 +119,8 @@ def audit_norm(
     _check(norm, reported, groups, max_norm, accumulation, loss_scale)
     watched = WatchedClip.of(modules_of(model), None, accumulation, loss_scale, groups)
     check_groups(groups, watched.tensors)
-    audit = _Audit(watched, _number(reported, "reported"))
-    for place, one in enumerate(earlier):
-        if (why := audit.why_not_earlier(one)) is not None:
-            raise InvalidValueError(
-                f"earlier[{place}] {why}: expected audits of other steps of this run, with reported= and the same "
-                "loss_scale."
-            )
     try:
-        return audit.run(norm, max_norm, earlier)
+        return _Audit(watched, _number(reported, "reported")).run(norm, max_norm)
     finally:
         watched.put_back()
 
@@ -211,21 +201,18 @@ class WatchedClip:
         indexed = [[replace(one, index=i) for i, one in enumerate(held)] for held in processes]
         return cls(list(chain(*(clip.pieces for clip in clips))), indexed, clips[0].setting)
 
-    def told(
-        self, norm: Any, max_norm: float | None, applied: Sequence[Applied] | None, earlier: Sequence[NormAudit] = ()
-    ) -> NormAudit:
+    def told(self, norm: Any, max_norm: float | None, applied: Sequence[Applied] | None) -> NormAudit:
         """Audit a clip that tells its norm, or is told it.
 
         Args:
             norm: The norm.
-            max_norm: What it clips to; None if that is not one number.
-            applied: What it did; None where it does not multiply all gradients by one number.
-            earlier: Audits of the same clip at earlier steps; those of other classes are left out.
+            max_norm: Its threshold; None if that is not one number.
+            applied: Its factor on each gradient; None where it does not multiply all gradients by one number.
 
         Returns:
             The audit.
         """
-        return _Audit(self, _number(norm, _OF_CLIP)).run(None, max_norm, earlier, applied)
+        return _Audit(self, _number(norm, _OF_CLIP)).run(None, max_norm, applied)
 
     def alone(self) -> NormAudit:
         """Audit the gradients without a norm: whether copies are alike, and the true norm."""
@@ -249,10 +236,9 @@ class _Audit:
         self,
         norm: NormFunction | None = None,
         max_norm: float | None = None,
-        earlier: Sequence[NormAudit] = (),
         applied: Sequence[Applied] | None = None,
     ) -> NormAudit:
-        """Return the audit; earlier audits of other classes are ignored."""
+        """Return the audit."""
         self._look_at_copies()
         computed, classes = None, self._counted()
         if norm is not None:
@@ -263,22 +249,11 @@ class _Audit:
         if applied is not None:
             self._judge_coefficients(max_norm, applied)  # by a norm whose precision is known now
         if self._reported is not None:
-            same = [one for one in earlier if self.why_not_earlier(one) is None]
-            classes = self._compared(self._reported, classes, same, norm is not None)
+            classes = self._compared(self._reported, classes, norm is not None)
         return NormAudit(
             verdict_of(self._findings), tuple(self._findings), tuple(self._notes), self._true, computed, self._reported,
             classes, self._calls, self._setting.world,
         )  # fmt: skip
-
-    def why_not_earlier(self, one: NormAudit) -> str | None:
-        """Return why an audit is not of the same tensors at another step, in words; None if it is."""
-        if one.reported is None:
-            return "has no reported norm"
-        if [(c.layout, c.names) for c in one.classes] != [(c.layout, c.names) for c in self._counted()]:
-            return "is of other tensors, or they lie in another way"
-        square = math.fsum(c.square for c in one.classes)
-        scaled = math.isclose(square, (one.true_norm * self._scale) ** 2, rel_tol=1e-6)
-        return None if scaled else "has another loss scale"
 
     def _counted(self, counted: Sequence[Counted] = ()) -> NormClasses:
         return norm_classes(self._tensors, self._classes, counted)
@@ -352,7 +327,7 @@ class _Audit:
         if not all(0 <= z <= LARGEST_EPSILON * self._scale for z in zero):
             what = "norm() is not 0 where all gradients are: it does not read them, or adds something to their norm"
             self._find("unread", what)
-            self._judge("norm() returned", computed, self._counted(), ())
+            self._judge("norm() returned", computed, self._counted())
             return self._counted()
         counted, everything = probe.counts(self._classes), everywhere(computed)
         if self._is_rounded(probe, counted, everything):
@@ -426,9 +401,7 @@ class _Audit:
         found = coefficient_findings(known, max_norm, self._true, self._scale, self._precision)
         self._findings += everywhere(found)[0]
 
-    def _compared(
-        self, reported: float, classes: NormClasses, earlier: Sequence[NormAudit], was_probed: bool
-    ) -> NormClasses:
+    def _compared(self, reported: float, classes: NormClasses, was_probed: bool) -> NormClasses:
         everything = everywhere(reported)
         first = everything[0]
         if all(map(has_16_bits, everything)):
@@ -444,7 +417,7 @@ class _Audit:
         elif not math.isfinite(first):
             self._find("reported", f"the reported norm is {first}, of gradients that are finite")
         elif not was_probed:
-            return self._judge("reported", first, classes, earlier)
+            return self._judge("reported", first, classes)
         elif not math.isnan(self._true) and not self._is(first, self._true):
             self._report_wrong(first, "")
         return classes
@@ -454,28 +427,25 @@ class _Audit:
         what = f"the reported norm is {came:.6g} where {self._true:.6g} is true, {ratio:.6g} times{words}"
         self._find("reported", what, (), ratio)
 
-    def _judge(self, what: str, came: float, classes: NormClasses, earlier: Sequence[NormAudit]) -> NormClasses:
+    def _judge(self, what: str, came: float, classes: NormClasses) -> NormClasses:
         """Judge one number by the mistakes that would make it."""
         if math.isnan(self._true):
             return classes
-        rows = [[c.square for c in its] for its in (*(e.classes for e in earlier), classes)]
-        norms = [x * self._scale for x in (*(e.reported or math.nan for e in earlier), came)]
-        right = [math.sqrt(math.fsum(row)) for row in rows]
-        if all(map(self._is, norms, right)):
+        if self._is(came, self._true):
             self._note_blind(classes)
             return classes
-        if (doubt := epsilon_finding(what, came, right[-1] / self._scale, self._tolerance)) is not None:
+        if (doubt := epsilon_finding(what, came, self._true, self._tolerance)) is not None:
             self._findings.append(doubt)
             return classes
-        self._report_wrong(came, self._words_for_all(norms[-1] / right[-1] if right[-1] else math.inf))
+        self._report_wrong(came, self._words_for_all(came / self._true if self._true else math.inf))
         known = [self._tensors[places[0]].counts(self._setting) for places in self._classes]
-        fits = fit(rows, norms, known, self._tolerance)
+        fits = fit([one.square for one in classes], came * self._scale, known, self._tolerance)
         if len(fits) == 1:
             return self._fitted(fits[0], classes, known)
         self._find(
             "unfit",
-            f"{len(fits)} different factors of its {len(classes)} classes explain it alike: pass audits of other steps "
-            "as earlier=, or the norm function as norm="
+            f"{len(fits)} different factors of its {len(classes)} classes explain it alike: pass the norm function as "
+            "norm="
             if fits
             else "no known factor of one class or more explains it",
         )

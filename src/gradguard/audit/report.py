@@ -29,7 +29,7 @@ class NormFinding:
             by something else than min(1, max / norm); ``"claim"``: values contradict what is said of copies and
             parts; ``"unknown"``, ``"unfit"``, ``"unread"``, ``"epsilon"``, ``"blind"``, and of a script
             ``"unseen"``, ``"unclipped"``, ``"refused"``: it cannot be told.
-        message: What is wrong, in words.
+        message: The fault, in words.
         names: The parameters that it is about.
         factor: How often their squares count, where that is one number; of ``"reported"`` and ``"coefficient"`` the
             quotient of what is and what should be.
@@ -72,10 +72,10 @@ class NormAudit:
     Attributes:
         verdict: PASS; FAIL if a finding says that something is wrong; INCONCLUSIVE if one says that it cannot be told.
         findings: Why the verdict is not PASS.
-        notes: What is worth knowing and no fault.
+        notes: Facts worth knowing that are no fault.
         true_norm: The 2-norm of all gradients, each element once; NaN where values do not tell what is a copy.
-        norm: What the norm function returned for these gradients on this process; None if there was none.
-        reported: What was reported on this process; None if nothing was.
+        norm: Answer of the norm function for these gradients on this process; None if there was none.
+        reported: Norm reported on this process; None if none was.
         classes: The classes of tensors, and how often each counts.
         probes: How often the norm function was called.
         processes: Over how many processes.

@@ -29,7 +29,8 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
     Raises:
         CommandError: If that cannot be done, or the program makes no step.
     """
-    from gradguard.parity.repeated import VARIABLE, RunFailedError, save_from_script
+    from gradguard.parity.repeated import VARIABLE, RunFailedError, saved_runs
+    from gradguard.parity.saved import write
     from gradguard.parity.scales import ScriptRun
 
     if (asked := os.environ.get(VARIABLE)) is not None:
@@ -48,13 +49,15 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
         raise CommandError(f"--save-gradients {file}: there is no folder {file.parent}.")
     wanted = ScriptRun(options.at or 1, options.steps or 0)
     seed = [] if options.seed is None else ["--seed", str(options.seed)]
-    command = ["--save-gradients", str(file), *seed, *program.typed]
+    ours = [*(launcher or [sys.executable]), "-m", "gradguard", "run", "--save-gradients", str(file)]
     first = int(os.environ.get("RANK", "0")) == 0
     from gradguard.monitoring.observe.termination import SignalHandlers
 
     try:
         with SignalHandlers():
-            save_from_script(file, command, perturbed, first, launcher, wanted)
+            saved = saved_runs([*ours, *seed, *program.typed], perturbed, wanted)
+            if first:
+                write(file, saved)
     except RunFailedError as failed:
         sys.stderr.write(failed.said)
         if failed.code == 0:

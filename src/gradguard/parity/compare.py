@@ -53,8 +53,8 @@ def compare(reference: Run, new: Run) -> ParityReport:
     """Compare the gradients of two runs, parameter by parameter.
 
     Args:
-        reference: What `gradguard.save_gradients` has returned or written, in the set-up that is trusted.
-        new: The same in the other set-up.
+        reference: Result or file of `gradguard.save_gradients` in the set-up that is trusted.
+        new: Result or file in the other set-up.
 
     Returns:
         The report. FAIL if a gradient is wrong, INCONCLUSIVE if nobody can tell.
@@ -149,17 +149,13 @@ def _about_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage],
         total = [o for stage in stages[1:] for o in stage.outcomes]
         known = [o for o in total if o.kind == "equal"]
         far = max(stage.farthest for stage in stages[1:])
+        least = max((stage.power for stage in stages if stage.name.startswith(UPDATE)), default=math.inf)
         notes.append(
             f"{counted(len(stages) - 1, 'later stage')}, to the {stages[-1].name}: {len(known):,} of {len(total):,} "
-            f"tensors are equal, at most {far:.2g} bars apart{_least_power(stages)}"
+            f"tensors are equal, at most {far:.2g} bars apart"
+            + (f"; an error of {least:.1g} of an update would show in the median one" if least < 1 else "")
         )
     return notes
-
-
-def _least_power(stages: Sequence[Stage]) -> str:
-    """Return which error would have shown in the updates of the step of which least is known."""
-    least = max((stage.power for stage in stages if stage.name.startswith(UPDATE)), default=math.inf)
-    return f"; an error of {least:.1g} of an update would show in the median one" if least < 1 else ""
 
 
 def _other_settings(a: SavedGradients, b: SavedGradients) -> list[str]:

@@ -68,17 +68,17 @@ class MeasuredGradient:
 
     Attributes:
         shape: The whole parameter's.
-        rounding: What storing the gradient and adding it up do to it, relative.
+        rounding: Error of storing the gradient and adding it up, relative.
         gradient: Its sketch.
         repeated: Sketches of the same gradient from runs that differ from it by rounding; empty where nobody tried.
         has_gradient: Whether any process has one.
         contrasts: Weighted sums over the copies of different ranks, with weights that add up to 0.
         copies: How many ranks hold the same part.
         parts: Sketches of other gradients of which this one may be a mixture, by name.
-        rows: The same as ``gradient`` and ``repeated`` of each row, where a second pass has asked for it.
+        rows: Sketches like ``gradient`` and ``repeated`` of each row, where ``rows=`` has asked for them.
         epsilon: The spacing of the coarsest dtype that is computed in, relative, by which the weights were changed for
             ``repeated``; 0 where nobody knows.
-        one_sided: What adding it up does to it at most, relative: where each addition rounds to the same side.
+        one_sided: Largest error of adding it up, relative: where each addition rounds to the same side.
     """
 
     shape: tuple[int, ...]
@@ -125,14 +125,14 @@ class Outcome:
 
     Attributes:
         name: The parameter.
-        kind: What it is; ``"blind"`` where the two are no further apart than rounding, and a wrong one would not be.
+        kind: Verdict; ``"blind"`` where the two are no further apart than rounding, and a wrong one would not be.
         distance: How far apart the two are, in bars; None where that is no number.
-        bar: What rounding does to the gradient, as a part of its norm: infinite where it is zero in both runs. None
+        bar: Error by rounding, as a part of the gradient's norm: infinite where it is zero in both runs. None
             where it was not measured.
-        factor: What the reference's gradient is multiplied by; of a ``"different"`` one, if it is multiplied: few
+        factor: Factor on the reference's gradient; of a ``"different"`` one, if it is multiplied: few
             numbers may be a multiple of others by chance.
         factor_bar: How well that is known.
-        factor_name: What is of that size, such as ``"world size"``.
+        factor_name: Name of a number of that size, such as ``"world size"``.
         rows: The wrong rows.
         weights: The share of each part, with how well it is known.
         reduction: ``"sum"`` or ``"mean"`` of the copies of ranks, if that is right where they are not.
@@ -183,8 +183,8 @@ def judge(name: str, reference: MeasuredGradient | None, new: MeasuredGradient |
 
     Args:
         name: The parameter.
-        reference: What the first run knows; None if it has no such parameter.
-        new: What the second knows.
+        reference: Parameter in the first run; None if that has none of this name.
+        new: Parameter in the second run.
         facts: Numbers that a factor may be, by name: the world size, the number of micro-batches ...
 
     Returns:
@@ -269,7 +269,7 @@ class _Pair:
     Attributes:
         reference: The first run.
         new: The second.
-        bar: What rounding does to the gradients.
+        bar: Error of the gradients by rounding.
         facts: Numbers that a factor may be, by name.
         shown: The outcome if the gradients are equal.
     """

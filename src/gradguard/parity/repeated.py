@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from gradguard.errors import RecordError
 from gradguard.parity.rounding_runs import tables, with_rounding
-from gradguard.parity.saved import GRADIENT, UPDATE, SavedGradients, read, write
+from gradguard.parity.saved import GRADIENT, UPDATE, SavedGradients, read
 from gradguard.parity.scales import ScriptRun, apart, same_twice
 from gradguard.parity.vectors import Vector, minus, norm
 
@@ -30,7 +29,7 @@ class RunFailedError(Exception):
 
     Args:
         code: Its exit code; 0 if it has ended well without a step.
-        said: What it has printed on stderr, where nobody has seen that.
+        said: Its output on stderr, where nobody has seen that.
     """
 
     def __init__(self, code: int, said: str) -> None:
@@ -49,7 +48,7 @@ def saved_runs(command: Sequence[str], perturbed: int, as_it_is: ScriptRun) -> S
         as_it_is: The first run, which says what is saved.
 
     Returns:
-        What was saved, on every process that calls.
+        The saved sketches, on every process that calls.
 
     Raises:
         RunFailedError: If a run saves nothing.
@@ -125,26 +124,3 @@ def _end(process: subprocess.Popen) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def save_from_script(
-    file: str | os.PathLike[str],
-    options: Sequence[str],
-    perturbed: int,
-    writes: bool,
-    launcher: Sequence[str],
-    as_it_is: ScriptRun,
-) -> None:
-    """Run a script as `saved_runs` does, and write the file.
-
-    Args:
-        file: Where to.
-        options: What follows ``gradguard run`` for the script itself: a seed, the script and its arguments.
-        perturbed: How many runs with changed weights.
-        writes: Whether this process writes: that of rank 0.
-        launcher: A command that starts several processes of the module that is named behind it, anew for each run.
-        as_it_is: The first run, which says what is saved.
-    """
-    saved = saved_runs([*(launcher or [sys.executable]), "-m", "gradguard", "run", *options], perturbed, as_it_is)
-    if writes:
-        write(file, saved)

@@ -29,7 +29,7 @@ def flip_weights(parameters: Sequence[LocalParameter], epsilon: float, run: int,
     ``epsilon`` and twice that are flipped, in blocks of four that lie around the powers of 2. Zeros stay zero.
 
     Args:
-        parameters: What to change, in place.
+        parameters: Parts whose weights change, in place.
         epsilon: The relative size.
         run: Which of several changes.
         back: Undo the change of the same ``epsilon`` and ``run``.
@@ -143,7 +143,7 @@ class Replay:
 
         Args:
             step: The step.
-            scale: What the gradient at each loss is multiplied by.
+            scale: Factor on the gradient at each loss.
         """
         self.restore()
         return again(step, scale)
@@ -212,9 +212,9 @@ def epsilon_of(dtypes: Iterable[torch.dtype], device: torch.device, kinds: Itera
     """Return the distance from 1 to the next number in the coarsest of ``dtypes``, and of TF32 where it is on.
 
     Args:
-        dtypes: What is computed in.
+        dtypes: Dtypes of the computation.
         device: Where.
-        kinds: What is computed there; for convolutions and recurrent layers TF32 is on by default.
+        kinds: Kinds of operations there; for convolutions and recurrent layers TF32 is on by default.
 
     Raises:
         InvalidValueError: If none is a floating dtype.

@@ -87,15 +87,15 @@ def save_gradients(
         shard_of: Of a name in this process' model, the name and the shape of the whole parameter and where this
             part begins; None of a parameter that is whole.
         optimizer: The optimizer, or several, whose updates are kept; none for gradients alone.
-        update: What follows backward in the training loop: the clip, the optimizer's step, ``zero_grad``. By default
+        update: Everything behind backward in the training loop: clip, optimizer step, ``zero_grad``. By default
             the optimizers' ``step`` and ``zero_grad``.
         steps: How many updates, each after another call of ``step``.
-        others: What else ``update`` changes, with ``state_dict`` and ``load_state_dict``: an average of the weights, a
+        others: Objects that ``update`` changes, with ``state_dict`` and ``load_state_dict``: an average of weights, a
             scheduler that is not PyTorch's. It is put back; its tensors of the name and the shape of a parameter are
             compared. What is forgotten here stays changed, and is refused only if it makes updates differ.
 
     Returns:
-        What was saved, the same on all processes.
+        The saved sketches, equal on all processes.
 
     Raises:
         InvalidValueError: If an argument cannot be meant, or ``step`` leaves no gradient.

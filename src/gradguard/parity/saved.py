@@ -57,12 +57,12 @@ class SavedParameter:
         name: Its name in the model without wrappers.
         shape: Of the whole parameter.
         dtype: Of its gradient; of itself where it has none.
-        rounding: What storing it in that dtype and adding it up do to it, relative.
+        rounding: Error of storing it in that dtype and adding it up, relative.
         has_gradient: Whether any process has a gradient.
         copies: How many ranks hold the same part.
         layout: How it is spread, in words.
         weight_rounding: Half a unit in the last place of the parameter's own dtype, relative.
-        one_sided: What adding it up over micro-batches does at most, relative; 0 where nobody has asked.
+        one_sided: Largest error of adding it up over micro-batches, relative; 0 where nobody has asked.
     """
 
     name: str

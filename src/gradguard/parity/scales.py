@@ -24,7 +24,7 @@ class ScriptRun:
         steps: How many whole steps are saved from there on; 0 for gradients alone.
         change: Which change of the weights at the first forward pass; 0 for none.
         epsilon: By what part of themselves weights are changed.
-        scale: What the gradient at each loss is multiplied by from then on; it is taken off before an optimizer's step.
+        scale: Factor on the gradient at each loss from then on; it is taken off before an optimizer's step.
         sizes: By step, and by parameter, what is added to each element of a gradient or subtracted, by its place.
     """
 
@@ -103,7 +103,7 @@ def turned_sizes(parameters: Sequence[SavedParameter], runs: Sequence[Sequence[V
     """Return by how much to move each element of each gradient, up or down, so that it differs by more than rounding.
 
     Args:
-        parameters: What is known of each.
+        parameters: Description of each.
         runs: The sketches of their gradients in runs that differ by rounding.
 
     Returns:

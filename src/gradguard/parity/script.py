@@ -22,13 +22,11 @@ from gradguard.parity.replay import add_signs, flip_weights, precision_of, scale
 from gradguard.parity.saved import GRADIENT, START, SavedParameter, write
 from gradguard.parity.scales import ScriptRun
 from gradguard.parity.shards import LocalParameter, gathered, gathered_settings, gathered_words, local_parameters
-from gradguard.parity.steps import ComparedStages, Noted, StepNotes, enabled_scalers, scale_between, schedulers_of
+from gradguard.parity.steps import ComparedStages, Noted, StepNotes, scale_between
 from gradguard.parity.summation import backwards
 from gradguard.parity.whole import WholeParameters, about, local_gradients, local_weights
 from gradguard.state.generators import generator_states, have_drawn
-from gradguard.torch_private import gradients_are_scaled, never_compiled, scaler_states_of
-
-_LOSS_SCALE = "loss scale"
+from gradguard.torch_private import never_compiled
 
 
 class Saved(SystemExit):
@@ -103,7 +101,6 @@ class ScriptGradients(Listener):
         self._weights_then: dict[str, Tensor] = {}
         self._noted: dict[str, Noted] = {}
         self._facts: dict[str, float] = {}
-        self._is_clipped_scaled = False
         self.refusal, self.done = "", False
 
     def on_begin(self) -> None:
@@ -211,8 +208,6 @@ class ScriptGradients(Listener):
             self._compare(self._local)
         else:
             self._step.before_clip, self._step.is_taken = self._looked_at(self._local), False
-            if _LOSS_SCALE in self._facts and self._are_scaled():
-                self._is_clipped_scaled = True
             self._turn(self._in({id(p) for p in parameters}))
 
     def on_clipped(self, event: ClipEvent) -> None:
@@ -223,13 +218,7 @@ class ScriptGradients(Listener):
     def on_scale(self, loss: Any, scaled: Any) -> None:
         """Keep the loss scale: a factor may be that."""
         if (times := scale_between(loss, scaled)) is not None:
-            self._facts[_LOSS_SCALE] = times
-
-    def _are_scaled(self) -> bool:
-        """Tell whether no GradScaler has unscaled the gradients of an optimizer in this step."""
-        pairs = [(scaler, one) for scaler in enabled_scalers(schedulers_of([])) for one in self._known]
-        met = [(scaler, one) for scaler, one in pairs if id(one) in scaler_states_of(scaler)]
-        return all(gradients_are_scaled(scaler, one) for scaler, one in met)
+            self._facts["loss scale"] = times
 
     def on_scale_update(self, before: Tensor | None, after: Tensor | None) -> None:
         """A step was left out, or made: what follows is another one."""
@@ -403,7 +392,7 @@ class ScriptGradients(Listener):
                 "weights": [whole.weights(one) for one in weights],
                 "contrasts": whole.contrasts(first.gradients),
             },
-            {"micro-batches": float(max(first.backwards, 1)), **self._known_factors()},
+            {"micro-batches": float(max(first.backwards, 1)), **self._facts},
             random=any(gathered(have_drawn(self._states))),
             epsilon=epsilon,
             clipped=any(gathered(first.is_doubtful)),
@@ -413,12 +402,6 @@ class ScriptGradients(Listener):
         )
         write(self._file, saved)
         self.done = True
-
-    def _known_factors(self) -> dict[str, float]:
-        if not self._is_clipped_scaled:
-            return self._facts
-        words = {_LOSS_SCALE: "the loss scale: a clip came before unscale_"}
-        return {words.get(name, name): value for name, value in self._facts.items()}
 
     def _not_stepped(self, step: _Step) -> dict[str, None]:
         """Return the trained parameters that are in no optimizer, in words."""

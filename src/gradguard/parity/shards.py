@@ -105,7 +105,7 @@ def local_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalPa
 
     Args:
         model: The model, with or without wrappers; layers that FSDP2 has left gathered are sharded again.
-        place_of: What whole a parameter is a part of, by its name; None of those that are whole or tell it themselves.
+        place_of: Whole that a parameter is a part of, by its name; None of those that are whole or tell it themselves.
 
     Raises:
         UnsupportedGradientError: If FSDP1 has flattened one and the model does not tell how.

@@ -297,7 +297,7 @@ class TrainingSteps:
         optimizers: Those that step.
         update: Turns gradients into weights: the clip, the optimizers' steps, setting gradients to None.
         steps: How many to follow.
-        others: What else ``update`` changes.
+        others: Further objects that ``update`` changes.
         model: The model, for its buffers; None to leave them out.
 
     Raises:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradguard.replacements import Replacement
+
 TERMS = 512
 """Of a longer sum over a batch, most kernels add up blocks of about so many terms, and then these."""
 
@@ -50,33 +52,33 @@ class Backwards:
     """The backward passes of this thread inside a block.
 
     Attributes:
-        scale: What the gradient at the loss is multiplied by.
-        count: How many there were.
+        scale: The factor on the gradient at the loss.
+        count: How many there were; one that another one begins is part of that.
     """
 
     def __init__(self, scale: float) -> None:
-        self.scale, self.count, self._inside = scale, 0, False
+        self.scale, self.count = scale, 0
 
-    def run(self, backward: Callable[..., Any], tensors: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one; where a backward pass begins another one, only the first is counted and scaled."""
-        if self._inside:
-            return backward(tensors, gradients, *args, **kwargs)
-        self.count += 1
-        self._inside = True
-        try:
-            return backward(tensors, self._scaled(tensors) if gradients is None else gradients, *args, **kwargs)
-        finally:
-            self._inside = False
-
-    def _scaled(self, tensors: Any) -> Any:
-        """The gradient at each loss; None, which is 1, where PyTorch must refuse what is no loss."""
+    def gradient_at(self, tensors: Any) -> Any:
+        """Return the gradient at each loss; None, which is 1, where PyTorch must refuse what is no loss."""
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        tensors_are_losses = all(
-            isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point() for loss in losses
-        )
-        if self.scale == 1 or not tensors_are_losses:
+        are_losses = all(isinstance(one, Tensor) and one.numel() == 1 and one.is_floating_point() for one in losses)
+        if self.scale == 1 or not are_losses:
             return None
         return [torch.full_like(loss, self.scale, memory_format=torch.preserve_format) for loss in losses]
+
+
+def _backward(original: Callable[..., Any], tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) -> Any:
+    watched: Backwards | None = getattr(_thread, "watched", None)
+    gradients = kwargs.pop("grad_tensors", gradients)
+    if watched is not None:
+        watched.count += 1
+        gradients = watched.gradient_at(tensors) if gradients is None else gradients
+    return original(tensors, gradients, *args, **kwargs)
+
+
+_thread = threading.local()
+_BACKWARD = Replacement("torch.autograd", "backward", _backward, one_call="a backward pass")
 
 
 @contextmanager
@@ -86,45 +88,15 @@ def backwards(scale: float = 1.0) -> Iterator[Backwards]:
     One that is given its gradients (a pipeline stage, a checkpoint) goes on as it is: they come from one that began.
 
     Args:
-        scale: By what it is multiplied.
+        scale: The factor.
 
     Yields:
-        What was counted.
+        The count, as it rises.
     """
-    before = _thread.__dict__.get("watched")
+    before, end = getattr(_thread, "watched", None), _BACKWARD.use()
     _thread.watched = watched = Backwards(scale)
-    _enter()
     try:
         yield watched
     finally:
-        _leave()
         _thread.watched = before
-
-
-_thread = threading.local()
-_lock = threading.Lock()
-_blocks: list[tuple[Callable, Callable]] = []  # for each block the function that is replaced, and what stands for it
-
-
-def _enter() -> None:
-    with _lock:
-        if not _blocks:
-            original = torch.autograd.backward
-
-            def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-                watched = _thread.__dict__.get("watched")
-                if watched is None:
-                    return original(tensors, grad_tensors, *args, **kwargs)
-                return watched.run(original, tensors, grad_tensors, *args, **kwargs)
-
-            torch.autograd.backward = backward
-            _blocks.append((original, backward))
-        else:
-            _blocks.append(_blocks[0])
-
-
-def _leave() -> None:
-    with _lock:
-        original, ours = _blocks.pop()
-        if not _blocks and torch.autograd.backward is ours:
-            torch.autograd.backward = original
+        end()

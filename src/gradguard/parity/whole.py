@@ -110,7 +110,7 @@ class WholeParameters:
         """Return what is known of each parameter besides its numbers.
 
         Args:
-            own: What `about` has returned of each part.
+            own: Result of `about` for each part.
             calls: How many micro-batches add to a gradient.
         """
         most = max(gathered(calls))
@@ -149,7 +149,7 @@ class WholeParameters:
         """Return the value that is written to a file.
 
         Args:
-            parameters: What is known of each.
+            parameters: Description of each.
             sketches: By kind.
             facts: Numbers that a factor may be; the world size and the sizes of meshes are known.
             **about: Other fields.
