@@ -10,9 +10,9 @@ import math
 import re
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ _WEIGHTING = _PRODUCTS | operations("Mul Div Where MaskedFill")
 _LINEAR = ELEMENTWISE | MEANS | _ELSEWHERE
 _OPERATION = re.compile(r"(\w+?)Backward\d*")  # with a number unless it is a function of somebody's own, or compiled
 _TOO_MANY = 5_000
+_Place = TypeVar("_Place", bound=Hashable)
 
 
 Verdict = Literal["right", "wrong", "unknown", "unverified"]
@@ -366,6 +367,17 @@ def _in_parts(values: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
         part = values.to(dtype)
         yield part
         values = values - part.to(values)
+
+
+def walk(starts: Iterable[_Place], onward: Callable[[_Place], Iterable[_Place]]) -> Iterator[_Place]:
+    """Yield the places that are reached from ``starts``, each once and before those behind it."""
+    pending = [*starts]
+    seen = {*pending}
+    while pending:
+        yield (place := pending.pop())
+        new = [one for one in dict.fromkeys(onward(place)) if one not in seen]
+        seen.update(new)
+        pending += new
 
 
 class Dependence:

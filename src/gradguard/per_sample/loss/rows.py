@@ -44,6 +44,7 @@ from gradguard.per_sample.loss.graph import (
     saved,
     shape_of,
     signed,
+    walk,
 )
 from gradguard.per_sample.loss.ledger import RowWeights
 from gradguard.per_sample.loss.separation import Outputs, Silent
@@ -946,15 +947,12 @@ def _repeats(node: Node, depends: Dependence) -> list[int]:
 
 def _behind(node: Node, depends: Dependence, ends: Container[tuple[Node, int]]) -> Iterator[Node]:
     """The nodes from ``node`` to what the module returned."""
-    pending, known = [node], {node}
-    while pending:
-        top = pending.pop()
-        if top.name() not in TAPS:
-            yield top
-            edges = [edge for edge in parents(top) if edge not in ends]
-            new = [child for child, _ in edges if child not in known and depends(child)]
-            known.update(new)
-            pending += new
+
+    def onward(top: Node) -> list[Node]:
+        edges = [] if top.name() in TAPS else parents(top)
+        return [edge[0] for edge in edges if edge not in ends and depends(edge[0])]
+
+    return (top for top in walk([node], onward) if top.name() not in TAPS)
 
 
 def _mixes(node: Node, outputs: Outputs, depends: Dependence) -> bool:

@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class _Loss:
 
     def readings(self, term: LossTerm) -> list[Reading]:
         """Return what the numbers of a term may be."""
-        return readings(term, self.totals, self.reduction == "token_mean")
+        return readings(term, self.totals, self.reduction)
 
 
 @dataclass(frozen=True)
@@ -334,11 +335,6 @@ _TENSOR = (
 _WHOLE = (
     "a tensor, or a whole number, multiplies or divides it, {:.6g}, which may be computed from the batch. Multiply by "
     "a float that is a constant, or say clipper.constant(number) where it stands in the loss"
-)
-
-_OF_ONE = (
-    "a sum over the only sample was multiplied by {:.6g}, a constant or 1 over a count. Begin with a batch of several "
-    "samples, or take the mean"
 )
 
 _EITHER = (
@@ -608,22 +604,9 @@ def _undeclared(is_mean: bool, found: float, expected: float, reduction: str) ->
     )
 
 
-def _is_whole(number: float) -> bool:
-    return abs(number) >= 1 and math.isclose(number, round(number), rel_tol=1e-9)
-
-
 def _of_row(constant: Constant, term: LossTerm) -> bool:
     """Tell whether a divisor is the number of values that a row has along some dimensions, which never changes."""
     return constant.divides and any(n > 1 and math.isclose(abs(1 / constant.value), n) for n in term.inner)
-
-
-def _multiplied(factor: float, batch_size: int) -> str:
-    of = "samples" if math.isclose(factor, batch_size) or math.isclose(1 / factor, batch_size) else "rows"
-    return (
-        f"a mean was multiplied by {factor:.6g}, a constant or the number of {of}. Use a constant that does not depend "
-        "on the batch, and another than the number of samples in the first one. (If it is the number of mini-batches, "
-        "leave the division away: the clipper averages over all samples by itself)"
-    )
 
 
 def _by(reading: Reading, term: LossTerm, reduction: str) -> Tensor:
@@ -632,18 +615,16 @@ def _by(reading: Reading, term: LossTerm, reduction: str) -> Tensor:
     Raises:
         Refused: If the term is not what it is said to be then.
     """
-    number, size = reading.constant, len(term.weights)
-    if reading.what in {"times", "divided once more"} and term.share is not None and number is not None:
-        if reduction != "sum":
-            raise Refused(_multiplied(abs(number.value), size))
-        if reading.what == "divided once more":
-            return _compared(term, term.share, "sum")
-        return _compared(term, term.share, "mean") if reading.of_samples else torch.ones_like(term.weights)
+    number = reading.constant
+    if reading.what == "times rows":
+        return torch.ones_like(term.weights)
+    if reading.what == "times samples":
+        return _compared(term, cast("Tensor", reading.share), "mean")
     if reading.share is None:
         return _judged_sum(term, reduction)
-    multiplied = term.share is None and reduction == "sum" and number is not None and not number.divides
-    if multiplied and number and not math.isclose(abs(1 / number.value), size, rel_tol=number.precision):
-        raise Refused(f"a sum over samples was multiplied by {number.value:.3g}, a constant or 1 over the rows")
+    multiplied = number if term.share is None and reduction == "sum" and number and not number.divides else None
+    if multiplied and not math.isclose(abs(1 / multiplied.value), len(term.weights), rel_tol=multiplied.precision):
+        raise Refused(f"a sum over samples was multiplied by {multiplied.value:.3g}, a constant or 1 over the rows")
     return _compared(term, reading.share, reduction)
 
 
@@ -677,26 +658,19 @@ def _judged_sum(term: LossTerm, reduction: str) -> Tensor:
     partly = (term.labels and count > batch_size) or count < term.size  # labels of several places, or a mask
     users = {c.node: abs(1 / c.value) for c in term.constants if c.divides and not _of_row(c, term)}
     divisor = math.prod(users.values())
-    counted = float(divisor).is_integer() and divisor >= 2
-    if counted and (reduction != "sum" or (partly and divisor >= count / 2)):
-        hint = ""
-        if term.labels:
-            hint = " (counted before the shift, or for several mini-batches?)"
-        elif divisor % batch_size == 0:
-            hint = " (that of several mini-batches? The clipper averages over all of them by itself)"
+    if divisor % 1 == 0 and divisor >= 2 and (reduction != "sum" or (partly and divisor >= count / 2)):
         own = term.weights if partly else ones  # a sum of a sample's own, or its mean where rows are counted
         raise Coupled(
-            f"a sum over {count:.4g} {'labels' if term.labels else 'rows'} was divided by {divisor:.6g}, which is "
-            f"neither their number nor the number of samples ({batch_size}){hint}. {_ADVICE}",
+            f"a sum over {count:.4g} rows was divided by {divisor:.6g}, which is neither their number nor the number "
+            f"of samples ({batch_size}). (Labels counted before a shift, or for several mini-batches? The clipper "
+            f"averages over all of these by itself.) {_ADVICE}",
             (own * batch_size / divisor).where(term.weights > 0, math.nan),
         )
     if reduction == "sum" or batch_size == 1:
         return ones
-    if not term.even:
-        raise Refused(f"a sum over samples has unequal weights, which may hold 1/{batch_size}")
     factor = math.prod(abs(c.value) for c in term.constants)
-    if factor * batch_size < 1:
-        raise Refused(f"a sum over samples was multiplied by {factor:.3g}, which may hold 1/{batch_size}")
+    if not term.even or factor * batch_size < 1:
+        raise Refused(f"the rows of a sum are weighed, or multiplied by {factor:.3g}, which may hold 1/{batch_size}")
     raise Coupled("it is a sum. Use loss_reduction='sum', or divide by the number of samples", ones * batch_size)
 
 
