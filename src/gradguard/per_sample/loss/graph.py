@@ -10,7 +10,7 @@ import math
 import re
 import threading
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -425,6 +425,11 @@ class Constant:
     origin: Literal["tensor", "whole", "float", "torch", "declared", "weights", "gradient"] = "float"
 
     @property
+    def number(self) -> float:
+        """The number as it stands in the code."""
+        return 1 / self.value if self.divides else self.value
+
+    @property
     def may_be_data(self) -> bool:
         """Whether it may have been computed from the batch, whatever its value."""
         return self.origin in {"tensor", "whole"}
@@ -470,7 +475,7 @@ def paths(
     roots: Sequence[Root],
     depends: Dependence,
     outputs: Container[tuple[Node, int]] = (),
-    declared: Set[float] = frozenset(),
+    declared: Sequence[float] = (),
 ) -> Iterator[Path]:
     """Yield every path to values that depend on the samples.
 
@@ -509,9 +514,8 @@ def paths(
     raise Unreadable(f"there are more than {_TOO_MANY} operations between loss and samples")
 
 
-def _declared(constant: Constant, numbers: Set[float]) -> Constant:
-    number = 1 / constant.value if constant.divides else constant.value
-    if constant.origin == "tensor" or not any(math.isclose(number, one, rel_tol=1e-12) for one in numbers):
+def _declared(constant: Constant, numbers: Sequence[float]) -> Constant:
+    if constant.origin == "tensor" or not any(math.isclose(constant.number, one, rel_tol=1e-12) for one in numbers):
         return constant
     return replace(constant, origin="declared")
 

@@ -128,7 +128,7 @@ def loss_parts(
     known: LossParts | None = None,
     ledger: Ledger | None = None,
     constant_sizes: Set[int] = frozenset(),
-    declared: Set[float] = frozenset(),
+    declared: Sequence[float] = (),
 ) -> LossParts:
     """Compare each sample's part in a loss with the sample's own loss; before the backward, which frees the graph.
 
@@ -152,6 +152,8 @@ def loss_parts(
         found_paths = list(paths(roots, depends, outputs.values, declared))
         owners = known.owners if known else [None] * len(found_paths)
         ends = [_rows(path, outputs, depends, owner) for path, owner in zip(found_paths, owners, strict=True)]
+        if ledger.strict:
+            _refuse_undeclared(found_paths, declared)
         if ledger.strict and outputs.batch_size > 1:
             _refuse_cut(ends)
         terms = [end.term(scale) for end in ends]
@@ -258,6 +260,24 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
     if reason := ledger.objection(candidate):
         return LossParts("unknown", reason)
     return LossParts("right", factors=factors[0] if factors else None, divided_by=divided_by, page=candidate)
+
+
+def _refuse_undeclared(found: Sequence[Path], declared: Sequence[float]) -> None:
+    """Check that no number is taken for a declared one because it equals that: each was declared where it stands.
+
+    Raises:
+        Refused: If more operations take a number than were declared.
+    """
+    nodes = {c.node: c.number for path in found for c in path.constants if c.origin == "declared"}
+    for number in nodes.values():
+        taken, said = (
+            sum(math.isclose(one, number, rel_tol=1e-12) for one in each) for each in (nodes.values(), declared)
+        )
+        if taken > said:
+            raise Refused(
+                f"{taken} operations take the number {number:.6g}, and {said} of them were declared: another may have "
+                "been counted from the batch. Say clipper.constant(number) at each place where it stands"
+            )
 
 
 def _refuse_cut(found: Sequence[SampleRows]) -> None:
