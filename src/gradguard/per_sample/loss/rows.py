@@ -99,7 +99,6 @@ class LossTerm:
         rows: The number of all rows of each sample [B], with those that do not count.
         inner: How many values rows have, if they are along the first dimension, the first two, and so on.
         class_weights: Whether it is a mean over labels of classes that have different weights.
-        mean_of_one: Whether it is a mean over the rows of one sample, the only one of several that has any.
         summed: The weights of the values that the last sum adds up, by sample [B].
         width: How many values of rows sums within samples add up to one of these.
         is_mean: Whether the last operation that adds rows up is a mean.
@@ -116,12 +115,17 @@ class LossTerm:
     rows: Tensor
     mean: tuple[Node, Tensor] | None = None
     inner: tuple[int, ...] = ()
-    mean_of_one: bool = False
     class_weights: bool = False
     summed: Tensor | None = None
     width: float = 1.0
     is_mean: bool = False
     numbers: tuple[tuple[Constant, ...], ...] = ()
+
+    @property
+    def mean_of_one(self) -> bool:
+        """Whether it is a mean over the rows of one sample, the only one of several that has any."""
+        several = len(self.weights) > 1 and self.share is None
+        return several and self.is_mean and int((self.weights > 0).sum()) == 1
 
 
 @dataclass(frozen=True)
@@ -567,7 +571,6 @@ class SampleRows:
         inner = inner if share is None else 1.0
         weights, size, rows = sums * inner, size * inner, rows * inner
         reduced = fused == 1 or self._adding[-1:] in (["Mean"],)
-        mean_of_one = batch_size > 1 and share is None and reduced and int((weights > 0).sum()) == 1
         return LossTerm(
             weights,
             size,
@@ -579,7 +582,6 @@ class SampleRows:
             rows,
             mean,
             sizes,
-            mean_of_one,
             has_class_weights(path.node, self.name),
             weights if summed is None else summed,
             width,

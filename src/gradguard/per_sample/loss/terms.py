@@ -412,7 +412,7 @@ def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[tu
             raise Unreadable("a mean of single samples' terms is over other values, too")
         share = counts * mean if mean != 1 else None
         constants = tuple(constant for constant in mine[0].constants if nodes[constant.node] > 1)
-        mean_of_one = int((counts > 0).sum()) == 1 and all(term.mean_of_one for term in mine)
+        of_one = int((counts > 0).sum()) == 1 and all(term.is_mean for term in mine)
         joined.append(
             LossTerm(
                 counts,
@@ -423,10 +423,9 @@ def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[tu
                 [],
                 constants,
                 counts,
-                mean_of_one=mean_of_one,
                 summed=counts,
                 width=mine[0].width,
-                is_mean=share is not None,
+                is_mean=share is not None or of_one,
                 numbers=_numbers(mine),
             )
         )
