@@ -506,7 +506,9 @@ class Term:
         value = self.value(p, b, case)
         if self.factor == 1 and not self.schedule:
             return value
-        return value * (case.constant(self.factor * (step + 1) / 3) if self.schedule else self.factor)
+        if self.schedule:
+            return value * case.constant(self.factor * (step + 1) / 3)
+        return value * case.own(self.factor)
 
     def value(self, p, b, case):
         if self.fn in BY_SAMPLE:
@@ -547,7 +549,7 @@ class Term:
         if self.combine.startswith("own mean by mask"):
             return self.own_by_mask(losses, b)
         if self.combine in MORE_COMBINED:
-            return self.more(losses, b)
+            return self.more(losses, b, case)
         if self.combine in COUPLED:
             return self.coupled(losses, b)
         return self.own(losses, b)
@@ -566,7 +568,7 @@ class Term:
             mine.mean() if self.combine == "own mean by mask" else mine.sum() / (b.size if "B" in self.combine else 1)
         )
 
-    def more(self, losses, b):
+    def more(self, losses, b, case):
         if self.combine == "largest row, mean":
             return losses.reshape(b.size, -1).amax(1).mean()
         if self.combine == "mean of the last":
@@ -580,7 +582,7 @@ class Term:
         factor = {
             "times 1 / B": lambda: 1 / b.size,
             "times 1 / rows": lambda: 1 / max(int(b.valid.sum()), 1),
-            "times a float": lambda: 0.3,
+            "times a float": lambda: case.own(0.3),
             "times a tensor": lambda: torch.tensor(0.3, dtype=losses.dtype),
         }[self.combine]()
         return factor * losses.sum() if len(self.fn) % 2 else factor * losses.mean()
@@ -833,6 +835,10 @@ class Case:
         words += [f"{self.statistic} of the batch"] if self.statistic != "no" else []
         text = ", ".join(words) + " || " + "  ++  ".join(map(str, self.terms))
         return text + (" // " + "  ++  ".join(map(str, self.others)) if self.others else "")
+
+    def own(self, number):
+        """A number that is the user's: private training is told."""
+        return self.constant(number) if self.private else number
 
     @property
     def through_the_network(self):

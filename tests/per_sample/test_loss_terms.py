@@ -396,16 +396,16 @@ WRONG = {
         lambda d: F.cross_entropy(d.logits, d.classes, reduction="sum") / 12, [1 / 3] * B, "or for several mini-batches"
     ),
     "a sum over all samples of the step, by hand": (
-        lambda d: d.error.sum() / 12, [1 / 3] * B, "The clipper averages over all of them by itself"
+        lambda d: d.error.sum() / 12, [1 / 3] * B, "The clipper averages over all of these by itself"
     ),
     "labels counted before the shift": (
-        unshifted_count, [0.8] * B, "a sum over 16 labels was divided by 20, .* before the shift"
+        unshifted_count, [0.8] * B, "a sum over 16 rows was divided by 20, .* before the shift"
     ),
     "labels counted before the shift, accumulated twice": (
-        lambda d: unshifted_count(d) / 2, [0.4] * B, "a sum over 16 labels was divided by 40"
+        lambda d: unshifted_count(d) / 2, [0.4] * B, "a sum over 16 rows was divided by 40"
     ),
     "unequal labels, counted before the shift": (
-        unequal_count, [math.nan, 0.4, 0.8, 1.2], "a sum over 6 labels was divided by 10"
+        unequal_count, [math.nan, 0.4, 0.8, 1.2], "a sum over 6 rows was divided by 10"
     ),
 }  # fmt: skip
 """Losses that are not, with what each sample's part is of its own loss, and what is said."""

@@ -676,6 +676,22 @@ def test_no_number_is_taken_for_two_things_in_private_training(name):
         torch.testing.assert_close(found, accepted[0])
 
 
+def test_a_number_that_equals_a_declared_one_is_not_declared():
+    def loss(out, batch, labels):
+        return clipper.constant(0.25) * squares(out, batch).mean() + (out.abs().mean() / labels)
+
+    clipper = exact()
+    clipper.refuse_ambiguous_losses()
+    with pytest.raises(UnsupportedGradientError, match=r"2 operations take the number 4, and 1 of them"):
+        step(
+            clipper,
+            lambda out, batch: clipper.constant(4) * squares(out, batch).mean() + out.abs().mean() / 4,
+            Batch([5]),
+        )
+    with pytest.raises(UnsupportedGradientError, match=r"numbers multiply a mean by 0\.25, and 1 was expected"):
+        step(clipper, lambda out, batch: loss(out, batch, 4), Batch([5, 5]))
+
+
 @pytest.mark.parametrize("number", [0.3, 2, 5])
 def test_a_number_that_is_declared_is_taken_in_private_training(number):
     clipper = exact()
@@ -818,6 +834,11 @@ PRIVATE = {
     "a sum by the samples": ("mean", lambda out, batch: squares(out, batch).mean(1).sum() / len(out)),
     "half of a mean": ("mean", lambda out, batch: 0.5 * squares(out, batch).mean()),
     "half of a sum": ("mean", lambda out, batch: 0.5 * squares(out, batch).sum() / len(out)),
+    "a mean over features": ("mean", lambda out, batch: ((out - batch.target).square().sum(-1) / V).mean()),
+    "a mean over features, by hand": (
+        "mean",
+        lambda out, batch: ((out - batch.target).square().sum(-1).sum(-1) / (V * T)).sum() / len(out),
+    ),
     "1 over the samples": ("mean", lambda out, batch: 1 / len(out) * squares(out, batch).sum()),
     "kl, batchmean": (
         "mean",

@@ -216,7 +216,8 @@ class PerSampleGradientClipper:
 
         What all samples share in the loss, and what a row of one weighs, must not change from batch to batch: a value
         that does may have been computed from who else is there. One of yours that changes over training (a schedule, a
-        queue of earlier features) is declared on each step; in private training a tensor that does not change, too.
+        queue of earlier features) is declared on each step; in private training also a tensor, or a number that
+        multiplies or divides the loss, that does not change.
 
         Args:
             value: The number of Python's, or the tensor, as it stands in the loss.
@@ -334,9 +335,9 @@ class PerSampleGradientClipper:
     def refuse_ambiguous_losses(self) -> None:
         """Refuse a loss with a number that may be another in the next batch, instead of waiting for that batch.
 
-        A number that equals a count of the batch is taken for that count: in a batch with one sample more or less it
-        must be that count again. Private training calls this, because there the batch itself is random, and no batch
-        that might have been drawn may give a sample another gradient.
+        A mean has no number, a sum the one divisor of its reduction; any other that multiplies or divides the loss is
+        declared by `constant`, or is 0.5. Private training calls this, because there the batch itself is random, and no
+        batch that might have been drawn may give a sample another gradient.
         """
         if self._loss_check is not None:
             self._loss_check.refuse_ambiguous()

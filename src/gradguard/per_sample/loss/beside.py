@@ -24,6 +24,7 @@ from gradguard.per_sample.loss.graph import (
     parents,
     saved,
     shape_of,
+    walk,
 )
 from gradguard.torch_private import saved_names, saved_tensors
 
@@ -194,15 +195,14 @@ def _nearest(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -
 
 def _affine(value: Value, known: Container[Value], depends: Dependence) -> Iterator[Node]:
     """Yield the affine operations from a value to the known ones that are nearest."""
-    pending, seen = [value], {value}
-    while pending:
-        top = pending.pop()
-        if (top in known and top != value) or not is_affine(top[0], depends):
-            continue
-        yield top[0]
-        new = [edge for edge in parents(top[0]) if depends(edge[0]) and edge not in seen]
-        seen.update(new)
-        pending += new
+
+    def ends(place: Value) -> bool:
+        return (place in known and place != value) or not is_affine(place[0], depends)
+
+    places = walk(
+        [value], lambda place: () if ends(place) else (edge for edge in parents(place[0]) if depends(edge[0]))
+    )
+    return (place[0] for place in places if not ends(place))
 
 
 def places_of(shape: Sequence[int], batch_size: int) -> list[int]:

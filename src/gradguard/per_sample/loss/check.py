@@ -113,7 +113,7 @@ class LossCheck:
         self._verifying = False
         self._known: dict[bytes, _Known] = {}  # losses that were found to be right, by their structure
         self._ledger = Ledger()
-        self._declared: set[float] = set()
+        self._declared: list[float] = []
         self._shared = SharedValues()
         self._own_operations: set[frozenset[str]] = set()
         self._constant_sizes: dict[tuple[str, ...], set[int]] = defaultdict(set)
@@ -211,7 +211,7 @@ class LossCheck:
         """Take a value in the loss for one that is not computed from the batch, until the next loss is judged."""
         self._shared.declare(value)
         if not isinstance(value, Tensor):
-            self._declared.add(float(value))
+            self._declared.append(float(value))
 
     def look_at_bound(self, loss_fn: Callable[..., Tensor], batch_size: int) -> None:
         """Check that what is bound to a function of one sample's loss is what it was in the batches before.

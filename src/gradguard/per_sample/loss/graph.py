@@ -10,9 +10,9 @@ import math
 import re
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ _WEIGHTING = _PRODUCTS | operations("Mul Div Where MaskedFill")
 _LINEAR = ELEMENTWISE | MEANS | _ELSEWHERE
 _OPERATION = re.compile(r"(\w+?)Backward\d*")  # with a number unless it is a function of somebody's own, or compiled
 _TOO_MANY = 5_000
+_Place = TypeVar("_Place", bound=Hashable)
 
 
 Verdict = Literal["right", "wrong", "unknown", "unverified"]
@@ -368,6 +369,17 @@ def _in_parts(values: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
         values = values - part.to(values)
 
 
+def walk(starts: Iterable[_Place], onward: Callable[[_Place], Iterable[_Place]]) -> Iterator[_Place]:
+    """Yield the places that are reached from ``starts``, each once and before those behind it."""
+    pending = [*starts]
+    seen = {*pending}
+    while pending:
+        yield (place := pending.pop())
+        new = [one for one in dict.fromkeys(onward(place)) if one not in seen]
+        seen.update(new)
+        pending += new
+
+
 class Dependence:
     """Knows which values depend on the samples: those with a tap behind them."""
 
@@ -411,6 +423,11 @@ class Constant:
     divides: bool
     precision: float
     origin: Literal["tensor", "whole", "float", "torch", "declared", "weights", "gradient"] = "float"
+
+    @property
+    def number(self) -> float:
+        """The number as it stands in the code."""
+        return 1 / self.value if self.divides else self.value
 
     @property
     def may_be_data(self) -> bool:
@@ -458,7 +475,7 @@ def paths(
     roots: Sequence[Root],
     depends: Dependence,
     outputs: Container[tuple[Node, int]] = (),
-    declared: Set[float] = frozenset(),
+    declared: Sequence[float] = (),
 ) -> Iterator[Path]:
     """Yield every path to values that depend on the samples.
 
@@ -497,9 +514,8 @@ def paths(
     raise Unreadable(f"there are more than {_TOO_MANY} operations between loss and samples")
 
 
-def _declared(constant: Constant, numbers: Set[float]) -> Constant:
-    number = 1 / constant.value if constant.divides else constant.value
-    if constant.origin == "tensor" or not any(math.isclose(number, one, rel_tol=1e-12) for one in numbers):
+def _declared(constant: Constant, numbers: Sequence[float]) -> Constant:
+    if constant.origin == "tensor" or not any(math.isclose(constant.number, one, rel_tol=1e-12) for one in numbers):
         return constant
     return replace(constant, origin="declared")
 

@@ -19,9 +19,9 @@ from torch.autograd.graph import Node
 from gradguard.per_sample.loss.graph import Constant
 from gradguard.per_sample.loss.rows import LossTerm
 
-What = Literal["own", "count", "samples", "rows in the mean", "times", "divided once more"]
+What = Literal["own", "count", "samples", "rows in the mean", "times rows", "times samples"]
 """The meaning of a number: the user's own; the number of rows, or of samples, by which a sum is divided; 1 over the
-part of a mean's rows that count; a count that multiplies a mean, or that divides it once more."""
+part of a mean's rows that count; a count that multiplies a mean, which makes it a sum."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,11 @@ class Reading:
         what: What the number is.
         share: Each sample's share of the mean that the term is then [B]; None if it is none.
         constant: The number; None if all are the user's own.
-        of_samples: Whether it is the number of samples that multiplies a mean, or divides it once more.
     """
 
     what: What
     share: Tensor | None = None
     constant: Constant | None = None
-    of_samples: bool = False
 
     @property
     def is_sure(self) -> bool:
@@ -47,19 +45,19 @@ class Reading:
         return one is not None and (one.origin == "tensor" or (one.divides and abs(one.value) > 1))
 
 
-def readings(term: LossTerm, together: Mapping[Node, Tensor], token_mean: bool) -> list[Reading]:
+def readings(term: LossTerm, together: Mapping[Node, Tensor], reduction: str) -> list[Reading]:
     """Return what the numbers of a term may be in this batch, the likeliest first and the user's own last.
 
     Args:
         term: The term.
         together: The weights of all terms that share a constant, by its node.
-        token_mean: Whether a mean over the rows of one sample is the mean over all, where no other sample has a row.
+        reduction: What the loss is said to be over samples.
     """
     constants = [constant for constant in term.constants if constant.origin != "declared"]
     if term.share is None:
-        found = _of_sum(term, constants, together, token_mean)
+        found = _of_sum(term, constants, together, reduction == "token_mean")
     else:
-        found = _of_mean(term, constants, together)
+        found = _of_mean(term, constants, together, reduction == "sum")
     return [*found, Reading("own", term.share)]
 
 
@@ -84,7 +82,9 @@ def _of_sum(
                 yield Reading("samples" if each is samples else "count", each / each.sum(), constant)
 
 
-def _of_mean(term: LossTerm, constants: Sequence[Constant], together: Mapping[Node, Tensor]) -> Iterator[Reading]:
+def _of_mean(
+    term: LossTerm, constants: Sequence[Constant], together: Mapping[Node, Tensor], is_sum: bool
+) -> Iterator[Reading]:
     if math.isclose(abs(math.prod(constant.value for constant in constants)), 1, rel_tol=1e-6):
         return  # one undoes another, as a trainer's and its adapter's
     constants = [constant for constant in constants if abs(constant.value) != 1]
@@ -95,15 +95,14 @@ def _of_mean(term: LossTerm, constants: Sequence[Constant], together: Mapping[No
             parts = [float(each.sum()) / number for number in (size, averaged)]
             if any(math.isclose(1 / constant.value, part, rel_tol=1e-6) for part in parts):
                 yield Reading("rows in the mean", each / each.sum(), constant)
-    for constant in constants:
+    for constant in constants if is_sum else ():
         shared = float(together.get(constant.node, term.weights).sum())
-        counts = [(float(each.sum()), False) for each, _ in levels]
-        counts += [(number / n, False) for number in (term.size, shared) for n in (1, *term.inner) if n]
-        for count, of_samples in [*counts, (float(len(term.weights)), True)]:
-            if math.isclose(abs(constant.value), count, rel_tol=1e-6):
-                yield Reading("times", None, constant, of_samples)
-            elif math.isclose(1 / abs(constant.value), count, rel_tol=1e-6):
-                yield Reading("divided once more", None, constant, of_samples)
+        counts = [float(each.sum()) for each, _ in levels]
+        counts += [number / n for number in (term.size, shared) for n in (1, *term.inner) if n]
+        if any(math.isclose(abs(constant.value), count, rel_tol=1e-6) for count in counts):
+            yield Reading("times rows", None, constant)
+        elif math.isclose(abs(constant.value), len(term.weights), rel_tol=1e-6):
+            yield Reading("times samples", term.share, constant)
 
 
 def same_shares(found: Sequence[Reading]) -> bool:

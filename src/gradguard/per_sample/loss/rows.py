@@ -44,6 +44,7 @@ from gradguard.per_sample.loss.graph import (
     saved,
     shape_of,
     signed,
+    walk,
 )
 from gradguard.per_sample.loss.ledger import RowWeights
 from gradguard.per_sample.loss.separation import Outputs, Silent
@@ -98,7 +99,6 @@ class LossTerm:
         rows: The number of all rows of each sample [B], with those that do not count.
         inner: How many values rows have, if they are along the first dimension, the first two, and so on.
         class_weights: Whether it is a mean over labels of classes that have different weights.
-        mean_of_one: Whether it is a mean over the rows of one sample, the only one of several that has any.
         summed: The weights of the values that the last sum adds up, by sample [B].
         width: How many values of rows sums within samples add up to one of these.
         is_mean: Whether the last operation that adds rows up is a mean.
@@ -115,12 +115,17 @@ class LossTerm:
     rows: Tensor
     mean: tuple[Node, Tensor] | None = None
     inner: tuple[int, ...] = ()
-    mean_of_one: bool = False
     class_weights: bool = False
     summed: Tensor | None = None
     width: float = 1.0
     is_mean: bool = False
     numbers: tuple[tuple[Constant, ...], ...] = ()
+
+    @property
+    def mean_of_one(self) -> bool:
+        """Whether it is a mean over the rows of one sample, the only one of several that has any."""
+        several = len(self.weights) > 1 and self.share is None
+        return several and self.is_mean and int((self.weights > 0).sum()) == 1
 
 
 @dataclass(frozen=True)
@@ -566,7 +571,6 @@ class SampleRows:
         inner = inner if share is None else 1.0
         weights, size, rows = sums * inner, size * inner, rows * inner
         reduced = fused == 1 or self._adding[-1:] in (["Mean"],)
-        mean_of_one = batch_size > 1 and share is None and reduced and int((weights > 0).sum()) == 1
         return LossTerm(
             weights,
             size,
@@ -578,7 +582,6 @@ class SampleRows:
             rows,
             mean,
             sizes,
-            mean_of_one,
             has_class_weights(path.node, self.name),
             weights if summed is None else summed,
             width,
@@ -946,15 +949,12 @@ def _repeats(node: Node, depends: Dependence) -> list[int]:
 
 def _behind(node: Node, depends: Dependence, ends: Container[tuple[Node, int]]) -> Iterator[Node]:
     """The nodes from ``node`` to what the module returned."""
-    pending, known = [node], {node}
-    while pending:
-        top = pending.pop()
-        if top.name() not in TAPS:
-            yield top
-            edges = [edge for edge in parents(top) if edge not in ends]
-            new = [child for child, _ in edges if child not in known and depends(child)]
-            known.update(new)
-            pending += new
+
+    def onward(top: Node) -> list[Node]:
+        edges = [] if top.name() in TAPS else parents(top)
+        return [edge[0] for edge in edges if edge not in ends and depends(edge[0])]
+
+    return (top for top in walk([node], onward) if top.name() not in TAPS)
 
 
 def _mixes(node: Node, outputs: Outputs, depends: Dependence) -> bool:

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.layers.call import BatchAxis, samples_first
-from gradguard.per_sample.loss.graph import Root, Unreadable, parents
+from gradguard.per_sample.loss.graph import Root, Unreadable, parents, walk
 from gradguard.state.generators import seeded_normal
 from gradguard.torch_private import input_metadata_of, version_of
 
@@ -92,15 +92,9 @@ class Outputs:
 
     def operations_behind(self, value: Tensor) -> frozenset[str]:
         """Return the names of the operations between these outputs and a value."""
-        names, seen, ends = set(), set(), {edge.node for edge in self._edges}
-        stack = [get_gradient_edge(value).node]
-        while stack:
-            node = stack.pop()
-            if node not in seen and node not in ends:
-                seen.add(node)
-                names.add(node.name())
-                stack += [child for child, _ in node.next_functions if child is not None]
-        return frozenset(names)
+        ends = {edge.node for edge in self._edges}
+        places = walk([get_gradient_edge(value).node], lambda n: [] if n in ends else [one for one, _ in parents(n)])
+        return frozenset({node.name() for node in places if node not in ends})
 
     def and_of(self, other: "Outputs") -> "Outputs":
         """Return these and the ones of another call."""
@@ -288,15 +282,9 @@ def _reached(node: Node, number: int, edges: Sequence[GradientEdge]) -> list[int
         places[edge.node, edge.output_nr].append(i)
     if (node, number) in places:
         return places[node, number]
-    pending, known, found = [node], {node}, set[int]()
-    while pending:
-        for child, output in parents(pending.pop()):
-            if (child, output) in places:
-                found.update(places[child, output])
-            elif child not in known:
-                known.add(child)
-                pending.append(child)
-    return sorted(found)
+    nodes = walk([node], lambda one: [edge[0] for edge in parents(one) if edge not in places])
+    ends = {edge for one in nodes for edge in parents(one) if edge in places}
+    return sorted(i for edge in ends for i in places[edge])
 
 
 def _normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class _Loss:
 
     def readings(self, term: LossTerm) -> list[Reading]:
         """Return what the numbers of a term may be."""
-        return readings(term, self.totals, self.reduction == "token_mean")
+        return readings(term, self.totals, self.reduction)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def loss_parts(
     known: LossParts | None = None,
     ledger: Ledger | None = None,
     constant_sizes: Set[int] = frozenset(),
-    declared: Set[float] = frozenset(),
+    declared: Sequence[float] = (),
 ) -> LossParts:
     """Compare each sample's part in a loss with the sample's own loss; before the backward, which frees the graph.
 
@@ -151,6 +152,8 @@ def loss_parts(
         found_paths = list(paths(roots, depends, outputs.values, declared))
         owners = known.owners if known else [None] * len(found_paths)
         ends = [_rows(path, outputs, depends, owner) for path, owner in zip(found_paths, owners, strict=True)]
+        if ledger.strict:
+            _refuse_undeclared(found_paths, declared)
         if ledger.strict and outputs.batch_size > 1:
             _refuse_cut(ends)
         terms = [end.term(scale) for end in ends]
@@ -259,6 +262,24 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
     return LossParts("right", factors=factors[0] if factors else None, divided_by=divided_by, page=candidate)
 
 
+def _refuse_undeclared(found: Sequence[Path], declared: Sequence[float]) -> None:
+    """Check that no number is taken for a declared one because it equals that: each was declared where it stands.
+
+    Raises:
+        Refused: If more operations take a number than were declared.
+    """
+    nodes = {c.node: c.number for path in found for c in path.constants if c.origin == "declared"}
+    for number in nodes.values():
+        taken, said = (
+            sum(math.isclose(one, number, rel_tol=1e-12) for one in each) for each in (nodes.values(), declared)
+        )
+        if taken > said:
+            raise Refused(
+                f"{taken} operations take the number {number:.6g}, and {said} of them were declared: another may have "
+                "been counted from the batch. Say clipper.constant(number) at each place where it stands"
+            )
+
+
 def _refuse_cut(found: Sequence[SampleRows]) -> None:
     """Check that the loss cuts or fills no rows at a place that may be the length of the longest sample.
 
@@ -336,11 +357,6 @@ _WHOLE = (
     "a float that is a constant, or say clipper.constant(number) where it stands in the loss"
 )
 
-_OF_ONE = (
-    "a sum over the only sample was multiplied by {:.6g}, a constant or 1 over a count. Begin with a batch of several "
-    "samples, or take the mean"
-)
-
 _EITHER = (
     "a mean was multiplied by {:.6g}, a constant or 1 over the part of its rows that count. Divide by the number of "
     "rows that count, or use a constant that does not depend on the batch"
@@ -396,7 +412,7 @@ def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[tu
             raise Unreadable("a mean of single samples' terms is over other values, too")
         share = counts * mean if mean != 1 else None
         constants = tuple(constant for constant in mine[0].constants if nodes[constant.node] > 1)
-        mean_of_one = int((counts > 0).sum()) == 1 and all(term.mean_of_one for term in mine)
+        of_one = int((counts > 0).sum()) == 1 and all(term.is_mean for term in mine)
         joined.append(
             LossTerm(
                 counts,
@@ -407,10 +423,9 @@ def _joined(found: Sequence[Path], terms: Sequence[LossTerm], kinds: Sequence[tu
                 [],
                 constants,
                 counts,
-                mean_of_one=mean_of_one,
                 summed=counts,
                 width=mine[0].width,
-                is_mean=share is not None,
+                is_mean=share is not None or of_one,
                 numbers=_numbers(mine),
             )
         )
@@ -608,22 +623,9 @@ def _undeclared(is_mean: bool, found: float, expected: float, reduction: str) ->
     )
 
 
-def _is_whole(number: float) -> bool:
-    return abs(number) >= 1 and math.isclose(number, round(number), rel_tol=1e-9)
-
-
 def _of_row(constant: Constant, term: LossTerm) -> bool:
     """Tell whether a divisor is the number of values that a row has along some dimensions, which never changes."""
     return constant.divides and any(n > 1 and math.isclose(abs(1 / constant.value), n) for n in term.inner)
-
-
-def _multiplied(factor: float, batch_size: int) -> str:
-    of = "samples" if math.isclose(factor, batch_size) or math.isclose(1 / factor, batch_size) else "rows"
-    return (
-        f"a mean was multiplied by {factor:.6g}, a constant or the number of {of}. Use a constant that does not depend "
-        "on the batch, and another than the number of samples in the first one. (If it is the number of mini-batches, "
-        "leave the division away: the clipper averages over all samples by itself)"
-    )
 
 
 def _by(reading: Reading, term: LossTerm, reduction: str) -> Tensor:
@@ -632,18 +634,16 @@ def _by(reading: Reading, term: LossTerm, reduction: str) -> Tensor:
     Raises:
         Refused: If the term is not what it is said to be then.
     """
-    number, size = reading.constant, len(term.weights)
-    if reading.what in {"times", "divided once more"} and term.share is not None and number is not None:
-        if reduction != "sum":
-            raise Refused(_multiplied(abs(number.value), size))
-        if reading.what == "divided once more":
-            return _compared(term, term.share, "sum")
-        return _compared(term, term.share, "mean") if reading.of_samples else torch.ones_like(term.weights)
+    number = reading.constant
+    if reading.what == "times rows":
+        return torch.ones_like(term.weights)
+    if reading.what == "times samples":
+        return _compared(term, cast("Tensor", reading.share), "mean")
     if reading.share is None:
         return _judged_sum(term, reduction)
-    multiplied = term.share is None and reduction == "sum" and number is not None and not number.divides
-    if multiplied and number and not math.isclose(abs(1 / number.value), size, rel_tol=number.precision):
-        raise Refused(f"a sum over samples was multiplied by {number.value:.3g}, a constant or 1 over the rows")
+    multiplied = number if term.share is None and reduction == "sum" and number and not number.divides else None
+    if multiplied and not math.isclose(abs(1 / multiplied.value), len(term.weights), rel_tol=multiplied.precision):
+        raise Refused(f"a sum over samples was multiplied by {multiplied.value:.3g}, a constant or 1 over the rows")
     return _compared(term, reading.share, reduction)
 
 
@@ -677,26 +677,19 @@ def _judged_sum(term: LossTerm, reduction: str) -> Tensor:
     partly = (term.labels and count > batch_size) or count < term.size  # labels of several places, or a mask
     users = {c.node: abs(1 / c.value) for c in term.constants if c.divides and not _of_row(c, term)}
     divisor = math.prod(users.values())
-    counted = float(divisor).is_integer() and divisor >= 2
-    if counted and (reduction != "sum" or (partly and divisor >= count / 2)):
-        hint = ""
-        if term.labels:
-            hint = " (counted before the shift, or for several mini-batches?)"
-        elif divisor % batch_size == 0:
-            hint = " (that of several mini-batches? The clipper averages over all of them by itself)"
+    if divisor % 1 == 0 and divisor >= 2 and (reduction != "sum" or (partly and divisor >= count / 2)):
         own = term.weights if partly else ones  # a sum of a sample's own, or its mean where rows are counted
         raise Coupled(
-            f"a sum over {count:.4g} {'labels' if term.labels else 'rows'} was divided by {divisor:.6g}, which is "
-            f"neither their number nor the number of samples ({batch_size}){hint}. {_ADVICE}",
+            f"a sum over {count:.4g} rows was divided by {divisor:.6g}, which is neither their number nor the number "
+            f"of samples ({batch_size}). (Labels counted before a shift, or for several mini-batches? The clipper "
+            f"averages over all of these by itself.) {_ADVICE}",
             (own * batch_size / divisor).where(term.weights > 0, math.nan),
         )
     if reduction == "sum" or batch_size == 1:
         return ones
-    if not term.even:
-        raise Refused(f"a sum over samples has unequal weights, which may hold 1/{batch_size}")
     factor = math.prod(abs(c.value) for c in term.constants)
-    if factor * batch_size < 1:
-        raise Refused(f"a sum over samples was multiplied by {factor:.3g}, which may hold 1/{batch_size}")
+    if not term.even or factor * batch_size < 1:
+        raise Refused(f"the rows of a sum are weighed, or multiplied by {factor:.3g}, which may hold 1/{batch_size}")
     raise Coupled("it is a sum. Use loss_reduction='sum', or divide by the number of samples", ones * batch_size)
 
 
