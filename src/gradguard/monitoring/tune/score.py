@@ -33,7 +33,8 @@ class Run:
         failed: Whether it ended with an error.
         clip_share: The share of its steps that were clipped.
         stopped: Whether it was ended early, because it had diverged.
-        metric: What it is judged by in place of its last losses, NaN where it has none; None for these losses.
+        metric: The number that it is judged by in place of its last losses, NaN where none was printed; None for these
+            losses.
     """
 
     rule: str

@@ -66,7 +66,7 @@ def is_told(ranked: Sequence[Score]) -> bool:
     """Tell whether the first of several rules is known to be better than all others.
 
     Args:
-        ranked: What `scores` returned.
+        ranked: Scores, the best first, as `scores` returns them.
 
     Returns:
         Whether it is.
@@ -78,7 +78,7 @@ def sentence(ranked: Sequence[Score]) -> str:
     """Say in one sentence which rule trained best.
 
     Args:
-        ranked: What `scores` returned.
+        ranked: Scores, the best first, as `scores` returns them.
 
     Returns:
         The sentence.
@@ -158,7 +158,7 @@ def command(trials: Trials, ranked: Sequence[Score]) -> str:
 
     Args:
         trials: The trials.
-        ranked: What `scores` returned of them.
+        ranked: Their scores, the best first.
     """
     best, *others = ranked
     target = shlex.join(word.replace("{seed}", "1") for word in trials.plan.target)
