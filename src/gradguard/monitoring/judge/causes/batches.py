@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from gradguard.monitoring.judge.cause import Evidence, Sign
 from gradguard.monitoring.judge.numbers import median, medians, number, plain_threshold
-from gradguard.monitoring.judge.signals import FAR, Curve, RunSignals, middle, period_of
+from gradguard.monitoring.judge.signals import FAR, OUTBURST_TIMES, Curve, RunSignals, middle, period_of
 
 FEWEST_OUTBURSTS = 3
 CALM_SHARE = 0.2
@@ -21,6 +21,9 @@ TINY = 0.1
 
 FALLEN = 0.1
 """Of the level before: data that have become so easy, right after they surprised the model, are others."""
+
+STAYS = 0.2
+"""Of the loss of a step that leapt: where the next dozen stays above it, and far above what was before, it stays up."""
 
 EQUAL = 1.15
 """By how much the longest distance between two changes of level may exceed the shortest."""
@@ -48,7 +51,7 @@ def bad_batches(signals: RunSignals) -> Sign | None:
     if period is not None:  # what lies beside the grid is what such a batch left behind
         phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
         places = [place for place in places if place % period == phase]
-    if not places:
+    if not places or _stay_up(signals, places):
         return None
     broken = _broken_by(signals, places)
     if not broken and not _are_exceptions(signals, places):
@@ -97,6 +100,15 @@ def _is_usual(signals: RunSignals, places: Sequence[int]) -> bool:
         if sum(value <= 0.5 * leap for value in since) >= (1 - CALM_SHARE) * len(since) > 0:
             return False
     return True
+
+
+def _stay_up(signals: RunSignals, places: Sequence[int]) -> bool:
+    """Whether losses stay where most of the leaps took them, and come down by learning: other data, and no batch."""
+    stays, loss = 0, signals.loss
+    for place in places:
+        here, after = loss.at(place), middle(loss.known(place + 1, place + 13))
+        stays += here > after > max(STAYS * here, OUTBURST_TIMES * loss.usual(place))
+    return stays > 0.6 * len(places)
 
 
 def _are_harmless(signals: RunSignals, places: Sequence[int]) -> bool:
@@ -149,6 +161,9 @@ def level_changes(signals: RunSignals) -> Sign | None:
     up, loss = _level_shift(signals), signals.loss
     place = up or _fall(signals)
     if place is None or _was_thrown(signals, place):
+        return None
+    rates = [rate for rate in signals.rates[place - 3 : place + 1] if rate]
+    if rates and max(rates) > 2 * min(rates):
         return None
     low, high, step = middle(loss.known(place - 20, place)), middle(loss.known(place, place + 20)), signals.named(place)
     level = f"{number(high)} from step {step} on"
