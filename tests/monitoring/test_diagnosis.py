@@ -151,7 +151,7 @@ CASES = {
         "leapt up, at step 200.*from 0.01 to 1"),
     "rate too high, thrown up": (
         run([2.0, 9.0, 30.0, 12.0, *flat(396, 2.4, 0.05)]), "rate_too_high",
-        r"ends at 2.\d\d, above its start.*by 0.3, from 0.1 to 0.03.*raised the loss from 2.* to 30"),
+        r"went from 2.00 to 2.\d\d.*by 0.3, from 0.1 to 0.03.*raised the loss from 2.* to 30"),
     "rate too high, Adam without a sign in the norms": (
         run(flat(), lr=0.1, optimizer="Adam", eps=1e-8, meta=FLAT_META, tensors=lines(TENTH, 0.2, grow=8.0)),
         "rate_too_high", "by 0.1, from 0.1 to 0.01.*changes the usual weight by 20 %"),

@@ -1,7 +1,6 @@
 """`gradguard tune`: which rule trains best, judged on numbers; what is run, by a stand-in for `gradguard run`."""
 
 import json
-import math
 import random
 import re
 import signal
@@ -18,7 +17,7 @@ from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.tune import trials
 from gradguard.monitoring.tune.candidates import candidates
-from gradguard.monitoring.tune.score import Mean, Run, diverged_at, last_loss, mean_of, scores, seeds_to_tell, student_t
+from gradguard.monitoring.tune.score import Run, diverged_at, last_loss, mean_of, scores, student_t
 from gradguard.monitoring.tune.show import sentence
 
 
@@ -48,13 +47,6 @@ def test_an_interval_holds_what_it_promises():
         found = mean_of([generator.gauss(3.0, 2.0) for _ in range(3)])
         held += abs(found.value - 3.0) <= found.margin
     assert 0.93 < held / 2000 < 0.97
-
-
-def test_the_seeds_that_are_said_to_be_needed_tell_the_difference():
-    needed = seeds_to_tell(Mean(0.5, 2.0, 1.0, 3))
-    for count, told in ((needed - 1, False), (needed, True)):
-        assert (student_t(count - 1) / math.sqrt(count) < 0.5) is told
-    assert seeds_to_tell(Mean(1e-3, 2.0, 1.0, 3)) is None
 
 
 RANKINGS = {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradguard.files.blocks import BlockFile, NewBlock, write_blocks
-from gradguard.files.json_text import DEEPEST, decode_json, depth_of
+from gradguard.files.json_text import decode_json, is_deep
 from gradguard.tensors.layout import is_dense
 from gradguard.torch_private import sparse_indices, sparse_values
 
@@ -204,10 +204,10 @@ class PlainWriter:
             [list(one.like.shape), list(one.like.stride()), dtype_name(one.like.dtype), one.device, one.checksum]
             for one, _ in self._tensors
         ]
-        text = json.dumps({**about, "tensors": tensors, "content": told}, separators=(",", ":"))
-        if depth_of(text.encode()) > DEEPEST:
+        document = {**about, "tensors": tensors, "content": told}
+        if is_deep(document):
             raise PlainError("containers that are nested too deeply")
-        return text
+        return json.dumps(document, separators=(",", ":"))
 
     def _encoded(self, value: Any) -> Any:
         if type(value) is list:

@@ -20,12 +20,12 @@ class ActingClip:
     """One clip of a run.
 
     Attributes:
-        name: What to call it: ``"--clip norm=4.0"``, ``"the script's own norm=1.0"``, or ``"the first (norm at 1.0)"``
+        name: Its name: ``"--clip norm=4.0"``, ``"the script's own norm=1.0"``, or ``"the first (norm at 1.0)"``
             where nobody knows whose it is.
         threshold: Its last threshold, if it has one.
         acted: On how many steps it acted.
         bound: On how many of these it bound; None if its coefficient is not known.
-        coefficient: What it multiplied gradients by on a usual step on which it bound; None without one.
+        coefficient: Its factor on a usual step on which it bound; None without one.
     """
 
     name: str

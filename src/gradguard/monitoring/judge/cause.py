@@ -17,7 +17,7 @@ class Evidence:
 
     Attributes:
         steps: The first and the last step that it is about.
-        words: What was seen, as one sentence with numbers.
+        words: The observation, as one sentence with numbers.
         params: The parameters that it is about, if it is about some.
     """
 
@@ -43,13 +43,13 @@ class Cause:
         key: One of `causes.KEYS`.
         certainty: ``"certain"``, ``"likely"`` or ``"possible"``.
         sentence: One sentence on the run.
-        advice: What to do, in whole sentences that can be followed literally.
+        advice: The steps to take, in whole sentences that can be followed literally.
         evidence: Where it shows, the strongest first.
-        rules_out: What the evidence excludes, in whole sentences.
-        rate_factor: What to multiply the learning rate by, where that is the advice.
+        rules_out: Causes that the evidence excludes, in whole sentences.
+        rate_factor: The number to multiply the learning rate by, where that is the advice.
         threshold: The norm to clip at, where that is part of the advice.
         explains: The keys of the causes that this cause produces by itself.
-        optimizer: What to call the optimizer that it is about, where the record has several.
+        optimizer: The label of the optimizer that it is about, where the record has several.
     """
 
     key: str
@@ -67,7 +67,7 @@ class Cause:
         """Return this cause as one of an optimizer among several.
 
         Args:
-            optimizer: What to call it.
+            optimizer: Its label.
         """
         sentence = f"{capital(optimizer)}: {self.sentence}"
         return replace(self, optimizer=optimizer, sentence=sentence)
@@ -79,9 +79,9 @@ class Sign:
 
     Attributes:
         evidence: Where it shows, the strongest first.
-        words: What fills the gaps in the words of the row.
+        words: Words for the gaps in the row's sentences.
         certainty: How sure it is; empty for what the row says.
-        rate_factor: What to multiply the learning rate by, where that is the advice.
+        rate_factor: The number to multiply the learning rate by, where that is the advice.
         threshold: The norm to clip at, where that is part of the advice.
     """
 
@@ -101,8 +101,8 @@ class Row:
         sign: The evidence that it needs: what it shows by, or None where it does not show.
         certainty: How sure it is, unless the sign says otherwise.
         sentence: One sentence on the run, with gaps in braces.
-        advice: What to do, with gaps in braces.
-        rules_out: What the evidence excludes; a cause that is only possible excludes nothing.
+        advice: The steps to take, with gaps in braces.
+        rules_out: The causes that the evidence excludes; a cause that is only possible excludes nothing.
     """
 
     key: str
@@ -116,7 +116,7 @@ class Row:
         """Return the cause that a sign shows.
 
         Args:
-            sign: What shows.
+            sign: The sign.
             explains: The keys of the causes that it produces by itself.
         """
         certainty = sign.certainty or self.certainty

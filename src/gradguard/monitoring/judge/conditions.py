@@ -104,7 +104,7 @@ def holding(conditions: list[Condition], record: Record) -> list[str]:
     Norms and clipping are judged for each optimizer by itself, and a condition holds if it holds for one of them.
 
     Args:
-        conditions: What `parse_conditions` returned.
+        conditions: Conditions, as `parse_conditions` returns them.
         record: The record of a run.
 
     Returns:

@@ -24,7 +24,8 @@ class Diagnosis:
         causes: The causes, ranked; never empty.
         helped: Whether the decision that this run followed has helped, in one sentence; empty where it followed none.
         parts: The diagnosis of each optimizer with its label, where the record has several.
-        progress: That the run learns all the same, where its loss fell, no finding warns and the cause is not certain.
+        progress: A sentence that the run learns all the same, where its loss fell, no finding warns and the cause is
+            only likely.
     """
 
     causes: tuple[Cause, ...]

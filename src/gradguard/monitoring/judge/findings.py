@@ -46,10 +46,10 @@ class Finding:
     """Something about a run that a person should know, and what to do about it.
 
     Attributes:
-        kind: What it is: an event kind of the record, such as ``"dead_layer"``.
+        kind: The kind of event of the record, such as ``"dead_layer"``.
         severity: ``"error"`` (the run is damaged), ``"warning"`` (it may be) or ``"info"``.
-        message: What was seen, with numbers.
-        advice: What to do.
+        message: The observation, with numbers.
+        advice: The steps to take.
         first_step: The step where it began.
         last_step: The last step where it was seen.
         params: The parameters it is about, if it is about some.
@@ -81,9 +81,9 @@ class Episode:
         last: The last step on which it was seen.
         count: On how many steps it was seen.
         params: The parameters that it is about.
-        numbers: What the message says.
+        numbers: The numbers of the message.
         harmless: Whether no step with the fault changed a weight, or the fault may be meant.
-        text: What else the message says.
+        text: Further words of the message.
         later: Later episodes of the same fault, as first and last step.
     """
 
@@ -175,7 +175,7 @@ class Log:
         """Return the episode that a fault on step ``i`` belongs to, with that step added; None if it begins one.
 
         Args:
-            key: What tells it from other faults.
+            key: The name of the fault, unlike that of other faults.
             i: The step.
             value: How bad it is there: the message tells the largest or the smallest.
         """
@@ -203,15 +203,6 @@ class Log:
             self.begin(key, kind, first, i, **more)
         else:
             episode.harmless = episode.harmless and more.get("harmless", False)
-
-    def same(self, key: str, other: str) -> None:
-        """Let ``other`` tell of the open episode of ``key`` too.
-
-        Args:
-            key: What the episode was begun with.
-            other: What else belongs to it.
-        """
-        self._open[other] = self._open[key]
 
     def begin(self, key: str, kind: Kind, first: int, last: int, **more: Any) -> Episode:
         """Begin an episode.
@@ -326,9 +317,9 @@ def said(severity: str, message: str, advice: str, harmless: Words | None = None
 
     Args:
         severity: The severity.
-        message: What was seen, in which the numbers of an episode stand by name, ``{steps}`` for how many steps it has,
+        message: The observation, in which the numbers of an episode stand by name, ``{steps}`` for its number of steps,
             ``{names}`` for its parameters, and ``{is_}``, ``{has}`` or ``{changes}`` for a verb that they need.
-        advice: What to do.
+        advice: The steps to take.
         harmless: All three of an episode that is harmless, where they are others.
     """
     usual = severity, message, advice

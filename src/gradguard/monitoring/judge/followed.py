@@ -42,7 +42,7 @@ def helped(signals: RunSignals) -> str:
     The losses are compared at the same step, and the difference with what chance makes of both.
 
     Args:
-        signals: What the run shows.
+        signals: The signals of the run.
     """
     before = signals.record.meta.get("followed") or {}
     if before.get("cause") in (None, "healthy", "unknown") or not signals.count:

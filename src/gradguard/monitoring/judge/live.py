@@ -234,7 +234,7 @@ def event_line(found: Finding, i: int) -> Line:
     """Return the ``event`` line that tells a finding.
 
     Args:
-        found: What was found.
+        found: The finding.
         i: The step on which it is told.
     """
     fields = {

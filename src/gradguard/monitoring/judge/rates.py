@@ -25,7 +25,7 @@ class LowerRate:
     """The first remedy of a run whose learning rate was too high.
 
     Attributes:
-        factor: What to multiply the rate by.
+        factor: The number to multiply the rate by.
         threshold: The norm to clip at; None where no norm is known.
         advice: Both in whole sentences.
     """
@@ -42,7 +42,7 @@ def lower_rate(signals: RunSignals, place: int | None = None) -> LowerRate:
     steps it is their median. None is read from norms that were huge from the start, or that eps swallows.
 
     Args:
-        signals: What the run shows.
+        signals: The signals of the run.
         place: Where it broke; None for a run that was wrong from the start.
     """
     norms = [norm for norm in signals.norms[: place or _FIRST] if norm]

@@ -38,9 +38,9 @@ class Recommendation:
         headline: The decision in one sentence.
         reason: Plain sentences that a person can act on.
         threshold: The constant of ``"keep"``, ``"constant"`` and ``"fix"``, or None.
-        rule: What ``gradguard run --clip`` takes, such as ``"norm=1.3"`` or ``"median"``; None where there is no rule
+        rule: A rule for ``gradguard run --clip``, such as ``"norm=1.3"`` or ``"median"``; None where there is no rule
             to try.
-        rate_factor: What to multiply the learning rate by, of ``"fix"``.
+        rate_factor: The number to multiply the learning rate by, of ``"fix"``.
         experiment: Whether the record cannot say which clip is best, and ``gradguard tune`` can.
         clip_share: On which share of the usable steps the threshold would have bound.
         usable_steps: How many steps the numbers rest on.

@@ -589,7 +589,7 @@ class RunSignals:
         """Return the evidence of what shows up to the last step.
 
         Args:
-            words: What was seen.
+            words: The observation, as one sentence.
             params: The parameters that it is about, if it is about some.
             since: The number of the step on which it begins; None for the first.
         """

@@ -52,7 +52,7 @@ class SpikeFinder(Generic[_T]):
 
         Args:
             norm: The next norm; one without a logarithm is no spike and no neighbour.
-            about: What belongs to it, such as its position.
+            about: Any value that belongs to it, such as its position.
         """
         if not 0 < norm < math.inf:
             return []

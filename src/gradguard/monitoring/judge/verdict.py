@@ -51,7 +51,7 @@ class Verdict:
         usable_steps: Those of them after the warm-up, with a norm above 0.
         clips: Each clip by itself, in the order in which they act.
         skipped_spikes: Those of the ``skipped_steps`` that a guard left out as finite spikes (`SkipSpikes`).
-        recovery: What `SpikeRecovery` did about spikes; None where the record tells of nothing.
+        recovery: The work of `SpikeRecovery` on spikes; None where the record tells of nothing.
         parts: The verdict on each optimizer with its label, where the record has several. Then ``sentence`` is theirs
             one after the other, ``threshold`` the one that all share, a spike one among its own optimizer's norms,
             and every other number is of all steps together.

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +20,6 @@ ABOVE_START = 2.0
 """Without this, a run that learns slowly would have diverged as soon as the others are good."""
 
 _SMOOTH = 10  # steps of which the median is compared, so that one batch decides nothing
-_MOST_SEEDS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,8 @@ class Run:
         failed: Whether it ended with an error.
         clip_share: The share of its steps that were clipped.
         stopped: Whether it was ended early, because it had diverged.
-        metric: What it is judged by in place of its last losses, NaN where it has none; None for these losses.
+        metric: The number that it is judged by in place of its last losses, NaN where none was printed; None for these
+            losses.
     """
 
     rule: str
@@ -79,8 +78,6 @@ class Score:
             and where there is no such seed.
         worse: Whether it is known to be worse than the best: it diverged or failed on more seeds, or the interval of
             the difference is on the wrong side of 0.
-        seeds_needed: With how many seeds in all a difference of this size would be told; None where it is told
-            already, where more than 1,000 would be needed, or where nothing is known of its spread.
     """
 
     rule: str
@@ -91,7 +88,6 @@ class Score:
     clip_share: float
     difference: Mean | None = None
     worse: bool = False
-    seeds_needed: int | None = None
 
 
 def scores(runs: Sequence[Run], maximize: bool = False) -> list[Score]:
@@ -223,23 +219,6 @@ def student_t(freedom: int, level: float = 0.95) -> float:
     return math.tan(low) * math.sqrt(freedom)
 
 
-def seeds_to_tell(difference: Mean) -> int | None:
-    """Return with how many seeds a difference of this mean and spread would be above 0; None for more than 1,000.
-
-    Args:
-        difference: The mean difference, with a deviation.
-
-    Example:
-        >>> seeds_to_tell(Mean(1.0, 2.5, 1.0, 3)), seeds_to_tell(Mean(0.0, 2.5, 1.0, 3))
-        (7, None)
-    """
-    if not difference.deviation or not difference.value:
-        return None
-    ratio = abs(difference.value) / difference.deviation
-    needed = 2 + bisect_left(range(2, _MOST_SEEDS + 1), True, key=lambda n: student_t(n - 1) < ratio * math.sqrt(n))
-    return needed if needed <= _MOST_SEEDS else None
-
-
 def same_start(first: Losses, second: Losses) -> bool:
     """Tell whether two runs began alike, as those of a script do that sets its seed itself.
 
@@ -317,5 +296,4 @@ def _against(best: Score, score: Score, sign: int) -> Score:
     difference = mean_of(differences) if differences else None
     lost_more = _rank(score, sign)[0] > _rank(best, sign)[0]
     told = difference is not None and difference.margin is not None and sign * difference.value > difference.margin
-    needed = None if told or lost_more or difference is None else seeds_to_tell(difference)
-    return replace(score, difference=difference, worse=lost_more or told, seeds_needed=needed)
+    return replace(score, difference=difference, worse=lost_more or told)

@@ -28,7 +28,7 @@ def summary(trials: Trials) -> dict[str, Any]:
         "sentence": sentence(ranked),
         "winner": ranked[0].rule if is_told(ranked) else None,
         "rules": [asdict(score) for score in ranked],
-        "notes": notes(trials, ranked),
+        "notes": notes(trials),
         "command": command(trials, ranked),
         "metric": None if trials.plan.metric is None else trials.plan.metric.pattern,
         "steps": trials.plan.steps,
@@ -57,7 +57,7 @@ def print_summary(trials: Trials, console: "Console | None" = None) -> None:
         ("clip", "last loss" if trials.plan.metric is None else "metric", "against the best", "diverged", "clipped"),
         rows,
     )
-    for note in notes(trials, ranked):
+    for note in notes(trials):
         console.print(note, markup=False, highlight=False)
     console.print(command(trials, ranked), style="bold", markup=False, highlight=False, soft_wrap=True)
 
@@ -66,7 +66,7 @@ def is_told(ranked: Sequence[Score]) -> bool:
     """Tell whether the first of several rules is known to be better than all others.
 
     Args:
-        ranked: What `scores` returned.
+        ranked: Scores, the best first, as `scores` returns them.
 
     Returns:
         Whether it is.
@@ -78,7 +78,7 @@ def sentence(ranked: Sequence[Score]) -> str:
     """Say in one sentence which rule trained best.
 
     Args:
-        ranked: What `scores` returned.
+        ranked: Scores, the best first, as `scores` returns them.
 
     Returns:
         The sentence.
@@ -113,12 +113,11 @@ _TRAINING_LOSS = (
 )
 
 
-def notes(trials: Trials, ranked: Sequence[Score]) -> list[str]:
+def notes(trials: Trials) -> list[str]:
     """Return what to know before believing the numbers.
 
     Args:
         trials: The trials.
-        ranked: What `scores` returned of them.
     """
     found = [_TRAINING_LOSS if trials.plan.metric is None else "The metric has 95 % intervals over seeds."]
     script = next((word for word in trials.plan.target if not word.startswith("-")), "the script")
@@ -151,10 +150,6 @@ def notes(trials: Trials, ranked: Sequence[Score]) -> list[str]:
         elif run.metric is not None and math.isnan(run.metric) and not run.stopped:
             of_metrics.append(f"{run.rule} with seed {run.seed} printed no finite metric and {see}")
     found += of_errors + of_metrics
-    needed = [score for score in ranked if score.seeds_needed]
-    if needed and not trials.seeds_itself:
-        shown = ", ".join(f"{score.seeds_needed} for {score.rule}" for score in needed)
-        found.append(f"Seeds in all that would tell such a difference to {ranked[0].rule}: {shown}.")
     return found
 
 
@@ -163,21 +158,18 @@ def command(trials: Trials, ranked: Sequence[Score]) -> str:
 
     Args:
         trials: The trials.
-        ranked: What `scores` returned of them.
+        ranked: Their scores, the best first.
     """
     best, *others = ranked
     target = shlex.join(word.replace("{seed}", "1") for word in trials.plan.target)
     without = next((score for score in others if score.rule == NONE), None)
-    if best.loss is None or (
-        not trials.seeds_itself and best.rule != NONE and without is not None and not without.worse
-    ):
-        needed = min((score.seeds_needed for score in others if score.seeds_needed), default=None)
-        if best.loss is None or needed is None:
-            return f"gradguard report {trials.plan.folder}/*"
+    if best.loss is None:
+        return f"gradguard report {trials.plan.folder}/*"
+    if not trials.seeds_itself and best.rule != NONE and without is not None and not without.worse:
         tried = " ".join(f"--rule {score.rule}" for score in ranked if score.rule != NONE)
         judged = "" if trials.plan.metric is None else f"--metric {shlex.quote(trials.plan.metric.pattern)} "
         judged += "--maximize " * trials.plan.maximize
-        return f"gradguard tune --seeds {needed} {judged}{tried} {shlex.join(trials.plan.target)}"
+        return f"gradguard tune --seeds {2 * trials.plan.seeds} {judged}{tried} {shlex.join(trials.plan.target)}"
     if best.rule == NONE:
         return f"gradguard run {target}"
     if trials.clips_itself:

@@ -69,7 +69,7 @@ class Trials:
         seeds_itself: Whether the second seed began as the first, so that others would too.
         clips_itself: Whether the script clips without us.
         optimizers: How many optimizers step.
-        suggested: What the record says of the rule to try; empty where the rules were named.
+        suggested: A sentence on the rule that the record recommends; empty where the rules were named.
     """
 
     def __init__(self, plan: TrialPlan, tell: Callable[[str], object]) -> None:

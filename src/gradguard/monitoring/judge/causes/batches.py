@@ -25,14 +25,14 @@ FALLEN = 0.1
 STAYS = 0.2
 """Of the loss of a step that leapt: where the next dozen stays above it, and far above what was before, it stays up."""
 
-APART, EQUAL = 30, 1.15
-"""Steps between two changes of level; and by how much the longest distance between two may exceed the shortest."""
+EQUAL = 1.15
+"""By how much the longest distance between two changes of level may exceed the shortest."""
 
 FASTER = 1.5
 """From a quarter of the run to the next: a loss whose fall grows by more has no bound that it comes near."""
 
-SETTLES, FAR_GROWN = 0.3, 10.0
-"""Of its growth in the second half: a weight that grew less settles, unless it is so many times its start."""
+SETTLES = 0.3
+"""Of its growth in the second half: a weight that grew less settles."""
 
 RECENT, THROWN = 24, 1.5
 """Norms, and times the largest of them: what a gradient above that does to the loss is no change of the data."""
@@ -51,7 +51,7 @@ def bad_batches(signals: RunSignals) -> Sign | None:
     if period is not None:  # what lies beside the grid is what such a batch left behind
         phase = max(places, key=lambda first: sum((place - first) % period == 0 for place in places)) % period
         places = [place for place in places if place % period == phase]
-    if not places or _was_lost_before(signals, places[0]) or _stay_up(signals, places):
+    if not places or _stay_up(signals, places):
         return None
     broken = _broken_by(signals, places)
     if not broken and not _are_exceptions(signals, places):
@@ -102,13 +102,6 @@ def _is_usual(signals: RunSignals, places: Sequence[int]) -> bool:
     return True
 
 
-def _was_lost_before(signals: RunSignals, place: int) -> bool:
-    """Whether the loss was thrown up before the first leap, and never came below its start: not by a batch."""
-    curve = signals.curve
-    highest = max(signals.loss.known(1, place), default=0.0)
-    return curve.best > 0.85 * curve.start > 0 and highest > 1.5 * curve.start + 6 * min(curve.noise, curve.start)
-
-
 def _stay_up(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether losses stay where most of the leaps took them, and come down by learning: other data, and no batch."""
     stays, loss = 0, signals.loss
@@ -152,8 +145,7 @@ def _broken_by(signals: RunSignals, places: Sequence[int]) -> bool:
     stays = curve.final > 1.1 * before or signals.ends_lost
     if not stays or length.at(place) < 2.5 * length.usual(place):  # heavy noise in the targets of a robust loss
         return False
-    falls = any(after < 0.3 * before for before, after in pairwise(after))  # else other data
-    return falls or max(after, default=math.nan) > 2 * loss.at(place)
+    return max(after, default=math.nan) > 2 * loss.at(place) or any(later < 0.3 * one for one, later in pairwise(after))
 
 
 def _comes_at_once(signals: RunSignals, place: int) -> bool:
@@ -225,8 +217,7 @@ def _level_shift(signals: RunSignals) -> int | None:
 
 def _recur(leaps: Sequence[int]) -> bool:
     """Whether the level leaps at equal distances: harder data by plan, as sequences that grow every epoch."""
-    firsts = [place for before, place in pairwise([-math.inf, *leaps]) if place - before > APART]
-    gaps = [after - before for before, after in pairwise(firsts)]
+    gaps = [after - before for before, after in pairwise(leaps)]
     return len(gaps) >= 3 and max(gaps) < EQUAL * min(gaps)
 
 
@@ -263,9 +254,8 @@ def _growing_weight(signals: RunSignals) -> tuple[str, float] | None:
         logs = [math.log(weight) for weight in weights]
         steps = [after - before for before, after in pairwise(logs)]
         settles = weights[-1] - weights[len(weights) // 2] < SETTLES * (weights[-1] - weights[0])
-        if settles and weights[-1] < FAR_GROWN * weights[0]:
-            continue
-        if max(steps) < 0.7 * (logs[-1] - logs[0]) and sum(step > 0 for step in steps) > 0.8 * len(steps):
+        creeps = max(steps) < 0.7 * (logs[-1] - logs[0]) and sum(step > 0 for step in steps) > 0.8 * len(steps)
+        if creeps and not settles:
             found.append((layer.name, weights[-1] / weights[0]))
     return max(found, key=lambda one: one[1]) if found else None
 

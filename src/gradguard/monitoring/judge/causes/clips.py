@@ -32,7 +32,7 @@ class _Binding:
         of_all: Whether there is one clip, which sees all gradients.
         coefficient: The factor by which they multiply gradients on a usual step.
         seen: On which share of the steps they bind, in a sentence.
-        words: What the rows of the table say of them.
+        words: Words for the gaps of the table's rows.
         threshold: The norm that leaves ordinary steps alone; None where no clip sees all gradients.
     """
 

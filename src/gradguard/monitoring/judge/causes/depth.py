@@ -28,9 +28,6 @@ AMPLIFIES, DAMPS = 1.2, 0.3
 ABOVE, FAR_ABOVE = 4.0, 100.0
 """Times its weight: a first gradient as the usual weight hardly has, and none whose layers keep the size of values."""
 
-KILLED = 10.0
-"""Times its first norm: a weight whose gradient has died since was driven there by its steps."""
-
 LARGE_GAIN = 2.0
 """By which the usual weight begins to multiply sizes: the largest in use for plain layers is 1.7."""
 
@@ -59,10 +56,8 @@ def vanishes_along_depth(signals: RunSignals) -> Sign | None:
     evidence = [signals.seen(words, [layer.name for layer in below])]
     if signals.eps is not None:
         evidence.append(signals.seen(f"The optimizer's eps is {signals.eps:g}."))
-    alive = statistics.median(layer.gradients[0] for layer in below) > SLOPE * max(one.gradients[0] for one in layers)
-    died = alive and signals.growth > KILLED
     gaps = {"edge": edge, "share": f"{share:.0e}".replace("e-0", "e-")}
-    return Sign(tuple(evidence), gaps, "possible" if died else "likely")
+    return Sign(tuple(evidence), gaps)
 
 
 def _end_of_slope(gradients: list[float]) -> int:

@@ -108,10 +108,7 @@ def all_zero(signals: RunSignals) -> Sign | None:
 
 
 def _starts_at_zero(signals: RunSignals) -> bool:
-    """Whether all weights are 0, or the loss is always the same: no gradient comes through, though nothing is cut."""
-    curve = signals.curve
-    if curve.noise == 0 and max(curve.levels) - min(curve.levels) <= 1e-6 * abs(curve.start):
-        return True
+    """Whether all weights are 0: no gradient comes through, though nothing is cut."""
     return bool(signals.measured) and not any(any(line["weight"]) for line in signals.measured)
 
 
@@ -120,15 +117,12 @@ def frozen(signals: RunSignals) -> Sign | None:
     own, curve = signals.own, signals.curve
     still = [place for place in own if signals.params[place].get("frozen")]
     share = signals.elements(still) / max(1, signals.elements(own))
-    if share < MISSING_SHARE or not curve.is_known:
-        return None
-    only_vectors = all(len(signals.shape(place)) < 2 for place in own if place not in still)
-    if not only_vectors and curve.fallen > 0.3:
+    if share < MISSING_SHARE or not curve.is_known or curve.fallen > 0.3:
         return None
     names = [signals.name(place) for place in still]
     words = f"{len(still)} of {len(own)} parameters of the optimizer have requires_grad=False: {named(names)}."
-    sure = only_vectors or share > 0.5
-    return Sign((signals.seen(words, names),), {"count": len(still), "all": len(own)}, "likely" if sure else "possible")
+    certainty = "likely" if share > 0.5 else "possible"
+    return Sign((signals.seen(words, names),), {"count": len(still), "all": len(own)}, certainty)
 
 
 def cut_off(signals: RunSignals) -> Sign | None:
@@ -164,9 +158,8 @@ def rate_zero(signals: RunSignals) -> Sign | None:
 
 def zero_from_start(signals: RunSignals) -> Sign | None:
     """Return whether gradients of weights are exactly 0 from the first step on, though they are connected."""
-    curve, zeros = signals.curve, _zero_from_start(signals)
-    matrices = sum(len(signals.shape(place)) > 1 for place in signals.own)
-    if not zeros or not curve.is_known or (signals.learns and (2 * len(zeros) < matrices or curve.fallen > 0.3)):
+    zeros = _zero_from_start(signals)
+    if not zeros or not signals.curve.is_known or signals.learns:
         return None
     words = f"The gradient of {named(zeros)} was exactly 0 on every recorded step, from the first one on."
     return Sign((signals.seen(words, zeros),), {"params": named(zeros)})

@@ -315,7 +315,7 @@ def causes_of(signals: RunSignals) -> list[Cause]:
     """Return every cause whose sign shows in a run, in the order of the table.
 
     Args:
-        signals: What the run shows.
+        signals: The signals of the run.
     """
     shown: dict[str, Cause] = {}
     for row in CAUSES:

@@ -64,7 +64,7 @@ class NormLevel:
 
     Args:
         log: Where faults go.
-        loss: What is known of the loss.
+        loss: The loss so far.
         names: The names of the parameters.
     """
 
