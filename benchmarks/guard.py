@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from gradguard.clip.clip_rules import ClipByGlobalNorm
 from gradguard.clip.guard import Guard
-from gradguard.clip.rules import ClipByGlobalNorm
 from pairs import compare
 from shapes import gpt2_small, many_small, resnet50
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from gradguard.clip.clipper import Clipper
 from gradguard.clip.thresholds.adagc import AdaGC
 from gradguard.clip.thresholds.autoclip import AutoClip
-from gradguard.clip.thresholds.base import ThresholdClipper
 from gradguard.clip.thresholds.clip_fraction import ClipFraction
 from gradguard.clip.thresholds.median import ClipByMedian
+from gradguard.clip.thresholds.threshold_rule import ThresholdClipper
 from gradguard.clip.thresholds.zclip import ZClip
 
 SEEDS = (0, 1, 2, 3, 4)

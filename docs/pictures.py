@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradguard.cli import main as gradguard
-from gradguard.monitoring.show.tail import tail as follow
+from gradguard.monitoring.show.live_tail import tail as follow
 from gradguard.named_rules import replayed_rule
 
 HERE = Path(__file__).parent

@@ -677,7 +677,7 @@ def test_a_clip_that_cannot_be_made_stops_the_run(run, monkeypatch, capfd):
     def refuse(*arguments, **options):
         raise UnsupportedGradientError("sharded gradients (DTensor) are not supported yet")
 
-    monkeypatch.setattr("gradguard.clip.each_optimizer.gradients_of", refuse)
+    monkeypatch.setattr("gradguard.clip.guards_of_a_script.gradients_of", refuse)
     code, _ = run(script(), "--clip", "norm=1")
     assert code == 1
     assert "sharded gradients" in capfd.readouterr().err
@@ -1129,7 +1129,7 @@ def test_a_full_disk_does_not_change_how_the_script_ends(run, capfd, monkeypatch
         def flush(self):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.show.sinks.lines"], "RecordWriter", Full)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.show.sinks.text_lines"], "RecordWriter", Full)
     Path("train.py").write_text(script())
     assert main(["run", "--out", "out", "train.py"]) == 0
     assert "No space left" in capfd.readouterr().err

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gradguard.files.fields import list_of, mapping_of, number, object_of, of_type, row_of, text, truth, whole
+from gradguard.files.foreign_fields import list_of, mapping_of, number, object_of, of_type, row_of, text, truth, whole
 
 LARGEST = 1.7976931348623157e308
 ROWS = {

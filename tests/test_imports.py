@@ -84,7 +84,7 @@ def test_no_public_name_hides_a_package():
 
 @pytest.mark.slow
 def test_the_rooms_of_monitoring_are_imported_by_name_and_without_torch():
-    rooms = "record", "record.file", "judge", "judge.verdict", "show", "show.tail"
+    rooms = "record", "record.file", "judge", "judge.judgement", "show", "show.live_tail"
     code = "; ".join(f"import gradguard.monitoring.{room}; gradguard.monitoring.{room}" for room in rooms)
     assert "torch" not in modules_after(code + LOADED)
 

@@ -15,7 +15,7 @@ _PUBLIC = {  # the module that holds them: public names
     "gradguard.backward_clip.append_backward": "append_backward minimize",
     "gradguard.backward_clip.block": "error_clip",
     "gradguard.backward_clip.compiled": "attach_error_clip",
-    "gradguard.backward_clip.rules": "BaseErrorClip ErrorClipByNorm ErrorClipByValue",
+    "gradguard.backward_clip.error_clip_rules": "BaseErrorClip ErrorClipByNorm ErrorClipByValue",
     "gradguard.backward_clip.statistics": "ErrorClipStats",
     "gradguard.check.gradcheck": "gradcheck",
     "gradguard.check.seed_api": "check_grad get_numerical_gradient",
@@ -25,7 +25,7 @@ _PUBLIC = {  # the module that holds them: public names
     "gradguard.clip.guard": "Guard",
     "gradguard.clip.logits": "LogitWatch",
     "gradguard.clip.qk_clip": "QKClip",
-    "gradguard.clip.rules": "ClipByGlobalNorm ClipByNorm ClipByRMS ClipByValue",
+    "gradguard.clip.clip_rules": "ClipByGlobalNorm ClipByNorm ClipByRMS ClipByValue",
     "gradguard.clip.thresholds.adagc": "AdaGC",
     "gradguard.clip.thresholds.autoclip": "AutoClip",
     "gradguard.clip.thresholds.clip_fraction": "ClipFraction",
@@ -35,7 +35,7 @@ _PUBLIC = {  # the module that holds them: public names
     "gradguard.monitoring.observe.monitor": "Monitor",
     "gradguard.monitoring.observe.watch": "watch",
     "gradguard.parity.save": "save_gradients",
-    "gradguard.per_sample.clipper": "PerSampleGradientClipper",
+    "gradguard.per_sample.sample_clipper": "PerSampleGradientClipper",
     "gradguard.per_sample.norm_clippers": (
         "AutoNormClipper FlatNormClipper PerLayerNormClipper PerParameterNormClipper QuantileNormClipper"
     ),

@@ -4,12 +4,12 @@ Subclass `Clipper` (or `ThresholdClipper`) for a clipper, `NormClipper` for per-
 for finite spikes, and `gradguard.BaseErrorClip` for the error clip. The common rules are in `gradguard` itself.
 """
 
-from gradguard.backward_clip.rules import ErrorClipBySampleNorm, ErrorClipNonfinite, ErrorClipZeroAbove
+from gradguard.backward_clip.error_clip_rules import ErrorClipBySampleNorm, ErrorClipNonfinite, ErrorClipZeroAbove
 from gradguard.clip.clipper import Clipper, Decision, describe
 from gradguard.clip.gradients import Gradients, norms_of, total_of
-from gradguard.clip.thresholds.base import ThresholdClipper
+from gradguard.clip.thresholds.threshold_rule import ThresholdClipper
 from gradguard.per_sample.clipping_rule import NormClipper
-from gradguard.spikes.base import Detector
+from gradguard.spikes.spike_policy import Detector
 
 __all__ = [
     "Clipper",

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from gradguard.check.gradcheck import gradcheck
-from gradguard.check.report import GradientReport
+from gradguard.check.gradient_report import GradientReport
 from gradguard.errors import GradientCheckError, ParityError
 from gradguard.parity.compare import Run, compare
-from gradguard.parity.report import ParityReport
+from gradguard.parity.parity_report import ParityReport
 
 __all__ = ["assert_grad", "assert_parity"]
 

@@ -7,7 +7,7 @@ such as one that is not finite. Operations that floats and tensors write differe
 
 A norm may be a float or a tensor, 0-dim, or with one entry for each gradient where a rule treats each by itself. The
 norms of earlier steps are in an object that the step changes in place, ``put(count, value, enters)``: a tensor of fixed
-length in `gradguard.clip.thresholds.base`, lists in `gradguard.threshold_rules`.
+length in `gradguard.clip.thresholds.threshold_rule`, lists in `gradguard.threshold_rules`.
 """
 
 import math

@@ -12,10 +12,10 @@ from cases import GRADIENTS, gradients_in, parameter, random
 from gradguard.clip import compose
 from gradguard.clip import gradients as gradients_of_clip
 from gradguard.clip.adaptive import ClipAdaptive
+from gradguard.clip.clip_rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradguard.clip.clipper import Clipper, Decision, describe
 from gradguard.clip.compose import Chain, Groups
 from gradguard.clip.gradients import norms_of
-from gradguard.clip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError
 from reference import clip_norm as slow_clip
 from reference import total_norm as slow_norm

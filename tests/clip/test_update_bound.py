@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gradguard as gg
-from gradguard.clip.each_optimizer import ClipEachOptimizer
+from gradguard.clip.guards_of_a_script import ClipEachOptimizer
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.threshold_rules import Median
 

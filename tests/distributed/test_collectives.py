@@ -9,7 +9,7 @@ import torch.distributed as dist
 from collectives import Collectives
 
 import gradguard as gg
-from gradguard.distributed import plan
+from gradguard.distributed import norm_plan as plan
 from sharded import LISTS, laid_out, mesh, parameter
 
 pytestmark = pytest.mark.sampled(2)  # rows of each table

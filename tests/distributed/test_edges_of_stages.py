@@ -17,7 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import gradguard as gg
 from cases import random
-from gradguard.distributed import agreement, plan, wrappers
+from gradguard.distributed import agreement, wrappers
+from gradguard.distributed import norm_plan as plan
 from reference import total_norm
 from sharded import Entry, mesh, parameter
 

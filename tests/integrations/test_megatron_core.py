@@ -12,7 +12,7 @@ from gradguard.audit.in_script import AuditDone, ScriptAudit
 from gradguard.parity.compare import compare
 from gradguard.parity.saved import read
 from gradguard.parity.scales import ScriptRun
-from gradguard.parity.script import Saved, ScriptGradients
+from gradguard.parity.script_pair import Saved, ScriptGradients
 from gradguard.script_events import listening
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")

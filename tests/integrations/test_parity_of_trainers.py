@@ -16,7 +16,7 @@ from gradguard.parity.compare import compare
 from gradguard.parity.rounding_runs import merged
 from gradguard.parity.saved import read
 from gradguard.parity.scales import ScriptRun
-from gradguard.parity.script import ScriptGradients
+from gradguard.parity.script_pair import ScriptGradients
 from gradguard.script_events import listening
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))

@@ -12,13 +12,13 @@ from torch.nn.utils import clip_grad
 
 import gradguard as gg
 from gradguard import listeners
-from gradguard.clip.each_optimizer import ClipEachOptimizer
+from gradguard.clip.guards_of_a_script import ClipEachOptimizer
 from gradguard.errors import NonFiniteGradientError
 from gradguard.integrations.timm import dispatch_clip_grad
 from gradguard.listeners import ClipEvent, Listener, announce, listen, tell
 from gradguard.monitoring.judge.diagnosis import diagnose
 from gradguard.monitoring.judge.health import findings
-from gradguard.monitoring.judge.verdict import verdict
+from gradguard.monitoring.judge.judgement import verdict
 from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.record.file import read_record
 

@@ -17,8 +17,8 @@ from rich.console import Console
 from synthetic import log_normal, make_record, steps_of, write_char_rnn, write_gan, write_sick
 
 from gradguard.monitoring.judge.health import findings
+from gradguard.monitoring.judge.judgement import verdict
 from gradguard.monitoring.judge.numbers import number, percent
-from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import Record
 from gradguard.monitoring.show.report import json_summary, print_summary, text_summary
 from gradguard.monitoring.show.report import page as page_module

@@ -14,7 +14,7 @@ from gradguard.monitoring.judge.diagnosis import SYMPTOMS, Cause, diagnose, weig
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.signals import period_of
-from gradguard.monitoring.record.steps import by_optimizer
+from gradguard.monitoring.record.step_rows import by_optimizer
 
 COUNT = 400
 NAMES = [f"layers.{k}.weight" for k in range(10)]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from test_health import FAULTS
 
-from gradguard.monitoring.judge.detectors import KINDS, loop_setup
+from gradguard.monitoring.judge.detectors import KINDS
+from gradguard.monitoring.judge.detectors import loop_faults as loop_setup
 from gradguard.monitoring.judge.findings import Episode
 from gradguard.monitoring.judge.health import findings
 

@@ -15,14 +15,14 @@ from synthetic import write_char_rnn, write_gan, write_sick
 
 from gradguard.errors import CommandError, RecordError
 from gradguard.monitoring.judge.conditions import QUANTITIES, holding, parse_conditions
-from gradguard.monitoring.judge.replay import what_if
+from gradguard.monitoring.judge.rule_replay import what_if
 from gradguard.monitoring.record.file import RecordWriter, read_record
-from gradguard.monitoring.show.replay import print_replay
+from gradguard.monitoring.show.live_tail import Watched
+from gradguard.monitoring.show.replay_table import print_replay
 from gradguard.monitoring.show.report import page
 from gradguard.monitoring.show.report.figures import overlay
 from gradguard.monitoring.show.report.json_summary import text_summary
 from gradguard.monitoring.show.report.summary import print_comparison, print_summary
-from gradguard.monitoring.show.tail import Watched
 from gradguard.monitoring.show.tail_view import event_line, line, view
 
 NASTY: tuple[Any, ...] = (

@@ -10,7 +10,8 @@ import torch
 from synthetic import changed, log_normal, make_record, steps_of
 
 from gradguard.clip.lock_in import LockIn
-from gradguard.monitoring.judge.detectors import KINDS, loop_setup
+from gradguard.monitoring.judge.detectors import KINDS
+from gradguard.monitoring.judge.detectors import loop_faults as loop_setup
 from gradguard.monitoring.judge.findings import SEVERITIES
 from gradguard.monitoring.judge.health import HealthMonitor, findings, lock_in_share
 from gradguard.threshold_rules import LockInAlarm

@@ -12,8 +12,8 @@ from gradguard.cli import main
 from gradguard.monitoring.judge.conditions import QUANTITIES
 from gradguard.monitoring.judge.diagnosis import diagnose
 from gradguard.monitoring.judge.health import findings
+from gradguard.monitoring.judge.judgement import verdict
 from gradguard.monitoring.judge.recommend import recommend
-from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import RecordWriter
 from gradguard.monitoring.show.report import json_summary, text_summary
 

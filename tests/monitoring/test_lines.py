@@ -11,13 +11,13 @@ from test_fuzzed_records import damaged, sound  # noqa: F401 (a fixture)
 
 from gradguard.errors import RecordError
 from gradguard.monitoring.judge.health import HealthMonitor, findings
-from gradguard.monitoring.judge.verdict import window_means
+from gradguard.monitoring.judge.judgement import window_means
 from gradguard.monitoring.observe.step import ParameterTable, StepMeasurement, lines_of
-from gradguard.monitoring.record.fields import parse_line
 from gradguard.monitoring.record.file import read_record
-from gradguard.monitoring.record.lines import Lines
 from gradguard.monitoring.record.reader import JsonlReader
-from gradguard.monitoring.record.steps import in_order
+from gradguard.monitoring.record.record_fields import parse_line
+from gradguard.monitoring.record.record_lines import Lines
+from gradguard.monitoring.record.step_rows import in_order
 from gradguard.threshold_formulas import PLAIN, per_tensor_average, per_tensor_factor
 from gradguard.threshold_rules import PerTensor
 

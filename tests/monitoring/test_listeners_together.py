@@ -21,7 +21,7 @@ from gradguard.monitoring.observe.meta import living_modules
 from gradguard.monitoring.observe.observer import Observer
 from gradguard.monitoring.record.file import read_record
 from gradguard.replacements import Replacement, place_waiting
-from gradguard.resilience.each_optimizer import GuardEachOptimizer
+from gradguard.resilience.recovery_of_a_script import GuardEachOptimizer
 from gradguard.script_events import listening
 
 HEAD = """

@@ -559,7 +559,7 @@ class FakeEvent:
 
 def test_numbers_of_a_device_are_read_when_their_copy_has_landed_and_never_waited_for(monkeypatch):
     monkeypatch.setattr(record_buffer, "FLUSH_ROWS", 2)
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.host_copy"], "are_readable", lambda *tensors: False)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.record_copy"], "are_readable", lambda *tensors: False)
     monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.clips"], "gradient_norms", tensor_norms)
     events = []
 
@@ -567,7 +567,7 @@ def test_numbers_of_a_device_are_read_when_their_copy_has_landed_and_never_waite
         events.append(FakeEvent(flat))
         return events[-1].host, events[-1]
 
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.host_copy"], "copy_to_host", copy)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.record_copy"], "copy_to_host", copy)
     model, lines = a_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Monitor(optimizer, sink=lines.append, model=model):

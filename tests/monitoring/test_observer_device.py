@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gradguard.monitoring.observe import record_buffer
-from gradguard.monitoring.observe.host_copy import AsyncHostCopy
 from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.observe.record_copy import AsyncHostCopy
 from gradguard.monitoring.observe.step import Event
 from gradguard.monitoring.record.file import read_record
 
@@ -52,7 +52,7 @@ class FakeDevice:
 @pytest.fixture
 def device(monkeypatch) -> FakeDevice:
     fake = FakeDevice()
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.host_copy"], "copy_to_host", fake.copy)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.record_copy"], "copy_to_host", fake.copy)
     return fake
 
 

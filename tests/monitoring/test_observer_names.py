@@ -10,7 +10,7 @@ from torch import nn
 
 from gradguard.monitoring.observe import meta
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import label_of
+from gradguard.monitoring.record.step_rows import label_of
 from gradguard.optimizer_hooks import parameters_of
 
 pytestmark = pytest.mark.usefixtures("others_unseen")

@@ -69,7 +69,7 @@ def test_a_loss_belongs_to_a_step_only_if_its_gradients_do(clears, tmp_path):
 
 
 def full_disk(path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sys.modules["gradguard.monitoring.show.sinks.lines"], "RecordWriter", Full)
+    monkeypatch.setattr(sys.modules["gradguard.monitoring.show.sinks.text_lines"], "RecordWriter", Full)
 
 
 def unwritable(path: Path, monkeypatch) -> None:

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 import gradguard as gg
 from distributed.pool import Pools
 from gradguard.clip.clipper import Clipper
-from gradguard.clip.each_optimizer import ClipEachOptimizer
+from gradguard.clip.guards_of_a_script import ClipEachOptimizer
 from gradguard.errors import DistributedError
 from gradguard.monitoring.observe import shared_norms
 from gradguard.monitoring.observe.monitor import Monitor

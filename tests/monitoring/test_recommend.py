@@ -9,7 +9,7 @@ from synthetic import changed, log_normal, make_record, steps_of, write_char_rnn
 
 from gradguard.monitoring.judge.numbers import plain_threshold
 from gradguard.monitoring.judge.recommend import recommend
-from gradguard.monitoring.record.steps import usable_norms
+from gradguard.monitoring.record.step_rows import usable_norms
 
 CALM = log_normal(600, spread=0.2)
 SPIKED = [50 * norm if i % 100 == 80 else norm for i, norm in enumerate(CALM)]

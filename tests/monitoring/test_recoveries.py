@@ -8,12 +8,12 @@ from synthetic import make_record, steps_of
 
 import gradguard as gg
 from gradguard.listeners import RecoveryEvent, tell_recovery
+from gradguard.monitoring.judge.judgement import verdict
 from gradguard.monitoring.judge.recoveries import recoveries
-from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.observe.observer import Observer, observe
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.show.report import json_summary, text_summary
-from gradguard.monitoring.show.sinks.base import DashboardWindow
+from gradguard.monitoring.show.sinks.sink import DashboardWindow
 
 USUAL, SPIKES = [1.0] * 20, [20.0] * 10
 

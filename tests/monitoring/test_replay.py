@@ -13,9 +13,9 @@ import gradguard as gg
 from gradguard.cli import main
 from gradguard.errors import InvalidValueError
 from gradguard.monitoring.judge.recommend import Recommendation
-from gradguard.monitoring.judge.replay import COUNTERFACTUAL, what_if
+from gradguard.monitoring.judge.rule_replay import COUNTERFACTUAL, what_if
 from gradguard.monitoring.record.file import RecordWriter
-from gradguard.monitoring.show.replay import print_replay
+from gradguard.monitoring.show.replay_table import print_replay
 from gradguard.named_rules import replayed_rule
 from gradguard.threshold_rules import LockInAlarm, PerTensor, median_distance, upper_median_distance
 
@@ -182,7 +182,7 @@ def test_each_optimizer_has_rows_of_its_own():
 
 def test_the_default_rules_hold_the_recommended_one(monkeypatch):
     decision = Recommendation("constant", "Clip at 3.", "", threshold=3.0, rule="norm=3.0")
-    monkeypatch.setattr("gradguard.monitoring.judge.replay.recommend", lambda record: decision)
+    monkeypatch.setattr("gradguard.monitoring.judge.rule_replay.recommend", lambda record: decision)
     rows = what_if(make_record(steps=steps_of(log_normal(600, centre=30.0))))
     names = [row.rule for row in rows]
     assert names == [

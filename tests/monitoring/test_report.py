@@ -15,18 +15,18 @@ from gradguard.errors import InvalidValueError, RecordError
 from gradguard.files import writing
 from gradguard.monitoring.judge.diagnosis import diagnose
 from gradguard.monitoring.judge.health import findings
+from gradguard.monitoring.judge.judgement import verdict
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
-from gradguard.monitoring.judge.replay import what_if
-from gradguard.monitoring.judge.verdict import verdict
+from gradguard.monitoring.judge.rule_replay import what_if
 from gradguard.monitoring.record.file import RecordWriter, read_record
-from gradguard.monitoring.record.steps import by_optimizer
-from gradguard.monitoring.show.replay import print_replay
+from gradguard.monitoring.record.step_rows import by_optimizer
+from gradguard.monitoring.show.live_tail import tail
+from gradguard.monitoring.show.replay_table import print_replay
 from gradguard.monitoring.show.report import figure as figure_module
 from gradguard.monitoring.show.report import page as page_module
 from gradguard.monitoring.show.report import print_comparison, print_summary, text_summary, write_report
 from gradguard.monitoring.show.report.glossary import TERMS, explained
 from gradguard.monitoring.show.report.summary import command, compared, labelled, sentence
-from gradguard.monitoring.show.tail import tail
 
 EVIL = "</script><img src=x onerror=alert(1)>&'\""
 EVENT = {"t": "event", "i": 0, "kind": "nonfinite", "severity": "error", "message": EVIL, "advice": EVIL}

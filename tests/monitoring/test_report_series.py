@@ -7,7 +7,7 @@ from array import array
 import pytest
 from synthetic import make_record, steps_of, wide_meta
 
-from gradguard.monitoring.show.report import layers
+from gradguard.monitoring.show.report import layer_section as layers
 from gradguard.monitoring.show.report.series import band, clip_windows, loss_range, outline
 
 

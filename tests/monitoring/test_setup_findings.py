@@ -10,7 +10,7 @@ from torch import nn
 
 import gradguard as gg
 from forked_python import run_python
-from gradguard.monitoring.judge.detectors import loop_setup
+from gradguard.monitoring.judge.detectors import loop_faults as loop_setup
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.observe.watch import stop_watching
 from gradguard.monitoring.record.file import read_record

@@ -13,8 +13,8 @@ from gradguard.monitoring.observe import record_buffer
 from gradguard.monitoring.observe.monitor import Monitor
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.show.sinks import Sinks, open_sink
-from gradguard.monitoring.show.sinks.base import DashboardWindow
-from gradguard.monitoring.show.sinks.lines import JsonLinesSink
+from gradguard.monitoring.show.sinks.sink import DashboardWindow
+from gradguard.monitoring.show.sinks.text_lines import JsonLinesSink
 
 NORMS = [1.0, 2.0, 9.0, 4.0]
 """Of the gradients of the steps of `train`; the third is not finite on top of it."""

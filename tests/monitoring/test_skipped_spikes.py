@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import gradguard as gg
-from gradguard.monitoring.judge.verdict import verdict
+from gradguard.monitoring.judge.judgement import verdict
 from gradguard.monitoring.record.file import read_record
-from gradguard.monitoring.record.steps import is_search_of_scale
-from gradguard.monitoring.show.sinks.base import DashboardWindow
+from gradguard.monitoring.record.step_rows import is_search_of_scale
+from gradguard.monitoring.show.sinks.sink import DashboardWindow
 
 
 def recorded(path, blind=False):

@@ -20,12 +20,12 @@ from synthetic import write_char_rnn
 from gradguard.cli import main
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.monitoring.record import reader as follow
-from gradguard.monitoring.record.fields import parse_line
 from gradguard.monitoring.record.reader import JsonlReader
-from gradguard.monitoring.show import tail as tail_module
+from gradguard.monitoring.record.record_fields import parse_line
+from gradguard.monitoring.show import live_tail as tail_module
 from gradguard.monitoring.show import tail_view
+from gradguard.monitoring.show.live_tail import Watched, tail
 from gradguard.monitoring.show.run_state import MOST_BUCKETS, WINDOW, History, RunState
-from gradguard.monitoring.show.tail import Watched, tail
 
 META = {"t": "meta", "argv": ["train.py"], "params": [{"name": "a.weight"}, {"name": "b.weight"}]}
 

@@ -15,7 +15,7 @@ from synthetic import write_char_rnn, write_gan
 from gradguard.cli import main
 from gradguard.cli.records import progress
 from gradguard.monitoring.show.report import print_summary
-from gradguard.monitoring.show.table import print_table
+from gradguard.monitoring.show.text_table import print_table
 
 WIDTHS = (60, 80, 120)
 COMMANDS = ("run", "tune", "report", "replay", "tail", "check")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gradguard as gg
-from gradguard.monitoring.judge.detectors.updates import ELEMENTS
+from gradguard.monitoring.judge.detectors.update_sizes import ELEMENTS
 from gradguard.monitoring.judge.health import HealthMonitor
 from gradguard.monitoring.observe import recorder
 

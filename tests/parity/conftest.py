@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from gradguard.parity import steps
+from gradguard.parity import step_parity as steps
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, ParityError, UnsupportedGradientError
-from gradguard.parity import replay
+from gradguard.parity import backward_replay as replay
+from gradguard.parity.backward_replay import _flipped, _shift, epsilon_of
 from gradguard.parity.compare import compare
-from gradguard.parity.replay import _flipped, _shift, epsilon_of
 from gradguard.testing import assert_parity
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

@@ -23,7 +23,7 @@ from gradguard.parity.repeated import saved_runs
 from gradguard.parity.rounding_runs import merged
 from gradguard.parity.saved import read
 from gradguard.parity.scales import ScriptRun
-from gradguard.parity.script import ScriptGradients
+from gradguard.parity.script_pair import ScriptGradients
 from gradguard.script_events import listening
 
 

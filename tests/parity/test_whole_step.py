@@ -15,7 +15,7 @@ from forked_python import run_ranks
 from gradguard.distributed.wrappers import all_objects
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.parity import scales
-from gradguard.parity import steps as steps_module
+from gradguard.parity import step_parity as steps_module
 from gradguard.parity.compare import compare
 from gradguard.parity.saved import read
 from gradguard.testing import assert_parity

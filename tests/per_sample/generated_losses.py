@@ -33,7 +33,7 @@ from torch import nn
 import gradguard as gg
 from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.loss.check import LossCheck
+from gradguard.per_sample.loss.loss_check import LossCheck
 
 TIME, WIDTH = 4, 3
 POOL = 12

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from gradguard.errors import InvalidValueError
-from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.norm_clippers import (
     AutoNormClipper,
     FlatNormClipper,
     PerLayerNormClipper,
     PerParameterNormClipper,
 )
+from gradguard.per_sample.sample_clipper import PerSampleGradientClipper
 from per_sample.case import B, Model
 from per_sample.models import build
 from per_sample.steps import accumulate, error, filled, middle_norm, oracle

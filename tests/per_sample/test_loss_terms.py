@@ -15,8 +15,8 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.listeners import Listener
 from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.loss import graph as loss_graph
-from gradguard.per_sample.loss.graph import BackwardRoots
+from gradguard.per_sample.loss import loss_graph as loss_graph
+from gradguard.per_sample.loss.loss_graph import BackwardRoots
 from gradguard.per_sample.loss.separation import Outputs
 from gradguard.per_sample.loss.terms import LossParts, explain, loss_parts
 from gradguard.script_events import listening

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from gradguard.errors import GradguardError
-from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.norm_clippers import (
     AutoNormClipper,
     FlatNormClipper,
     PerLayerNormClipper,
     PerParameterNormClipper,
 )
+from gradguard.per_sample.sample_clipper import PerSampleGradientClipper
 from per_sample.call_models import OWNERSHIP
 from per_sample.case import B, case, numbers
 from per_sample.models import CASES, DETERMINISTIC, EVERY, MIXING, REFUSED, STOCHASTIC, build

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.per_sample.loss import check as loss_check
+from gradguard.per_sample.loss import loss_check as loss_check
 
 T, V = 5, 3
 

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from gradguard.errors import GradguardError, InvalidValueError
 from gradguard.per_sample.norm_clippers import QuantileNormClipper
-from gradguard.per_sample.results import Accumulation
+from gradguard.per_sample.sample_results import Accumulation
 from gradguard.private.noise import GaussianNoise
 from private.runs import one_step, private_run, train, weights
 

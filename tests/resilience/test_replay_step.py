@@ -19,7 +19,7 @@ from gradguard.cli import main
 from gradguard.errors import CommandError, InvalidTypeError, InvalidValueError, RecordError, UnsupportedGradientError
 from gradguard.resilience import Batches, SampleIds, find_culprit, write_evidence
 from gradguard.resilience.evidence import EvidenceBatch, StepEvidence, read_evidence
-from gradguard.resilience.replay_step import MeasuredBatch, StateResult, judge, replay_step
+from gradguard.resilience.step_replay import MeasuredBatch, StateResult, judge, replay_step
 from gradguard.state.plain_file import PlainWriter
 
 SCRIPT = """

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradguard.cli import main
-from gradguard.resilience.each_optimizer import GuardEachOptimizer
+from gradguard.resilience.recovery_of_a_script import GuardEachOptimizer
 from gradguard.script_events import listening
 
 SCRIPT = """

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from gradguard.tensors.precision import full_float32
+from gradguard.tensors.matmul_precision import full_float32
 
 B = torch.backends
 PROGRAM = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forked_python import run_python
-from gradguard.tensors.precision import is_tf32_allowed
+from gradguard.tensors.matmul_precision import is_tf32_allowed
 
 GPU = torch.device("cuda")
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gradguard.audit.report import NormFinding
+from gradguard.audit.audit_report import NormFinding
 
 
 @dataclass(frozen=True, slots=True)

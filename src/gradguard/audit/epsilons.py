@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from gradguard.audit.report import NormFinding
+from gradguard.audit.audit_report import NormFinding
 
 LARGEST_EPSILON = 1e-5
 """A larger norm of gradients that are zero is no epsilon: probes have norms of 1 and more, which it does not change."""

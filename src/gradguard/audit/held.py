@@ -13,8 +13,8 @@ from glob import escape
 from itertools import combinations
 from typing import Literal
 
+from gradguard.audit.audit_report import NormFinding
 from gradguard.audit.factors import Candidates, Setting, candidates
-from gradguard.audit.report import NormFinding
 from gradguard.errors import InvalidValueError
 
 Claim = Literal["sharded", "replicated"]

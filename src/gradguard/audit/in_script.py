@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradguard.audit.audit_report import NormAudit, NormFinding, Verdict, verdict_of
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.norm import WatchedClip, everywhere
-from gradguard.audit.report import NormAudit, NormFinding, Verdict, verdict_of
-from gradguard.distributed.deepspeed import clip_of_engine, holds_gradients_itself, replacements
+from gradguard.distributed.deepspeed_layout import clip_of_engine, holds_gradients_itself, replacements
 from gradguard.distributed.placements import gradient_of
 from gradguard.errors import GradguardError
 from gradguard.grad_scaler import ScalerStep

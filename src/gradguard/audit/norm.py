@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradguard.audit.audit_report import NormAudit, NormClasses, NormFinding, verdict_of
 from gradguard.audit.coefficients import Applied, coefficient_findings
 from gradguard.audit.epsilons import LARGEST_EPSILON, epsilon_finding, is_one_of, with_epsilon
 from gradguard.audit.factors import Candidates, Setting, fit, named
@@ -26,7 +27,6 @@ from gradguard.audit.held import (
 )
 from gradguard.audit.pieces import Piece, modules_of, pieces_of
 from gradguard.audit.probe import Counted, Probe, classes_of, elements_value, finding_of, norm_classes
-from gradguard.audit.report import NormAudit, NormClasses, NormFinding, verdict_of
 from gradguard.distributed.processes import gather, rank_and_size
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
 

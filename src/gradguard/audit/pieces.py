@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.held import HeldPiece, Sketch
-from gradguard.distributed.deepspeed import holds_gradients_itself, slices_of
+from gradguard.distributed.deepspeed_layout import holds_gradients_itself, slices_of
 from gradguard.distributed.megatron import claims_to_be_part
 from gradguard.distributed.placements import (
     WHOLE,

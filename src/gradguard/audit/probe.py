@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from gradguard.audit.audit_report import NormClass, NormClasses, NormFinding
 from gradguard.audit.factors import Setting, named
 from gradguard.audit.held import Tensors
-from gradguard.audit.report import NormClass, NormClasses, NormFinding
 
 Ask = Callable[[Sequence[int], int | None, bool], list[float]]
 """Fill the tensors at these positions, on one rank or on all, and return the norm that each rank computes.

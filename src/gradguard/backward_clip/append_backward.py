@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradguard.backward_clip.graph import Graph, is_leaf, raise_if_freed, refuse_reentrant, root_of, walk
+from gradguard.backward_clip.backward_graph import Graph, is_leaf, raise_if_freed, refuse_reentrant, root_of, walk
+from gradguard.backward_clip.error_clip_rules import BaseErrorClip, apply_rule, are_alike, described
 from gradguard.backward_clip.hooks import Gradients, explained
-from gradguard.backward_clip.rules import BaseErrorClip, apply_rule, are_alike, described
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.listeners import changing_on_the_way
 

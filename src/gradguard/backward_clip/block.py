@@ -5,9 +5,9 @@ from contextlib import contextmanager, nullcontext
 
 from torch import Tensor, nn
 
-from gradguard.backward_clip.graph import raise_if_freed
+from gradguard.backward_clip.backward_graph import raise_if_freed
+from gradguard.backward_clip.error_clip_rules import BaseErrorClip, ErrorClipNonfinite, check_thresholds
 from gradguard.backward_clip.hooks import Clipping
-from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipNonfinite, check_thresholds
 from gradguard.backward_clip.scopes import LossScale, LossScope, Scope, Target, TargetScope, active
 from gradguard.backward_clip.statistics import ErrorClipStats
 from gradguard.errors import InvalidTypeError, InvalidValueError

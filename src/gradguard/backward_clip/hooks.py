@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from gradguard.backward_clip.graph import Graph, Slot, is_leaf, refuse_reentrant, walk
-from gradguard.backward_clip.plan import steps_through
-from gradguard.backward_clip.rules import BaseErrorClip, ErrorClipNonfinite, apply_rule, clamp_bounds
+from gradguard.backward_clip.backward_graph import Graph, Slot, is_leaf, refuse_reentrant, walk
+from gradguard.backward_clip.clipped_slots import steps_through
+from gradguard.backward_clip.error_clip_rules import BaseErrorClip, ErrorClipNonfinite, apply_rule, clamp_bounds
 from gradguard.backward_clip.source_lines import makers_with_lines
 from gradguard.backward_clip.statistics import BlockCounts, NodeCounts
 from gradguard.errors import InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError

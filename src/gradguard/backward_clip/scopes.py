@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.graph import COMPILED, Graph, Slot, operation, root_of
+from gradguard.backward_clip.backward_graph import COMPILED, Graph, Slot, operation, root_of
 from gradguard.backward_clip.hooks import Claim, Clipping
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.module_hooks import ForwardHook

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.graph import Graph
+from gradguard.backward_clip.backward_graph import Graph
 from gradguard.torch_private import recorded_stack
 
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<code>.*)')

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from gradguard.backward_clip.error_clip_rules import BaseErrorClip, clamp_bounds
 from gradguard.backward_clip.module_timeline import ModuleTimeline
-from gradguard.backward_clip.rules import BaseErrorClip, clamp_bounds
 from gradguard.listeners import ClipEvent, is_heard, rule_of, tell
 from gradguard.tensors.host_copy import DeviceEvent, copy_to_host
 from gradguard.tensors.layout import move

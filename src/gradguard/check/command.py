@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from gradguard.check.function import is_autograd_function
 from gradguard.check.gradcheck import gradcheck
+from gradguard.check.gradient_report import GradientReport
 from gradguard.check.named_call import bind_by_name
-from gradguard.check.report import GradientReport
 from gradguard.errors import CommandError, GradguardError
 
 _REAL = ("float16", "bfloat16", "float32", "float64")

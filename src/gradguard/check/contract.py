@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from gradguard.check.function import Function
+from gradguard.check.gradient_report import Finding
 from gradguard.check.layouts import FLAGGED, InputLayout, layouts_of, orders_of
-from gradguard.check.report import Finding
 from gradguard.torch_private import each_operation
 
 _REPEATS = 6

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradguard.check.differences import STEPS, Differences, directions, norm
 from gradguard.check.function import Function
-from gradguard.check.report import Finding
+from gradguard.check.gradient_report import Finding
 
 if TYPE_CHECKING:
     from gradguard.check.search import Search

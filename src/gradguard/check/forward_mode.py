@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from gradguard.check.differences import Differences, Disagreement
 from gradguard.check.function import element_of
-from gradguard.check.report import Finding
+from gradguard.check.gradient_report import Finding
 
 ForwardMode = Literal["agrees", "wrong", "not defined", "not checked"]
 

@@ -17,15 +17,15 @@ from gradguard.check.differences import Differences
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.forward_mode import ForwardMode, check_forward_mode
 from gradguard.check.function import Function, is_autograd_function, name_of, nodes_of
+from gradguard.check.gradient_report import Finding, GradientReport, Power, Verdict
 from gradguard.check.guess import with_guesses
 from gradguard.check.precision import Conditioning, coarseness_of, compare_backends
-from gradguard.check.report import Finding, GradientReport, Power, Verdict
 from gradguard.check.search import Search
 from gradguard.check.second_order import GradientOf
 from gradguard.check.sizes import with_other_sizes
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.generators import generator_states, numpy_bits, restore_generators
-from gradguard.tensors.precision import full_float32
+from gradguard.tensors.matmul_precision import full_float32
 
 _UNLIKE_THE_CALLERS = 7_919_190_301
 """Added to the seed: a cotangent drawn like the caller's inputs would be the same numbers, a special case."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradguard.check.report import Finding, digits_apart
+from gradguard.check.gradient_report import Finding, digits_apart
 
 if TYPE_CHECKING:
     from gradguard.check.search import Search

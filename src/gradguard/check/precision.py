@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradguard.check.function import Function
-from gradguard.check.report import Finding, Power
+from gradguard.check.gradient_report import Finding, Power
 from gradguard.check.rounding import Scatter
 
 _PERTURBATIONS = 8

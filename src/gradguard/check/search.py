@@ -13,8 +13,8 @@ from torch import Tensor
 from gradguard.check.differences import Differences, Disagreement, are_finite, directions, mean_size, norm
 from gradguard.check.element import LITTLE_OF_TYPICAL, ElementVerdict, examine, typical_size
 from gradguard.check.elementwise import check_every_element
+from gradguard.check.gradient_report import Finding
 from gradguard.check.nearby import Pieces, pieces_around
-from gradguard.check.report import Finding
 
 _ROUNDS = 12
 _MOST_FINDINGS = 5

@@ -15,7 +15,7 @@ from gradguard.check.admission import WIDE, refuse_unless
 from gradguard.check.function import index_of, is_differentiable, name_of
 from gradguard.check.named_call import NamedCall
 from gradguard.errors import GradientCheckError, InvalidValueError
-from gradguard.tensors.precision import full_float32
+from gradguard.tensors.matmul_precision import full_float32
 
 if TYPE_CHECKING:
     import numpy as np

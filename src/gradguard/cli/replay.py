@@ -21,8 +21,8 @@ def add_to(commands) -> None:
 
 
 def _replay(parsed: argparse.Namespace) -> int:
-    from gradguard.monitoring.judge.replay import what_if
-    from gradguard.monitoring.show.replay import print_replay
+    from gradguard.monitoring.judge.rule_replay import what_if
+    from gradguard.monitoring.show.replay_table import print_replay
 
     with progress() as say:
         records = read(parsed.records, say)

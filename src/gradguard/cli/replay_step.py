@@ -28,7 +28,7 @@ def add_to(commands) -> None:
 
 
 def _replay_step(parsed: argparse.Namespace) -> int:
-    from gradguard.resilience.replay_step import replay_step
+    from gradguard.resilience.step_replay import replay_step
 
     report = replay_step(parsed.file, parsed.target, parsed.state)
     return print_report(report, parsed.json)

@@ -18,12 +18,12 @@ from gradguard.monitoring.record.text import encodable, on_stderr, printable
 
 if TYPE_CHECKING:
     from gradguard.audit.in_script import ScriptAudit
-    from gradguard.clip.each_optimizer import ClipEachOptimizer
+    from gradguard.clip.guards_of_a_script import ClipEachOptimizer
     from gradguard.monitoring.observe.observer import Observer
     from gradguard.monitoring.observe.script import Program
     from gradguard.monitoring.observe.termination import SignalHandlers
     from gradguard.named_rules import NamedRule
-    from gradguard.resilience.each_optimizer import GuardEachOptimizer
+    from gradguard.resilience.recovery_of_a_script import GuardEachOptimizer
 
 _AUDIT_HELP = (
     "compare the norm that the script clips by with the true one, for 3 steps or --steps, record nothing, and then end "
@@ -354,7 +354,7 @@ def _no_step(code: int, clip_calls: int, elsewhere: str) -> str:
 def _clip_by(rule: "NamedRule") -> "ClipEachOptimizer":
     """Return the function that applies the rule to the gradients of each optimizer."""
     import gradguard
-    from gradguard.clip.each_optimizer import ClipEachOptimizer
+    from gradguard.clip.guards_of_a_script import ClipEachOptimizer
 
     name, arguments = rule.clipper
     return ClipEachOptimizer(functools.partial(getattr(gradguard, name), **arguments), rule.exclude)
@@ -362,7 +362,7 @@ def _clip_by(rule: "NamedRule") -> "ClipEachOptimizer":
 
 def _guards_of(clip: "ClipEachOptimizer | None") -> "GuardEachOptimizer":
     """Return the function that skips the spikes of each optimizer, beside a clip or without one."""
-    from gradguard.resilience.each_optimizer import NO_ROLL_BACK, GuardEachOptimizer
+    from gradguard.resilience.recovery_of_a_script import NO_ROLL_BACK, GuardEachOptimizer
 
     on_stderr(NO_ROLL_BACK)
     return GuardEachOptimizer(clip)

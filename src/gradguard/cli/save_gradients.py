@@ -98,7 +98,7 @@ def _one_run(asked: dict, options: argparse.Namespace, program: ProgramLine) -> 
     from gradguard.monitoring.observe.meta import all_optimizers, living_modules
     from gradguard.monitoring.observe.script import load, run, seed_generators
     from gradguard.parity.scales import ScriptRun
-    from gradguard.parity.script import ScriptGradients
+    from gradguard.parity.script_pair import ScriptGradients
     from gradguard.script_events import listening
 
     os.environ.pop("GRADGUARD_SAVE_GRADIENTS")  # what the script starts is no run of its own

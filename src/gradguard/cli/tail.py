@@ -17,7 +17,7 @@ def add_to(commands) -> None:
 
 def _tail(parsed: argparse.Namespace) -> int:
     from gradguard.monitoring.observe.termination import BySignal, SignalHandlers
-    from gradguard.monitoring.show.tail import INTERRUPTED, tail
+    from gradguard.monitoring.show.live_tail import INTERRUPTED, tail
 
     with SignalHandlers():  # so that the terminal is put back
         code = tail(parsed.record, once=parsed.once, events=parsed.lines)

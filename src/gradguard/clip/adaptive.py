@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.arguments import check_threshold
+from gradguard.clip.clip_rules import FixedRule, at_scale
 from gradguard.clip.clipper import Decision, ListedParameters, choice, describe
 from gradguard.clip.gradients import (
     Gradients,
@@ -30,12 +31,11 @@ from gradguard.clip.gradients import (
     total_of,
     with_norms,
 )
-from gradguard.clip.rules import FixedRule, at_scale
 from gradguard.clip.selection import KnownNames, Selection, Selector
 from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.local_shard import is_told, shard_of
+from gradguard.distributed.norm_plan import NormReduction
 from gradguard.distributed.placements import is_sharded, local_part
-from gradguard.distributed.plan import NormReduction
 from gradguard.distributed.reduction import Reducer
 from gradguard.distributed.settings import Settings
 from gradguard.errors import UnsupportedGradientError

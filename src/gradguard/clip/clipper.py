@@ -29,10 +29,10 @@ from gradguard.clip.gradients import (
 from gradguard.distributed.settings import Settings, as_setting
 from gradguard.listeners import ClipEvent, SkipReason, announce, is_heard, rule_of, tell
 from gradguard.policies import NonFinitePolicy, check_policy
-from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import are_readable, public_dtype
 from gradguard.tensors.nonfinite import count_nonfinite, zero_if_nonfinite_
 from gradguard.tensors.scaling import scale_
+from gradguard.tensors.tensor_admission import keeping_subnormals
 
 
 @dataclass(frozen=True, slots=True, eq=False)

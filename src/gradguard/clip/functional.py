@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradguard.arguments import check_interval, check_order, check_threshold
 from gradguard.clip.adaptive import ClipAdaptive, selector_of
+from gradguard.clip.clip_rules import ClipByGlobalNorm, ClipByValue
 from gradguard.clip.clipper import ClipResult
 from gradguard.clip.gradients import (
     Parameters,
@@ -24,16 +25,15 @@ from gradguard.clip.gradients import (
     refused_by_name,
     to_clip_by,
 )
-from gradguard.clip.rules import ClipByGlobalNorm, ClipByValue
 from gradguard.clip.selection import Selection
 from gradguard.errors import InvalidValueError
 from gradguard.listeners import ClipEvent, announce, is_heard, tell
 from gradguard.policies import NonFinitePolicy, check_policy
-from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.layout import coalesce_, public_dtype
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
 from gradguard.tensors.norms import norm_of_norms, total_norm
 from gradguard.tensors.scaling import clamp_, clip_coefficient, scale_
+from gradguard.tensors.tensor_admission import keeping_subnormals
 
 
 @keeping_subnormals

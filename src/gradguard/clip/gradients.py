@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.distributed.megatron import refuse_main_gradients
+from gradguard.distributed.norm_plan import NormReduction, called, first_places, plan_for, plan_for_gradients
 from gradguard.distributed.placements import any_sharded, check_alike, is_laid_out_as, is_sharded, local_part
-from gradguard.distributed.plan import NormReduction, called, first_places, plan_for, plan_for_gradients
 from gradguard.distributed.reduction_group import StageGroup, several_processes, stages_group
 from gradguard.distributed.settings import Setting
 from gradguard.distributed.stages import Shared
 from gradguard.distributed.wrappers import check_wrappers, named_parameters
 from gradguard.errors import DistributedError, InvalidTypeError, NonFiniteGradientError, UnsupportedGradientError
-from gradguard.tensors.admission import check_admitted, refuse_others
 from gradguard.tensors.layout import are_readable, move
 from gradguard.tensors.nonfinite import refuse_nonfinite
 from gradguard.tensors.norms import norm_of_norms, tensor_norms, total_norm
+from gradguard.tensors.tensor_admission import check_admitted, refuse_others
 
 if TYPE_CHECKING:
     from gradguard.clip.reach import Reach

@@ -26,10 +26,10 @@ from gradguard.listeners import RecoveryEvent, SkipReason, is_heard, tell, tell_
 from gradguard.optimizer_hooks import EveryStep, parameters_of, runs_hooks
 from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.skip import SkipSpikes
-from gradguard.tensors.admission import keeping_subnormals
 from gradguard.tensors.host_copy import is_captured
 from gradguard.tensors.layout import are_readable, move, wide_dtype
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
+from gradguard.tensors.tensor_admission import keeping_subnormals
 
 _guards: "WeakKeyDictionary[Optimizer, ref[Guard]]" = WeakKeyDictionary()
 _owners: WeakSet[Any] = WeakSet()

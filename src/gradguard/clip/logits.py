@@ -20,7 +20,7 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.listeners import tell_logits
 from gradguard.module_hooks import ForwardHook
 from gradguard.replacements import Replacement, once
-from gradguard.tensors.precision import full_float32
+from gradguard.tensors.matmul_precision import full_float32
 from gradguard.torch_private import never_compiled
 
 _MASKED = -1e4

@@ -18,7 +18,7 @@ from gradguard.integrations.transformers_private import PrivateCallback
 from gradguard.integrations.transformers_shares import LoudestSample, SampleNorms, SampleNormsCallback
 from gradguard.integrations.versions import require
 from gradguard.policies import GuardPolicy, check_guard_options
-from gradguard.spikes.base import Detector
+from gradguard.spikes.spike_policy import Detector
 
 require("transformers", "5.23", "6", "transformers")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gradguard.errors import RecordError
 from gradguard.parity.judge import BARS, SKETCH_ROUNDING, Facts, Outcome, Outcomes, judge, name_of_factor
-from gradguard.parity.report import ParityFinding, ParityReport, Stage, Verdict, names
+from gradguard.parity.parity_report import ParityFinding, ParityReport, Stage, Verdict, names
 from gradguard.parity.saved import (
     BUFFER,
     FROZEN,

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.parity.replay import Replay, again, digest, precision_of
+from gradguard.parity.backward_replay import Replay, again, digest, precision_of
 from gradguard.parity.rounding_runs import with_rounding
 from gradguard.parity.saved import FROZEN, SavedGradients, write
 from gradguard.parity.scales import ScriptRun
 from gradguard.parity.shards import LocalParameter, ShardOf, frozen_parameters, gathered, local_parameters
-from gradguard.parity.steps import TrainingSteps, check_updates
+from gradguard.parity.step_parity import TrainingSteps, check_updates
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 
 Step = Callable[[], Any]

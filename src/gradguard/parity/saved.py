@@ -13,7 +13,7 @@ from typing import Any
 
 from gradguard.errors import RecordError
 from gradguard.files.blocks import BlockFile, NewBlock, number_of_elements, write_blocks
-from gradguard.files.fields import (
+from gradguard.files.foreign_fields import (
     LARGEST,
     Rule,
     list_of,

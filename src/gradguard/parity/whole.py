@@ -14,11 +14,11 @@ from gradguard.distributed.local_shard import LocalShard
 from gradguard.distributed.placements import gradient_of
 from gradguard.distributed.processes import rank_and_size, sum_over
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.parity.replay import epsilon_of
+from gradguard.parity.backward_replay import epsilon_of
 from gradguard.parity.saved import SavedGradients, SavedParameter
 from gradguard.parity.shards import TASK, LocalParameter, Whole, agree_on, gathered
 from gradguard.parity.summation import most_of_sums, rounding_of_sums
-from gradguard.tensors.precision import Kind
+from gradguard.tensors.matmul_precision import Kind
 from gradguard.tensors.sketch import HASH_VERSION, ROW_SUMS, SUMS, hashed, row_sketches, sketch_of
 
 Sketches = list[list[float]]

@@ -17,7 +17,7 @@ from gradguard.per_sample.call_arguments import Arguments, Skeleton, Versions, c
 from gradguard.per_sample.capture import LayerCapture, RunningCall, autocast_of
 from gradguard.per_sample.dry_run import CallObserver, Slot
 from gradguard.per_sample.layer_plans import CallPattern, CallPlan, LayerPlanner, Treatment
-from gradguard.per_sample.loss.check import LossCheck
+from gradguard.per_sample.loss.loss_check import LossCheck
 from gradguard.per_sample.mini_batch import GradientCollector
 from gradguard.per_sample.module_state import StateReader
 from gradguard.per_sample.operation_trace import OperationTrace

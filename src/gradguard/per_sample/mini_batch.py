@@ -22,7 +22,7 @@ from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.plain_sum import Leaves, magnitude, off_from_sum
 from gradguard.per_sample.sample_loop import LoopedCall
 from gradguard.per_sample.vmap_fallback import NestedCall, VmapFallback
-from gradguard.tensors.precision import TF32_EPSILON, Kind, full_float32, is_tf32_allowed, outside_autocast
+from gradguard.tensors.matmul_precision import TF32_EPSILON, Kind, full_float32, is_tf32_allowed, outside_autocast
 from gradguard.torch_private import call_after_backward, current_graph_task
 
 _LEAST = 32 << 20

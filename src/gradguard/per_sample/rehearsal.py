@@ -32,7 +32,7 @@ from gradguard.per_sample.refusals import own_failure
 from gradguard.per_sample.rerun import Draws, ModuleSnapshot, substituted, undisturbed, without_graph
 from gradguard.per_sample.sample_loop import LoopedCall, OuterCall, rows_of
 from gradguard.state.generators import seeded_normal
-from gradguard.tensors.precision import full_float32, outside_autocast
+from gradguard.tensors.matmul_precision import full_float32, outside_autocast
 from gradguard.torch_private import buffer_slots, parameter_slots
 
 _LARGEST_IN_FLOAT64 = 1 << 30

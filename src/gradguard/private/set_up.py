@@ -21,10 +21,10 @@ from gradguard.distributed.placements import is_sharded
 from gradguard.distributed.wrappers import refuse_wrapped
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.optimizer_hooks import parameters_of
-from gradguard.per_sample.clipper import PerSampleGradientClipper
 from gradguard.per_sample.clipping_rule import NormClipper
 from gradguard.per_sample.norm_clippers import FlatNormClipper, QuantileNormClipper
 from gradguard.per_sample.refusals import refuse_local_thresholds
+from gradguard.per_sample.sample_clipper import PerSampleGradientClipper
 from gradguard.private.accounting import Accountant, AccountantName, noise_multiplier_for
 from gradguard.private.buffers import refuse_running_statistics
 from gradguard.private.loader import PrivateLoader, check_loader

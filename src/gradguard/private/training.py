@@ -17,7 +17,7 @@ from gradguard.distributed.groups import all_reduce_sum, rank_and_size
 from gradguard.distributed.placements import shard_like
 from gradguard.errors import InvalidValueError
 from gradguard.optimizer_hooks import EveryStep, parameters_of
-from gradguard.per_sample.clipper import PerSampleGradientClipper
+from gradguard.per_sample.sample_clipper import PerSampleGradientClipper
 from gradguard.private.accounting import Accountant
 from gradguard.private.buffers import BufferWatch
 from gradguard.private.loader import Planned, PrivateLoader

@@ -1,7 +1,7 @@
 """Surviving bursts of bad steps: snapshots and the ladder that goes back to them; who was in the batch."""
 
 from gradguard.resilience.bad_samples import BadSample, BadSamples
-from gradguard.resilience.batches import Batches, MicroBatch, SampleIds
+from gradguard.resilience.batch_iterators import Batches, MicroBatch, SampleIds
 from gradguard.resilience.culprit import Culprit, find_culprit
 from gradguard.resilience.evidence import write_evidence
 

@@ -15,7 +15,7 @@ from gradguard.errors import RecordError
 from gradguard.files.json_text import decode_json
 from gradguard.files.opening import read_whole
 from gradguard.files.writing import write_whole
-from gradguard.resilience.batches import SampleId, checked_ids
+from gradguard.resilience.batch_iterators import SampleId, checked_ids
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from gradguard.distributed.processes import gather
 from gradguard.errors import GradguardError, InvalidValueError
 from gradguard.json_values import jsonable
-from gradguard.resilience.batches import Batches, MicroBatch, SampleId
+from gradguard.resilience.batch_iterators import Batches, MicroBatch, SampleId
 
 ENOUGH = 8
 """So many losses tell what is usual."""

@@ -17,7 +17,7 @@ from gradguard.distributed.wrappers import plain_names
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, RecordError, UnsupportedGradientError
 from gradguard.files.writing import replacing
 from gradguard.monitoring.record.text import printable
-from gradguard.resilience.batches import Batches, SampleId
+from gradguard.resilience.batch_iterators import Batches, SampleId
 from gradguard.resilience.culprit import Culprit
 from gradguard.state.copies import Restorer
 from gradguard.state.generators import check_states

@@ -19,15 +19,15 @@ from gradguard.errors import InvalidTypeError, InvalidValueError, SpikeError, Un
 from gradguard.listeners import tell_recovery
 from gradguard.optimizer_hooks import optimizers_in
 from gradguard.resilience.bad_samples import BadSamples
-from gradguard.resilience.batches import Batches, MicroBatch, SampleId
+from gradguard.resilience.batch_iterators import Batches, MicroBatch, SampleId
 from gradguard.resilience.culprit import Culprit, find_culprits, to_leave_out
 from gradguard.resilience.event import Event, recovery_of
 from gradguard.resilience.evidence import EvidenceFolder
 from gradguard.resilience.slow_down import SlowDown
 from gradguard.resilience.weight_watch import WeightWatch
-from gradguard.spikes.base import Detector
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.skip import SkipSpikes
+from gradguard.spikes.spike_policy import Detector
 from gradguard.state.snapshot import Snapshot
 from gradguard.state.step_buffers import StepBuffers
 from gradguard.tensors.host_copy import DeviceEvent as CopyEvent

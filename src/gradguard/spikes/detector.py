@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number, check_whole
-from gradguard.spikes.base import Detector, SpikeVerdict
+from gradguard.spikes.spike_policy import Detector, SpikeVerdict
 from gradguard.tensors.layout import are_readable
 from gradguard.tensors.number_operations import TENSORS, median_of_stored
 from gradguard.threshold_formulas import PLAIN, Number, Operations

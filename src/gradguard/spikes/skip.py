@@ -12,8 +12,8 @@ from gradguard.arguments import check_number
 from gradguard.distributed.placements import is_sharded
 from gradguard.distributed.processes import number_of_processes, sum_over
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.spikes.base import Detector
 from gradguard.spikes.detector import SpikeDetector
+from gradguard.spikes.spike_policy import Detector
 from gradguard.tensors.host_copy import is_captured, refuse_capture
 from gradguard.tensors.layout import are_readable, move, wide_dtype
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradguard.arguments import check_number, check_whole
 from gradguard.clip.clipper import Decision, describe
 from gradguard.clip.gradients import Gradients, measured, norms_of, total_of
-from gradguard.clip.thresholds.base import StatefulClipper, counter
+from gradguard.clip.thresholds.threshold_rule import StatefulClipper, counter
 from gradguard.distributed.wrappers import refuse_flat_parameters
 from gradguard.errors import InvalidValueError
 from gradguard.tensors.layout import move

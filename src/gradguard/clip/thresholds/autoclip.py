@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number, check_whole
-from gradguard.clip.thresholds.base import (
+from gradguard.clip.thresholds.threshold_rule import (
     RingHistory,
     ThresholdClipper,
     WholeHistory,

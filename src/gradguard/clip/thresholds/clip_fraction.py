@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number
-from gradguard.clip.thresholds.base import ThresholdClipper, ceiling_of, check, scalar
+from gradguard.clip.thresholds.threshold_rule import ThresholdClipper, ceiling_of, check, scalar
 from gradguard.threshold_formulas import FractionRule
 
 

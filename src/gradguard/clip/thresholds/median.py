@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradguard.arguments import check_number, check_whole
 from gradguard.clip.gradients import Gradients
-from gradguard.clip.thresholds.base import (
+from gradguard.clip.thresholds.threshold_rule import (
     RingHistory,
     ThresholdClipper,
     ceiling_of,

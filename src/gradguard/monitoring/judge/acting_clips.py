@@ -8,8 +8,8 @@ from typing import Any
 
 from gradguard.monitoring.judge.numbers import from_to, median, percent
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.lines import Lines, without_none
-from gradguard.monitoring.record.steps import BINDS_BELOW, taken_steps
+from gradguard.monitoring.record.record_lines import Lines, without_none
+from gradguard.monitoring.record.step_rows import BINDS_BELOW, taken_steps
 
 _FIXED = ("norm", "value", "adaptive")
 _ORDINALS = ("first", "second", "third")

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from gradguard.errors import CommandError
 from gradguard.monitoring.judge.diagnosis import weighed_findings
 from gradguard.monitoring.judge.health import KINDS, lock_in_share
+from gradguard.monitoring.judge.judgement import Verdict, verdict
 from gradguard.monitoring.judge.norm_statistics import drift_ratio
-from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import by_optimizer, nonfinite_on, skipped_on, usable_norms
+from gradguard.monitoring.record.step_rows import by_optimizer, nonfinite_on, skipped_on, usable_norms
 
 QUANTITIES = {
     "faulty_steps": "steps whose gradients held NaN or infinity, without those that a GradScaler left out",

@@ -11,7 +11,7 @@ from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import capital, number
 from gradguard.monitoring.judge.signals import FEWEST_STEPS, RunSignals, signals_of
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.steps import by_optimizer
+from gradguard.monitoring.record.step_rows import by_optimizer
 
 __all__ = ["KEYS", "Cause", "Diagnosis", "Evidence", "diagnose"]
 

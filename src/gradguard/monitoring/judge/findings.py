@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradguard.monitoring.judge.numbers import number, percent
-from gradguard.monitoring.record.lines import Lines
-from gradguard.monitoring.record.steps import OptimizerSteps
+from gradguard.monitoring.record.record_lines import Lines
+from gradguard.monitoring.record.step_rows import OptimizerSteps
 from gradguard.words import counted, listed
 
 RECOVERED_STEPS = 100

@@ -8,7 +8,7 @@ from gradguard.monitoring.judge.cause import Cause
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.signals import RunSignals, signals_of
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.lines import known_fields, without_none
+from gradguard.monitoring.record.record_lines import known_fields, without_none
 
 
 def facts_of(record: Record, cause: Cause, rule: str | None) -> dict[str, Any]:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from gradguard.monitoring.judge.detectors import KINDS
 from gradguard.monitoring.judge.detectors.clipping import clipping_of_whole
 from gradguard.monitoring.judge.detectors.level import EXPLODING, JUMP, NONFINITE
-from gradguard.monitoring.judge.detectors.loop_setup import NO_GRADIENT
+from gradguard.monitoring.judge.detectors.loop_faults import NO_GRADIENT
 from gradguard.monitoring.judge.detectors.loss import DIVERGING, came_back
 from gradguard.monitoring.judge.detectors.outliers import RECURRING_SPIKES, SPIKE
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, worst_first
 from gradguard.monitoring.judge.live import HealthMonitor
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.lines import without_none
-from gradguard.monitoring.record.steps import bound_on, by_optimizer, in_order, taken_steps, thresholds_of
+from gradguard.monitoring.record.record_lines import without_none
+from gradguard.monitoring.record.step_rows import bound_on, by_optimizer, in_order, taken_steps, thresholds_of
 from gradguard.threshold_rules import LockInAlarm
 
 __all__ = ["KINDS", "Finding", "HealthMonitor", "findings", "lock_in_share"]

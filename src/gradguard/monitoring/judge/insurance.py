@@ -8,7 +8,7 @@ from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.judge.signals import signals_of
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import taken_steps, usable_norms
+from gradguard.monitoring.record.step_rows import taken_steps, usable_norms
 
 CONVERGED = 0.2
 """A median norm that fell below this share: what left the first steps alone would not bound the last."""

@@ -4,18 +4,18 @@ import math
 from typing import Any
 
 from gradguard.monitoring.judge.detectors.clipping import MovingThreshold
-from gradguard.monitoring.judge.detectors.layers import Layers
+from gradguard.monitoring.judge.detectors.layer_norms import Layers
 from gradguard.monitoring.judge.detectors.level import NormLevel
-from gradguard.monitoring.judge.detectors.loop_setup import Setup, is_setup_event
+from gradguard.monitoring.judge.detectors.loop_faults import Setup, is_setup_event
 from gradguard.monitoring.judge.detectors.loss import Loss
 from gradguard.monitoring.judge.detectors.loss_scale import LossScale
 from gradguard.monitoring.judge.detectors.outliers import Outliers
 from gradguard.monitoring.judge.detectors.update_ratios import UpdateRatios
-from gradguard.monitoring.judge.detectors.updates import Logits, Rule, UpdateSpikes
+from gradguard.monitoring.judge.detectors.update_sizes import Logits, Rule, UpdateSpikes
 from gradguard.monitoring.judge.findings import RECOVERED_STEPS, Episode, Finding, Log
 from gradguard.monitoring.record.file import Line
-from gradguard.monitoring.record.lines import known_fields
-from gradguard.monitoring.record.steps import binds, threshold_of
+from gradguard.monitoring.record.record_lines import known_fields
+from gradguard.monitoring.record.step_rows import binds, threshold_of
 
 
 class HealthMonitor:

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.steps import usable_norms
+from gradguard.monitoring.record.step_rows import usable_norms
 
 SPREAD_FLOOR = 0.05
 DRIFT = 2.0

@@ -10,7 +10,7 @@ from gradguard.monitoring.judge.insurance import insurance
 from gradguard.monitoring.judge.norm_statistics import drift_of
 from gradguard.monitoring.judge.numbers import capital, only, percent, plain_threshold
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.steps import bound_on, by_optimizer, taken_steps, usable_norms
+from gradguard.monitoring.record.step_rows import bound_on, by_optimizer, taken_steps, usable_norms
 
 ENOUGH_STEPS = 200
 """Fewer usable steps say nothing about rare spikes."""

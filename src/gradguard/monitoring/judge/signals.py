@@ -19,8 +19,8 @@ from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import median, medians, only
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.lines import Numbers, without_none
-from gradguard.monitoring.record.steps import BINDS_BELOW, OTHER_LOSSES, is_search_of_scale, skipped_on
+from gradguard.monitoring.record.record_lines import Numbers, without_none
+from gradguard.monitoring.record.step_rows import BINDS_BELOW, OTHER_LOSSES, is_search_of_scale, skipped_on
 from gradguard.threshold_rules import SortedWindow, upper_median_distance
 
 FEWEST_STEPS = 60

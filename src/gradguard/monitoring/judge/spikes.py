@@ -7,7 +7,7 @@ from itertools import chain, count
 from typing import Generic, TypeVar
 
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.steps import usable_norms
+from gradguard.monitoring.record.step_rows import usable_norms
 from gradguard.threshold_rules import SortedWindow, upper_median_distance
 
 NEIGHBOURS = 50

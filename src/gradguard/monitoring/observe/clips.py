@@ -17,7 +17,7 @@ from gradguard.listeners import ClipCall, ClipEvent
 from gradguard.monitoring.observe.measure import Norms, gradient_norms, total, unscaled
 from gradguard.monitoring.observe.shared_norms import Shared
 from gradguard.monitoring.observe.step import FIXED, ScriptClip, StepMeasurement, copied
-from gradguard.monitoring.record.lines import without_none
+from gradguard.monitoring.record.record_lines import without_none
 from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import grads_of, version_of, versions_of
 

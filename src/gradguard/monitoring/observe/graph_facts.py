@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradguard.monitoring.record.lines import known_fields
+from gradguard.monitoring.record.record_lines import known_fields
 from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import input_metadata_of, saved_tensors_of, sequence_number_of
 

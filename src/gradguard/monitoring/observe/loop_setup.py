@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gradguard.distributed.wrappers import named_parameters
-from gradguard.monitoring.judge.detectors.loop_setup import NO_GRADIENT, NO_OPTIMIZER
+from gradguard.monitoring.judge.detectors.loop_faults import NO_GRADIENT, NO_OPTIMIZER
 from gradguard.monitoring.observe.meta import all_optimizers
 from gradguard.monitoring.observe.shared_norms import are_spread, is_captured
 from gradguard.monitoring.observe.step import Event, setup_event

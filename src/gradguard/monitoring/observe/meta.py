@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from gradguard.distributed.wrappers import named_parameters
 from gradguard.monitoring.observe.graph_facts import GraphFacts
 from gradguard.monitoring.record.file import SCHEMA, Line
-from gradguard.monitoring.record.lines import known_fields
+from gradguard.monitoring.record.record_lines import known_fields
 from gradguard.monitoring.record.redaction import redacted_arguments
 from gradguard.optimizer_hooks import parameters_of
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.judge.live import Judge
-from gradguard.monitoring.observe.host_copy import AsyncHostCopy
+from gradguard.monitoring.observe.record_copy import AsyncHostCopy
 from gradguard.monitoring.observe.shared_norms import refuse_lost
 from gradguard.monitoring.observe.step import Entry, ParameterTable, StepMeasurement, lines_of
 from gradguard.monitoring.record.file import Line
-from gradguard.monitoring.record.lines import known_fields, without_none
+from gradguard.monitoring.record.record_lines import known_fields, without_none
 from gradguard.monitoring.show.alerts import Alerts
 from gradguard.monitoring.show.sinks import Sinks
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.distributed.megatron import megatron_placements
+from gradguard.distributed.norm_plan import NormPlan, NormReduction, plan_for
 from gradguard.distributed.placements import any_sharded
-from gradguard.distributed.plan import NormPlan, NormReduction, plan_for
 from gradguard.distributed.reduction import NO_COPIES
 from gradguard.distributed.reduction_group import several_processes
 from gradguard.distributed.wrappers import flat_placements

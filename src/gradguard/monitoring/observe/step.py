@@ -14,13 +14,13 @@ from torch import Tensor
 
 from gradguard.distributed.placements import is_sharded
 from gradguard.listeners import ClipEvent, RecoveryEvent
-from gradguard.monitoring.judge.detectors.loop_setup import setup_episode
+from gradguard.monitoring.judge.detectors.loop_faults import setup_episode
 from gradguard.monitoring.judge.findings import Kind
 from gradguard.monitoring.judge.live import event_line
 from gradguard.monitoring.observe.measure import Diagnostics, Norms
 from gradguard.monitoring.observe.updates import Moved
 from gradguard.monitoring.record.file import Line
-from gradguard.monitoring.record.lines import known_fields, without_none
+from gradguard.monitoring.record.record_lines import known_fields, without_none
 from gradguard.words import listed
 
 EPSILON = 1e-6

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gradguard.distributed.placements import local_part
-from gradguard.monitoring.judge.detectors.updates import ELEMENTS
+from gradguard.monitoring.judge.detectors.update_sizes import ELEMENTS
 from gradguard.monitoring.observe.measure import Norms, every_so_many, gradient_norms
 from gradguard.tensors.layout import flat, is_dense
 

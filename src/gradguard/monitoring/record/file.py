@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 
 from gradguard.errors import InvalidTypeError, RecordError
 from gradguard.files.opening import open_regular
-from gradguard.monitoring.record.fields import LONGEST_LINE, parse_line, read_line
-from gradguard.monitoring.record.lines import Lines, known_fields
+from gradguard.monitoring.record.record_fields import LONGEST_LINE, parse_line, read_line
+from gradguard.monitoring.record.record_lines import Lines, known_fields
 from gradguard.monitoring.record.text import printable
 
 FILE_NAME = "run.jsonl"
@@ -218,9 +218,9 @@ class RecordWriter:
 def read_record(path: str | Path) -> Record:
     """Read the record of one run; a folder stands for the ``run.jsonl`` in it.
 
-    **Guarantees**: every field of the record is what its table says (`gradguard.monitoring.record.fields`), text is
-    printable, and steps ascend; what is read of a damaged file is what was written, and how much of it was left out is
-    counted. A file that is no record is refused by its first bytes or its first line, however long it is.
+    **Guarantees**: every field of the record is what its table says (`gradguard.monitoring.record.record_fields`),
+    text is printable, and steps ascend; what is read of a damaged file is what was written, and how much of it was
+    left out is counted. A file that is no record is refused by its first bytes or its first line, however long it is.
 
     **Edge cases**:
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from gradguard.errors import RecordError
 from gradguard.files.opening import open_regular
-from gradguard.monitoring.record.fields import LONGEST_LINE, read_line
 from gradguard.monitoring.record.file import FILE_NAME, refuse_at_once
+from gradguard.monitoring.record.record_fields import LONGEST_LINE, read_line
 
 READ_AT_ONCE = 16 * 2**20
 """A longer record is not read whole when it is met: its first line and as much of its end as this are."""

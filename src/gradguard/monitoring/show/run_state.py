@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from gradguard.monitoring.record.steps import binds, is_nonfinite
+from gradguard.monitoring.record.step_rows import binds, is_nonfinite
 
 WINDOW = 100
 """How many of the last steps the rate and the share of clipped steps are taken over."""

@@ -5,7 +5,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
-from gradguard.monitoring.record.steps import regime_of
+from gradguard.monitoring.record.step_rows import regime_of
 from gradguard.monitoring.record.text import printable
 from gradguard.monitoring.show.run_state import OptimizerProgress, RunState
 from gradguard.words import counted

@@ -5,7 +5,7 @@ import statistics
 
 from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import usable_steps
+from gradguard.monitoring.record.step_rows import usable_steps
 
 NONE = "none"
 """The script as it is."""

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gradguard.monitoring.record.lines import Numbers, without_none
+from gradguard.monitoring.record.record_lines import Numbers, without_none
 
 Losses = Numbers
 """The training loss of each step; None where it was not finite."""

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gradguard.monitoring.judge.numbers import number, percent
-from gradguard.monitoring.show.table import print_table
+from gradguard.monitoring.show.text_table import print_table
 from gradguard.monitoring.tune.candidates import NONE
 from gradguard.monitoring.tune.score import Mean, Score, scores
 from gradguard.monitoring.tune.trials import OUTPUT, Trials

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradguard.errors import CommandError, RecordError
-from gradguard.monitoring.judge.verdict import verdict
+from gradguard.monitoring.judge.judgement import verdict
 from gradguard.monitoring.record.file import FILE_NAME, read_record
 from gradguard.monitoring.record.reader import JsonlReader
 from gradguard.monitoring.tune.candidates import NONE, OTHERWISE, candidates, recommended

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.layers.call import LayerCall, sample_axis, zeros
-from gradguard.per_sample.layers.replay import LayerReplay, replayed
+from gradguard.per_sample.layers.layer_replay import LayerReplay, replayed
 
 
 class _AttentionArguments(NamedTuple):

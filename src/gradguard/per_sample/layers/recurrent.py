@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 from gradguard.errors import UnsupportedGradientError
 from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.layers.call import LayerCall, sample_axis, zeros
-from gradguard.per_sample.layers.replay import LayerReplay, replayed
+from gradguard.per_sample.layers.layer_replay import LayerReplay, replayed
 
 State = tuple[Tensor, ...]
 """``(h,)``, or ``(h, c)`` of an LSTM, each ``[rows, H]``."""

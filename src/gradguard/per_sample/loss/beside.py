@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradguard.per_sample.capture import silent_taps
-from gradguard.per_sample.loss.graph import (
+from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
     Dependence,
     Unreadable,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradguard.per_sample.loss.graph import Constant
+from gradguard.per_sample.loss.loss_graph import Constant
 from gradguard.per_sample.loss.rows import LossTerm
 
 What = Literal["own", "count", "samples", "rows in the mean", "times rows", "times samples"]

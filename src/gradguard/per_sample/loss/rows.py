@@ -22,7 +22,8 @@ from gradguard.per_sample.loss.beside import (
     places_of,
     varying_sizes,
 )
-from gradguard.per_sample.loss.graph import (
+from gradguard.per_sample.loss.ledger import RowWeights
+from gradguard.per_sample.loss.loss_graph import (
     ELEMENTWISE,
     LABELLED,
     MEANS,
@@ -46,7 +47,6 @@ from gradguard.per_sample.loss.graph import (
     signed,
     walk,
 )
-from gradguard.per_sample.loss.ledger import RowWeights
 from gradguard.per_sample.loss.separation import Outputs, Silent
 from gradguard.per_sample.loss.shared import SharedValue
 from gradguard.torch_private import input_metadata_of, saved_constant

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradguard.per_sample.capture import silent_taps
 from gradguard.per_sample.layers.call import BatchAxis, samples_first
-from gradguard.per_sample.loss.graph import Root, Unreadable, parents, walk
+from gradguard.per_sample.loss.loss_graph import Root, Unreadable, parents, walk
 from gradguard.state.generators import seeded_normal
 from gradguard.torch_private import input_metadata_of, version_of
 

@@ -30,7 +30,7 @@ from gradguard.per_sample.loss.beside import (
     places_of,
     varying_sizes,
 )
-from gradguard.per_sample.loss.graph import (
+from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
     TAPS,
     Dependence,

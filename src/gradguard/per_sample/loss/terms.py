@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradguard.per_sample.loss.graph import (
+from gradguard.per_sample.loss.ledger import Ledger, Page, RowWeights, written
+from gradguard.per_sample.loss.loss_graph import (
     LABELLED,
     MEANS,
     Constant,
@@ -40,7 +41,6 @@ from gradguard.per_sample.loss.graph import (
     paths,
     shape_of,
 )
-from gradguard.per_sample.loss.ledger import Ledger, Page, RowWeights, written
 from gradguard.per_sample.loss.readings import Reading, readings, same_shares
 from gradguard.per_sample.loss.rows import LossTerm, Owner, SampleRows
 from gradguard.per_sample.loss.separation import Outputs

@@ -7,7 +7,7 @@ from gradguard.monitoring.judge.cause import Evidence, Sign
 from gradguard.monitoring.judge.findings import named
 from gradguard.monitoring.judge.numbers import capital, number
 from gradguard.monitoring.judge.signals import RunSignals
-from gradguard.monitoring.record.lines import without_none
+from gradguard.monitoring.record.record_lines import without_none
 
 MISSING_SHARE = 0.2
 """Of all elements: frozen parts below it are no reason why a run does not learn."""

@@ -9,7 +9,7 @@ from gradguard.monitoring.judge.detectors.update_ratios import LARGE_UPDATE
 from gradguard.monitoring.judge.numbers import number
 from gradguard.monitoring.judge.rates import lower_rate
 from gradguard.monitoring.judge.signals import Curve, RunSignals, middle, usual_step
-from gradguard.monitoring.record.lines import without_none
+from gradguard.monitoring.record.record_lines import without_none
 
 GROWN = 2.0
 """Times its first norm: a weight that is mostly noise by now."""

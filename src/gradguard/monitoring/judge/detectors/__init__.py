@@ -2,14 +2,20 @@
 
 from gradguard.monitoring.judge.detectors import (
     clipping,
-    layers,
     level,
-    loop_setup,
     loss,
     loss_scale,
     outliers,
     update_ratios,
-    updates,
+)
+from gradguard.monitoring.judge.detectors import (
+    layer_norms as layers,
+)
+from gradguard.monitoring.judge.detectors import (
+    loop_faults as loop_setup,
+)
+from gradguard.monitoring.judge.detectors import (
+    update_sizes as updates,
 )
 
 _MODULES = (level, loss, outliers, layers, update_ratios, updates, loss_scale, clipping, loop_setup)

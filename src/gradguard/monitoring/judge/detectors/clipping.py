@@ -9,8 +9,8 @@ from operator import or_
 from gradguard.monitoring.judge.acting_clips import acting_clips, clipped_twice, shares_in_words
 from gradguard.monitoring.judge.findings import Episode, Kind, Log, named, said
 from gradguard.monitoring.judge.scale_free import is_scale_free
-from gradguard.monitoring.record.lines import Lines
-from gradguard.monitoring.record.steps import BINDS_BELOW, OptimizerSteps, bound_on, taken_steps
+from gradguard.monitoring.record.record_lines import Lines
+from gradguard.monitoring.record.step_rows import BINDS_BELOW, OptimizerSteps, bound_on, taken_steps
 from gradguard.threshold_formulas import LOCK_IN_TOLERANCE, LOCK_IN_WINDOW
 from gradguard.threshold_rules import LockInAlarm
 

@@ -6,7 +6,7 @@ from collections import deque
 
 from gradguard.monitoring.judge.findings import Episode, Kind, Log, Words
 from gradguard.monitoring.judge.numbers import number
-from gradguard.monitoring.record.steps import OptimizerSteps, taken_steps
+from gradguard.monitoring.record.step_rows import OptimizerSteps, taken_steps
 
 DIVERGED_TIMES = 2.5
 """A loss this many times the best it was has risen further than harder data, or a restart of the schedule, make it."""

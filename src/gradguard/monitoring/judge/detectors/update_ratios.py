@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradguard.monitoring.judge.findings import Kind, Lasting, Log, said
-from gradguard.monitoring.record.lines import Numbers
+from gradguard.monitoring.record.record_lines import Numbers
 
 LARGE_UPDATE = 0.1
 """Norm of an update over that of its weight: 1e-3 is the rule of thumb, and above a tenth a weight is another one after

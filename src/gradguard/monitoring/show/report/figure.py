@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradguard.monitoring.record.lines import known_fields
+from gradguard.monitoring.record.record_lines import known_fields
 
 Keys = dict[str, Any]
 """A trace, an axis or a layout by the names of plotly.js' reference."""

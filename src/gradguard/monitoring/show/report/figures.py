@@ -8,13 +8,13 @@ from dataclasses import replace
 from itertools import compress
 from typing import Any, NamedTuple
 
+from gradguard.monitoring.judge.judgement import Verdict
 from gradguard.monitoring.judge.numbers import median, number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation
 from gradguard.monitoring.judge.signals import signals_of
-from gradguard.monitoring.judge.verdict import Verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.lines import without_none
-from gradguard.monitoring.record.steps import nonfinite_on, regime_of, rules_on
+from gradguard.monitoring.record.record_lines import without_none
+from gradguard.monitoring.record.step_rows import nonfinite_on, regime_of, rules_on
 from gradguard.monitoring.show.report import series
 from gradguard.monitoring.show.report.figure import (
     BLACK,

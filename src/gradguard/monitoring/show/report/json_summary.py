@@ -11,10 +11,10 @@ from typing import Any
 
 from gradguard.json_values import jsonable
 from gradguard.monitoring.judge.diagnosis import Cause, Diagnosis, diagnose, weighed_findings
+from gradguard.monitoring.judge.judgement import verdict
 from gradguard.monitoring.judge.recommend import recommend
-from gradguard.monitoring.judge.verdict import verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import by_optimizer
+from gradguard.monitoring.record.step_rows import by_optimizer
 from gradguard.monitoring.record.text import printable
 from gradguard.monitoring.show.report.summary import counts_of, fields_of, notes, numbers_of
 

@@ -9,13 +9,13 @@ from gradguard.errors import InvalidValueError, RecordError
 from gradguard.files.writing import write_whole
 from gradguard.monitoring.judge.diagnosis import diagnose, weighed_findings
 from gradguard.monitoring.judge.findings import SEVERITIES
+from gradguard.monitoring.judge.judgement import Verdict, verdict
 from gradguard.monitoring.judge.numbers import number, percent
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
 from gradguard.monitoring.judge.spikes import spikes_of
-from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import OptimizerSteps, by_optimizer, usable_steps
-from gradguard.monitoring.show.report import figures, layers, series
+from gradguard.monitoring.record.step_rows import OptimizerSteps, by_optimizer, usable_steps
+from gradguard.monitoring.show.report import figures, layer_section, series
 from gradguard.monitoring.show.report.figure import Chart, palette, steps_between
 from gradguard.monitoring.show.report.glossary import TERMS, explained
 from gradguard.monitoring.show.report.summary import (
@@ -200,8 +200,8 @@ def _charts(
         figures.updates_over_time(record, _points(among)),
         figures.clip_share(record) if judged.clipping else None,
         figures.along_depth(record),
-        layers.heat_map(record, index, max(_FEWEST_CELLS, layers.MOST_CELLS // among)),
-        layers.dominance(record, index, spikes),
+        layer_section.heat_map(record, index, max(_FEWEST_CELLS, layer_section.MOST_CELLS // among)),
+        layer_section.dominance(record, index, spikes),
     ]
 
 

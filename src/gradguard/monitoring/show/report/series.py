@@ -7,7 +7,7 @@ from itertools import compress
 
 from gradguard.monitoring.judge.numbers import median
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import bound_on, taken_steps
+from gradguard.monitoring.record.step_rows import bound_on, taken_steps
 
 MOST_POINTS = 1200
 _WINDOWS = 60

@@ -9,15 +9,15 @@ from gradguard.monitoring.judge.acting_clips import acting_clips
 from gradguard.monitoring.judge.diagnosis import Diagnosis, diagnose, weighed_findings
 from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.health import lock_in_share
+from gradguard.monitoring.judge.judgement import Verdict, verdict
 from gradguard.monitoring.judge.norm_statistics import drift_ratio
 from gradguard.monitoring.judge.numbers import capital, number, percent, plain_threshold
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
-from gradguard.monitoring.judge.verdict import Verdict, verdict
 from gradguard.monitoring.record.file import FILE_NAME, SCHEMA, Record
 from gradguard.monitoring.record.redaction import redacted
-from gradguard.monitoring.record.steps import usable_norms
-from gradguard.monitoring.show.table import print_table
+from gradguard.monitoring.record.step_rows import usable_norms
 from gradguard.monitoring.show.tail_view import ending
+from gradguard.monitoring.show.text_table import print_table
 from gradguard.named_rules import clipping_rule
 from gradguard.words import counted
 

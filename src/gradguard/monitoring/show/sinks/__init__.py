@@ -10,8 +10,8 @@ from typing import Any
 
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.monitoring.record.file import Line
-from gradguard.monitoring.show.sinks.base import Sink
-from gradguard.monitoring.show.sinks.lines import CallableSink, JsonLinesSink
+from gradguard.monitoring.show.sinks.sink import Sink
+from gradguard.monitoring.show.sinks.text_lines import CallableSink, JsonLinesSink
 
 _EXPECTED = (
     "expected a path that ends in .jsonl, a function that takes one dictionary, 'tensorboard', 'wandb', 'mlflow', "

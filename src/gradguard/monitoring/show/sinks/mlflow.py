@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from gradguard.monitoring.show.sinks.base import Dashboard, required
+from gradguard.monitoring.show.sinks.sink import Dashboard, required
 
 
 class MlflowSink(Dashboard):

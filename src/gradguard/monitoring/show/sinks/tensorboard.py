@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gradguard.monitoring.show.sinks.base import Dashboard, required
+from gradguard.monitoring.show.sinks.sink import Dashboard, required
 
 
 class TensorBoardSink(Dashboard):

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from gradguard.monitoring.show.sinks.base import Dashboard, required
+from gradguard.monitoring.show.sinks.sink import Dashboard, required
 
 
 class TrackioSink(Dashboard):

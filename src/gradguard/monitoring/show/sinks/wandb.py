@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradguard.monitoring.record.file import Line
-from gradguard.monitoring.show.sinks.base import PREFIX, DashboardWindow, named, required
+from gradguard.monitoring.show.sinks.sink import PREFIX, DashboardWindow, named, required
 
 
 class WandbSink:

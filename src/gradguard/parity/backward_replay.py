@@ -12,7 +12,7 @@ from gradguard.errors import InvalidValueError
 from gradguard.parity.shards import LocalParameter
 from gradguard.parity.summation import Backwards, backwards
 from gradguard.state.generators import generator_states, have_drawn, restore_generators
-from gradguard.tensors.precision import TF32_EPSILON, Kind, is_tf32_allowed
+from gradguard.tensors.matmul_precision import TF32_EPSILON, Kind, is_tf32_allowed
 from gradguard.tensors.sketch import CHUNK, hashed
 from gradguard.torch_private import is_compiled
 

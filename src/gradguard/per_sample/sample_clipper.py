@@ -32,7 +32,7 @@ from gradguard.per_sample.contributions import (
     scale_rows,
     with_parts_of,
 )
-from gradguard.per_sample.loss.check import LossCheck
+from gradguard.per_sample.loss.loss_check import LossCheck
 from gradguard.per_sample.loss.own_losses import own_losses
 from gradguard.per_sample.mini_batch import MiniBatch
 from gradguard.per_sample.refusals import (
@@ -47,11 +47,11 @@ from gradguard.per_sample.refusals import (
 )
 from gradguard.per_sample.rehearsal import compare, rehearse
 from gradguard.per_sample.rerun import undisturbed
-from gradguard.per_sample.results import Accumulation, ClippedSums, PerSampleStatistics, PreStep, zeros_like_rows
 from gradguard.per_sample.sample_loop import LoopedCall, sum_together
+from gradguard.per_sample.sample_results import Accumulation, ClippedSums, PerSampleStatistics, PreStep, zeros_like_rows
 from gradguard.per_sample.witness import Witness
 from gradguard.tensors.layout import wide_dtype
-from gradguard.tensors.precision import full_float32, outside_autocast
+from gradguard.tensors.matmul_precision import full_float32, outside_autocast
 from gradguard.torch_private import loss_scale_of, parameter_slots
 
 _Value = TypeVar("_Value", Tensor, float)

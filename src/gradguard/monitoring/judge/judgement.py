@@ -10,8 +10,8 @@ from gradguard.monitoring.judge.recoveries import Recoveries, recoveries
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.lines import Numbers, without_none
-from gradguard.monitoring.record.steps import (
+from gradguard.monitoring.record.record_lines import Numbers, without_none
+from gradguard.monitoring.record.step_rows import (
     bound_on,
     by_optimizer,
     nonfinite_on,

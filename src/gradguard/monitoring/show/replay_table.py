@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gradguard.monitoring.judge.numbers import number, percent, plain_threshold
-from gradguard.monitoring.judge.replay import COUNTERFACTUAL, WhatIf
+from gradguard.monitoring.judge.rule_replay import COUNTERFACTUAL, WhatIf
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.steps import label_of
-from gradguard.monitoring.show.table import print_table
+from gradguard.monitoring.record.step_rows import label_of
+from gradguard.monitoring.show.text_table import print_table
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,9 +7,9 @@ of one cause the first whose sign shows is taken.
 from collections.abc import Mapping
 
 from gradguard.monitoring.judge.cause import Cause, Row
-from gradguard.monitoring.judge.causes import batches, clips, depth, loop, nonfinite, rate
+from gradguard.monitoring.judge.causes import bad_batches, clip_faults, depth, loop, nonfinite_values, rate
 from gradguard.monitoring.judge.causes.loop import found, idle
-from gradguard.monitoring.judge.causes.nonfinite import lost
+from gradguard.monitoring.judge.causes.nonfinite_values import lost
 from gradguard.monitoring.judge.signals import RunSignals
 
 _FALLS_BEHIND = ("rate_too_low", "not_started")
@@ -87,7 +87,7 @@ CAUSES = (
         _USUAL_BEFORE,
     ),
     Row(
-        "nonfinite_range", nonfinite.scale_collapses, "likely",
+        "nonfinite_range", nonfinite_values.scale_collapses, "likely",
         "Gradients overflow float16 whatever the loss scale is, so that steps are skipped one after the other.",
         "Use bfloat16 in place of float16 and no GradScaler; if numbers are not finite then either, "
         "`gradguard explain nan` finds the operation.",
@@ -191,24 +191,24 @@ CAUSES = (
         "The gradients are not the cause: they are there and finite.",
     ),
     Row(
-        "clip_starves", clips.starves_below_eps, "certain",
+        "clip_starves", clip_faults.starves_below_eps, "certain",
         "{clip} starves the optimizer: gradients below its eps, {eps}, hardly move a weight.",
         "{advice}",
         "An optimizer that divides by the size of the gradients cancels a clip only above its eps.",
     ),
     Row(
-        "clip_starves", clips.starves_rate, "likely",
+        "clip_starves", clip_faults.starves_rate, "likely",
         "{clip} starves the optimizer: it multiplies the learning rate by {coefficient}.",
         "{advice}",
         "The learning rate that the script sets is not the one that acts: the clip sets it.",
     ),
     Row(
-        "clip_twice", clips.clips_twice, "likely",
+        "clip_twice", clip_faults.clips_twice, "likely",
         "Gradients are clipped {count} times for each step: the later clip sees what the earlier one has left.",
         "Keep {clip} or the other, and take away the one that binds on most steps.",
     ),
     Row(
-        "bad_batches", batches.bad_batches, "likely",
+        "bad_batches", bad_batches.bad_batches, "likely",
         "{which} far unlike the others: {those}.",
         "Look at the batches, {those}, for {where}.{clip}",
         "The learning rate is not the cause: the steps before each of these were calm.",
@@ -282,7 +282,7 @@ CAUSES = (
         "The data are not the cause: the loss follows the learning rate.",
     ),
     Row(
-        "drift", batches.grows_without_end, "likely",
+        "drift", bad_batches.grows_without_end, "likely",
         "Weights and gradients grow all through the run, step by step, and {end}.",
         "Look for what rewards large weights: the sign of a penalty or of weight_decay, a target made by the model "
         "itself, or a loss without a lower bound. Normalisation layers or weight decay bound their growth.",
@@ -301,7 +301,7 @@ CAUSES = (
         "Gradients are there and steady: they do not vanish.",
     ),
     Row(
-        "data_shift", batches.level_changes, "likely",
+        "data_shift", bad_batches.level_changes, "likely",
         "The data changed at step {step}: from one step to the next the loss went to another level.",
         "Look at what the loader gives from step {step} on: another file, domain, length, normalisation or "
         "labelling, or one class only. If that is meant, go on training; shuffle the parts together if both are to "

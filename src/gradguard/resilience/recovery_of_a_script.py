@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradguard.clip.clip_rules import ClipByGlobalNorm
 from gradguard.clip.guard import Guard
-from gradguard.clip.rules import ClipByGlobalNorm
 from gradguard.distributed.reduction_group import several_processes
 from gradguard.errors import GradguardError
 from gradguard.listeners import ClipCall, ClipEvent, Listener

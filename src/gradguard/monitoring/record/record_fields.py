@@ -13,7 +13,7 @@ from math import isfinite
 from sys import intern
 from typing import Any
 
-from gradguard.files.fields import MOST, Rule, list_of, mapping_of, number, of_type, row_of, text, truth, whole
+from gradguard.files.foreign_fields import MOST, Rule, list_of, mapping_of, number, of_type, row_of, text, truth, whole
 from gradguard.files.json_text import is_deep, refuse_many_values
 from gradguard.monitoring.record.text import printable
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradguard.monitoring.judge.findings import Episode, Kind, Lasting, Log, Words, said
 from gradguard.monitoring.judge.numbers import number
-from gradguard.monitoring.record.lines import Numbers
+from gradguard.monitoring.record.record_lines import Numbers
 from gradguard.threshold_rules import SortedWindow, upper_median_distance
 
 SPIKE_TIMES = 1.5

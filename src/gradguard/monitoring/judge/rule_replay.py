@@ -10,8 +10,8 @@ from gradguard.monitoring.judge.numbers import median
 from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record
-from gradguard.monitoring.record.lines import without_none
-from gradguard.monitoring.record.steps import BINDS_BELOW, OptimizerSteps, by_optimizer, taken_steps, usable_steps
+from gradguard.monitoring.record.record_lines import without_none
+from gradguard.monitoring.record.step_rows import BINDS_BELOW, OptimizerSteps, by_optimizer, taken_steps, usable_steps
 from gradguard.named_rules import replayed_rule
 from gradguard.threshold_rules import LockInAlarm, PerTensor
 

@@ -12,8 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.loss.graph import BackwardRoots, Dependence, Make, Root, make_of
 from gradguard.per_sample.loss.ledger import Ledger
+from gradguard.per_sample.loss.loss_graph import BackwardRoots, Dependence, Make, Root, make_of
 from gradguard.per_sample.loss.rows import by_sample, has_label
 from gradguard.per_sample.loss.separation import Outputs, of_several
 from gradguard.per_sample.loss.shared import SharedValues, hidden_in_graph, shared_in_function, shared_in_graph

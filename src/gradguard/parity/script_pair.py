@@ -18,11 +18,11 @@ from gradguard.distributed.processes import rank_and_size
 from gradguard.errors import GradguardError, UnsupportedGradientError
 from gradguard.listeners import ClipCall, ClipEvent, Listener
 from gradguard.optimizer_hooks import EveryStep, parameters_of, runs_hooks
-from gradguard.parity.replay import add_signs, flip_weights, precision_of, scale_gradients
+from gradguard.parity.backward_replay import add_signs, flip_weights, precision_of, scale_gradients
 from gradguard.parity.saved import GRADIENT, START, SavedParameter, write
 from gradguard.parity.scales import ScriptRun
 from gradguard.parity.shards import LocalParameter, gathered, gathered_settings, gathered_words, local_parameters
-from gradguard.parity.steps import ComparedStages, Noted, StepNotes, scale_between
+from gradguard.parity.step_parity import ComparedStages, Noted, StepNotes, scale_between
 from gradguard.parity.summation import backwards
 from gradguard.parity.whole import WholeParameters, about, local_gradients, local_weights
 from gradguard.state.generators import generator_states, have_drawn

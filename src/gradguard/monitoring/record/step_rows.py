@@ -9,7 +9,7 @@ from operator import itemgetter, not_, or_
 from typing import Any
 
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.lines import Lines, Numbers
+from gradguard.monitoring.record.record_lines import Lines, Numbers
 
 BINDS_BELOW = 1 - 1e-9
 _GUARD_BELOW, _NORMALISING_ABOVE = 0.05, 0.5

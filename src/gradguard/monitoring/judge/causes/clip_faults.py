@@ -10,8 +10,8 @@ from gradguard.monitoring.judge.cause import Sign
 from gradguard.monitoring.judge.followed import follows_clip
 from gradguard.monitoring.judge.numbers import capital, from_to, percent, plain_threshold
 from gradguard.monitoring.judge.signals import RunSignals
-from gradguard.monitoring.record.lines import without_none
-from gradguard.monitoring.record.steps import bound_on, taken_steps
+from gradguard.monitoring.record.record_lines import without_none
+from gradguard.monitoring.record.step_rows import bound_on, taken_steps
 
 ALWAYS = 0.5
 """Of the steps: a clip that binds on more sets their size."""

@@ -17,7 +17,7 @@ from gradguard.distributed.wrappers import all_objects
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.grad_scaler import listen_to_scale
 from gradguard.optimizer_hooks import EveryStep, parameters_of
-from gradguard.parity.replay import add_signs, scale_gradients
+from gradguard.parity.backward_replay import add_signs, scale_gradients
 from gradguard.parity.saved import (
     BUFFER,
     GRADIENT,

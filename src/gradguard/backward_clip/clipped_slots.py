@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch.autograd.graph import Node
 
-from gradguard.backward_clip.graph import REARRANGES, Graph, Slot, dimensions, holds_a_leaf, is_leaf, operation
+from gradguard.backward_clip.backward_graph import REARRANGES, Graph, Slot, dimensions, holds_a_leaf, is_leaf, operation
 
 _MULTIPLIES = frozenset(["Alias", "Clone", "Div", "Mean", "Mul", "Neg", "Sum", "ToCopy"])
 _ADDS = frozenset(["Add", "Rsub", "Stack", "Sub"])
