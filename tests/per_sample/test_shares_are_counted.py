@@ -839,6 +839,10 @@ PRIVATE = {
         "mean",
         lambda out, batch: ((out - batch.target).square().sum(-1).sum(-1) / (V * T)).sum() / len(out),
     ),
+    "one mini-batch, as trainers divide": (
+        "mean",
+        lambda out, batch: (out - batch.target).square().sum(-1).mean() / 1,
+    ),
     "1 over the samples": ("mean", lambda out, batch: 1 / len(out) * squares(out, batch).sum()),
     "kl, batchmean": (
         "mean",

@@ -41,7 +41,7 @@ class PrivateLoader:
 
     Args:
         loader: The DataLoader to take the data set, ``collate_fn``, workers and all other options from.
-        batches: What to draw; None takes the batches of ``loader`` as they come.
+        batches: The batches to draw; None takes the batches of ``loader`` as they come.
         max_size: Largest micro-batch.
         stand_in: Whether a sample that does not count is yielded instead of an empty micro-batch.
         handed_out: Called with what is planned at the start of a pass; yields what the user gets.

@@ -98,8 +98,8 @@ class GaussianNoise:
         Args:
             sums: float32 or float64 tensors.
             standard_deviation: Of the noise, the same for all elements; finite and >= 0. 0 adds nothing.
-            unit: What the sums are multiplied by before noise is added.
-            divisor: What sum and noise are divided by.
+            unit: The factor of the sums before noise is added.
+            divisor: The number that sum and noise are divided by.
 
         Raises:
             InvalidValueError: If it is negative, NaN or infinite.

@@ -31,13 +31,13 @@ class Terms:
     """The settings fixed before the first step.
 
     Attributes:
-        noise_multiplier: What is accounted for: standard deviation of the noise over the sensitivity of the sum.
-        gradient_noise_multiplier: What the gradients get; more, where a quantile clipper spends a part on its count.
+        noise_multiplier: The accounted noise: standard deviation of the noise over the sensitivity of the sum.
+        gradient_noise_multiplier: Noise of the gradients; more, where a quantile clipper spends a part on its count.
         sample_rate: Probability with which each sample joins a logical batch; 1 for a whole pass without sampling.
-        divisor: What noised sums are divided by: the expected batch size, or 1.
+        divisor: The number that noised sums are divided by: the expected batch size, or 1.
         target_delta: Delta at which epsilon is reported.
         planned: Number of accounted steps that spend the target epsilon, or None.
-        target_epsilon: What they may spend, or None.
+        target_epsilon: The epsilon that they may spend, or None.
     """
 
     noise_multiplier: float

@@ -41,7 +41,7 @@ class RowWeights:
         each: The sum of each sample's weights [B].
         counts: How many of each sample's rows count [B].
         distinct: The weights that rows have; empty if there are many.
-        number: What rows are multiplied by apart from tensors of weights; NaN where these are in the same operation.
+        number: The factor of the rows apart from tensors of weights; NaN where these are in the same operation.
         precision: How far the numbers may be from what was meant, relatively.
         size: How many rows there are, with those that do not count.
         by_shape: Whether nothing but shapes decides how many rows count; None if all that there are would have to.
@@ -89,7 +89,7 @@ class Entry:
     """One kind of rows, as far as no batch has contradicted another.
 
     Attributes:
-        kept: What has stayed the same.
+        kept: The values that have stayed the same.
         shapes: The numbers, and how many rows a sample has, where nothing but shapes decides that, by what the module
             returned.
         owned: Whether samples of one batch had different numbers of rows, which did not change what they weigh.
@@ -107,9 +107,9 @@ class Page:
     """One batch in the ledger.
 
     Attributes:
-        entries: What the rows of each kind weigh.
+        entries: The weights of the rows of each kind.
         precision: How far numbers may be from what was meant, relatively.
-        divided_by: What the whole loss is divided by besides.
+        divided_by: The number that the whole loss is divided by besides.
     """
 
     entries: Mapping[tuple[str, ...], Entry]
@@ -121,7 +121,7 @@ def written(rows: Sequence[RowWeights], factors: Tensor, returned: float, is_sum
     """Return what rows weigh in a batch.
 
     Args:
-        rows: What they weigh in its loss.
+        rows: Their weights in its loss.
         factors: Each sample's part in the loss, as a multiple of its own loss [B].
         returned: How many values of each sample the module returned.
         is_sum: Whether the loss is a sum over samples, not a mean.

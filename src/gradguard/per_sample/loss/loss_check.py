@@ -61,7 +61,7 @@ class _Known:
 
     Attributes:
         numbers: The scalars in it.
-        parts: What was found.
+        parts: The verdict.
         label_owners: The samples of each operation's labels, where it takes their mean; else None.
         complete: Whether no label was missing.
     """
@@ -78,7 +78,7 @@ class _SeenLoss:
 
     Attributes:
         make: How it is computed.
-        parts: What was found.
+        parts: The verdict.
         complete: Whether no label was missing.
         conclusive: Whether gradients could show that samples meet.
     """
@@ -93,7 +93,7 @@ class LossCheck:
     """Whether each sample's part in the loss is its own loss.
 
     Args:
-        reduction: What the loss is said to be over samples, ``"mean"`` or ``"sum"``.
+        reduction: The loss over samples as the user has said it: ``"mean"``, ``"sum"`` or ``"token_mean"``.
         batch_first: Whether the batch is the first dimension of what the module is called with.
         scale: Gives what a GradScaler multiplies the loss by.
         only_warn: Warn of a loss that is another.
@@ -272,7 +272,7 @@ class LossCheck:
 
         Args:
             mini_batches: Their number.
-            known: What a trainer divides each loss by, which its adapter undoes in backward.
+            known: The number that a trainer divides each loss by, which its adapter undoes in backward.
 
         Raises:
             InvalidValueError: If they are: their average would be divided by it twice.

@@ -413,7 +413,7 @@ class Constant:
         value: The number.
         divides: Whether the code divided by its inverse.
         precision: How far it may be from what was meant, relatively.
-        origin: What it was in the code: a tensor; a whole number, which a schedule seldom is and a count always, or a
+        origin: Its kind in the code: a tensor; a whole number, which a schedule seldom is and a count always, or a
             weight that is trained; a float; a number of a function of torch's; a number that the user has said is not
             computed from the batch; what the weights of all rows have in common; or what backward starts with.
     """
@@ -480,7 +480,7 @@ def paths(
     """Yield every path to values that depend on the samples.
 
     Args:
-        roots: What backward starts from.
+        roots: The values that backward starts from.
         depends: Knows which values depend on the samples.
         outputs: Values with samples that the module returned.
         declared: Numbers in the loss that are no counts.

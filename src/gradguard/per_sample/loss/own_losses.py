@@ -133,7 +133,7 @@ class _Watch(TorchFunctionMode):
     """Refuses tensors that a function neither was given nor has made: they may be made of the batch.
 
     Args:
-        known: What it was given.
+        known: The tensors that it was given.
         batch_size: Number of samples, for the message.
     """
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from gradguard.per_sample.loss.loss_graph import Constant
 from gradguard.per_sample.loss.rows import LossTerm
 
-What = Literal["own", "count", "samples", "rows in the mean", "times rows", "times samples"]
+Meaning = Literal["own", "count", "samples", "rows in the mean", "times rows", "times samples"]
 """The meaning of a number: the user's own; the number of rows, or of samples, by which a sum is divided; 1 over the
 part of a mean's rows that count; a count that multiplies a mean, which makes it a sum."""
 
@@ -29,12 +29,12 @@ class Reading:
     """One possibility of what the numbers of a term are: at most one of them is a count.
 
     Attributes:
-        what: What the number is.
+        what: The meaning of the number.
         share: Each sample's share of the mean that the term is then [B]; None if it is none.
         constant: The number; None if all are the user's own.
     """
 
-    what: What
+    what: Meaning
     share: Tensor | None = None
     constant: Constant | None = None
 
@@ -51,7 +51,7 @@ def readings(term: LossTerm, together: Mapping[Node, Tensor], reduction: str) ->
     Args:
         term: The term.
         together: The weights of all terms that share a constant, by its node.
-        reduction: What the loss is said to be over samples.
+        reduction: The loss over samples as the user has said it.
     """
     constants = [constant for constant in term.constants if constant.origin != "declared"]
     if term.share is None:

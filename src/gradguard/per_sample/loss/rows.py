@@ -148,7 +148,7 @@ class SampleRows:
 
     Args:
         path: From the loss to the rows.
-        outputs: What the module returned.
+        outputs: The values that the module returned.
         depends: Knows which values depend on the samples.
         owner: Whose they are, if that is known of a loss that is made in the same way.
         is_output: Take the values at the end of the path as the rows, whatever operation made them.
@@ -407,7 +407,7 @@ class SampleRows:
             node: The operation that puts it there.
             value: The value.
             sizes: The constant's, 1 where it is repeated; None where the graph does not keep them.
-            surely: The same, but larger than 1 only where rounding cannot be the cause.
+            surely: These sizes, but larger than 1 only where rounding cannot be the cause.
 
         Raises:
             Coupled: If it is neither.

@@ -203,8 +203,8 @@ def shared_in_graph(
     """Yield what a loss takes beside the rows of the samples, but for factors of rows, which are weighed elsewhere.
 
     Args:
-        roots: What backward starts from.
-        outputs: What the module returned.
+        roots: The values that backward starts from.
+        outputs: The values that the module returned.
         kind: Tells losses of other operations apart.
         depends: Knows which values depend on the samples.
     """

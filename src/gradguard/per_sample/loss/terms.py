@@ -61,11 +61,11 @@ class _Loss:
     """A loss that is to be judged.
 
     Attributes:
-        terms: What it adds up.
+        terms: The terms that it adds up.
         totals: The weights of all terms that share a constant, by sample.
-        rows: What rows weigh in it.
+        rows: The weights of rows in it.
         returned: How many values of each sample the module returned.
-        reduction: What it is said to be over samples.
+        reduction: The loss over samples as the user has said it.
     """
 
     terms: Sequence[LossTerm]
@@ -94,7 +94,7 @@ class LossParts:
     Attributes:
         verdict: ``"right"`` if each sample's part is its own loss, ``"wrong"`` if not, ``"unknown"`` if a constant may
             be the user's or a number of samples, ``"unverified"`` if it cannot be told whether samples have parts.
-        reason: What was found if it is not right, in words.
+        reason: The words of the finding if it is not right.
         factors: Each sample's part as a multiple of its own loss, for the term where it is furthest from 1; None if
             unknown. NaN for a sample without a row.
         divided_by: The number that the whole loss is divided by besides, as for the accumulation of as many
@@ -103,7 +103,7 @@ class LossParts:
         weighted: Whether tensors decide weights of rows, which the next batch may change.
         owners: Whose the rows of each term are.
         label_owners: Whose the labels are of each operation that takes the mean over labels of several samples.
-        page: What its rows weigh; None if it was not judged.
+        page: The weights of its rows; None if it was not judged.
         repeated: Sizes of constants along which values were repeated, and which are not the number of samples.
     """
 
@@ -133,12 +133,12 @@ def loss_parts(
     """Compare each sample's part in a loss with the sample's own loss; before the backward, which frees the graph.
 
     Args:
-        roots: What backward starts from; their sum is the loss.
-        outputs: What the module returned for a batch of B samples.
-        reduction: What the loss is said to be: ``"mean"``, ``"sum"`` or ``"token_mean"``.
-        scale: What a GradScaler, or a trainer, multiplied the loss by.
-        known: What was found of a loss that is made in the same way: whose the rows are is not looked at again.
-        ledger: What rows weighed in the losses that were accepted.
+        roots: The values that backward starts from; their sum is the loss.
+        outputs: The values that the module returned for a batch of B samples.
+        reduction: The loss as the user has said it: ``"mean"``, ``"sum"`` or ``"token_mean"``.
+        scale: The factor by which a GradScaler, or a trainer, multiplied the loss.
+        known: The verdict on a loss that is made in the same way: whose the rows are is not looked at again.
+        ledger: The weights of rows in the losses that were accepted.
         constant_sizes: Sizes of constants in such losses that were not the number of samples.
         declared: Numbers in the loss that are no counts.
 
@@ -591,14 +591,15 @@ def _private_factors(term: LossTerm, reduction: str) -> Tensor:
         given = [c for c in numbers if c.origin not in _NOT_COUNTED or (by_rows and c.origin == "weights")]
         given += [c for c in numbers if c.origin == "torch" and c.divides]
         divisors = len([c for c in given if c.divides])
+        within = len([c for c in given if c.divides and shape_of(c.node)])  # samples, and not behind their sum
         halves = len([c for c in given if not c.divides and c.origin not in {"weights", "gradient"}])
         divided = by_rows or (not term.is_mean and reduction != "sum")
         tensors = [c.value for c in given if c.origin == "tensor"]
         if len(tensors) > divided:
             raise Refused(_TENSOR.format(tensors[-1]))
         if divided:
-            halves, divisors = halves - (not divisors and halves > 0), divisors - 1
-        expected = 0.5**halves / count / (term.width if divisors > 0 else 1.0)
+            halves, within = halves - (not divisors and halves > 0), within - (divisors == within)
+        expected = 0.5**halves / count / (term.width if within > 0 else 1.0)
         found = math.prod(abs(c.value) for c in given)
         if not math.isclose(found, expected, rel_tol=1e-6 + sum(c.precision for c in given)):
             raise Refused(_undeclared(term.is_mean, found, expected, reduction))
