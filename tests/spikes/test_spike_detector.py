@@ -383,3 +383,17 @@ def test_it_decides_alike_where_a_sort_puts_nan_in_front(monkeypatch):
     monkeypatch.setattr("gradguard.spikes.detector.median_of_stored", nan_in_front)
     assert [bool(other.observe(torch.tensor(row, dtype=torch.float64))) for row in rows] == expected
     assert 5 < sum(expected) < 150
+
+
+def test_a_reset_detector_takes_another_number_of_signals():
+    detector = SpikeDetector()
+    for _ in range(40):
+        detector.observe(torch.ones(2, dtype=torch.float64))
+    with pytest.raises(InvalidValueError, match=r"shape \[3\]: expected \[2\].*updates=True.*call reset\(\)"):
+        detector.observe(torch.ones(3, dtype=torch.float64))
+    detector.reset()
+    for size in (*[1.0] * 100, 99.0):
+        spike = detector.observe(torch.full((3,), size, dtype=torch.float64))
+    assert bool(spike)
+    with pytest.raises(InvalidValueError, match=r"shape \[2\]: expected \[3\]"):
+        detector.observe(torch.ones(2, dtype=torch.float64))

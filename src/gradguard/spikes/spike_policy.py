@@ -35,6 +35,12 @@ class SpikeVerdict:
     stands_out: Tensor | None = None
 
 
+_AS_BEFORE = (
+    ", as on the steps before or in the state that was loaded. Under a guard the signals are the loss, the norm of each "
+    "group and, with updates=True, the update: give the settings of before, or call reset() of the detector."
+)
+
+
 class Detector(ABC):
     """A rule that tells spikes: `observe` it once a step. Subclasses write `_empty` and `_judge`.
 
@@ -50,6 +56,7 @@ class Detector(ABC):
         self._weight: Tensor | float = math.nan  # of the step that is judged
         self._fewer: set[int] = set()  # how many signals there were before `grow`
         self._verdict: SpikeVerdict | None = None
+        self._is_new = False  # since `reset`: the next step may have another number of signals
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -84,7 +91,8 @@ class Detector(ABC):
             InvalidValueError: If it has another shape than before.
         """
         self._check(values)
-        if not self._tensors:
+        self._is_new = False
+        if not self._tensors or len(self._tensors["history"]) != len(values):
             refuse_capture(values.device, "the memory of the spike detector")
             self._tensors = self._empty(len(values))
         if self._tensors["history"].device != values.device:
@@ -120,16 +128,17 @@ class Detector(ABC):
         if not isinstance(values, Tensor) or not values.is_floating_point():
             given = values.dtype if isinstance(values, Tensor) else type(values).__name__
             raise InvalidTypeError(f"values is {given}: expected a floating-point tensor with one number a signal.")
-        known = len(self._tensors["history"]) if self._tensors else None
+        is_known = self._tensors and not self._is_new
+        known = len(self._tensors["history"]) if is_known else None
         if values.dim() != 1 or len(values) == 0 or known not in (None, len(values)):
             raise InvalidValueError(
                 f"values has the shape {list(values.shape)}: expected [{known or 'signals'}], one number a signal"
-                + (", as on the steps before. reset() forgets them." if known else ".")
+                + (_AS_BEFORE if is_known else ".")
             )
 
     def reset(self) -> None:
         """Forget all history, on all ranks at once: what comes next is a new start, such as another data set."""
-        self._verdict = None
+        self._verdict, self._is_new = None, True
         if state := self._tensors:
             fresh = self._empty(len(state["history"]))
             for name, tensor in state.items():  # in place: a captured graph goes on using this memory
@@ -173,6 +182,7 @@ class Detector(ABC):
             self._tensors = expected
         for name, tensor in self._tensors.items():  # in place: a captured graph goes on using this memory
             tensor.copy_(state_dict[name])
+        self._is_new = False
 
     def _expected(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
         if self._tensors:
