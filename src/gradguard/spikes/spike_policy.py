@@ -36,8 +36,8 @@ class SpikeVerdict:
 
 
 _AS_BEFORE = (
-    ", as on the steps before or in the state that was loaded. Under a guard the signals are the loss, the norm of each "
-    "group and, with updates=True, the update: give the settings of before, or call reset() of the detector."
+    ", as on the steps before or in the state that was loaded. Under a guard the signals are the loss, the norm of "
+    "each group and, with updates=True, the update: give the settings of before, or call reset() of the detector."
 )
 
 
