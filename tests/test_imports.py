@@ -73,7 +73,10 @@ def test_a_command_about_records_does_without_torch(tmp_path, command):
     run = code + "from gradguard.cli import main; sys.exit(main())"
     after = modules_after(run, *(path if word == "RECORD" else word for word in command))
     assert not {"torch", "numpy", "plotly"} & after
-    known = ("cli", "errors", "files", "named_rules", "threshold_formulas", "threshold_rules", "monitoring", "words")
+    known = (
+        "cli", "errors", "files", "json_values", "named_rules", "threshold_formulas", "threshold_rules", "monitoring",
+        "words",
+    )  # fmt: skip
     assert of_gradguard(after) <= {f"gradguard.{name}" for name in known}
 
 
