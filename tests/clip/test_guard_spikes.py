@@ -468,3 +468,34 @@ def test_on_the_cpu_a_step_costs_few_operations_more(monkeypatch, attach, most):
     """
     monkeypatch.setattr(weight_watch.WeightWatch, "_sums_of", lambda watch, weights: torch.zeros(1))
     assert 0 < operations_of_a_step(attach) - operations_of_a_step(plain) <= most
+
+
+@pytest.mark.parametrize("device", ["host", "accelerator"])
+def test_a_loss_that_is_not_finite_is_told_once_unless_the_gradients_are_not_finite_either(
+    device, request, monkeypatch
+):
+    if device == "accelerator":
+        request.getfixturevalue("accelerator")
+        monkeypatch.setattr("gradguard.spikes.skip.are_readable", lambda *tensors: False)
+    net = model()
+    guard = gg.Guard(torch.optim.SGD(net.parameters(), lr=0.1), gg.ClipByGlobalNorm(0.5), spikes=small())
+    losses = [(1.0, False), (NAN, True), (NAN, False), (math.inf, False), (1.0, False)]
+    for step, (loss, broken) in enumerate(losses):
+        put(net, step)
+        if broken:
+            spoil(net)
+        guard.record_loss(torch.tensor(loss))
+        if step == 2:
+            with pytest.warns(RuntimeWarning, match="a loss that is NaN or infinite, and all gradients of its step"):
+                guard.optimizer.step()
+        else:
+            guard.optimizer.step()
+    assert guard.skipped_steps == 1
+
+
+def test_a_loss_of_no_weight_is_none_that_is_not_finite():
+    net = model()
+    guard = gg.Guard(torch.optim.SGD(net.parameters(), lr=0.1), gg.ClipByGlobalNorm(0.5), spikes=small())
+    put(net, 0)
+    guard.record_loss(torch.tensor(NAN), weight=0)
+    guard.optimizer.step()

@@ -613,6 +613,48 @@ def test_an_attention_that_is_used_in_several_layers_is_not_tied():
     gg.QKClip(torch.optim.SGD(attention.parameters()), torch.nn.Sequential(attention, attention))
 
 
+WHOLE = {
+    "a norm of each head": lambda v: 10 * v / v.square().sum((0, 2, 3), keepdim=True).sqrt(),
+    "a deviation": lambda v: v / v.std(),
+    "a deviation without its gradient": lambda v: v / v.std().detach(),
+    "the largest norm": lambda v: v / v.norm(dim=-1).amax(),
+}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("norm", WHOLE)
+def test_a_norm_over_a_whole_tensor_is_refused_before_the_step(norm, place):
+    model = Changed(WHOLE[norm], [place]).double()
+    before = copy.deepcopy(model.state_dict())
+    clip = gg.QKClip(torch.optim.SGD(model.parameters(), lr=0.1), model, threshold=0.01)
+    for _ in range(2):
+        backward(model, batch(0))
+        with pytest.raises(UnsupportedGradientError, match="queries or keys that do not shrink where what its proj"):
+            clip.optimizer.step()
+    assert all(torch.equal(v, before[name]) for name, v in model.state_dict().items())
+
+
+def test_a_trial_leaves_buffers_and_random_numbers_alone():
+    class Counted(Separate):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(F.dropout(x, 0.5))
+
+    model = Counted().double()
+    clip = gg.QKClip(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    torch.manual_seed(0)
+    first, drawn = model(batch(0)), torch.rand(3)
+    clip.detach()
+    torch.manual_seed(0)
+    assert torch.equal(model(batch(0)), first)
+    assert torch.equal(torch.rand(3), drawn)
+    assert int(model.calls) == 2
+
+
 LATER = {
     "weight_norm": (lambda m: torch.nn.utils.parametrizations.weight_norm(m.q_proj), "computed from other parameters"),
     "spectral_norm": (lambda m: torch.nn.utils.spectral_norm(m.k_proj), "computed from other parameters"),

@@ -101,42 +101,9 @@ def test_extras_of_a_step():
     with torch.no_grad():
         parameters[0].add_(torch.tensor([0.0, 0.5]))
     measure_update(extras)
-    assert extras.zeros == [0.5, 0.0]
-    assert [math.isnan(share) or share for share in extras.zero_rows] == [True, 0.0]
     assert extras.weight == [5.0, 2.0]
     assert extras.update == [0.5, 0.0]
     assert extras.before == ()
-
-
-def sparse(rows: dict[int, float]) -> torch.Tensor:
-    values = torch.tensor(list(rows.values()))[:, None].expand(-1, 3)
-    return torch.sparse_coo_tensor(torch.tensor([list(rows)], dtype=torch.long), values, (8, 3))
-
-
-FILTERS = torch.zeros(4, 2, 3, 3).index_fill_(0, torch.tensor([1]), -1e-38)
-ZERO_ROWS = {
-    "a vector": (torch.zeros(4), None),
-    "nothing": (torch.zeros(0, 3), None),
-    "no zero": (torch.ones(4, 2), 0.0),
-    "zeros that fill no row": (torch.eye(4), 0.0),
-    "three of four": (torch.diag(torch.tensor([0.0, -2.0, 0.0, -0.0])), 0.75),
-    "all": (torch.zeros(4, 2), 1.0),
-    "filters": (FILTERS, 0.75),
-    "channels last": (FILTERS.to(memory_format=torch.channels_last), 0.75),
-    "not finite": (torch.tensor([[0.0, math.nan], [0.0, 0.0]]), 0.5),
-    "complex": (torch.tensor([[1j, 0], [0, 0]]), 0.5),
-    "sparse": (sparse({1: 2.0, 6: -3.0, 7: 0.0}), 0.75),
-    "sparse, of nothing": (sparse({}), 1.0),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ZERO_ROWS)
-def test_the_share_of_rows_of_zeros(name):
-    gradient, expected = ZERO_ROWS[name]
-    parameter = nn.Parameter(torch.ones(gradient.shape, dtype=gradient.dtype))
-    parameter.grad = gradient
-    extras = measure_diagnostics([parameter])
-    assert [None if math.isnan(share) else share for share in extras.zero_rows] == [expected]
 
 
 def test_extras_without_a_copy_of_weights_that_are_too_large(monkeypatch):

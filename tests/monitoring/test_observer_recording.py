@@ -201,7 +201,7 @@ def test_extras_come_on_schedule(tmp_path, monkeypatch):
     observer.close(0, False)
     lines = read_record(observer.path).tensors
     assert [line["i"] for line in lines] == [0, 50, 100]
-    assert all({"zeros", "weight", "update"} <= line.keys() for line in lines)
+    assert all({"weight", "update"} <= line.keys() for line in lines)
     assert all(line["update"] == [0.0, 0.0] for line in lines)
 
 
@@ -232,12 +232,12 @@ def test_optimizers_that_take_turns_have_lines_and_extras_alike(tmp_path, monkey
             second.steps(1)
     observer.close(0, False)
     lines = read_record(observer.path).tensors
-    assert [(line["i"], line["optimizer"], "zeros" in line) for line in lines] == [
+    assert [(line["i"], line["optimizer"], "weight" in line) for line in lines] == [
         (0, 0, True), (1, 1, True), (4, 0, False), (5, 1, False), (8, 0, True), (9, 1, True),
     ]  # fmt: skip
 
 
-ARRAYS = ("norm", "zeros", "weight", "update")  # beside "zero_rows", which has null for what is missing
+ARRAYS = ("norm", "weight", "update")
 
 
 @pytest.mark.parametrize("how", ["observer", "monitor", "guard"])
@@ -268,8 +268,6 @@ def test_what_has_no_gradient_on_a_step_is_absent_and_never_its_last_number(how,
         gone = line.get("absent") or []
         assert all((line["norm"][place] == 0) is (place in gone) for place in range(4))
         assert all(line[key][place] == 0 for key in ARRAYS if key in line for place in gone)
-        if how == "observer":
-            assert line["zero_rows"] == [None if place in gone or place % 2 else 0.0 for place in range(4)]
 
 
 def test_exact_zeros_are_a_gradient(tmp_path):

@@ -320,7 +320,7 @@ def test_arrays_that_do_not_fit_name_nothing(broken):
 
 def test_where_numbers_are_read_later(tmp_path, monkeypatch):
     """As on an accelerator: nothing is looked at before it has been copied."""
-    for name in ("kept_gradients", "host_copy"):
+    for name in ("kept_gradients", "record_copy"):
         module = sys.modules[f"gradguard.monitoring.observe.{name}"]
         monkeypatch.setattr(module, "are_readable", lambda *tensors: False)
     for loop, kinds in ((without_zero_grad(sgd), [KEPT]), (clearing(by_data), []), (forgotten_layer, [NO_OPTIMIZER])):

@@ -160,6 +160,20 @@ def test_a_loss_of_an_evaluation_is_of_no_step():
     assert [event.action for event in resilience.events] == ["skipped"]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_told_where_the_gradients_are(value):
+    model, optimizer, resilience = regression(0)
+    train(model, optimizer, resilience, 2)
+    resilience.record_loss(value)
+    with pytest.warns(RuntimeWarning, match="a loss that is NaN or infinite, and all gradients of its step are finite"):
+        optimizer.step()
+    resilience.step()
+    assert resilience.guard.skipped_steps == 0
+    resilience.record_loss(value)  # said once
+    optimizer.step()
+    resilience.step()
+
+
 class Counting(torch.optim.Optimizer):
     """An optimizer with a state of its own in plain attributes."""
 

@@ -443,8 +443,10 @@ def _clipped_at_once(
     grads: Gradients, layouts: Mapping[int, UnitLayout], threshold: float | Tensor, eps: float
 ) -> Units | None:
     """Clip in one pass over memory, and return what was done; None if nothing was."""
-    rows = {i: grads.gradients[i] for i in layouts if grads.gradients[i].numel()}
-    if isinstance(threshold, Tensor) or not rows:
+    if isinstance(threshold, Tensor):
+        return None
+    rows = {i: writable(grads.parameters[i], g) for i in layouts if (g := grads.gradients[i]).numel()}
+    if not rows:
         return None
     parameters, cut = [grads.parameters[i] for i in rows], [layouts[i] for i in rows]
     done = clip_units_(list(rows.values()), parameters, cut, threshold, eps)

@@ -1,11 +1,13 @@
 """A guard's part in finite spikes: what it asks of `SkipSpikes` at a step, and how a clipper forgets a skipped one."""
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradguard.clip.clipper import Clipper, ClipResult
+from gradguard.clip.guard_counts import LateReader
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.layout import move, wide_dtype
@@ -22,6 +24,8 @@ class SpikeWatch:
     def __init__(self, spikes: SkipSpikes | None, clipper: Clipper) -> None:
         self._spikes, self._clipper = spikes, clipper
         self._state: dict[str, Any] = {}
+        self._late = LateReader(self._tell_nonfinite_loss)
+        self._was_told = False
 
     @property
     def acts(self) -> bool:
@@ -70,7 +74,23 @@ class SpikeWatch:
         if update is not None:
             norms.append(move(update, result.norm.device))
         spike = self._spikes.judge(torch.stack([norm.to(wide_dtype(norm.device)) for norm in norms]), bad)
+        if isinstance(found := self._spikes.nonfinite_loss, Tensor):
+            self._late.push(found.reshape(1))
+        else:
+            self._tell_nonfinite_loss([found])
         return spike if self._spikes.act else None
+
+    def _tell_nonfinite_loss(self, found: list[float]) -> None:
+        if not found[0] or self._was_told:
+            return
+        self._was_told = True
+        warnings.warn(
+            "gradguard: guard.record_loss was given a loss that is NaN or infinite, and all gradients of its step are "
+            "finite: the step is judged by the norms alone, and taken. Often one sample's loss is not finite and does "
+            "not reach the gradients, as behind a mask; look for it with torch.isfinite(loss). Said once.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def bad_on_any(self, bad: Tensor) -> Tensor:
         """Return ``bad`` of all processes, once `judge` has asked them: pipeline stages may have NaN on one alone."""

@@ -55,7 +55,7 @@ class AttentionCall(NamedTuple):
         return not (self.query.numel() and self.key.numel())
 
 
-def _call_of(
+def call_of(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -217,7 +217,7 @@ class AttentionListener:
                 f"{getattr(attention, '__module__', None)}, as context_parallel does, where queries and keys are parts "
                 "of the sequence: the largest logit is not known. Attend without it, or detach() the watch."
             )
-        self._heard(names, _call_of(*args, **kwargs))
+        self._heard(names, call_of(*args, **kwargs))
 
     def tell_largest(self, largest: Tensor | None) -> None:
         """Tell the largest logit of each head of a call of FlexAttention; None if its kernel cannot tell.

@@ -9,12 +9,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from gradguard.arguments import check_number, check_whole
 from gradguard.clip.guard import check_hookable, guard_of
 from gradguard.clip.guard_counts import LateReader
-from gradguard.clip.logits import AttentionCall, AttentionListener, largest_logits
+from gradguard.clip.logits import AttentionCall, AttentionListener, call_of, largest_logits
 from gradguard.distributed.placements import gradient_of, is_sharded, local_part, shard_like
 from gradguard.distributed.processes import largest_over, numbers_of_all
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
@@ -54,6 +55,10 @@ class QKClip:
       returned: they must have one ratio, as after a rotary embedding or a constant factor. Anything else is an error
       before the step: a normalisation of queries or keys (QK-norm), which would undo any rescaling; a position added to
       them; rows that lie in another order than was said.
+    * After the first training forward of an attention it is run twice more without gradients, by the same random
+      numbers, once with half of what the layers return. Queries and keys that do not shrink with it are an error
+      before the step: a normalisation by a norm of a whole tensor, head or batch. Buffers and random numbers are as
+      if that had not been.
     * On an accelerator that is read without a wait: what it says is rescaled on no step, and the error comes at one of
       the next steps.
     * An attention that calls `scaled_dot_product_attention` and is told by no projections is an error. So is a training
@@ -84,7 +89,7 @@ class QKClip:
     frozen projections,
     ``need_weights``, FlexAttention,
     ``add_bias_kv``, a second QKClip
-    a norm over a whole tensor, head    not noticed: it looks like a constant factor, and undoes the rescaling
+    a norm over a whole tensor, head    an error, which the trial of the first forward shows
     or batch
     a factor of the logits that is      rescaled rightly
     learned or depends on the length
@@ -267,16 +272,22 @@ _clipped: "WeakSet[nn.Module]" = WeakSet()
 
 _NOTHING_DONE = "Nothing was rescaled, and no step was taken"
 
-_FAULTS, _HEADER = slice(3, 5), 5
+_FAULTS, _HEADER = slice(3, 6), 6
 """The header of `_Attention.measured`: the size of a head, how many heads and key heads there are, and the faults: how
-far vectors are from what the layers returned, and values from keys; above 1 is too far."""
+far vectors are from what the layers returned, values from keys, and vectors from shrinking with what the layers return;
+above 1 is too far."""
 
 _FAULT_WORDS = (
     "does not attend with what its projections return: the norms of its query or key vectors are not one factor times "
     "those of the outputs. A normalisation between them (QK-norm) makes any rescaling of the weights useless, and "
     "needs none. A position that is added, or rows in another order, cannot be rescaled by rows of heads.",
     "attends with values that are its keys, which a rescaling of the keys would change.",
+    "attends with queries or keys that do not shrink where what its projections return does: a normalisation by a norm "
+    "of a whole tensor, head or batch makes any rescaling of the weights useless, and needs none.",
 )
+
+_SHRUNK = 0.71
+"""The norm of vectors over what it was, below which they have shrunk with outputs that were halved."""
 
 _TELLING = 8
 """Numbers of a head from which on values that are a multiple of keys are so by no chance."""
@@ -311,6 +322,8 @@ class _Attention:
     is_seen: bool = False
     _outputs: list[tuple[int, Tensor]] = field(default_factory=list)
     _heard: bool = False
+    _trial_factor: float | None = None
+    _useless: Tensor | None = None
     _found: list[Tensor] = field(default_factory=list)
 
     @property
@@ -394,7 +407,7 @@ class _Attention:
         """Keep what the layers return in a forward of the module, before other hooks change it, until it attends."""
         return [
             self.module.register_forward_pre_hook(ForwardHook(self._enter), prepend=True),
-            self.module.register_forward_hook(ForwardHook(self._leave)),
+            self.module.register_forward_hook(ForwardHook(self._leave), prepend=True, with_kwargs=True),
             *(
                 layer.register_forward_hook(ForwardHook(self._keep, place), prepend=True)
                 for place, layer in enumerate(self.layers())
@@ -407,12 +420,41 @@ class _Attention:
         self._outputs, self._heard = [], False
 
     @never_compiled
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        del args, result
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        del result
         unheard = bool(self._outputs) if self.layers() else not self._heard
         self._outputs = []
-        if unheard and module.training and torch.is_grad_enabled():
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        if unheard:
             self._refuse_unheard()
+        if self._heard and self.layers() and self._useless is None:
+            self._useless = self._tried(module, args, kwargs)
+            if self.measured is not None:
+                last = self.measured[_FAULTS.stop - 1]
+                last.copy_(torch.maximum(last, self._useless))
+
+    @torch.no_grad()
+    def _tried(self, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+        """Return infinity if queries or keys do not shrink where what the layers return is halved; otherwise 0."""
+        home = self.nothing()
+        devices = [home.device] if home.is_cuda else []
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        calls: list[AttentionCall] = []
+        try:
+            for self._trial_factor in (1.0, 0.5):
+                with torch.random.fork_rng(devices), _Hearing() as hearing:
+                    module.forward(*args, **kwargs)
+                calls += hearing.calls[:1]
+        finally:
+            self._trial_factor = None
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        vectors = [(call.query, call.key[..., : call.key.shape[-1] - self.rotary]) for call in calls]
+        sizes = [torch.stack([torch.linalg.vector_norm(one.to(home.dtype)) for one in pair]) for pair in vectors]
+        if len(sizes) < 2:  # without gradients it attends otherwise
+            return home.new_zeros(())
+        return torch.where((sizes[1] > _SHRUNK * sizes[0]).any(), torch.inf, 0.0).to(home)
 
     def _refuse_unheard(self) -> NoReturn:
         raise UnsupportedGradientError(
@@ -424,10 +466,13 @@ class _Attention:
         )
 
     @never_compiled
-    def _keep(self, place: int, layer: nn.Module, args: Any, output: Tensor) -> None:
+    def _keep(self, place: int, layer: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         del layer, args
+        if self._trial_factor is not None:
+            return output * self._trial_factor
         if torch.is_grad_enabled() and output.numel():
             self._outputs.append((place, local_part(output).detach().clone()))  # which may be changed in place
+        return None
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
@@ -470,7 +515,8 @@ class _Attention:
             )
         self.shape, self.is_seen = shape, True
         new, start = self.nothing(), self._first_head(here, heads, weights)
-        for place, number in enumerate((*shape, *faults)):
+        useless = 0.0 if self._useless is None else self._useless
+        for place, number in enumerate((*shape, *faults, useless)):
             new[place].fill_(number)  # an assignment of a number would wait for the device
         largest = torch.nan_to_num(largest_logits(call, exact).to(new), -torch.inf, -torch.inf)
         new[_HEADER + start * size : _HEADER + (start + here) * size] = largest.repeat_interleave(size)
@@ -603,6 +649,22 @@ def _are_keys(call: AttentionCall, outputs: Tensor) -> Tensor:
                 squares = values.square().sum((0, 2)) * other.square().sum((0, 2))
                 found = torch.where(((squares > 0) & (product.square() > (1 - 1e-4) * squares)).any(), torch.inf, found)
     return found
+
+
+class _Hearing(TorchFunctionMode):
+    """Keeps the calls of `scaled_dot_product_attention` that are made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[AttentionCall] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Keep a call and make it."""
+        del types
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "scaled_dot_product_attention":
+            self.calls.append(call_of(*args, **kwargs))
+        return func(*args, **kwargs)
 
 
 # Where the projections are.

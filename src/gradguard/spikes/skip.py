@@ -42,6 +42,8 @@ class SkipSpikes:
 
     **Guarantees.** Those of the detector; and a step that is not finite is none of its business: it leaves no trace.
     Where it acts, all ranks take such a step for what it is, also a rank whose own gradients are finite.
+    A loss that is NaN or infinite where all gradients are finite is told, once, as a RuntimeWarning, which on an
+    accelerator comes some steps late: the host never waits for it.
 
     **Updates.** With ``updates=True`` the last signal is the norm of what the step takes from the weights: Adam's
     update may spike where neither loss nor gradient does. Where the optimizer is one of `torch.optim` that treats each
@@ -65,6 +67,8 @@ class SkipSpikes:
             the optimizer; 0-dim bool where only the device knows. `SpikeRecovery` looks for that; else it is False.
         nonfinite: Whether a gradient of any process was not finite on the step judged last; 0-dim bool, None if there
             is one process only.
+        nonfinite_loss: Whether the loss of the step judged last is NaN or infinite and all gradients are finite, on all
+            processes; 0-dim bool where only the device knows.
 
     Raises:
         InvalidTypeError: If ``detector`` is no detector.
@@ -93,6 +97,7 @@ class SkipSpikes:
         self.updates, self.act = bool(updates), bool(act)
         self.nonfinite: Tensor | None = None
         self.changed: Tensor | bool = False
+        self.nonfinite_loss: Tensor | bool = False
         self._group = process_group
         self._loss: Tensor | None = None  # the sums of weight * loss and of weight in this step, on this process
         self._told: set[str] = set()  # of which kinds the losses in this step are
@@ -190,7 +195,9 @@ class SkipSpikes:
         if are_readable(norms, bad) and self.is_alone():
             return torch.tensor(self.judge_numbers(norms.tolist(), bool(bad)), dtype=torch.bool, device="cpu")
         self.check_captured(norms.device)
-        spike = self._observe(*self._values(norms, bad))
+        values, weight, place = self._values(norms, bad)
+        self.nonfinite_loss = (weight > 0) & ~values[0].isfinite()  # a step that is not finite weighs NaN
+        spike = self._observe(values, weight, place)
         if self._counts is None or self._counts.device != spike.device:
             refuse_capture(spike.device, "the count of spikes")
             self._counts = torch.tensor([self.seen, self.skipped], device=spike.device)
@@ -202,6 +209,7 @@ class SkipSpikes:
         """As `judge`, for who has the norms as plain numbers on the CPU, and where no other process has a part."""
         total, weight = (0.0, 0.0) if self._loss is None else self._loss.tolist()
         values = [total / weight if weight else math.nan, *(norm or math.nan for norm in norms)]
+        self.nonfinite_loss = weight > 0 and not math.isfinite(values[0]) and not bad
         if bad:
             values = [math.nan] * len(values)
         place = self._place()

@@ -2,7 +2,7 @@
 
 The norm of a gradient costs one read of memory: by the compiled kernels where there are some, else by `tensor_norms`.
 
-The diagnostics (shares of zeros, weight and update norms) are of the gradients as the optimizer gets them.
+The diagnostics are the norms of the weights and of what a step changes.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradguard.distributed.placements import refuse_sharded
-from gradguard.tensors.layout import are_readable, readable_values
+from gradguard.tensors.layout import are_readable
 from gradguard.tensors.norms import norms_at_once, tensor_norms
 
 Norms = Tensor | list[float]
@@ -61,16 +61,12 @@ class Diagnostics:
     """One measurement; arrays have one entry for each parameter of the step, in its order.
 
     Attributes:
-        zeros: Share of exact zeros.
-        zero_rows: Share of rows, along the first dimension, that hold nothing but zeros; NaN for a vector.
         weight: 2-norm of each parameter before the step.
         update: 2-norm of what the step changed; None if not measured.
         before: The parameters and copies of them, until `measure_update`.
         seconds: How long it took.
     """
 
-    zeros: Norms
-    zero_rows: Norms
     weight: Norms
     update: Norms | None = None
     before: Sequence[tuple[Tensor, Tensor]] = ()
@@ -79,13 +75,10 @@ class Diagnostics:
 
 @torch.no_grad()
 def measure_diagnostics(parameters: Sequence[Tensor]) -> Diagnostics:
-    """Measure the gradients and weights of ``parameters``, all of which have a gradient, just before the step."""
-    gradients = [readable_values(p.grad, modulus=True) for p in parameters if p.grad is not None]
+    """Measure the weights of ``parameters``, all of which have a gradient, just before the step."""
     weights = [p.detach() for p in parameters]
     small = sum(w.numel() * w.element_size() for w in weights) <= MOST_BYTES
     return Diagnostics(
-        zeros=_numbers([_zero_share(g, p.numel()) for g, p in zip(gradients, parameters, strict=True)]),
-        zero_rows=_numbers([_zero_rows(g, p) for g, p in zip(gradients, parameters, strict=True)]),
         weight=gradient_norms(weights),
         before=[(w, w.clone()) for w in weights] if small else (),
     )
@@ -97,26 +90,6 @@ def measure_update(diagnostics: Diagnostics) -> None:
     before, diagnostics.before = diagnostics.before, ()
     if before:
         diagnostics.update = gradient_norms([old.sub_(now) for now, old in before])
-
-
-def _numbers(scalars: list[Tensor]) -> Norms:
-    stacked = torch.stack(scalars)
-    return stacked.tolist() if are_readable(stacked) else stacked
-
-
-def _zero_rows(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The share of rows of zeros: what a dead unit leaves in the gradient of its weight."""
-    if not gradient.numel():  # a sparse gradient of nothing too
-        return torch.full((), 1.0 if parameter.dim() > 1 and parameter.numel() else math.nan, device=gradient.device)
-    if gradient.dim() < 2 or gradient.dim() != parameter.dim():
-        return torch.full((), math.nan, device=gradient.device)
-    rows = gradient.flatten(1)
-    largest = torch.maximum(rows.amax(1).abs(), rows.amin(1).abs())  # six times as fast as `any`
-    return 1 - torch.count_nonzero(largest).float() / parameter.shape[0]
-
-
-def _zero_share(gradient: Tensor, elements: int) -> Tensor:
-    return 1 - torch.count_nonzero(gradient).float() / max(elements, 1)
 
 
 def every_so_many(elements: int, wanted: int) -> int:

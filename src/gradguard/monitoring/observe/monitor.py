@@ -80,7 +80,7 @@ class Monitor(Recorder):
     several processes                                only rank 0 writes
     a forked child (DataLoader)                      writes nothing
     sharded gradients (DTensor, FSDP1)               measured by all processes together at each step: make the monitor
-                                                     on every one of them; without zeros, weights and their updates
+                                                     on every one of them; without weights and their updates
     the program ends without ``close()``             what is there is written at exit and on SIGTERM and SIGHUP, after
                                                      which the signal does what it would have done; a program that is
                                                      killed keeps what was flushed. The same where the optimizer goes

@@ -340,9 +340,6 @@ def _tensors_line(step: StepMeasurement, norms: list[float], table: ParameterTab
         line["rates"] = [_number(rate) for rate in step.moved.rates] if len(step.moved.rates) > 1 else None
     found = step.diagnostics
     if found is not None:
-        line["zeros"] = table.array(step.places, found.zeros)
-        rows = table.array(step.places, found.zero_rows, math.nan)
-        line["zero_rows"] = [None if math.isnan(share) else share for share in rows]
         line["weight"] = table.array(step.places, found.weight)
         if found.update is not None:
             line["update"] = table.array(step.places, found.update)

@@ -259,13 +259,11 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
         "i": _count,
         "norm": _amounts,
         "max": _amounts,
-        "zeros": _amounts,
         "weight": _amounts,
         "update": _amounts,
         "moved": _amounts,
         "rates": list_of(_number),
         "absent": list_of(_count),
-        "zero_rows": list_of(_number),
         "histogram": _histogram,
     },
     "event": {
