@@ -73,7 +73,7 @@ def compare(reference: Run, new: Run) -> ParityReport:
     doubts = [*(() if later else begins), *_other_masks(a, b, first.outcomes), *_unknown_stages(a, b, stages)]
     doubts += [] if faults else _unshown_settings(a, b)
     doubts += [_AFTER_CLIP] if a.clipped or b.clipped else []
-    notes = (*_notes(a, b, first.outcomes, faults), *_about_stages(a, b, stages, faults))
+    notes = (*_notes(a, first.outcomes), *_about_stages(a, b, stages, faults))
     return ParityReport(_verdict(faults, doubts), (*faults, *doubts), notes, tuple(first.outcomes), tuple(later))
 
 
@@ -364,18 +364,11 @@ def _about_blind(blind: Outcomes, total: int) -> str:
     return f"{known_of} ({'; '.join(reasons)})"
 
 
-def _notes(a: SavedGradients, b: SavedGradients, outcomes: Outcomes, faults: Findings) -> tuple[str, ...]:
+def _notes(a: SavedGradients, outcomes: Outcomes) -> list[str]:
     notes = []
     blind = [o for o in outcomes if o.kind == "blind"]
     if blind and 2 * len(blind) < len(outcomes):
         notes.append(f"{_about_blind(blind, len(outcomes))}: {names([o.name for o in blind])}")
-    if faults and a.losses and b.losses and all(map(math.isfinite, (*a.losses, *b.losses))):
-        bar = max((abs(x - run.losses[0]) for run in (a, b) for x in run.losses[1:]), default=0.0)
-        apart = abs(a.losses[0] - b.losses[0])
-        least = max([1e-7, *(run.epsilon for run in (a, b) if len(run.losses) == 1)])  # one loss tells no rounding
-        same = apart <= BARS * max(bar, least * abs(a.losses[0]))
-        says = "agree" if same else "differ by more than rounding: another batch, or another forward?"
-        notes.append(f"the losses, {a.losses[0]:.6g} and {b.losses[0]:.6g}, {says}")
     if wanted := [o.name for o in outcomes if o.kind == "different" and o.name not in a.rows]:
         notes.append(f"to see which rows are wrong, save both again with rows=[...] of: {names(wanted)}")
-    return tuple(notes)
+    return notes

@@ -56,22 +56,18 @@ class SavedParameter:
     Attributes:
         name: Its name in the model without wrappers.
         shape: Of the whole parameter.
-        dtype: Of its gradient; of itself where it has none.
-        rounding: Error of storing it in that dtype and adding it up, relative.
+        rounding: Error of storing its gradient and adding it up, relative.
         has_gradient: Whether any process has a gradient.
         copies: How many ranks hold the same part.
-        layout: How it is spread, in words.
         weight_rounding: Half a unit in the last place of the parameter's own dtype, relative.
         one_sided: Largest error of adding it up over micro-batches, relative; 0 where nobody has asked.
     """
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
     rounding: float
     has_gradient: bool
     copies: int
-    layout: str
     weight_rounding: float
     one_sided: float = 0.0
 
@@ -80,9 +76,8 @@ class SavedParameter:
 class SavedGradients:
     """Sketches of a model's gradients in one run: what `gradguard.save_gradients` returns and writes.
 
-    ``losses`` are what ``step()`` returned, first of the run itself; ``facts`` what was said of it; ``random`` tells
-    whether it drew random numbers, ``clipped`` whether some gradients may not be those that the
-    optimizer takes, because of a clip.
+    ``facts`` are numbers that a factor may be; ``random`` tells whether the run drew random numbers, ``clipped``
+    whether some gradients may not be those that the optimizer takes, because of a clip.
     """
 
     parameters: tuple[SavedParameter, ...]
@@ -92,11 +87,9 @@ class SavedGradients:
     """By parameter: runs × rows × 8 numbers."""
     parts: tuple[str, ...] = ()
     facts: Mapping[str, float] = field(default_factory=dict)
-    losses: tuple[float, ...] = ()
     random: bool = False
     epsilon: float = 0.0
     hash_version: int = 1
-    versions: Mapping[str, str] = field(default_factory=dict)
     clipped: bool = False
     settings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """By parameter: the numbers among its optimizer's settings at the first step, and after each one."""
@@ -165,7 +158,7 @@ def read(path: str | os.PathLike[str]) -> SavedGradients:
     """
     try:
         with BlockFile(path) as file:
-            about = decode_json(file.about[_KEY].encode(), finite=False)  # a loss may be NaN
+            about = decode_json(file.about[_KEY].encode())
             version = about.pop("format")
             if version == FORMAT:
                 return _saved(about, {name: _lists(file, name) for name in file.blocks})
@@ -229,18 +222,14 @@ def _real(low: float, high: float = LARGEST) -> Rule:
     return lambda value: float(number(low, high)(value))
 
 
-def _loss(value: Any) -> float:
-    return value if type(value) is float else float(number()(value))
-
-
 _PARAMETER: Mapping[str, Rule] = {
-    "name": text, "shape": _size, "dtype": text, "rounding": _real(0, 1), "has_gradient": truth,
-    "copies": whole(1, 2**31), "layout": text, "weight_rounding": _real(0, 1), "one_sided": _real(0),
+    "name": text, "shape": _size, "rounding": _real(0, 1), "has_gradient": truth,
+    "copies": whole(1, 2**31), "weight_rounding": _real(0, 1), "one_sided": _real(0),
 }  # fmt: skip
 _ABOUT: Mapping[str, Rule] = {
     "parts": lambda value: tuple(list_of(text)(value)), "facts": mapping_of(_real(float_info.min)),
-    "losses": lambda value: tuple(list_of(_loss)(value)), "random": truth, "epsilon": _real(0, 1),
-    "hash_version": whole(0, 2**31), "versions": mapping_of(text), "clipped": truth,
+    "random": truth, "epsilon": _real(0, 1),
+    "hash_version": whole(0, 2**31), "clipped": truth,
     "settings": mapping_of(mapping_of(_real(-LARGEST))), "left_out": lambda value: tuple(list_of(text)(value)),
 }  # fmt: skip
 
