@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradguard.distributed.reduction_group import ReductionGroup, listed
+from gradguard.distributed.reduction_group import MOST_RANKS, ReductionGroup
 from gradguard.errors import DistributedError, MissingPackageError
 from gradguard.torch_private import default_store, device_types_of
+from gradguard.words import listed
 
 _PATIENCE = 5.0
 """Seconds that, after a failure, the others may take to say that they have failed too."""
@@ -155,14 +156,6 @@ def details_of_stages(union: ReductionGroup, agreement: Agreement, device: torch
     return [json.loads(text)[1] for text in texts_of(union, agreement.text, lengths, device)]
 
 
-def largest_of(union: ReductionGroup, numbers: Sequence[int], device: torch.device) -> list[int]:
-    """Return the largest of each of ``numbers`` over all processes of the union."""
-    found = torch.tensor(list(numbers), dtype=torch.int64, device=device)
-    if dist.get_world_size(union.group) > 1:
-        together(partial(dist.all_reduce, found, dist.ReduceOp.MAX, union.group), union, [], on_host=found.is_cpu)
-    return found.tolist()
-
-
 def gather_objects(union: ReductionGroup, value: Any, signature: Sequence[str] = (), task: str = "") -> list[Any]:
     """Return the ``value`` of every process of the union, by its rank there; for the rest see `together`."""
     found: list[Any] = [None] * dist.get_world_size(union.group)
@@ -288,7 +281,7 @@ def warn_of_waiting(store: Any, waited: float, who: Callable[[], str], what: str
 
 
 def _ranks_missing(store: Any, ranks: Sequence[int]) -> str:
-    return f"rank {listed(_missing(store, ranks))}"
+    return f"rank {listed(_missing(store, ranks), MOST_RANKS)}"
 
 
 def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: RuntimeError, task: str) -> str:
@@ -323,7 +316,7 @@ def _survey(store: Any, union: ReductionGroup, signature: Sequence[str]) -> Mapp
         store.wait(["found"], timedelta(seconds=3 * _PATIENCE))
         return json.loads(store.get("found"))
     _wait_for_all(store, len(ranks))
-    found: dict[str, Any] = {"missing": listed(_missing(store, ranks))}
+    found: dict[str, Any] = {"missing": listed(_missing(store, ranks), MOST_RANKS)}
     difference = told_difference(store)
     if difference is not None:
         found["difference"] = difference

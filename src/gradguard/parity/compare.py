@@ -27,15 +27,6 @@ from gradguard.words import counted, listed
 Findings = Sequence[ParityFinding]
 Run = SavedGradients | str | os.PathLike[str]
 
-_SAYS = {
-    "missing": "no gradient in the new run",
-    "extra": "a gradient in the new run alone",
-    "shape": "other shapes",
-    "nonfinite": "not finite",
-    "dead": "all zeros in one run",
-    "different": "different, and no factor",
-    "unknown": "not equal, and nobody has measured what rounding does",
-}
 _AFTER_CLIP = ParityFinding(
     "clip",
     "a run clips between the backward passes of one step, or changes gradients between a clip and the step: what is "
@@ -301,7 +292,7 @@ def _about_others(group: Outcomes) -> str:
     """Return the words for a kind; for parameters of few elements, also the factor that all of them may have."""
     first = min(group, key=lambda o: o.factor_bar or 0.0)
     if first.factor is None or not all(_agree(o, first) for o in group):
-        return first.message or _SAYS.get(first.kind, "")
+        return first.message or "different, and no factor"
     times = _times(first.factor, first.factor_bar or 0.0, first.factor_name)
     return f"different; {times} if it is a factor, which so few numbers may have by chance"
 

@@ -184,7 +184,7 @@ def _frozen(local: Sequence[LocalParameter]) -> dict[str, SavedGradients]:
     if not weights:
         return {}
     parameters = whole.about([about(p) for p in local], 1)
-    return {FROZEN: replace(whole.saved(parameters, {"gradient": [weights]}, {}), facts={})}
+    return {FROZEN: SavedGradients(parameters, {"gradient": [weights]})}
 
 
 def _plain(optimizers: Sequence[Optimizer]) -> Step:

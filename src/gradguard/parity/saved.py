@@ -190,27 +190,22 @@ def _saved(
     fit = needed <= sketches.keys() and _fit(sketches, len(parameters), told["parts"])
     if len(known) < len(parameters) or not rows.keys() <= known or not fit:
         raise ValueError("sketches of other parameters")
-    runs = len(sketches["gradient"])
-    if any(len(of) != runs or len({len(run) for run in of}) != 1 or len(_widths(of)) > 1 for of in rows.values()):
+    if any(len(of) != len(sketches["gradient"]) for of in rows.values()):
         raise ValueError("rows")
     return SavedGradients(parameters, sketches, rows, stages=stages, **told)
 
 
 def _fit(sketches: dict[str, Runs], parameters: int, parts: Sequence[str]) -> bool:
     """Tell whether there are as many runs, parameters and sums as there must be, and the weights are finite."""
-    runs_of_all = [run for runs in sketches.values() for run in runs]
+    tables = [runs[0] for runs in sketches.values() if runs]  # all runs of a block have one shape
     return (
         sketches.keys() <= {"gradient", "weights", "contrasts", "parts"}
-        and all(len(run) == parameters for run in runs_of_all)
-        and len(_widths(runs_of_all)) <= 1
+        and all(len(table) == parameters for table in tables)
+        and len({len(sketch) for table in tables for sketch in table}) <= 1
         and all(len(sketches[kind]) > 0 for kind in ("gradient", "weights") if kind in sketches)
         and len(sketches.get("parts", ())) == len(parts)
         and all(isfinite(x) for run in sketches.get("weights", ()) for sketch in run for x in sketch)
     )
-
-
-def _widths(runs: Runs) -> set[int]:
-    return {len(sketch) for run in runs for sketch in run}
 
 
 def _size(value: Any) -> tuple[int, ...]:

@@ -35,7 +35,6 @@ from gradguard.parity.vectors import Vector, norm
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 from gradguard.state.copies import Copier, Restorer
 from gradguard.state.optimizer_copy import OptimizerCopy
-from gradguard.tensors.sketch import HASH_VERSION
 from gradguard.torch_private import gradients_are_scaled, scaler_states_of
 
 
@@ -260,7 +259,7 @@ class ComparedStages:
                     "contrasts": [[one[i] for i in keep] for one in stage.contrasts],
                 }
                 tensors = tuple(_with_floor(name, stage, i, sketches[i]) for i in keep)
-                found[name] = SavedGradients(tensors, tables, epsilon=epsilon, hash_version=HASH_VERSION)
+                found[name] = SavedGradients(tensors, tables, epsilon=epsilon)
         return found
 
 
