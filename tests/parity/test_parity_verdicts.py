@@ -349,8 +349,8 @@ def test_bars_of_a_finer_dtype_are_not_those_of_a_coarser_one(change, verdict, k
     assert report.verdict == verdict, str(report)
     kind = {"missing": "extra"}.get(kind, kind) if not new_is_coarse else kind
     assert {f.kind for f in report.findings} == {"unknown", kind}
-    who, other = ("the new run", "the reference") if new_is_coarse else ("the reference", "the new run")
-    words = f"{who} computes in a coarser dtype than {other}, which the bars are of: save {who} with --perturbed 4"
+    who = "the new run" if new_is_coarse else "the reference"
+    words = f"{who} computes in a coarser dtype than the bars are of: save {who} with --perturbed 4"
     assert words in str(report)
     assert "would show" not in str(report)
 

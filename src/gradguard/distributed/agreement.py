@@ -41,13 +41,8 @@ _LISTS = 64
 
 _failures: Counter[str] = Counter()  # of each process group
 _calls: Counter[str] = Counter()
-
-
-class _AgreedNumbers:
-    last = 0
-
-
-_numbers = _AgreedNumbers()
+_last_numbers = [0]
+"""The number of the last agreement."""
 
 
 def device_of(group: Any, wanted: torch.device) -> torch.device:
@@ -100,7 +95,7 @@ def agree(
             those that did not come.
     """
     text = json.dumps([signature, details]).encode()
-    numbers = [min(union.stage), _digest(text), len(text), _numbers.last + 1, *wishes]
+    numbers = [min(union.stage), _digest(text), len(text), _last_numbers[0] + 1, *wishes]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     table = mine.new_empty(dist.get_world_size(union.group), len(numbers))
     on_host = device.type == "cpu"
@@ -116,10 +111,10 @@ def agree(
         lengths = {at: int(table[at, 2]) for at in (other, int(first[of_stage[other]]))}
         raise DistributedError(_difference(union, text, lengths, device))
     largest = table.amax(dim=0).tolist()
-    _numbers.last = largest[3]
+    _last_numbers[0] = largest[3]
     senders = dict(zip(stages.tolist(), first.tolist(), strict=True))
     lengths = dict(zip(stages.tolist(), table[first, 2].tolist(), strict=True))
-    return Agreement(list(map(bool, largest[4:])), _numbers.last, senders, lengths, text)
+    return Agreement(list(map(bool, largest[4:])), largest[3], senders, lengths, text)
 
 
 def _digest(text: bytes) -> int:

@@ -139,7 +139,7 @@ def _about_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage],
     if len(stages) > 1 and not faults:
         total = [o for stage in stages[1:] for o in stage.outcomes]
         known = [o for o in total if o.kind == "equal"]
-        far = max(stage.farthest for stage in stages[1:])
+        far = max((o.distance or 0.0 for o in total), default=0.0)
         least = max((stage.power for stage in stages if stage.name.startswith(UPDATE)), default=math.inf)
         notes.append(
             f"{counted(len(stages) - 1, 'later stage')}, to the {stages[-1].name}: {len(known):,} of {len(total):,} "

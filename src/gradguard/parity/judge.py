@@ -7,7 +7,6 @@ verdicts need is linear in the gradient, so it is the same of sketches.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import permutations
 from typing import Any, Literal
 
 from gradguard.parity.vectors import Vector, along, dot, minus, norm
@@ -241,10 +240,11 @@ def _by_numbers(name: str, runs: Runs, bar: float, facts: Facts) -> Outcome:
 
 def _not_measured(runs: Runs) -> str:
     """Why no bar is that of both runs, in words; empty if one is: it is of a finer dtype, or there is none."""
-    for (who, run), (other, measured) in permutations(runs.items()):
-        if measured.repeated and not run.repeated and run.epsilon > measured.epsilon:
-            return f"{who} computes in a coarser dtype than {other}, which the bars are of: save {who} with --perturbed 4"
-    return "" if any(run.repeated for run in runs.values()) else _NOT_MEASURED
+    measured = [run.epsilon for run in runs.values() if run.repeated]
+    for who, run in runs.items():
+        if not run.repeated and any(epsilon < run.epsilon for epsilon in measured):
+            return f"{who} computes in a coarser dtype than the bars are of: save {who} with --perturbed 4"
+    return "" if measured else _NOT_MEASURED
 
 
 def _noisy(pair: "_Pair", runs: Runs, difference: float) -> Outcome | None:
