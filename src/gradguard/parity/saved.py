@@ -29,7 +29,7 @@ from gradguard.files.writing import replacing
 from gradguard.parity.judge import MeasuredGradient
 from gradguard.parity.vectors import Vector
 
-FORMAT = 1
+FORMAT = 2
 STATE, UPDATE = "state", "update of step"
 START = f"{STATE} before step 1"
 """The stage of the state that a run begins with: of optimizers, and buffers."""
