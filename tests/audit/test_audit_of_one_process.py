@@ -241,6 +241,19 @@ def test_the_fit_is_that_of_its_slow_twin():
     assert unique > 10
 
 
+def test_a_report_of_more_classes_than_can_be_tried_is_open_about_it():
+    """Tensors under one name, two, three ... are classes of their own."""
+    model = nn.Module()
+    for names in range(1, 8):
+        weight = nn.Parameter(torch.ones(3))
+        weight.grad = torch.full((3,), float(names))
+        for name in range(names):
+            model.register_parameter(f"w{names}_{name}", weight)
+    audit = gg.audit_norm(model, reported=7.0, accumulation=5, loss_scale=3.0)
+    assert [f.kind for f in audit.findings] == ["reported", "unfit"]
+    assert "its 7 classes have too many known factors to try" in str(audit)
+
+
 def test_a_factor_has_a_name_only_where_it_is_one():
     known = candidates(Setting(8, accumulation=4), copies=2, parts=4)
     assert named(2.0, known, 1e-4) == (2.0, "once on each of the 2 processes that hold it or twice")

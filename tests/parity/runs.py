@@ -27,9 +27,7 @@ def saved(gradients, *, bar=1e-6, seed=0, runs=5, weights=None, parts=None, rows
     """A run whose gradients are these, each known to ``bar``; a None is a parameter without one."""
     tensors = {name: torch.zeros(3, dtype=torch.float64) if g is None else g for name, g in gradients.items()}
     parameters = tuple(
-        SavedParameter(
-            name, tuple(t.shape), "float32", 2.0**-24, gradients[name] is not None, copies, "whole", 2.0**-24
-        )
+        SavedParameter(name, tuple(t.shape), 2.0**-24, gradients[name] is not None, copies, 2.0**-24)
         for name, t in tensors.items()
     )
     size = dict.fromkeys(tensors, bar) if isinstance(bar, float) else bar

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-_MOST_HYPOTHESES = 200_000
-
+MOST_HYPOTHESES = 200_000
+"""So many combinations of counts are tried on a norm that was only reported."""
 
 Candidates = Mapping[float, Sequence[str]]
 """The counts that known mistakes would give a class, each with its explanations."""
@@ -82,9 +82,7 @@ def fit(
 ) -> list[tuple[float, ...]]:
     r"""Return all counts :math:`m` of candidates with :math:`R^2 = \sum_c m_c s_c`.
 
-    More than one means that the norm does not tell them apart; none that it is something else. Of too many to
-    try, those are returned where one class counts wrongly; a single one twice,
-    because two classes that count wrongly were not tried.
+    More than one means that the norm does not tell them apart; none that it is something else.
 
     Args:
         squares: The true squared norm of each class.
@@ -92,12 +90,7 @@ def fit(
         known: The candidates of each class.
         tolerance: The relative error of a squared norm.
     """
-    if math.prod(map(len, known)) <= _MOST_HYPOTHESES:
-        return [m for m in product(*known) if _explains(m, squares, reported, tolerance)]
-    right = [1.0] * len(known)
-    one_wrong = dict.fromkeys((*right[:i], m, *right[i + 1 :]) for i, choices in enumerate(known) for m in choices)
-    found = [m for m in one_wrong if _explains(m, squares, reported, tolerance)]
-    return found if len(found) > 1 else 2 * found
+    return [counts for counts in product(*known) if _explains(counts, squares, reported, tolerance)]
 
 
 def _explains(counts: Sequence[float], squares: Sequence[float], reported: float, tolerance: float) -> bool:

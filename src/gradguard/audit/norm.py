@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradguard.audit.audit_report import NormAudit, NormClasses, NormFinding, verdict_of
 from gradguard.audit.coefficients import Applied, coefficient_findings
 from gradguard.audit.epsilons import LARGEST_EPSILON, epsilon_finding, is_one_of, with_epsilon
-from gradguard.audit.factors import Candidates, Setting, fit, named
+from gradguard.audit.factors import MOST_HYPOTHESES, Candidates, Setting, fit, named
 from gradguard.audit.held import (
     DRIFTED,
     Claim,
@@ -439,6 +439,9 @@ class _Audit:
             return classes
         self._report_wrong(came, self._words_for_all(came / self._true if self._true else math.inf))
         known = [self._tensors[places[0]].counts(self._setting) for places in self._classes]
+        if math.prod(map(len, known)) > MOST_HYPOTHESES:
+            self._find("unfit", f"its {len(classes)} classes have too many known factors to try: pass norm=")
+            return classes
         fits = fit([one.square for one in classes], came * self._scale, known, self._tolerance)
         if len(fits) == 1:
             return self._fitted(fits[0], classes, known)

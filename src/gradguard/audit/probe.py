@@ -23,6 +23,12 @@ The last argument says whether with the values of the second question, see `elem
 _MOST_RANKS = 64
 """Holders that are asked one by one."""
 
+_WHY = {
+    "local": ": each rank's norm is that of what it holds itself, and is not added up over ranks",
+    "mean": ": the norms of the ranks are averaged, where their squares should be added up",
+    "disagree": ": ranks compute different norms",
+}
+
 
 @dataclass(frozen=True)
 class Counted:
@@ -237,14 +243,8 @@ def finding_of(counted: Counted, tensors: Tensors) -> NormFinding:
     what = f"{len(names)} tensor{'s' * (len(names) > 1)} {layouts.pop() if len(layouts) == 1 else 'of all classes'}"
     times = "" if counted.count is None else f" {'counts' if len(names) == 1 else 'count'} {counted.count:.6g} times"
     words = f": {counted.words}" if counted.words else ""
-    messages = {
-        "factor": f"{what}{times}{words}",
-        "ranks": f"{what}{times}{words}",
-        "local": f"{what}: each rank's norm is that of what it holds itself, and is not added up over ranks",
-        "mean": f"{what}{times}: the norms of the ranks are averaged, where their squares should be added up",
-        "disagree": f"{what}: ranks compute different norms{words}",
-    }
-    return NormFinding(counted.kind, messages[counted.kind], names, counted.count)
+    why = _WHY.get(counted.kind, "")
+    return NormFinding(counted.kind, f"{what}{times}{why}{words}", names, counted.count)
 
 
 def norm_classes(tensors: Tensors, classes: Sequence[Sequence[int]], counted: Sequence[Counted]) -> NormClasses:

@@ -32,10 +32,10 @@ from gradguard.clip.gradients import (
     with_norms,
 )
 from gradguard.clip.selection import KnownNames, Selection, Selector
-from gradguard.distributed.agreement import largest_of
 from gradguard.distributed.local_shard import is_told, shard_of
 from gradguard.distributed.norm_plan import NormReduction
 from gradguard.distributed.placements import is_sharded, local_part
+from gradguard.distributed.processes import largest_over
 from gradguard.distributed.reduction import Reducer
 from gradguard.distributed.settings import Settings
 from gradguard.errors import UnsupportedGradientError
@@ -687,7 +687,8 @@ def unit_plan_for(
         # All have their slots, so that the vectors of processes that exclude others are as long, and tell who does.
         slots, union = [unit.slots for unit in all_units], reduction.reducer.union
         if union.stages is not None:  # this one knows only its own parameters
-            slots = largest_of(union, slots, reduction.reducer.device)
+            numbers = torch.tensor(slots, dtype=torch.int64, device=reduction.reducer.device)
+            slots = largest_over(numbers, union.group).tolist()
         units = [unit if i in chosen else ONE_UNIT for i, unit in enumerate(all_units)]
         known[key] = UnitPlan(units, slots, reduction.weights)
     return known[key]

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradguard.distributed.reduction_group import ReductionGroup, listed
+from gradguard.distributed.reduction_group import MOST_RANKS, ReductionGroup
 from gradguard.errors import DistributedError, MissingPackageError
 from gradguard.torch_private import default_store, device_types_of
+from gradguard.words import listed
 
 _PATIENCE = 5.0
 """Seconds that, after a failure, the others may take to say that they have failed too."""
@@ -40,13 +41,8 @@ _LISTS = 64
 
 _failures: Counter[str] = Counter()  # of each process group
 _calls: Counter[str] = Counter()
-
-
-class _AgreedNumbers:
-    last = 0
-
-
-_numbers = _AgreedNumbers()
+_last_numbers = [0]
+"""The number of the last agreement."""
 
 
 def device_of(group: Any, wanted: torch.device) -> torch.device:
@@ -99,7 +95,7 @@ def agree(
             those that did not come.
     """
     text = json.dumps([signature, details]).encode()
-    numbers = [min(union.stage), _digest(text), len(text), _numbers.last + 1, *wishes]
+    numbers = [min(union.stage), _digest(text), len(text), _last_numbers[0] + 1, *wishes]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     table = mine.new_empty(dist.get_world_size(union.group), len(numbers))
     on_host = device.type == "cpu"
@@ -115,10 +111,10 @@ def agree(
         lengths = {at: int(table[at, 2]) for at in (other, int(first[of_stage[other]]))}
         raise DistributedError(_difference(union, text, lengths, device))
     largest = table.amax(dim=0).tolist()
-    _numbers.last = largest[3]
+    _last_numbers[0] = largest[3]
     senders = dict(zip(stages.tolist(), first.tolist(), strict=True))
     lengths = dict(zip(stages.tolist(), table[first, 2].tolist(), strict=True))
-    return Agreement(list(map(bool, largest[4:])), _numbers.last, senders, lengths, text)
+    return Agreement(list(map(bool, largest[4:])), largest[3], senders, lengths, text)
 
 
 def _digest(text: bytes) -> int:
@@ -153,14 +149,6 @@ def details_of_stages(union: ReductionGroup, agreement: Agreement, device: torch
         return [json.loads(agreement.text)[1]]
     lengths = {agreement.senders[stage]: agreement.lengths[stage] for stage in sorted(agreement.senders)}
     return [json.loads(text)[1] for text in texts_of(union, agreement.text, lengths, device)]
-
-
-def largest_of(union: ReductionGroup, numbers: Sequence[int], device: torch.device) -> list[int]:
-    """Return the largest of each of ``numbers`` over all processes of the union."""
-    found = torch.tensor(list(numbers), dtype=torch.int64, device=device)
-    if dist.get_world_size(union.group) > 1:
-        together(partial(dist.all_reduce, found, dist.ReduceOp.MAX, union.group), union, [], on_host=found.is_cpu)
-    return found.tolist()
 
 
 def gather_objects(union: ReductionGroup, value: Any, signature: Sequence[str] = (), task: str = "") -> list[Any]:
@@ -288,7 +276,7 @@ def warn_of_waiting(store: Any, waited: float, who: Callable[[], str], what: str
 
 
 def _ranks_missing(store: Any, ranks: Sequence[int]) -> str:
-    return f"rank {listed(_missing(store, ranks))}"
+    return f"rank {listed(_missing(store, ranks), MOST_RANKS)}"
 
 
 def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: RuntimeError, task: str) -> str:
@@ -323,7 +311,7 @@ def _survey(store: Any, union: ReductionGroup, signature: Sequence[str]) -> Mapp
         store.wait(["found"], timedelta(seconds=3 * _PATIENCE))
         return json.loads(store.get("found"))
     _wait_for_all(store, len(ranks))
-    found: dict[str, Any] = {"missing": listed(_missing(store, ranks))}
+    found: dict[str, Any] = {"missing": listed(_missing(store, ranks), MOST_RANKS)}
     difference = told_difference(store)
     if difference is not None:
         found["difference"] = difference

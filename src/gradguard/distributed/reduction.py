@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradguard.distributed.agreement import Agreement, agree, device_of, together
-from gradguard.distributed.reduction_group import ReductionGroup, check_alive, listed
+from gradguard.distributed.reduction_group import MOST_RANKS, ReductionGroup, check_alive
 from gradguard.distributed.settings import Settings, difference, digest
 from gradguard.errors import DistributedError, UnsupportedGradientError
 from gradguard.tensors.layout import are_readable, move
+from gradguard.words import listed
 
 _BITS = 900
 """Powers of one sum lie within this many binary orders, which float64 holds with room for additions."""
@@ -225,10 +226,10 @@ class Reducer:
         wrong = [name for name, is_apart in zip(copies.names, apart.tolist(), strict=True) if is_apart]
         if wrong:
             raise UnsupportedGradientError(
-                f"the gradient of {listed(wrong)} differs between the processes that hold all of it: nothing has added "
-                "it up, as where fully_shard ignores a parameter, a backward ran inside no_sync(), or stages share a "
-                "weight. All-reduce it before the clip, or let FSDP or DDP do so; what each process has for itself, as "
-                "an expert, must say so with a DTensor. Nothing was changed."
+                f"the gradient of {listed(wrong, MOST_RANKS)} differs between the processes that hold all of it: "
+                "nothing has added it up, as where fully_shard ignores a parameter, a backward ran inside no_sync(), "
+                "or stages share a weight. All-reduce it before the clip, or let FSDP or DDP do so; what each process "
+                "has for itself, as an expert, must say so with a DTensor. Nothing was changed."
             )
         return None
 

@@ -12,6 +12,10 @@ from torch import Tensor
 from gradguard.distributed.placements import Placement
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.torch_private import process_groups, root_mesh_of
+from gradguard.words import listed
+
+MOST_RANKS = 20
+"""So many ranks, or parameters, are named in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +135,9 @@ def reduction_group_of(placements: Iterable[Placement], stages: StageGroup | Non
     for p in spread:
         if len(both := sorted(p.ranks & along)) > 1:
             raise InvalidValueError(
-                f"process_group or mesh says that parameters differ between the ranks {listed(both)}, over which one "
-                f"is spread: {p.layout}. Pass the group that has one rank of each pipeline stage, mesh['pp'] for "
-                "instance; where there are no stages, leave the argument out."
+                f"process_group or mesh says that parameters differ between the ranks {listed(both, MOST_RANKS)}, over "
+                f"which one is spread: {p.layout}. Pass the group that has one rank of each pipeline stage, mesh['pp'] "
+                "for instance; where there are no stages, leave the argument out."
             )
     if stages.root is not None:  # then a stage without shards knows as well where those of others lie
         grid = stages.root.mesh
@@ -191,12 +195,6 @@ def _slice_at(grid: Tensor, rank: int, varies: Iterable[bool]) -> frozenset[int]
     at = (grid == rank).nonzero()[0].tolist()
     index = tuple(slice(None) if is_free else i for is_free, i in zip(varies, at, strict=True))
     return frozenset(grid[index].flatten().tolist())
-
-
-def listed(ranks: Sequence[object], at_most: int = 20) -> str:
-    """Return ``ranks`` in words, cut where they are many."""
-    more = len(ranks) - at_most
-    return ", ".join(map(str, ranks[:at_most])) + (f" and {more} more" if more > 0 else "")
 
 
 def _check_mesh(mesh: Any) -> None:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradguard.distributed.agreement import gather_objects
-from gradguard.distributed.reduction_group import ReductionGroup, listed
+from gradguard.distributed.reduction_group import MOST_RANKS, ReductionGroup
 from gradguard.tensors.layout import move
+from gradguard.words import listed
 
 Setting = float | str | Tensor | None
 Settings = tuple[Setting, ...]
@@ -66,7 +67,7 @@ def difference(union: ReductionGroup, settings: Settings) -> str:
     others = [rank for rank, one in zip(ranks, said, strict=True) if one != usual]
     first = next(one for one in said if one != usual)
     plural = "ranks" if len(others) > 1 else "rank"
-    return f"{plural} {listed(others)} came with {first} where rank {ranks[said.index(usual)]} has {usual}"
+    return f"{plural} {listed(others, MOST_RANKS)} came with {first} where rank {ranks[said.index(usual)]} has {usual}"
 
 
 def _in_words(settings: Sequence[Setting]) -> str:

@@ -112,10 +112,11 @@ def digest(parameters: Iterable[LocalParameter]) -> int:
 # Everything else that a step reads and changes.
 
 
-def again(step: Callable[[], Any], scale: float = 1.0) -> tuple[Any, Backwards]:
-    """Return what ``step()`` returns, from the state that is there, and its backward passes."""
+def again(step: Callable[[], Any], scale: float = 1.0) -> Backwards:
+    """Run ``step()`` from the state that is there, and return its backward passes."""
     with torch.enable_grad(), backwards(scale) as watched:
-        return step(), watched
+        step()
+    return watched
 
 
 class Replay:
@@ -138,12 +139,15 @@ class Replay:
         named = [(m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False)]
         self._buffers = [(module, name, buffer, buffer.detach().clone()) for module, name, buffer in named]
 
-    def run(self, step: Callable[[], Any], scale: float = 1.0) -> tuple[Any, Backwards]:
-        """Return what ``step()`` returns, from the same state each time, and its backward passes; gradients stay.
+    def run(self, step: Callable[[], Any], scale: float = 1.0) -> Backwards:
+        """Run ``step()`` from the same state each time, and return its backward passes; gradients stay.
 
         Args:
             step: The step.
             scale: Factor on the gradient at each loss.
+
+        Returns:
+            The backward passes.
         """
         self.restore()
         return again(step, scale)

@@ -27,15 +27,6 @@ from gradguard.words import counted, listed
 Findings = Sequence[ParityFinding]
 Run = SavedGradients | str | os.PathLike[str]
 
-_SAYS = {
-    "missing": "no gradient in the new run",
-    "extra": "a gradient in the new run alone",
-    "shape": "other shapes",
-    "nonfinite": "not finite",
-    "dead": "all zeros in one run",
-    "different": "different, and no factor",
-    "unknown": "not equal, and nobody has measured what rounding does",
-}
 _AFTER_CLIP = ParityFinding(
     "clip",
     "a run clips between the backward passes of one step, or changes gradients between a clip and the step: what is "
@@ -73,7 +64,7 @@ def compare(reference: Run, new: Run) -> ParityReport:
     doubts = [*(() if later else begins), *_other_masks(a, b, first.outcomes), *_unknown_stages(a, b, stages)]
     doubts += [] if faults else _unshown_settings(a, b)
     doubts += [_AFTER_CLIP] if a.clipped or b.clipped else []
-    notes = (*_notes(a, b, first.outcomes, faults), *_about_stages(a, b, stages, faults))
+    notes = (*_notes(a, first.outcomes), *_about_stages(a, b, stages, faults))
     return ParityReport(_verdict(faults, doubts), (*faults, *doubts), notes, tuple(first.outcomes), tuple(later))
 
 
@@ -148,7 +139,7 @@ def _about_stages(a: SavedGradients, b: SavedGradients, stages: Sequence[Stage],
     if len(stages) > 1 and not faults:
         total = [o for stage in stages[1:] for o in stage.outcomes]
         known = [o for o in total if o.kind == "equal"]
-        far = max(stage.farthest for stage in stages[1:])
+        far = max((o.distance or 0.0 for o in total), default=0.0)
         least = max((stage.power for stage in stages if stage.name.startswith(UPDATE)), default=math.inf)
         notes.append(
             f"{counted(len(stages) - 1, 'later stage')}, to the {stages[-1].name}: {len(known):,} of {len(total):,} "
@@ -301,7 +292,7 @@ def _about_others(group: Outcomes) -> str:
     """Return the words for a kind; for parameters of few elements, also the factor that all of them may have."""
     first = min(group, key=lambda o: o.factor_bar or 0.0)
     if first.factor is None or not all(_agree(o, first) for o in group):
-        return first.message or _SAYS.get(first.kind, "")
+        return first.message or "different, and no factor"
     times = _times(first.factor, first.factor_bar or 0.0, first.factor_name)
     return f"different; {times} if it is a factor, which so few numbers may have by chance"
 
@@ -364,18 +355,11 @@ def _about_blind(blind: Outcomes, total: int) -> str:
     return f"{known_of} ({'; '.join(reasons)})"
 
 
-def _notes(a: SavedGradients, b: SavedGradients, outcomes: Outcomes, faults: Findings) -> tuple[str, ...]:
+def _notes(a: SavedGradients, outcomes: Outcomes) -> list[str]:
     notes = []
     blind = [o for o in outcomes if o.kind == "blind"]
     if blind and 2 * len(blind) < len(outcomes):
         notes.append(f"{_about_blind(blind, len(outcomes))}: {names([o.name for o in blind])}")
-    if faults and a.losses and b.losses and all(map(math.isfinite, (*a.losses, *b.losses))):
-        bar = max((abs(x - run.losses[0]) for run in (a, b) for x in run.losses[1:]), default=0.0)
-        apart = abs(a.losses[0] - b.losses[0])
-        least = max([1e-7, *(run.epsilon for run in (a, b) if len(run.losses) == 1)])  # one loss tells no rounding
-        same = apart <= BARS * max(bar, least * abs(a.losses[0]))
-        says = "agree" if same else "differ by more than rounding: another batch, or another forward?"
-        notes.append(f"the losses, {a.losses[0]:.6g} and {b.losses[0]:.6g}, {says}")
     if wanted := [o.name for o in outcomes if o.kind == "different" and o.name not in a.rows]:
         notes.append(f"to see which rows are wrong, save both again with rows=[...] of: {names(wanted)}")
-    return tuple(notes)
+    return notes

@@ -7,7 +7,6 @@ verdicts need is linear in the gradient, so it is the same of sketches.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import permutations
 from typing import Any, Literal
 
 from gradguard.parity.vectors import Vector, along, dot, minus, norm
@@ -36,7 +35,6 @@ _MANY = 16  # so many numbers are not a multiple of others by chance
 _BY_CHANCE = 1e-3  # a factor that random numbers have more often than that needs others beside it
 _WIDEST_ALONE = 1e-3  # a single number is a multiple of any other: it has a name only if it is known so well
 _NOT_MEASURED = "not equal, and nobody has measured what rounding does"
-_DTYPES = {2.0**-52: "float64", 2.0**-23: "float32", 2.0**-10: "float16 or TF32", 2.0**-7: "bfloat16"}
 _ONE_SIDED = (
     "not equal, and so many micro-batches may all be rounded to one side, as the same one over and over is: compare "
     "with fewer"
@@ -242,11 +240,11 @@ def _by_numbers(name: str, runs: Runs, bar: float, facts: Facts) -> Outcome:
 
 def _not_measured(runs: Runs) -> str:
     """Why no bar is that of both runs, in words; empty if one is: it is of a finer dtype, or there is none."""
-    for (who, run), (other, measured) in permutations(runs.items()):
-        if measured.repeated and not run.repeated and run.epsilon > measured.epsilon:
-            coarse, fine = (_DTYPES.get(e, f"a spacing of {e:.2g}") for e in (run.epsilon, measured.epsilon))
-            return f"{who} computes in {coarse}, and the bars are of {other}'s {fine}: save {who} with --perturbed 4"
-    return "" if any(run.repeated for run in runs.values()) else _NOT_MEASURED
+    measured = [run.epsilon for run in runs.values() if run.repeated]
+    for who, run in runs.items():
+        if not run.repeated and any(epsilon < run.epsilon for epsilon in measured):
+            return f"{who} computes in a coarser dtype than the bars are of: save {who} with --perturbed 4"
+    return "" if measured else _NOT_MEASURED
 
 
 def _noisy(pair: "_Pair", runs: Runs, difference: float) -> Outcome | None:

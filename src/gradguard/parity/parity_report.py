@@ -52,11 +52,6 @@ class Stage:
     outcomes: tuple[Outcome, ...]
 
     @property
-    def farthest(self) -> float:
-        """The largest distance of all of its tensors, in bars."""
-        return max((o.distance or 0.0 for o in self.outcomes), default=0.0)
-
-    @property
     def power(self) -> float:
         """An error of this relative size would have shown in half of the tensors of which something is known."""
         return _power(self.outcomes)

@@ -91,7 +91,6 @@ def merged(
     return replace(
         whole,
         rows={name: [table for run in runs for table in run.rows[name]] for name in whole.rows},
-        losses=tuple(loss for run in runs for loss in run.losses),
         random=any(run.random for run in runs),
         clipped=any(run.clipped for run in runs),
         settings=alike_settings([run.settings for run in every]),

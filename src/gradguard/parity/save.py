@@ -77,7 +77,7 @@ def save_gradients(
     Args:
         file: Where to write, as safetensors; rank 0 does. None to write nothing.
         model: The model. Every process that holds a part of it must call.
-        step: Runs forward and backward on one batch, which is the same each time; it may return the loss.
+        step: Runs forward and backward on one batch, which is the same each time.
         perturbed: How many runs with changed weights; 8 for a model that routes.
         parts: Other steps of whose gradients a wrong one may be a mixture: each micro-batch alone, the step before.
         rows: Patterns of names, such as ``"embed*"``: of these, wrong rows can be told.
@@ -141,7 +141,6 @@ def save_gradients(
         sketches={**saved.sketches, **mixed},
         parts=tuple(parts or ()),
         facts={**saved.facts, **{name: float(value) for name, value in (facts or {}).items()}},
-        losses=saved.losses if all(map(math.isfinite, saved.losses)) else (),
         stages={**frozen, **saved.stages},
         left_out=training.left_out if training else (),
     )
@@ -185,7 +184,7 @@ def _frozen(local: Sequence[LocalParameter]) -> dict[str, SavedGradients]:
     if not weights:
         return {}
     parameters = whole.about([about(p) for p in local], 1)
-    return {FROZEN: replace(whole.saved(parameters, {"gradient": [weights]}, {}), versions={}, facts={})}
+    return {FROZEN: SavedGradients(parameters, {"gradient": [weights]})}
 
 
 def _plain(optimizers: Sequence[Optimizer]) -> Step:
@@ -227,15 +226,14 @@ class _SavedRuns:
         """Run the step, and the updates after it, in one of several ways; what is known of all comes from the first."""
         with self.replay.perturbed(how.epsilon, how.change) if how.change else nullcontext():
             with precision_of(self._model) if self._first is None else nullcontext(set()) as seen:
-                returned, calls = self._run_step(self._step, how.scale)
+                calls = self._run_step(self._step, how.scale)
             gradients = self._whole.reduced(self._gradients(), 1 / how.scale)
             rows = {name: [self._sketch_of_rows(name, how.scale)] for name in self._rows}
             if self._first is None:
                 self._first = self._described(calls, seen)
             stages, settings = self._follow(calls, how)
         sketches = {**self._first.sketches, "gradient": [gradients]}
-        losses = (self._loss(returned),)
-        return replace(self._first, sketches=sketches, rows=rows, losses=losses, stages=stages, settings=settings)
+        return replace(self._first, sketches=sketches, rows=rows, stages=stages, settings=settings)
 
     def gradients_of(self, part: Step) -> Sketches:
         """Return the gradients of another step."""
@@ -271,11 +269,10 @@ class _SavedRuns:
         finally:
             self._training.restore()
 
-    def _run_step(self, step: Step, scale: float) -> tuple[Any, int]:
-        """Return what a step with the gradient at the loss scaled returns, and how many backward passes it has."""
+    def _run_step(self, step: Step, scale: float) -> int:
+        """Run a step with the gradient at the loss scaled, and return how many backward passes it has."""
         with self._training.first_step() if self._training else nullcontext():
-            returned, watched = self.replay.run(step, scale)
-        return returned, max(1, watched.count)
+            return max(1, self.replay.run(step, scale).count)
 
     def _sketch_of_rows(self, name: str, scale: float) -> Sketches:
         scales = {p.name: self._training.loss_scale(p) for p in self._local} if self._training else {}
@@ -284,9 +281,3 @@ class _SavedRuns:
     def _gradients(self) -> dict[str, Tensor]:
         """The sketches of this process' gradients; with an update that takes a loss scale off, without it."""
         return self._training.unscaled_gradients(self._local) if self._training else local_gradients(self._local)
-
-    def _loss(self, returned: Any) -> float:
-        """The mean over processes; NaN if a step returns no number."""
-        returned = returned.detach() if isinstance(returned, Tensor) else returned
-        is_number = returned.numel() == 1 if isinstance(returned, Tensor) else isinstance(returned, int | float)
-        return sum(gathered(float(returned) if is_number else math.nan)) / rank_and_size()[1]

@@ -29,7 +29,7 @@ from gradguard.files.writing import replacing
 from gradguard.parity.judge import MeasuredGradient
 from gradguard.parity.vectors import Vector
 
-FORMAT = 1
+FORMAT = 2
 STATE, UPDATE = "state", "update of step"
 START = f"{STATE} before step 1"
 """The stage of the state that a run begins with: of optimizers, and buffers."""
@@ -56,22 +56,18 @@ class SavedParameter:
     Attributes:
         name: Its name in the model without wrappers.
         shape: Of the whole parameter.
-        dtype: Of its gradient; of itself where it has none.
-        rounding: Error of storing it in that dtype and adding it up, relative.
+        rounding: Error of storing its gradient and adding it up, relative.
         has_gradient: Whether any process has a gradient.
         copies: How many ranks hold the same part.
-        layout: How it is spread, in words.
         weight_rounding: Half a unit in the last place of the parameter's own dtype, relative.
         one_sided: Largest error of adding it up over micro-batches, relative; 0 where nobody has asked.
     """
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
     rounding: float
     has_gradient: bool
     copies: int
-    layout: str
     weight_rounding: float
     one_sided: float = 0.0
 
@@ -80,9 +76,8 @@ class SavedParameter:
 class SavedGradients:
     """Sketches of a model's gradients in one run: what `gradguard.save_gradients` returns and writes.
 
-    ``losses`` are what ``step()`` returned, first of the run itself; ``facts`` what was said of it; ``random`` tells
-    whether it drew random numbers, ``clipped`` whether some gradients may not be those that the
-    optimizer takes, because of a clip.
+    ``facts`` are numbers that a factor may be; ``random`` tells whether the run drew random numbers, ``clipped``
+    whether some gradients may not be those that the optimizer takes, because of a clip.
     """
 
     parameters: tuple[SavedParameter, ...]
@@ -92,11 +87,9 @@ class SavedGradients:
     """By parameter: runs × rows × 8 numbers."""
     parts: tuple[str, ...] = ()
     facts: Mapping[str, float] = field(default_factory=dict)
-    losses: tuple[float, ...] = ()
     random: bool = False
     epsilon: float = 0.0
     hash_version: int = 1
-    versions: Mapping[str, str] = field(default_factory=dict)
     clipped: bool = False
     settings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """By parameter: the numbers among its optimizer's settings at the first step, and after each one."""
@@ -165,7 +158,7 @@ def read(path: str | os.PathLike[str]) -> SavedGradients:
     """
     try:
         with BlockFile(path) as file:
-            about = decode_json(file.about[_KEY].encode(), finite=False)  # a loss may be NaN
+            about = decode_json(file.about[_KEY].encode())
             version = about.pop("format")
             if version == FORMAT:
                 return _saved(about, {name: _lists(file, name) for name in file.blocks})
@@ -197,27 +190,22 @@ def _saved(
     fit = needed <= sketches.keys() and _fit(sketches, len(parameters), told["parts"])
     if len(known) < len(parameters) or not rows.keys() <= known or not fit:
         raise ValueError("sketches of other parameters")
-    runs = len(sketches["gradient"])
-    if any(len(of) != runs or len({len(run) for run in of}) != 1 or len(_widths(of)) > 1 for of in rows.values()):
+    if any(len(of) != len(sketches["gradient"]) for of in rows.values()):
         raise ValueError("rows")
     return SavedGradients(parameters, sketches, rows, stages=stages, **told)
 
 
 def _fit(sketches: dict[str, Runs], parameters: int, parts: Sequence[str]) -> bool:
     """Tell whether there are as many runs, parameters and sums as there must be, and the weights are finite."""
-    runs_of_all = [run for runs in sketches.values() for run in runs]
+    tables = [runs[0] for runs in sketches.values() if runs]  # all runs of a block have one shape
     return (
         sketches.keys() <= {"gradient", "weights", "contrasts", "parts"}
-        and all(len(run) == parameters for run in runs_of_all)
-        and len(_widths(runs_of_all)) <= 1
+        and all(len(table) == parameters for table in tables)
+        and len({len(sketch) for table in tables for sketch in table}) <= 1
         and all(len(sketches[kind]) > 0 for kind in ("gradient", "weights") if kind in sketches)
         and len(sketches.get("parts", ())) == len(parts)
         and all(isfinite(x) for run in sketches.get("weights", ()) for sketch in run for x in sketch)
     )
-
-
-def _widths(runs: Runs) -> set[int]:
-    return {len(sketch) for run in runs for sketch in run}
 
 
 def _size(value: Any) -> tuple[int, ...]:
@@ -229,18 +217,14 @@ def _real(low: float, high: float = LARGEST) -> Rule:
     return lambda value: float(number(low, high)(value))
 
 
-def _loss(value: Any) -> float:
-    return value if type(value) is float else float(number()(value))
-
-
 _PARAMETER: Mapping[str, Rule] = {
-    "name": text, "shape": _size, "dtype": text, "rounding": _real(0, 1), "has_gradient": truth,
-    "copies": whole(1, 2**31), "layout": text, "weight_rounding": _real(0, 1), "one_sided": _real(0),
+    "name": text, "shape": _size, "rounding": _real(0, 1), "has_gradient": truth,
+    "copies": whole(1, 2**31), "weight_rounding": _real(0, 1), "one_sided": _real(0),
 }  # fmt: skip
 _ABOUT: Mapping[str, Rule] = {
     "parts": lambda value: tuple(list_of(text)(value)), "facts": mapping_of(_real(float_info.min)),
-    "losses": lambda value: tuple(list_of(_loss)(value)), "random": truth, "epsilon": _real(0, 1),
-    "hash_version": whole(0, 2**31), "versions": mapping_of(text), "clipped": truth,
+    "random": truth, "epsilon": _real(0, 1),
+    "hash_version": whole(0, 2**31), "clipped": truth,
     "settings": mapping_of(mapping_of(_real(-LARGEST))), "left_out": lambda value: tuple(list_of(text)(value)),
 }  # fmt: skip
 

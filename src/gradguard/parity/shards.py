@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.distributed.local_shard import LocalShard, cut_along, is_told, shard_of
 from gradguard.distributed.megatron import cut_of
-from gradguard.distributed.placements import added_up, gradient_of, local_part, placement_of
+from gradguard.distributed.placements import added_up, gradient_of, local_part
 from gradguard.distributed.processes import gather
-from gradguard.distributed.wrappers import FLAT, named_parameters, plain_names
+from gradguard.distributed.wrappers import named_parameters, plain_names
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.saved import BUFFER
 from gradguard.torch_private import FlatShard, flat_shards_of, flattened_by_fsdp1, is_fsdp1, wrapper_slots
@@ -32,14 +32,12 @@ class LocalParameter:
     Attributes:
         name: The whole parameter's, in the model without wrappers.
         parameter: The tensor of the model; FSDP1's flat one may stand for several.
-        layout: How the whole is spread, in words.
         shard_of: Which part of the whole a tensor is: the parameter, or its gradient.
         flat: Where in FSDP1's flat parameter it lies.
     """
 
     name: str
     parameter: Tensor
-    layout: str
     shard_of: Callable[[Tensor], LocalShard]
     flat: FlatShard | None = None
 
@@ -93,11 +91,11 @@ def _placed_shard(placed: Placed, tensor: Tensor) -> LocalShard:
 
 def _local_parameter(name: str, parameter: Tensor, placed: Placed | None) -> LocalParameter:
     if placed is not None:
-        return LocalParameter(placed[0], parameter, "as shard_of says", partial(_placed_shard, placed))
+        return LocalParameter(placed[0], parameter, partial(_placed_shard, placed))
     if cut_of(parameter) is not None:
         shard = shard_of(parameter)  # whose gradient has no attributes
-        return LocalParameter(name, parameter, "Megatron's tensor parallelism", lambda tensor: shard)
-    return LocalParameter(name, parameter, placement_of(parameter).layout, _told_shard)
+        return LocalParameter(name, parameter, lambda tensor: shard)
+    return LocalParameter(name, parameter, _told_shard)
 
 
 def local_parameters(model: nn.Module, place_of: ShardOf | None) -> list[LocalParameter]:
@@ -164,7 +162,7 @@ def _flat_ones(model: nn.Module) -> list[LocalParameter]:
             for shard in flat_shards_of(module):
                 name = f"{front}.{shard.name}" if front else shard.name
                 part = LocalShard(shard.shape, (shard.numel,), start=shard.start)
-                found.append(LocalParameter(name, shard.tensor, FLAT, lambda tensor, part=part: part, shard))
+                found.append(LocalParameter(name, shard.tensor, lambda tensor, part=part: part, shard))
     return found
 
 

@@ -35,7 +35,6 @@ from gradguard.parity.vectors import Vector, norm
 from gradguard.parity.whole import Sketches, WholeParameters, about, local_gradients, local_weights
 from gradguard.state.copies import Copier, Restorer
 from gradguard.state.optimizer_copy import OptimizerCopy
-from gradguard.tensors.sketch import HASH_VERSION
 from gradguard.torch_private import gradients_are_scaled, scaler_states_of
 
 
@@ -260,7 +259,7 @@ class ComparedStages:
                     "contrasts": [[one[i] for i in keep] for one in stage.contrasts],
                 }
                 tensors = tuple(_with_floor(name, stage, i, sketches[i]) for i in keep)
-                found[name] = SavedGradients(tensors, tables, epsilon=epsilon, hash_version=HASH_VERSION)
+                found[name] = SavedGradients(tensors, tables, epsilon=epsilon)
         return found
 
 
@@ -455,7 +454,7 @@ def _master(p: LocalParameter) -> LocalParameter:
     if not isinstance(main, Tensor) or main.shape != p.parameter.shape:
         return p
     part = p.weights()[0]
-    return LocalParameter(p.name, main, p.layout, lambda _: part)
+    return LocalParameter(p.name, main, lambda _: part)
 
 
 def _part(p: LocalParameter, name: str, tensor: Tensor) -> LocalParameter | None:
@@ -464,10 +463,10 @@ def _part(p: LocalParameter, name: str, tensor: Tensor) -> LocalParameter | None
     if p.flat is not None and tensor.shape == p.parameter.shape:
         return replace(p, name=name, parameter=tensor)
     if local_part(tensor).shape == weights.shape:
-        return LocalParameter(name, local_part(tensor), p.layout, lambda _: part)
+        return LocalParameter(name, local_part(tensor), lambda _: part)
     if tensor.numel() == 1 or math.prod(part.own) == math.prod(part.shape):
         own = tuple(tensor.shape) if tensor.numel() > 1 else ()
-        return LocalParameter(name, local_part(tensor).reshape(own), p.layout, lambda _: LocalShard(own, own))
+        return LocalParameter(name, local_part(tensor).reshape(own), lambda _: LocalShard(own, own))
     return None
 
 

@@ -1,7 +1,6 @@
 """Sketches of whole parameters: each process adds up its parts, and one all-reduce gives all the same."""
 
 import math
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -155,10 +154,7 @@ class WholeParameters:
             **about: Other fields.
         """
         facts = {**self._facts(), **facts}
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        return SavedGradients(
-            tuple(parameters), sketches, facts=facts, hash_version=HASH_VERSION, versions=versions, **about
-        )
+        return SavedGradients(tuple(parameters), sketches, facts=facts, hash_version=HASH_VERSION, **about)
 
     def _facts(self) -> dict[str, float]:
         known = {"world size": float(self._world)}
@@ -190,9 +186,7 @@ def about(parameter: LocalParameter) -> SavedParameter:
     rounding, of_weights = (
         torch.finfo(one).eps / 2 if one.is_floating_point else 0.0 for one in (dtype, weights.dtype)
     )
-    return SavedParameter(
-        parameter.name, shard.shape, str(dtype), rounding, gradient is not None, 1, parameter.layout, of_weights
-    )
+    return SavedParameter(parameter.name, shard.shape, rounding, gradient is not None, 1, of_weights)
 
 
 def _contrast(whole: Whole, rank: int, which: int) -> float:
