@@ -14,7 +14,7 @@ class InputLayout:
     """One way to lay a tensor out.
 
     Attributes:
-        words: What to call it, ``{}`` for what is laid out.
+        words: The name of the layout, ``{}`` for what is laid out.
         place: From a tensor to a copy with that layout, the same numbers in it.
         parts: Layouts which this one has at once: each is tried alone where this one goes wrong, or is refused.
     """
