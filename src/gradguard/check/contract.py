@@ -412,7 +412,7 @@ class Contract:
         return self.function.flatten(outputs), gradient
 
     def _of_copies(self, slices: list[Tensor], sources: list[int], moved: float = 0.0) -> Run:
-        """Return the same for copies, which may be ``moved``, relative to their size or its mean if that is more."""
+        """Return outputs and gradient for copies, ``moved`` relative to their size, or to its mean if that is more."""
 
         def copy(one: Tensor) -> Tensor:
             copied, size = one.clone(memory_format=torch.contiguous_format), one.detach().abs()
