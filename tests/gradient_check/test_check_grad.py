@@ -28,6 +28,19 @@ RIGHT = {
     "an output of one input": (lambda x, y: {"out": x.square()}, {"x": X, "y": Y}, ["y"], {}),
     "a constant": (torch.mul, {"x": X, "y": Y}, ["x"], {"no_grad_set": {"y"}}),
     "in place": (lambda x: x.mul_(3), {"x": X}, ["x"], {}),
+    "infinite numbers that are not checked": (
+        lambda x, mask: x.masked_fill(mask < 0, 2.0),
+        {"x": X, "mask": np.array([-np.inf, 0.0, np.nan])},
+        ["x"],
+        {},
+    ),
+    "a sparse tensor that is not checked": (
+        lambda x, weight: torch.sparse.mm(weight, x),
+        {"x": X, "weight": torch.eye(2, dtype=torch.float64).to_sparse()},
+        ["x"],
+        {},
+    ),
+    "a list": (lambda x, factors: x * factors[0], {"x": X, "factors": [torch.ones(3)]}, ["x"], {}),
     "sparse gradients": (
         lambda weight, i: F.embedding(i, weight, sparse=True),
         {"weight": noise(4, 2), "i": np.array([0, 2, 2])},

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from gradguard.backward_clip.backward_graph import Graph, is_leaf, raise_if_freed, refuse_reentrant, root_of, walk
+from gradguard.backward_clip.backward_graph import is_leaf, raise_if_freed, refuse_reentrant, root_of, walk
 from gradguard.backward_clip.error_clip_rules import BaseErrorClip, apply_rule, are_alike, described
 from gradguard.backward_clip.hooks import Gradients, explained
 from gradguard.errors import InvalidTypeError, InvalidValueError
@@ -65,29 +67,34 @@ def append_backward(
     Reference:
         PaddlePaddle, Error Clip (2018).
     """
-    roots = [root_of(_checked_loss(loss))]
+    graph = walk([root_of(_checked_loss(loss))])
     listed = None if parameter_list is None else _named(parameter_list)
     blocked = _resolved(no_grad_set, listed or [])
-    undo: list[Callable[[], None]] = []
-    visit = _Visit(
-        None if callback is None else _as_callback(callback),
-        None if listed is None else {id(parameter) for _, parameter in listed},
-        set(map(id, blocked)),
-        undo,
-    )
+    called = None if callback is None else _as_callback(callback)
+    refuse_reentrant(graph)
+    variables = [getattr(node, "variable", None) for node in graph.nodes if is_leaf(node)]
+    reached = {id(one): one for one in variables if one is not None}
+    chosen = [*reached.values()] if listed is None else [parameter for _, parameter in listed]
+    without = {*map(id, blocked)}
+    wanted = {id(one): one for one in chosen if id(one) in reached and id(one) not in without}
+    handles: list[RemovableHandle] = []
     try:
-        visit.enter(walk(roots))
-        undo += [_block(tensor) for tensor in blocked if not tensor.is_leaf]
+        if called is not None:
+            operations = [node for node in graph.nodes if not is_leaf(node)]
+            handles += [one.register_hook(partial(_after_operation, called, one.name())) for one in operations]
+        handles += [_block(tensor) for tensor in blocked if not tensor.is_leaf]
         with changing_on_the_way("a callback of gg.append_backward") if callback is not None else nullcontext():
-            _run(loss, visit)
+            if len(wanted) == len(reached):
+                torch.autograd.backward(loss)
+            elif wanted:
+                torch.autograd.backward(loss, inputs=[*wanted.values()])
     except RuntimeError as error:
-        raise_if_freed(error, walk(roots).nodes)
+        raise_if_freed(error, graph.nodes)
         raise
     finally:
-        for one in reversed(undo):
-            one()
-    order = (visit.wanted if listed is None else {id(p): p for _, p in listed}).values()
-    return [(p, p.grad) for p in order if id(p) in visit.wanted and p.grad is not None]
+        for handle in handles:
+            handle.remove()
+    return [(one, one.grad) for one in wanted.values() if one.grad is not None]
 
 
 def minimize(
@@ -172,51 +179,11 @@ def _checked_loss(loss: Any) -> Tensor:
     return loss
 
 
-class _Visit:
-    """Goes through a graph to hook its nodes and to find its parameters."""
-
-    def __init__(
-        self, callback: Callback | None, listed: set[int] | None, blocked: set[int], undo: list[Callable[[], None]]
-    ) -> None:
-        self.callback, self.listed, self.blocked, self.undo = callback, listed, blocked, undo
-        self.wanted: dict[int, Tensor] = {}
-        self.unwanted: dict[int, Tensor] = {}
-
-    def enter(self, graph: Graph) -> None:
-        refuse_reentrant(graph)
-        for node in graph.nodes:
-            if is_leaf(node):
-                if getattr(node, "variable", None) is not None:
-                    self._found(node.variable)  # type: ignore[attr-defined]
-            elif self.callback is not None:
-                self.undo.append(node.register_hook(_posthook(self.callback, node.name())).remove)
-
-    def _found(self, parameter: Tensor) -> None:
-        key = id(parameter)
-        if key not in self.blocked and (self.listed is None or key in self.listed):
-            self.wanted.setdefault(key, parameter)
-        else:
-            self.unwanted[key] = parameter
-
-
-def _run(loss: Tensor, visit: _Visit) -> None:
-    """Run the backward so that only the wanted parameters end with another ``.grad``."""
-    if not visit.unwanted:
-        torch.autograd.backward(loss)
-    elif visit.wanted:
-        torch.autograd.backward(loss, inputs=list(visit.wanted.values()))
-
-
-def _posthook(callback: Callback, name: str) -> Callable[[Gradients, Gradients], Gradients | None]:
-    def hook(made: Gradients, taken: Gradients) -> Gradients | None:
-        changed = callback(name, made)
-        return None if changed is None else _fitting(name, made, changed)
-
-    return hook
-
-
-def _fitting(name: str, made: Gradients, changed: Any) -> Gradients:
-    """Return ``changed`` if the backward can go on with it."""
+def _after_operation(callback: Callback, name: str, made: Gradients, taken: Gradients) -> Gradients | None:
+    """Call back; return the gradients in place of those ``made``, if the backward can go on with them."""
+    changed: Any = callback(name, made)
+    if changed is None:
+        return None
     if not isinstance(changed, tuple | list) or len(changed) != len(made):
         raise InvalidTypeError(
             f"the callback for {name} returned {type(changed).__name__}: expected {len(made)} gradients."
@@ -243,11 +210,10 @@ def _as_callback(callback: Callback | BaseErrorClip) -> Callback:
     return clip
 
 
-def _block(tensor: Tensor) -> Callable[[], None]:
-    """Let no gradient through an intermediate value; return what undoes it."""
+def _block(tensor: Tensor) -> RemovableHandle:
+    """Let no gradient through an intermediate value."""
     node, number = root_of(tensor)
-    hook = node.register_prehook(lambda grads: tuple(None if i == number else g for i, g in enumerate(grads)))
-    return hook.remove
+    return node.register_prehook(lambda grads: tuple(None if i == number else g for i, g in enumerate(grads)))
 
 
 def _named(parameters: Any) -> list[tuple[str, Tensor]]:

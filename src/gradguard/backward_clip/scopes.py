@@ -245,8 +245,6 @@ class TargetScope(Scope):
         self.kept: list[Node] = []
         self.starts: dict[int, list[int]] = {}
         self.forwards: set[nn.Module] = set()
-        self.closed: dict[nn.Module, str] = {}
-        """The type of something that a module returned which cannot be looked into."""
         self.backwards: set[nn.Module] = set()
 
     def enter(self) -> None:
@@ -268,15 +266,11 @@ class TargetScope(Scope):
         for number, target in enumerate(self.targets):
             if isinstance(target, nn.Module):
                 which = type(target).__name__ if len(self.targets) == 1 else f"{type(target).__name__}, entry {number},"
-                if target in self.closed and target not in self.forwards:
-                    raise InvalidValueError(
-                        f"{which} returned a {self.closed[target]}, in which no tensor can be found: return tensors, "
-                        f"nested lists, tuples or dicts of them, or objects with them as attributes."
-                    )
                 if target not in self.forwards:
                     raise InvalidValueError(
                         f"nothing differentiable passed through {which} in the block: run its forward inside it, with "
-                        f"gradients enabled and something in it or in its input that requires them."
+                        f"gradients enabled and something in it or in its input that requires them, and let it return "
+                        f"tensors, nested lists, tuples or dicts of them, or objects with them as attributes."
                     )
                 if target not in self.backwards:
                     raise InvalidValueError(
@@ -311,10 +305,7 @@ class TargetScope(Scope):
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         start = self.starts.get(threading.get_ident(), [0]).pop()
-        found, closed = tensors_in(output)
-        values = [v for v in found if v.grad_fn is not None]
-        if closed is not None:
-            self.closed[module] = closed
+        values = [value for value in _tensors_in(output) if value.grad_fn is not None]
         roots = [root for root in map(root_of, values) if sequence_number_of(root[0]) >= start]
         if not roots:
             return
@@ -346,32 +337,25 @@ def _check_target(number: int, target: Any) -> None:
         raise InvalidTypeError(f"entry {number} of the list is {type(target).__name__}: expected a tensor or a module.")
 
 
-def tensors_in(output: Any) -> tuple[list[Tensor], str | None]:
-    """Return the tensors in what a forward returns: in nested lists, tuples and dicts, and in attributes of objects.
-
-    And the type of something in it that cannot be looked into, or None.
-    """
-    found, closed, seen = [], None, set()
-    waiting = [output]
+def _tensors_in(output: Any) -> list[Tensor]:
+    """Return the tensors in what a forward returns: in nested lists, tuples and dicts, and in attributes of objects."""
+    found, seen, waiting = [], set(), [output]
     for value in waiting:  # grows while it is read
         if isinstance(value, Tensor):
             found.append(value)
         elif not isinstance(value, _PLAIN) and id(value) not in seen:
             seen.add(id(value))
-            contents = _contents_of(value)
-            if contents is None:
-                closed = closed or type(value).__name__
-            else:
-                waiting += contents
-    return found, closed
+            waiting += _contents_of(value)
+    return found
 
 
-_PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, nn.Module, torch.device, torch.dtype)
+_PLAIN = (
+    str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Module, torch.device, torch.dtype,
+)  # fmt: skip
 """Types that hold no value made by a forward."""
 
 
-def _contents_of(value: Any) -> list[Any] | None:
-    """Return what an object holds; None for one whose inside cannot be seen, such as a function's."""
+def _contents_of(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return [*value.values()]
     if isinstance(value, list | tuple | set | frozenset | deque):
@@ -379,16 +363,10 @@ def _contents_of(value: Any) -> list[Any] | None:
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     leaves = tree_leaves(value)
-    return _attributes_of(value) if len(leaves) == 1 and leaves[0] is value else leaves
-
-
-def _attributes_of(value: Any) -> list[Any] | None:
-    """Return the values of an object's attributes; None where it has none."""
-    state: Any = None if isinstance(value, FunctionType) else object.__getstate__(value)
-    if state is None and (isinstance(value, FunctionType) or not hasattr(value, "__dict__")):
-        return None
-    parts = state if isinstance(state, tuple) else (state,)
-    return [one for part in parts for one in (part or {}).values()]
+    if len(leaves) != 1 or leaves[0] is not value:
+        return leaves
+    state: Any = object.__getstate__(value)  # a dict of attributes, with another one of slots in a tuple, or None
+    return [one for part in (state if isinstance(state, tuple) else (state,)) for one in (part or {}).values()]
 
 
 def _device_of(targets: list[Target]) -> torch.device:

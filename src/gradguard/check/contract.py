@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,17 +50,12 @@ _NEARBY = {torch.float64: (1e-7, 1e-4), torch.float32: (1e-4, 1e-2)}
 _OF_RUNS = ("layout", "linearity", "outputs", "state", "needs_input_grad")
 """Kinds of findings that a backward with varying results may cause by itself."""
 
-_AT_ONCE = 2**16
 _LARGE = 1e250
 """From here on a product with a cotangent may overflow."""
 
 
-class _Shared(NamedTuple):
-    """Inputs that share memory: input i is ``slices[sources[i]]``, repeated to fill its shape."""
-
-    words: str
-    slices: list[Tensor]
-    sources: list[int]
+Run = tuple[Tensor, Tensor]
+"""The outputs of a forward, and the gradient."""
 
 
 class Contract:
@@ -107,35 +102,39 @@ class Contract:
         self._some_needed()
 
     def _probe(self) -> None:
-        function = self.function
         leaves, outputs = self._record()
-        self.usual_values = function.flatten(outputs)
+        self.usual_values = self.function.flatten(outputs)
         overwritten = self._take_gradients(leaves, outputs)
-        function.keeps_inputs = not self.findings
-        calls = [] if self.findings else self._other_calls()
-        before = self._after_calls(leaves, outputs)
+        self.function.keeps_inputs = not self.findings
+        if self.findings:
+            return
+        calls = self._other_calls()
+        try:
+            again = self._backward(outputs, leaves)
+        except Exception as error:
+            wrong = _raised("state", "after another forward", error)
+            self.findings.append(replace(wrong, guess=self._stale()))
+            return
+        if not _are_the_same(again, self.first):
+            self._repeat()
         self.findings = self.findings or overwritten
         del outputs, leaves  # and the graph
         if self.findings:
             return
         leaves, outputs = self._record()
-        if not self._is_undisturbed(calls, before, leaves, outputs):
+        self._disturbed(calls, again, leaves, outputs)
+        if self.findings:
             return
         self._scaled(leaves, outputs)
-        if function.has_own_code:
+        if self.function.has_own_code:
             self._laid_out(leaves, outputs)
             self._stride_0(leaves, outputs)
         self._single_outputs(leaves, outputs)
-        if self.findings and calls:
-            wrong = self._lasting(calls, leaves, outputs)
-            self.findings = [wrong] if wrong is not None else self.findings
+        if self.findings and calls and (wrong := self._lasting(calls, leaves, outputs)) is not None:
+            self.findings = [wrong]
         del outputs, leaves
         if not self.findings:
             self._other_inputs()
-            if self.function.has_own_code:
-                self._shared_memory()
-            if self.findings and self._draws_random_numbers():  # in the order of memory, which was another one
-                self.findings = [one for one in self.findings if one.kind != "layout"]
         self._hidden_float32()
 
     def _record(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -176,41 +175,19 @@ class Contract:
             if grad is not None and copy is not None and not _are_the_same(grad.to_dense(), copy.to_dense())
         ]
 
-    def _after_calls(self, leaves: list[Tensor], outputs: list[Tensor]) -> Tensor | None:
-        """Return the gradient again, now that the function was called elsewhere."""
-        try:
-            again = self._backward(outputs, leaves)
-        except Exception as error:
-            if not self.findings:
-                said = f"after another forward the backward raises {type(error).__name__}: {error}"
-                self.findings.append(Finding("state", said, guess=self._stale()))
-            return None
-        if not self.findings and not _are_the_same(again, self.first):
-            self._repeat()
-        return again
-
     def _repeat(self) -> None:
         """Say by how much backward runs of one graph differ: in place of what else was found, if by much."""
         leaves, outputs = self._record()
-        runs = [self._backward(outputs, leaves).clone() for _ in range(_REPEATS)]
+        runs = [self._backward(outputs, leaves) for _ in range(_REPEATS)]
         for run in runs:
             message = "the same backward, run again, gives something else"
             found = self._difference("non-determinism", message, run, runs[0])
             if found is not None:
-                self.findings = [replace(found, guess=self._first_alone())]
+                self.findings = [found]
                 return
         if not self.findings and not all(_are_the_same(run, runs[0]) for run in runs):
             note = Finding("non-determinism", "equal backward runs differ in the last bits")
             self.notes += [] if note in self.notes else [note]
-
-    def _first_alone(self) -> str:
-        """Return a guess if the first backward of every graph agrees: then later ones see what it has overwritten."""
-        for _ in range(_REPEATS - 1):
-            leaves, outputs = self._record()
-            alone = self.function.backward(outputs, leaves, [v.clone() for v in self.shaped])
-            if not _are_the_same(alone, self.first):
-                return ""
-        return "only the first backward of a graph is right, it overwrites what was saved"
 
     def _other_calls(self) -> list[str]:
         """Call the function elsewhere, and with each length shorter by one; say which calls were possible."""
@@ -243,21 +220,15 @@ class Contract:
     def _flipped(self) -> list[Tensor]:
         return [one.value.flatten().flip(0).reshape(one.value.shape) for one in self.function.inputs]
 
-    def _is_undisturbed(
-        self, calls: list[str], before: Tensor | None, leaves: list[Tensor], outputs: list[Tensor]
-    ) -> bool:
+    def _disturbed(self, calls: list[str], again: Tensor, leaves: list[Tensor], outputs: list[Tensor]) -> None:
         """Compare the outputs of the forward after ``calls``, and the gradient of that before, with the usual ones."""
-        said, values = " and ".join(calls[1:] or calls), self.function.flatten(outputs)
-        if values.shape != self.usual_values.shape:
-            wrong = Finding("state", f"{said} changes the shape of the next output")
-        else:
-            wrong = self._values_differ("state", values, self.usual_values, f"the same inputs after {said}")
-        if wrong is None and before is not None:
-            wrong = self._difference("state", "another forward in between changes the backward", before, self.first)
+        words = f"the same inputs after {' and '.join(calls[1:] or calls)}"
+        wrong = self._values_differ("state", self.function.flatten(outputs), self.usual_values, words)
+        if wrong is None:
+            wrong = self._difference("state", "another forward in between changes the backward", again, self.first)
             if wrong is not None:
                 wrong = self._lasting(calls, leaves, outputs) or replace(wrong, guess=self._stale())
         self.findings += filter(None, [wrong])
-        return wrong is None
 
     def _lasting(self, calls: list[str], leaves: list[Tensor], outputs: list[Tensor]) -> Finding | None:
         """Return what is wrong with the gradient of the forward after ``calls``."""
@@ -298,39 +269,24 @@ class Contract:
             except Exception as error:
                 is_right = layout is FLAGGED  # to refuse such a bit is no fault
                 if not is_right:
-                    self._refused(words, error)
+                    self.findings.append(_raised("layout", words, error))
             wrong += [] if is_right else [layout]
 
-    def _refused(self, words: str, error: Exception) -> None:
-        said = f"{words}: the backward raises {type(error).__name__}: {error}"
-        self.findings.append(Finding("layout", said))
-
     def _stride_0(self, leaves: list[Tensor], outputs: list[Tensor]) -> None:
-        """Give a grad_output of stride 0, in all dimensions or along one, as sums make it.
-
-        The gradients of all of these add up to that of their sum, which is dense.
-        """
+        """Give a grad_output of stride 0, in all dimensions or along one, as sums make it."""
         shaped = self.shaped
         others = {_ONES: [torch.ones((), dtype=v.dtype, device=v.device).expand(v.shape) for v in shaped]}
         for dim in range(max((v.dim() for v in shaped if v.dim() > 1), default=0)):
             rows = [v.narrow(dim, 0, 1).expand(v.shape) if dim < v.dim() and v.numel() else v for v in shaped]
             others[f"a grad_output of stride 0 along dimension {dim}, as sum({dim}) makes"] = rows
-        found: dict[str, Tensor] = {}
-        for message, other in others.items():
+        for words, other in others.items():
+            dense = [v.clone(memory_format=torch.contiguous_format) for v in other]
             try:
-                found[message] = self._backward(outputs, leaves, other)
+                found = self._backward(outputs, leaves, other)
             except Exception as error:
-                self._refused(message, error)
-        parts = [others[message] for message in found]
-        if not found:
-            return
-        total = self._backward(outputs, leaves, [torch.stack(one).sum(0) for one in zip(*parts, strict=True)])
-        if self._difference("layout", _ONES, sum(found.values(), torch.zeros((), device="cpu")), total) is None:
-            return
-        for message in found:
-            dense = [v.clone(memory_format=torch.contiguous_format) for v in others[message]]
-            expected = self._backward(outputs, leaves, dense)
-            if not self._compare("layout", message, found[message], expected, guess=_STRIDED):
+                self.findings.append(_raised("layout", words, error))
+                continue
+            if not self._compare("layout", words, found, self._backward(outputs, leaves, dense), guess=_STRIDED):
                 return
 
     def _single_outputs(self, leaves: list[Tensor], outputs: list[Tensor]) -> None:
@@ -360,152 +316,139 @@ class Contract:
 
     def _other_inputs(self) -> None:
         """Give the same numbers in other places in memory, and let only some inputs need a gradient."""
-        arguments = [one.value for one in self.function.inputs if one.is_argument]
-        layouts = layouts_of(arguments) if self.function.has_own_code else orders_of(arguments)
-        for layout in layouts if arguments else []:
-            if (wrong := self._of_inputs(layout, None)) is not None:
-                self.findings.append(wrong)
-                return
-        self._some_needed()
+        function = self.function
+        arguments = [one.value for one in function.inputs if one.is_argument]
+        for layout in layouts_of(arguments) if function.has_own_code else orders_of(arguments):
+            words = layout.words.format("inputs").replace("that begins", "that begin")
+            pairs = zip(function.leaves(), function.inputs, strict=True)
+            leaves = [layout.place(v.detach()).requires_grad_() if one.is_argument else v for v, one in pairs]
+            if not self._runs_alike("layout", words, leaves, self.first, layout):
+                break
+        else:
+            self._some_needed()
+        if not self.findings and function.has_own_code and self.dtype in _NEARBY:  # half precision may round copies
+            self._shared_memory()
+        if self.findings and self._draws_random_numbers():  # in the order of memory, which was another one
+            self.findings = [one for one in self.findings if one.kind != "layout"]
 
     def _some_needed(self) -> None:
         """Let only some inputs need a gradient."""
-        for some in self._needed():
-            for needed in (some, set(range(len(self.function.inputs))) - some):
-                if needed and (wrong := self._of_inputs(None, needed)) is not None:
-                    self.findings.append(wrong)
-                    return
-
-    def _needed(self) -> list[set[int]]:
-        """Return sets of inputs which are to need a gradient, or all but these."""
-        count = len(self.function.inputs)
+        inputs = self.function.inputs
+        count = len(inputs)
         if count <= _MOST_SUBSETS:
-            return [{i for i in range(count) if mask >> i & 1} for mask in range(1, 2 ** max(0, count - 1))]
-        return [{i for i in range(count) if i >> bit & 1} for bit in range((count - 1).bit_length())]
-
-    def _of_inputs(self, layout: InputLayout | None, some: set[int] | None) -> Finding | None:
-        """Return what is wrong with inputs that are laid out otherwise, or of which only ``some`` need a gradient.
-
-        To refuse a layout is no fault.
-
-        Returns:
-            The finding; None if nothing is wrong.
-        """
-        function, leaves = self.function, self.function.leaves()
-        kind, words = "layout" if some is None else "needs_input_grad", partial(self._words_for, layout, some)
-        if layout is not None:
-            pairs = zip(leaves, function.inputs, strict=True)
-            leaves = [layout.place(v.detach()).requires_grad_() if one.is_argument else v for v, one in pairs]
-        expected = self.first
-        if some is not None:
-            leaves = [leaf if i in some else leaf.detach() for i, leaf in enumerate(leaves)]
-            needs = [torch.full((n,), i in some, device="cpu") for i, n in enumerate(function.sizes)]
-            expected = torch.where(torch.cat(needs), expected, 0.0)
-        try:
-            outputs = function.record(leaves)
-        except Exception:  # it refuses them, or takes a derivative inside
-            return None
-        values = function.flatten(outputs)
-        try:
-            gradient = function.backward(outputs, leaves, self.shaped)
-        except Exception as error:
-            said = f"{words()}: the backward raises {type(error).__name__}: {error}"
-            return None if layout is FLAGGED else Finding(kind, said)
-        del outputs
-        if torch.equal(values, self.usual_values) and torch.equal(gradient, expected):
-            return None
-        found = self._values_differ(kind, values, self.usual_values, words())
-        guess = f"only for {words()}" if some is None else ""
-        found = found or self._difference(kind, words(), gradient, expected, guess=guess)
-        if found is None or layout is None or values.shape != self.usual_values.shape:
-            return found
-        return None if self._is_rounding(values - self.usual_values, gradient - expected) else found
-
-    def _words_for(self, layout: InputLayout | None, some: set[int] | None) -> str:
-        if layout is not None:
-            return layout.words.format("inputs").replace("that begins", "that begin")
-        names = [self.function.inputs[i].name for i in sorted(some or ())]
-        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-        return f"only {shown} need{'s' if len(names) == 1 else ''} a gradient"
-
-    def _shared_memory(self) -> None:
-        """Give one tensor for several inputs, and inputs of stride 0: as if they were copies of it."""
-        given = self.function.inputs
-        values = [one.value for one in given]
-        if self.findings or self.dtype not in _NEARBY:  # half precision may round copies otherwise
-            return
-        same, alike = list(range(len(values))), {}
-        own = [one.is_argument and one.size > 0 for one in given]
-        sources = [alike.setdefault((v.shape, v.dtype), i) if own[i] else i for i, v in enumerate(values)]
-        tried = [_Shared("one tensor for several inputs", values, sources)] if sources != same else []
-        for dim in range(max((v.dim() for v in values), default=0)):
-            slices = [v.narrow(dim, 0, 1) if own[i] and dim < v.dim() else v for i, v in enumerate(values)]
-            if any(one.shape != v.shape for one, v in zip(slices, values, strict=True)):
-                tried.append(_Shared(f"inputs of stride 0 along dimension {dim}", slices, same))
-        for one in tried:
-            if not self._try_shared(one):
+            subsets = [{i for i in range(count) if mask >> i & 1} for mask in range(1, 2**count - 1)]
+        else:
+            digits = range((count - 1).bit_length())
+            subsets = [{i for i in range(count) if i >> bit & 1 == digit} for bit in digits for digit in (1, 0)]
+        for some in subsets:
+            names = [inputs[i].name for i in sorted(some)]
+            shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            words = f"only {shown} need{'s' if len(names) == 1 else ''} a gradient"
+            leaves = [leaf if i in some else leaf.detach() for i, leaf in enumerate(self.function.leaves())]
+            needs = [torch.full((n,), i in some, device="cpu") for i, n in enumerate(self.function.sizes)]
+            expected = torch.where(torch.cat(needs), self.first, 0.0)
+            if not self._runs_alike("needs_input_grad", words, leaves, expected):
                 return
 
-    def _try_shared(self, shared: _Shared) -> bool:
+    def _runs_alike(
+        self, kind: str, words: str, leaves: list[Tensor], expected: Tensor, layout: InputLayout | None = None
+    ) -> bool:
+        """Note what is wrong with these leaves, which owe the usual outputs and the gradient ``expected`` or a refusal.
+
+        Returns:
+            Whether nothing is; results of another ``layout`` may differ as sums in another order do.
+        """
         try:
-            expected = self._of_shared(shared, is_copied=True)
-            found = self._of_shared(shared, is_copied=False)
-        except Exception:  # it refuses them, or the point is outside of the domain
+            outputs = self.function.record(leaves)
+        except Exception:  # it refuses them, or takes a derivative inside
             return True
-        wrong = self._values_differ("layout", found[0], expected[0], shared.words)
-        which = 0 if wrong is not None else 1
-        guess = f"only for {shared.words}"
-        wrong = wrong or self._difference("layout", shared.words, found[1], expected[1], guess=guess)
-        if wrong is None or not self._is_regular(shared, which, expected):
+        values = self.function.flatten(outputs)
+        try:
+            found = values, self.function.backward(outputs, leaves, self.shaped)
+        except Exception as error:
+            if layout is FLAGGED:
+                return True
+            self.findings.append(_raised(kind, words, error))
+            return False
+        wrong = self._run_differs(kind, words, found, (self.usual_values, expected))
+        if wrong is None or (layout is not None and self._is_rounding(found)):
             return True
         self.findings.append(wrong)
         return False
 
-    def _of_shared(self, shared: _Shared, *, is_copied: bool, moved: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Return outputs and gradient; copies may be ``moved``, relative to their size or its mean if that is more."""
+    def _shared_memory(self) -> None:
+        """Give one tensor for several inputs, and inputs of stride 0: as if they were copies of it.
+
+        Input i is slice ``sources[i]``, repeated to fill its shape.
+        """
+        given = self.function.inputs
+        values = [one.value for one in given]
+        same, alike = list(range(len(values))), {}
+        own = [one.is_argument and one.size > 0 for one in given]
+        sources = [alike.setdefault((v.shape, v.dtype), i) if own[i] else i for i, v in enumerate(values)]
+        tried = [("one tensor for several inputs", values, sources)] if sources != same else []
+        for dim in range(max((v.dim() for v in values), default=0)):
+            slices = [v.narrow(dim, 0, 1) if own[i] and dim < v.dim() else v for i, v in enumerate(values)]
+            if any(one.shape != v.shape for one, v in zip(slices, values, strict=True)):
+                tried.append((f"inputs of stride 0 along dimension {dim}", slices, same))
+        for words, slices, sources in tried:
+            try:
+                expected = self._of_copies(slices, sources)
+                found = self._of_slices(slices, sources, lambda one: one)
+            except Exception:  # it refuses them, or the point is outside of the domain
+                continue
+            wrong = self._run_differs("layout", words, found, expected)
+            if wrong is not None and self._is_regular(slices, sources, expected, 1 if wrong.input else 0):
+                self.findings.append(wrong)
+                return
+
+    def _of_slices(self, slices: list[Tensor], sources: list[int], change: Callable[[Tensor], Tensor]) -> Run:
+        """Return outputs and gradient where inputs share memory, after a ``change`` of each."""
         shapes = [one.value.shape for one in self.function.inputs]
-        leaves = [one.clone().requires_grad_() for one in shared.slices]
-        inputs = [leaves[source].expand(shape) for source, shape in zip(shared.sources, shapes, strict=True)]
-        if is_copied:
-            inputs = [one.clone(memory_format=torch.contiguous_format) for one in inputs]
-        if moved:
-            inputs = [one + moved * self._drawn(one.detach()) for one in inputs]
+        leaves = [one.clone().requires_grad_() for one in slices]
+        inputs = [change(leaves[source].expand(shape)) for source, shape in zip(sources, shapes, strict=True)]
         outputs = self.function.record(inputs)
         gradient = self.function.backward(outputs, leaves, self.shaped, shapes=shapes)
         return self.function.flatten(outputs), gradient
 
-    def _drawn(self, like: Tensor) -> Tensor:
-        drawn = torch.rand(like.shape, generator=self.generator, dtype=torch.float64, device="cpu")
-        signs = drawn.to(like.device) * 2 - 1
-        return (signs * torch.maximum(like.abs(), like.abs().mean())).to(like)
+    def _of_copies(self, slices: list[Tensor], sources: list[int], moved: float = 0.0) -> Run:
+        """Return outputs and gradient for copies, ``moved`` relative to their size, or to its mean if that is more."""
 
-    def _is_regular(self, shared: _Shared, which: int, expected: tuple[Tensor, Tensor]) -> bool:
+        def copy(one: Tensor) -> Tensor:
+            copied, size = one.clone(memory_format=torch.contiguous_format), one.detach().abs()
+            if not moved:
+                return copied
+            drawn = torch.rand(one.shape, generator=self.generator, dtype=torch.float64, device="cpu")
+            return copied + moved * ((drawn.to(one.device) * 2 - 1) * torch.maximum(size, size.mean())).to(one)
+
+        return self._of_slices(slices, sources, copy)
+
+    def _is_regular(self, slices: list[Tensor], sources: list[int], expected: Run, which: int) -> bool:
         """Tell whether values (0) or gradient (1) are finite where inputs are alike, and nearly the same nearby."""
-        move, allowed = _NEARBY[self.dtype]
-        allowed *= float(expected[which].abs().max()) if expected[which].numel() else 0.0
+        move, share = _NEARBY[self.dtype]
+        usual = expected[which]
         for _ in range(_ROUNDED_TIMES):
             try:
-                nearby = self._of_shared(shared, is_copied=True, moved=move)[which]
+                nearby = self._of_copies(slices, sources, move)[which]
             except Exception:
                 return False
-            if nearby.shape != expected[which].shape:
-                return False
-            if not bool(((nearby - expected[which]).abs() <= allowed).all()):  # also where it is not finite
+            # Also where it is not finite.
+            if nearby.shape != usual.shape or not bool(((nearby - usual).abs() <= share * usual.abs().max()).all()):
                 return False
         return True
 
-    def _is_rounding(self, *off: Tensor) -> bool:
-        """Whether values and gradient are off by what inputs rounded otherwise change: sums in another order."""
-        usual = self.usual_values, self.first
+    def _is_rounding(self, found: Run) -> bool:
+        """Whether a run is off by what inputs rounded otherwise change: sums in another order."""
+        values, usual = [one.value for one in self.function.inputs], (self.usual_values, self.first)
         noise = [torch.zeros_like(one) for one in usual]
-        own = _Shared("", [one.value for one in self.function.inputs], list(range(len(self.function.inputs))))
         for _ in range(_ROUNDED_TIMES):
-            found = self._of_shared(own, is_copied=True, moved=torch.finfo(self.dtype).eps)
-            if found[0].shape != usual[0].shape:
+            moved = self._of_copies(values, list(range(len(values))), torch.finfo(self.dtype).eps)
+            if not moved[0].shape == found[0].shape == usual[0].shape:
                 return False
-            changes = [(one - other).abs().nan_to_num(0.0) for one, other in zip(found, usual, strict=True)]
+            changes = [(one - other).abs().nan_to_num(0.0) for one, other in zip(moved, usual, strict=True)]
             noise = list(map(torch.maximum, noise, changes))
-        return all(bool((o.abs() <= _ROUNDING * (n + n.mean())).all()) for o, n in zip(off, noise, strict=True))
+        off = [(one - other).abs() for one, other in zip(found, usual, strict=True)]
+        return all(bool((o <= _ROUNDING * (n + n.mean())).all()) for o, n in zip(off, noise, strict=True))
 
     def _draws_random_numbers(self) -> bool:
         found = []
@@ -523,28 +466,23 @@ class Contract:
         dtypes = [*(one.value.dtype for one in self.function.inputs), *(o.dtype for o in self.function.outputs)]
         if self.dtype is not torch.float64 or not all(d in (torch.float64, torch.complex128) for d in dtypes):
             return
-        telling = 0
-        for part in self.first.split(_AT_ONCE):
-            if not torch.equal(part.float().double(), part):
-                return
-            telling += int((part.bfloat16().double() != part).sum())  # of few bits is a constant, or rounding
-        if telling >= 4:
+        telling = int((self.first.bfloat16().double() != self.first).sum())  # of few bits is a constant, or rounding
+        if telling >= 4 and torch.equal(self.first.float().double(), self.first):
             message = "all gradients are float32 numbers although inputs and outputs are float64"
             self.findings.append(Finding("precision", message, guess="float32 inside the backward"))
 
-    def _values_differ(self, kind: str, found: Tensor, expected: Tensor, message: str) -> Finding | None:
-        """Compare outputs, where all have the size that they usually have."""
-        usual = self.usual_values
-        if found.shape != expected.shape or expected.shape != usual.shape or torch.equal(found, expected):
-            return None
-        both = found.isfinite() & expected.isfinite()
-        size, off = torch.maximum(found.abs(), expected.abs()), (found - expected).abs()
-        wrong = both & (off > self.relative * (size + max(_largest(size), _largest(usual))) + self.least)
-        if not bool(wrong.any()):
-            return None
-        at = int(torch.where(wrong, off, -1.0).argmax())
-        said = f"the forward gives {float(found[at]):.6g} in place of {float(expected[at]):.6g} for {message}"
-        return Finding(kind, f"{said}, {int(wrong.sum())} of {wrong.numel()} elements differ")
+    def _run_differs(self, kind: str, words: str, found: Run, expected: Run) -> Finding | None:
+        """Compare the outputs, then the gradients, of two runs that should agree."""
+        guess = f"only for {words}" if kind == "layout" else ""
+        wrong = self._values_differ(kind, found[0], expected[0], words)
+        return wrong or self._difference(kind, words, found[1], expected[1], guess=guess)
+
+    def _values_differ(self, kind: str, found: Tensor, expected: Tensor, words: str) -> Finding | None:
+        """Compare outputs."""
+        if found.shape != expected.shape:
+            return Finding(kind, f"the forward gives {len(found)} numbers in place of {len(expected)} for {words}")
+        wrong = self._worst(found, expected, _largest(self.usual_values))
+        return None if wrong is None else Finding(kind, f"the forward gives {wrong[1]} for {words}")
 
     def _compare(
         self, kind: str, message: str, found: Tensor, expected: Tensor, cotangent: float = 1, guess: str = ""
@@ -565,34 +503,39 @@ class Contract:
         Returns:
             The finding; None if the gradients agree.
         """
+        largest = max(abs(cotangent) * self.usual, _largest(found), _largest(expected))
+        small = 1e-2 if self.dtype in _NEARBY else 1.0 if message == _ONES else 0.2
+        wrong = self._worst(found, expected, small * largest)
+        if wrong is None:
+            return None
+        name, index = self.function.name_of(wrong[0])
+        return Finding(kind, f"{message}: {wrong[1]}", name, index, guess=guess)
+
+    def _worst(self, found: Tensor, expected: Tensor, size: float) -> tuple[int, str] | None:
+        """Return the place of the element that differs most, and words for it; None if all agree.
+
+        Each may be off relative to its own size and to ``size``.
+        """
         if torch.equal(found, expected):
             return None
-        parts = list(zip(found.split(_AT_ONCE), expected.split(_AT_ONCE), strict=True))
-        largest = max([abs(cotangent) * self.usual, *(max(map(_largest, part)) for part in parts)])
-        small = 1e-2 if self.dtype in _NEARBY else 1.0 if message == _ONES else 0.2
-        count, worst, position, start = 0, -1.0, 0, 0
-        for one, other in parts:
-            off = (one - other).abs()
-            size = torch.maximum(one.abs(), other.abs())
-            wrong = one.isfinite() & other.isfinite() & (off > self.relative * (size + small * largest) + self.least)
-            wrong |= other.isfinite() & (other.abs() < _LARGE) & ~one.isfinite()
-            if bool(wrong.any()):
-                count += int(wrong.sum())
-                most, at = torch.where(wrong, off.nan_to_num(torch.inf), -1.0).max(dim=0)
-                worst, position = max((worst, position), (float(most), start + int(at)), key=lambda pair: pair[0])
-            start += len(one)
-        if not count:
+        off, own = (found - expected).abs(), torch.maximum(found.abs(), expected.abs())
+        wrong = found.isfinite() & (off > self.relative * (own + size) + self.least)
+        wrong = expected.isfinite() & (wrong | (~found.isfinite() & (expected.abs() < _LARGE)))
+        if not bool(wrong.any()):
             return None
-        name, index = self.function.name_of(position)
-        got, wanted = float(found[position]), float(expected[position])
-        said = f"{message}: {got:.6g} in place of {wanted:.6g}, {count} of {found.numel()} elements differ"
-        return Finding(kind, said, name, index, guess=guess)
+        at = int(torch.where(wrong, off.nan_to_num(torch.inf), -1.0).argmax())
+        differ = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
+        return at, f"{float(found[at]):.6g} in place of {float(expected[at]):.6g}, {differ}"
 
     def _unchanged(self, now: list[Tensor], before: list[Tensor], who: str, what: str) -> None:
         for i, (a, b) in enumerate(zip(now, before, strict=True)):
             if not _are_the_same(a, b):
                 name = self.function.inputs[i].name if what == "input" else str(i)
                 self.findings.append(Finding("mutation", f"{who} overwrites {what} {name}"))
+
+
+def _raised(kind: str, words: str, error: Exception) -> Finding:
+    return Finding(kind, f"{words}: the backward raises {type(error).__name__}: {error}")
 
 
 def _largest(values: Tensor) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -19,9 +19,6 @@ from gradguard.check.admission import WIDE, refuse_empty, refuse_unfit, refuse_u
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.calls import State
 from gradguard.torch_private import gradients_of, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
-
-_LEAVES = {Tensor, nn.Parameter, int, float, bool, complex, str, type(None)}
-"""Types of arguments that hold no others; of these alone a call is quick."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +69,8 @@ class Function:
         self.state = State(fn, args, kwargs)
         self.clones_inputs = self.keeps_inputs = False
         self.module = module = fn if isinstance(fn, nn.Module) else None
-        are_leaves = not kwargs and {*map(type, args)} <= _LEAVES
-        flat, self._structure = (None, None) if are_leaves else tree_flatten_with_path((args, dict(kwargs)))
-        given = args if flat is None else [value for _, value in flat]
+        flat, self._structure = tree_flatten_with_path((args, dict(kwargs)))
+        given = [value for _, value in flat]
         parameters = {} if module is None else dict(module.named_parameters())
         own = parameters if module is None else {**parameters, **dict(module.named_buffers())}
         names = names or _argument_names(fn if module is None else module.forward, args, flat)
@@ -93,10 +89,17 @@ class Function:
             refuse_unless(~self._values[i].isnan(), f"input {names[i]!r}", self._values[i], "expected numbers")
         values = [_dense(self._values[i]) for i in checked]
         self.inputs = [Input(names[i], v, i, i < len(given)) for i, v in zip(checked, values, strict=True)]
-        self._takes_leaves_alone = module is None and flat is None
-        self._kept = range(len(given), len(given) + len(parameters))
-        """The positions of parameters, which no call changes."""
-        self._learn_inputs()
+        self.sizes = [one.size for one in self.inputs]
+        parameters_at = range(len(given), len(given) + len(parameters))  # which no call changes
+        self._copied = [
+            i
+            for i, value in enumerate(self._values)
+            if isinstance(value, Tensor) and i not in checked and i not in parameters_at
+        ]
+        self.is_wide = all(one.value.dtype in (torch.float64, torch.complex128) for one in self.inputs)
+        """Whether the inputs hold every float64 number."""
+        self.point = self.join([one.value for one in self.inputs])
+        """The inputs as one float64 vector, not to be changed."""
         self.outputs: list[OutputPlace] = []
         self.has_own_code = True
         """Whether a node of its graph was written by somebody else than PyTorch."""
@@ -109,54 +112,20 @@ class Function:
         self.taken: tuple[Tensor, Tensor] | None = None
         """A cotangent, and its gradient at the point."""
 
-    def _learn_inputs(self) -> None:
-        self.sizes = [one.size for one in self.inputs]
-        positions = [one.position for one in self.inputs]
-        self._takes_inputs_alone = self._takes_leaves_alone and positions == list(range(self._count))
-        """Whether the callable is called with the inputs and nothing else, in their order."""
-        self._copied = [
-            i
-            for i, v in enumerate(self._values)
-            if isinstance(v, Tensor) and i not in positions and i not in self._kept
-        ]
-        are_plain = all(
-            one.value.is_cpu and one.value.is_contiguous() and not one.value.is_complex() for one in self.inputs
-        )
-        self.is_wide = all(one.value.dtype in (torch.float64, torch.complex128) for one in self.inputs)
-        """Whether the inputs hold every float64 number."""
-        self._point: Tensor | None = None
-        if self.inputs and self.is_wide and are_plain:  # parts of the point, so that it takes no memory of its own
-            self._point = self.join([one.value for one in self.inputs])
-            parts = zip(self.inputs, self._point.split_with_sizes(self.sizes), strict=True)
-            self.inputs = [replace(one, value=part.view(one.value.shape)) for one, part in parts]
-            self._shapes = [one.value.shape for one in self.inputs]
-
-    @property
-    def point(self) -> Tensor:
-        """The inputs as one float64 vector, not to be changed."""
-        return self._point if self._point is not None else self.join([one.value for one in self.inputs])
-
     def join(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return tensors that belong to the inputs as one float64 vector, zeros for None."""
-        parts = []
+        parts = [torch.zeros(0, dtype=torch.float64, device="cpu")]
         for tensor, size in zip(tensors, self.sizes, strict=True):
             if tensor is None:
                 parts.append(torch.zeros(size, dtype=torch.float64, device="cpu"))
             else:
-                kept = tensor.detach() if tensor.requires_grad else tensor
-                parts.append(_flat(kept.to_dense() if kept.is_sparse else kept))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+                parts.append(_flat(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()))
+        return torch.cat(parts)
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the inputs that ``vector`` stands for, rounded to their dtype, with their strides."""
-        parts = (vector,) if len(self.sizes) == 1 else vector.split_with_sizes(self.sizes)
-        if self._point is not None:
-            return [
-                part if len(shape) == 1 else part.reshape(shape)
-                for part, shape in zip(parts, self._shapes, strict=True)
-            ]
         tensors = []
-        for part, one in zip(parts, self.inputs, strict=True):
+        for part, one in zip(vector.split_with_sizes(self.sizes), self.inputs, strict=True):
             value = one.value
             if value.is_complex():
                 part = torch.view_as_complex(part.clone().reshape(*value.shape, 2))
@@ -209,16 +178,12 @@ class Function:
         self.state.begin_call()
         if self.clones_inputs:
             tensors = [tensor.clone() for tensor in tensors]
-        if self._takes_inputs_alone:
-            return _outputs_of(self.fn(*tensors))
         values = list(self._values)
         for i in self._copied:
             values[i] = values[i].clone()
         for one, tensor in zip(self.inputs, tensors, strict=True):
             values[one.position] = tensor
-        args, kwargs = tuple(values[: self._count]), {}
-        if self._structure is not None:
-            args, kwargs = tree_unflatten(args, self._structure)
+        args, kwargs = tree_unflatten(values[: self._count], self._structure)
         if self.module is None:
             return _outputs_of(self.fn(*args, **kwargs))
         own = dict(zip(self._own_names, values[self._count :], strict=True))
@@ -290,14 +255,12 @@ class Function:
         self.output_sizes = [o.shape.numel() * (2 if o.dtype.is_complex else 1) for o in self.outputs]
         self.size = sum(self.output_sizes)
         """How many real numbers the outputs are."""
-        self.learnt = self.flatten(outputs).clone()
+        self.learnt = self.flatten(outputs)
 
     def flatten(self, outputs: Sequence[Tensor]) -> Tensor:
         """Return outputs as one float64 vector."""
-        parts = [_flat(o.detach()) for o in outputs]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
+        nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
+        return torch.cat([nothing, *(_flat(o.detach()) for o in outputs)])
 
     def shaped(self, cotangent: Tensor) -> list[Tensor]:
         """Return a flat vector as tensors like the outputs."""
@@ -378,16 +341,10 @@ def name_of(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.dtype.is_complex else tensor
-
-
 def _flat(tensor: Tensor) -> Tensor:
-    """Return a tensor as one float64 vector on the CPU; operations that would change nothing cost time as well."""
-    if tensor.dtype is not torch.float64:
-        return _real(tensor).reshape(-1).to("cpu", torch.float64)
-    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
-    return flat if flat.is_cpu else flat.cpu()
+    """Return a tensor as one float64 vector on the CPU."""
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.dtype.is_complex else tensor
+    return real.reshape(-1).to("cpu", torch.float64)
 
 
 def _dense(value: Tensor) -> Tensor:
@@ -416,8 +373,8 @@ def _outputs_of(result: Any) -> list[Tensor]:
     return found
 
 
-def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequence[tuple[Any, Any]] | None) -> list[str]:
-    """Return a name for each leaf of the arguments, or for each argument, as the callable's signature has them."""
+def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequence[tuple[Any, Any]]) -> list[str]:
+    """Return a name for each leaf of the arguments, as the callable's signature has them."""
     positional = [f"input {i}" if len(args) > 1 else "input" for i in range(len(args))]
     try:
         given = [p for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY]
@@ -428,8 +385,6 @@ def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...], flat: Sequenc
             positional[i:] = [f"{parameter.name}[{j}]" for j in range(len(args) - i)]
             break
         positional[i] = parameter.name
-    if flat is None:
-        return positional
     names = []
     for path, _ in flat:
         within = keystr(path[2:])

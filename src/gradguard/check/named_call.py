@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradguard.check.admission import refuse_empty, refuse_unfit, refuse_unless
-from gradguard.check.function import is_autograd_function, is_differentiable, name_of
+from gradguard.check.function import Function, is_autograd_function, is_differentiable, name_of
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.calls import State
 
 
-@dataclass(frozen=True)
-class _ArgumentPlace:
-    """Where the value of this name goes."""
-
-    name: str
-
-
 class NamedCall:
-    """A callable with a value for each of its inputs; calling it returns one of its outputs.
+    """A callable with a value for each of its inputs, of which one output is asked for.
 
-    The values are copies, every call gets copies of these, and every call starts from the same buffers and random
-    numbers: nothing that the caller holds is changed, and two calls differ only in what is replaced.
+    Attributes:
+        names: The inputs that have a gradient to check: the caller's, and the parameters of a module.
+        values: A copy of each input by name, the scope's and a module's own tensors among them.
     """
 
     def __init__(
@@ -41,27 +36,17 @@ class NamedCall:
             raise InvalidTypeError(f"the operator is {type(op).__name__}: expected a function or a module.")
         self.op, self.output_name = op, output_name
         self._aliases = _tensor_names(op)
-        self.inputs = _tensor_values("input_values", values, self._aliases)
-        self.scope = _tensor_values("local_scope", scope or {}, self._aliases)
-        _refuse_common_names(self.inputs, self.scope)
-        self.parameters, buffers = _own_tensors(op)
-        self.values = {**self.parameters, **buffers, **self.inputs, **self.scope}
-        self._owned = {*self.parameters, *buffers} - _argument_names(op)
-        self._args, self._kwargs = self._bound()
-        self._state = State(op)
-        self._state.keep_random()
-
-    @property
-    def names(self) -> list[str]:
-        """The inputs that have a gradient to check: what the caller gave, and the parameters of a module."""
-        return list(dict.fromkeys([*self.inputs, *self.parameters]))
-
-    def converted(self, convert: Callable[[Tensor], Tensor]) -> NamedCall:
-        """Return this call with ``convert`` applied to every tensor."""
-        own = {n: v for n, v in self.values.items() if n not in self.scope}
-        one = NamedCall(self.op, _each_tensor(own, convert), self.output_name, _each_tensor(self.scope, convert))
-        one.inputs = {n: one.inputs[n] for n in self.inputs}  # what the module itself has is not given
-        return one
+        inputs = _tensor_values("input_values", values, self._aliases)
+        self._scope = _tensor_values("local_scope", scope or {}, self._aliases)
+        if common := [name for name in inputs if name in self._scope]:
+            raise InvalidValueError(f"{common} are in input_values and in local_scope: give each in one of them.")
+        parameters = dict(op.named_parameters()) if isinstance(op, nn.Module) else {}
+        own = {**parameters, **dict(op.named_buffers())} if isinstance(op, nn.Module) else {}
+        refuse_empty(own)
+        self.names = list(dict.fromkeys([*inputs, *parameters]))
+        self.values = {**{name: one.detach() for name, one in own.items()}, **inputs, **self._scope}
+        signature = _signature(op)
+        self._owned = {*own} - set(signature.parameters if signature is not None else ())
 
     def name_of(self, name: str, argument: str) -> str:
         """Return the name under which an input is kept.
@@ -71,34 +56,60 @@ class NamedCall:
         """
         found = self._aliases.get(name, name)
         if found not in self.names:
-            hint = " The values of local_scope are not checked: give it in input_values." if found in self.scope else ""
+            hint = (
+                " The values of local_scope are not checked: give it in input_values." if found in self._scope else ""
+            )
             raise InvalidValueError(f"{argument} has {name!r}, which is not among the inputs: {self.names}.{hint}")
         return found
 
-    def tensor(self, name: str) -> Tensor:
-        """Return a contiguous copy of an input that is to be checked.
+    @contextmanager
+    def function(self, names: list[str], *, wide: bool = False, device: str | None = None) -> Iterator[Function]:
+        """Give the output as a function of some inputs; leave buffers and random numbers as they were.
+
+        Args:
+            names: The inputs, as `name_of` has them.
+            wide: Whether all tensors are float64.
+            device: The device for all tensors, their own by default.
+
+        Yields:
+            The function.
 
         Raises:
-            InvalidTypeError: If it holds no real or complex numbers, or is no dense tensor.
-            InvalidValueError: If an element is NaN or infinite.
+            InvalidTypeError: If an input holds no real or complex numbers, or is no dense tensor.
+            InvalidValueError: If an element of an input is NaN or infinite.
         """
+        values = {**self.values, **{name: self._tensor(name) for name in names}}
+        tensors = {name: one.to(device or one.device) for name, one in values.items() if isinstance(one, Tensor)}
+
+        def output(*given: Tensor) -> Tensor:
+            return self._output({**values, **dict(zip(tensors, given, strict=True))})
+
+        function = Function(output, tuple(tensors.values()), {}, wide, names=list(tensors), chosen=names)
+        for one in function.inputs:
+            refuse_unless(one.value.isfinite(), f"input {one.name!r}", one.value, "expected finite numbers")
+        function.state = State(self.op)
+        function.state.keep_random()
+        try:
+            yield function
+        finally:
+            function.state.put_back()
+
+    def _tensor(self, name: str) -> Tensor:
         value = self.values[name]
         if isinstance(value, float | complex):
-            value = torch.tensor(
+            return torch.tensor(
                 value, dtype=torch.float64 if isinstance(value, float) else torch.complex128, device="cpu"
             )
-        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         if not is_differentiable(value):
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise InvalidTypeError(
                 f"input {name!r} is {kind}, which has no gradient: expected floating or complex numbers; convert it "
                 f"first, as {name}.astype('float64') does, or leave it out."
             )
-        refuse_unfit(f"input {name!r}", value, name)
-        refuse_unless(value.isfinite(), f"input {name!r}", value, "expected finite numbers")
-        return value.resolve_conj().clone(memory_format=torch.contiguous_format)
+        return value
 
-    def __call__(self, replaced: Mapping[str, Tensor]) -> Tensor:
-        """Return the output when some of the values are replaced.
+    def _output(self, values: dict[str, Any]) -> Tensor:
+        """Return the output for these values.
 
         Raises:
             InvalidTypeError: If the output is no floating or complex tensor, or floating inputs of different dtypes
@@ -106,42 +117,23 @@ class NamedCall:
             InvalidValueError: If an input or the output has another name.
             RuntimeError: If the callable raises it.
         """
-        self._state.begin_call()
-        values = _each_tensor({**self.values, **replaced}, Tensor.clone)
+        own = {name: values[name] for name in self._owned}
+        given = {name: one for name, one in values.items() if name not in own}
+        args, kwargs = bind_by_name(self.op, given, sorted(own))
         try:
-            result = self._call(values)
+            if isinstance(self.op, nn.Module):
+                result = torch.func.functional_call(self.op, own, args, kwargs)
+            else:
+                result = self.op(*args, **kwargs)
         except RuntimeError as error:
-            clearer = self._mixed_dtypes(values, error)
-            if clearer is None:
+            dtypes = {name: str(one.dtype) for name, one in values.items() if is_differentiable(one)}
+            if "type" not in str(error) or len(set(dtypes.values())) < 2:
                 raise
-            raise clearer from error
+            raise InvalidTypeError(  # where NumPy's float64 met a module's float32
+                f"{name_of(self.op)} cannot be called with {dtypes}: {error}. Give them one dtype, as model.double() "
+                f"or array.astype('float32') does."
+            ) from error
         return select_output(result, self.output_name, name_of(self.op))
-
-    def put_back(self) -> None:
-        """Leave buffers and random numbers as they were."""
-        self._state.put_back()
-
-    def _call(self, values: dict[str, Any]) -> Any:
-        args = tuple(values[one.name] if isinstance(one, _ArgumentPlace) else one for one in self._args)
-        kwargs = {k: values[one.name] if isinstance(one, _ArgumentPlace) else one for k, one in self._kwargs.items()}
-        if not isinstance(self.op, nn.Module):
-            return self.op(*args, **kwargs)
-        return torch.func.functional_call(self.op, {n: values[n] for n in self._owned}, args, kwargs)
-
-    def _bound(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call with the name of a value in its place: to read signatures takes a while."""
-        given = {n: _ArgumentPlace(n) for n in (*self.inputs, *self.scope) if n not in self._owned}
-        return bind_by_name(self.op, given, sorted(self._owned))
-
-    def _mixed_dtypes(self, values: Mapping[str, Any], error: RuntimeError) -> InvalidTypeError | None:
-        """Return a clearer error where NumPy's float64 met a module's float32."""
-        dtypes = {name: str(value.dtype) for name, value in values.items() if is_differentiable(value)}
-        if "type" not in str(error) or len(set(dtypes.values())) < 2:
-            return None
-        return InvalidTypeError(
-            f"{name_of(self.op)} cannot be called with {dtypes}: {error}. Give them one dtype, as model.double() or "
-            f"array.astype('float32') does."
-        )
 
 
 def bind_by_name(
@@ -259,16 +251,6 @@ def _tensor(name: str, value: Any) -> Any:
         raise InvalidTypeError(f"input {name!r} is an array of {value.dtype}: {error}") from None
 
 
-def _each_tensor(values: Mapping[str, Any], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    return {name: convert(value) if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
-def _refuse_common_names(inputs: Mapping[str, Any], scope: Mapping[str, Any]) -> None:
-    common = [name for name in inputs if name in scope]
-    if common:
-        raise InvalidValueError(f"{common} are in input_values and in local_scope: give each in one of them.")
-
-
 def _tensor_names(op: Any) -> dict[str, str]:
     """Return the first name of each parameter and buffer under all its names: tied weights have several."""
     if not isinstance(op, nn.Module):
@@ -276,22 +258,6 @@ def _tensor_names(op: Any) -> dict[str, str]:
     first: dict[int, str] = {}
     named = [*op.named_parameters(remove_duplicate=False), *op.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
-
-
-def _own_tensors(op: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the parameters and the buffers of a module by name, detached."""
-    if not isinstance(op, nn.Module):
-        return {}, {}
-    own = dict(op.named_parameters()), dict(op.named_buffers())
-    for some in own:
-        refuse_empty(some)
-    parameters, buffers = ({name: one.detach() for name, one in some.items()} for some in own)
-    return parameters, buffers
-
-
-def _argument_names(op: Any) -> set[str]:
-    signature = _signature(op)
-    return set() if signature is None else set(signature.parameters)
 
 
 def _signature(fn: Any) -> inspect.Signature | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradguard.arguments import check_number
 from gradguard.check.admission import WIDE, refuse_unless
-from gradguard.check.function import index_of, is_differentiable, name_of
+from gradguard.check.function import Function, index_of, name_of
 from gradguard.check.named_call import NamedCall
 from gradguard.errors import GradientCheckError, InvalidValueError
 from gradguard.tensors.matmul_precision import full_float32
@@ -88,7 +88,7 @@ def get_numerical_gradient(
     call = NamedCall(op, input_values, output_name, local_scope)
     name = call.name_of(input_to_check, "input_to_check")
     with full_float32():
-        return _numerical(call, name, step).cpu().numpy()
+        return _numerical(call, name, step).numpy()
 
 
 def check_grad(
@@ -154,10 +154,18 @@ def check_grad(
     tolerance = check_number("max_relative_error", max_relative_error)
     if not 0 <= tolerance < math.inf:
         raise InvalidValueError(f"max_relative_error={max_relative_error}: expected a finite number >= 0.")
-    call = NamedCall(forward_op, input_vars, output_name).converted(Tensor.cpu)
-    names, constants = _names(call, inputs_to_check, no_grad_set)
+    call = NamedCall(forward_op, input_vars, output_name)
+    names = [call.name_of(name, "inputs_to_check") for name in _listed(inputs_to_check)]
+    constants = [call.name_of(name, "no_grad_set") for name in _listed(no_grad_set or ())]
+    if not names:
+        raise InvalidValueError(f"inputs_to_check is empty: expected some of {call.names}.")
+    if both := [name for name in names if name in constants]:
+        raise InvalidValueError(f"{both} are in inputs_to_check and in no_grad_set: leave them out of one.")
     with full_float32():
-        numerical = _widened_numerical(call, names)
+        try:
+            numerical = {name: _numerical(call, name, _DELTA, wide=True, device="cpu") for name in names}
+        except Exception:  # whatever a kernel for float32 only may raise: it is then checked as it is
+            numerical = {name: _numerical(call, name, _DELTA, device="cpu") for name in names}
         gradients = {"CPU": _analytical(call, names, constants)}
         if torch.cuda.is_available() and not only_cpu:
             gradients["GPU"] = _on_gpu(call, names, constants)
@@ -174,93 +182,57 @@ def check_grad(
             )
 
 
-def _numerical(call: NamedCall, name: str, delta: float) -> Tensor:
+def _numerical(call: NamedCall, name: str, delta: float, *, wide: bool = False, device: str | None = None) -> Tensor:
     """Return the numerical gradient, float64 or complex128; the input moves one element at a time."""
-    value = call.tensor(name)
-    moving = _real(value).reshape(-1)  # a view: writing to it moves the input
-    gradient = torch.zeros(moving.numel(), dtype=torch.float64, device="cpu")
-    try:
+    with call.function([name], wide=wide, device=device) as function:
+        value, point = function.inputs[0].value, function.point
         with torch.no_grad():
-            output = call({name: value})
-            what = f"output {call.output_name!r} of {name_of(call.op)}"
-            refuse_unless(output.isfinite(), what, output, "expected finite numbers; choose another point")
-            for i, original in enumerate(moving.tolist()):
-                upper, above = _output_at(call, name, value, moving, i, original + delta)
-                lower, below = _output_at(call, name, value, moving, i, original - delta)
-                moving[i] = original
-                if upper == lower:
-                    place = _place(name, value, i * value.numel() // moving.numel())
-                    raise InvalidValueError(
-                        f"{place} = {original:g} in {value.dtype} is not changed by delta={delta:g}: give a larger "
-                        f"delta or float64 values."
-                    )
-                gradient[i] = (above - below) / (upper - lower)
-    finally:
-        call.put_back()
-    return torch.view_as_complex(gradient.reshape(*value.shape, 2)) if value.is_complex() else gradient.view_as(value)
+            function.learn_outputs([output := function.call(function.split(point.clone()))[0]])
+        what = f"output {call.output_name!r} of {name_of(call.op)}"
+        refuse_unless(output.isfinite(), what, output, "expected finite numbers; choose another point")
+        gradient, summed = torch.zeros_like(point), _sum(function)
+        for i in range(len(point)):
+            both = point.repeat(2, 1)
+            both[:, i] += torch.tensor([delta, -delta], dtype=torch.float64, device="cpu")
+            upper, lower = function.rounded(both)[:, i].tolist()
+            if upper == lower:
+                place = _place(name, value, i * value.numel() // len(point))
+                raise InvalidValueError(
+                    f"{place} = {float(point[i]):g} in {value.dtype} is not changed by delta={delta:g}: give a larger "
+                    f"delta or float64 values."
+                )
+            above, below = (function.values_at(both) @ summed).tolist()
+            gradient[i] = (above - below) / (upper - lower)
+    return _shaped(gradient, value)
 
 
-def _output_at(call: NamedCall, name: str, value: Tensor, moving: Tensor, i: int, target: float) -> tuple[float, float]:
-    """Return where the element came to lie after rounding, and the sum of the output there."""
-    moving[i] = target
-    return moving[i].item(), _sum(call({name: value}))
-
-
-def _widened_numerical(call: NamedCall, names: list[str]) -> dict[str, Tensor]:
-    """Return the numerical gradients, in float64 where the operator takes it."""
-
-    def widen(tensor: Tensor) -> Tensor:
-        return tensor.to(WIDE.get(tensor.dtype, tensor.dtype))
-
-    if any(isinstance(v, Tensor) and WIDE.get(v.dtype, v.dtype) is not v.dtype for v in call.values.values()):
-        try:
-            wide = call.converted(widen)
-            return {name: _numerical(wide, name, _DELTA) for name in names}
-        except Exception:  # whatever a kernel for float32 only may raise: it is then checked as it is
-            call.put_back()
-    return {name: _numerical(call, name, _DELTA) for name in names}
-
-
-def _analytical(call: NamedCall, names: list[str], constants: list[str]) -> dict[str, Tensor]:
+def _analytical(call: NamedCall, names: list[str], constants: list[str], device: str = "cpu") -> dict[str, Tensor]:
     """Return autograd's gradients of the sum of the output, zeros where it does not depend on an input."""
-    given = {name: call.values[name] for name in call.names if name not in constants}
-    leaves = {name: value.clone() for name, value in given.items() if is_differentiable(value)}  # with their strides
-    leaves |= {name: call.tensor(name) for name in names if name not in leaves}
-    try:
-        with torch.enable_grad():
-            output = call({name: leaf.requires_grad_() for name, leaf in leaves.items()})
-        if not output.requires_grad:
+    others = [name for name in call.names if name not in constants and _is_plain(call.values[name])]
+    with call.function(list(dict.fromkeys([*names, *others])), device=device) as function:
+        leaves = function.leaves()
+        function.learn_outputs(outputs := function.record(leaves))
+        if not outputs[0].requires_grad:
             raise InvalidValueError(
                 f"output {call.output_name!r} of {name_of(call.op)} has no graph: expected the result of "
                 f"differentiable operations; is there a detach(), a torch.no_grad() or a .data in it?"
             )
-        wanted = [leaves[name] for name in names]
-        found = torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
-    finally:
-        call.put_back()
-    return {n: _wide_zeros_for_none(g, leaf) for n, g, leaf in zip(names, found, wanted, strict=True)}
+        parts = function.backward(outputs, leaves, function.shaped(_sum(function))).split(function.sizes)
+        return {one.name: _shaped(part, one.value) for one, part in zip(function.inputs, parts, strict=True)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether this is a dense tensor of finite numbers."""
+    is_dense = isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided
+    return is_dense and value.dtype in WIDE and bool(value.isfinite().all())
 
 
 def _on_gpu(call: NamedCall, names: list[str], constants: list[str]) -> dict[str, Tensor]:
     try:
-        return _analytical(call.converted(lambda tensor: tensor.to("cuda")), names, constants)
+        return _analytical(call, names, constants, "cuda")
     except RuntimeError as error:
         error.add_note("This came from check_grad on the GPU: only_cpu=True leaves it out.")
         raise
-
-
-def _names(
-    call: NamedCall, inputs_to_check: Iterable[str], no_grad_set: Iterable[str] | None
-) -> tuple[list[str], list[str]]:
-    """Return the inputs to check and the constants, under the names that ``call`` keeps them by."""
-    chosen = [call.name_of(name, "inputs_to_check") for name in _listed(inputs_to_check)]
-    constants = [call.name_of(name, "no_grad_set") for name in _listed(no_grad_set or ())]
-    if not chosen:
-        raise InvalidValueError(f"inputs_to_check is empty: expected some of {call.names}.")
-    both = [name for name in chosen if name in constants]
-    if both:
-        raise InvalidValueError(f"{both} are in inputs_to_check and in no_grad_set: leave them out of one.")
-    return chosen, constants
 
 
 def _listed(names: Iterable[str]) -> list[str]:
@@ -305,18 +277,13 @@ def _shown(tensor: Tensor, position: int) -> str:
     return f"{tensor.reshape(-1)[position].item():.6g}"
 
 
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _sum(function: Function) -> Tensor:
+    """Return the cotangent of the sum of the output, of complex numbers its real part."""
+    return function.flatten([torch.ones(one.shape, dtype=one.dtype, device="cpu") for one in function.outputs])
 
 
-def _sum(output: Tensor) -> float:
-    """Return the sum in float64, of complex numbers its real part."""
-    real = output.real if output.is_complex() else output
-    return float(real.double().sum())
-
-
-def _wide_zeros_for_none(gradient: Tensor | None, leaf: Tensor) -> Tensor:
-    if gradient is None:
-        gradient = torch.zeros_like(leaf)
-    dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-    return dense.detach().cpu().to(WIDE[leaf.dtype])
+def _shaped(gradient: Tensor, value: Tensor) -> Tensor:
+    """Return a flat gradient in the shape of the input, as complex numbers where that holds such."""
+    if value.is_complex():
+        return torch.view_as_complex(gradient.reshape(*value.shape, 2))
+    return gradient.view(value.shape)
