@@ -110,11 +110,6 @@ class Curve:
         return wide <= max(3 * self.error, 0.03 * abs(self.start)) and fell <= max(self.error, 0.02 * abs(self.start))
 
     @property
-    def is_blurred(self) -> bool:
-        """Whether chance alone moves it so far that a loss which halves looks flat as well."""
-        return 3 * self.error > 0.5 * abs(self.levels[0])
-
-    @property
     def is_falling(self) -> bool:
         """Whether it still falls in the last third, by more than chance."""
         third = len(self.levels) // 3

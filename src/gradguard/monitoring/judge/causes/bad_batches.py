@@ -209,17 +209,13 @@ def _level_shift(signals: RunSignals) -> int | None:
         if min(after) > max(before[-10:]):
             found.append((high / low, place))
     times, place = max(found, default=(0.0, 0))
-    if times <= (ONE_TIMES if len(leaps) == 1 else SEVERAL_TIMES) or _recur(leaps):
+    gaps = [after - before for before, after in pairwise(leaps)]
+    by_plan = len(gaps) >= 3 and max(gaps) < EQUAL * min(gaps)  # harder data, as sequences that grow every epoch
+    if by_plan or times <= (SEVERAL_TIMES if gaps else ONE_TIMES):
         return None
     return next(
         first for _, first in found if place - first < signals.turn
     )  # the mean over a turn takes it to get there
-
-
-def _recur(leaps: Sequence[int]) -> bool:
-    """Whether the level leaps at equal distances: harder data by plan, as sequences that grow every epoch."""
-    gaps = [after - before for before, after in pairwise(leaps)]
-    return len(gaps) >= 3 and max(gaps) < EQUAL * min(gaps)
 
 
 def grows_without_end(signals: RunSignals) -> Sign | None:
