@@ -309,6 +309,24 @@ CASES = {
              origin=["Sqrt", "float16"]), "nonfinite_range", "left the range of float16"),
     "data that became all one class": (
         run([*falling(200), 3.0, 2.0, 1.0, *[1e-3] * 197]), "data_shift", "leapt to 3.00 at step 200"),
+    "data that changed, and were learned anew": (
+        run([x + (5 * 0.6 ** (i - 250) if i >= 250 else 0) for i, x in enumerate(falling(end=1.0))]), "data_shift",
+        "leapt to .* at step 250, from where it came down step by step"),
+    "one batch unlike the others, and a loss that is soon back": (
+        run([x + {250: 20.0, 251: 4.0, 252: 2.0}.get(i, 0.0) for i, x in enumerate(falling(end=1.0))]),
+        "healthy", "well"),
+    "losses in turns, and data that changed": (
+        run(in_turns([x * (300 if i >= 250 else 1) for i, x in enumerate(falling())]),
+            [x * (40 if i >= 250 else 1) for i, x in enumerate(calm())]),
+        "data_shift", "The data changed at step 250"),
+    "losses in turns, and batches unlike the others": (
+        run(in_turns([x * (300 if i % 60 < 6 and i > 60 else 1) for i, x in enumerate(falling())]),
+            [x * (300 if i % 60 < 6 and i > 60 else 1) for i, x in enumerate(calm())]),
+        "bad_batches", "every 60 steps"),
+    "data that changed, of layers that had small gradients at first": (
+        run([*[20 * math.exp(-i / 70) + 1 for i in range(220)], *flat(180, 140.0)], [*calm(220), *[40 * x for x in
+            calm(180)]], meta=FLAT_META, tensors=[*lines(DEPTH, count=60), *lines(TENTH)[6:]]),
+        "data_shift", "The data changed at step 220"),
     "levels that leap at equal distances and are learned": (
         run([2.0 * math.exp(-(i % 75) / 20) for i in range(COUNT)],
             [x * math.exp(-(i % 75) / 20) for i, x in enumerate(calm())]), "healthy", "well"),
@@ -388,6 +406,10 @@ CASES = {
         run([1.5] * 5 + [1.42] * 15 + flat(380, 1.36, 0.01), meta=FLAT_META,
             tensors=lines(TENTH, 4e-3, grow=0.98)),
         "not_started", "Check that labels belong"),
+    "labels of others, which all but the first weight fit at first": (
+        run([1.5] * 5 + [1.42] * 15 + flat(380, 1.36, 0.01), meta=FLAT_META,
+            tensors=moving(lambda i: [4.0 - i / 4000] + [4.0 + i / 400] * 9, ratio=4e-3)),
+        "not_started", "^Nothing has been learned"),
     "a weak signal that is found at once, by weights that grow": (
         run([1.5] * 5 + [1.42] * 15 + flat(380, 1.36, 0.01), meta=FLAT_META,
             tensors=lines(TENTH, 4e-3, grow=1.5)),

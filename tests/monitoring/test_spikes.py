@@ -38,6 +38,7 @@ NONE = [
     ("noise as wild as 0.8", log_normal(20_000, spread=0.8, seed=2)),
     ("noise as wild as 1.5", log_normal(20_000, spread=1.5, seed=3)),
     ("a decay", DECAY),
+    ("a steep decay from the first norm on", [max(0.65**i, 1e-5) for i in range(60)]),
     ("a smooth rise", [norm * math.exp(i / 100) for i, norm in enumerate(CALM)]),
     ("a level that changes for good", [norm * (50 if i >= 300 else 1) for i, norm in enumerate(CALM)]),
     ("a level that changes near the start", [norm * (50 if i < 60 else 1) for i, norm in enumerate(CALM)]),

@@ -132,7 +132,8 @@ def _progress(signals: RunSignals, cause: Cause) -> str:
     """Return what speaks against a cause that is only likely: the loss falls, and no finding warns."""
     curve = signals.curve
     warned = any(one.severity != "info" for one in signals.found)
-    if cause.key in ("healthy", "unknown") or cause.certainty != "likely" or warned or not curve.has_fallen:
+    none = cause.key in ("healthy", "unknown", "not_started") or cause.certainty != "likely"
+    if none or warned or not curve.has_fallen:
         return ""
     went = f"from {number(curve.start)} to {number(curve.final)}"
     return f"Your run learns: its loss fell {went}, and no finding warns. What may stand in its way:"

@@ -110,11 +110,6 @@ class Curve:
         return wide <= max(3 * self.error, 0.03 * abs(self.start)) and fell <= max(self.error, 0.02 * abs(self.start))
 
     @property
-    def is_blurred(self) -> bool:
-        """Whether chance alone moves it so far that a loss which halves looks flat as well."""
-        return 3 * self.error > 0.5 * abs(self.levels[0])
-
-    @property
     def is_falling(self) -> bool:
         """Whether it still falls in the last third, by more than chance."""
         third = len(self.levels) // 3
@@ -213,6 +208,7 @@ class RunSignals:
     Attributes:
         takes_turns: Whether other optimizers step between its steps on losses of their own, which may be of networks
             that work against each other, and are not judged.
+        turn: The number of steps that a loss is a mean over, which take it from one level to another.
     """
 
     def __init__(self, record: Record) -> None:
@@ -226,7 +222,7 @@ class RunSignals:
         self.searched = [False] * self.count
         if steps.has_any("amp_scale"):
             self.searched = [is_search_of_scale(step) for step in steps]
-        self.losses = _of_turns(_finite(steps.column("loss")))
+        self.losses, self.turn = _of_turns(_finite(steps.column("loss")))
         self.norms, self.rates, self.coefficients = (
             _finite(steps.column(key)) for key in ("norm", "lr", "coefficient")
         )
@@ -287,8 +283,9 @@ class RunSignals:
 
     @property
     def learns(self) -> bool:
-        """Whether the loss has fallen, and not only at once while weights shrank."""
-        return self.curve.has_fallen and not (self.curve.stands_still and self.growth < 1)
+        """Whether the loss has fallen, and not only at once while the first weight, which reads the data, shrank."""
+        first, *_ = [*self.growths, 1.0]
+        return self.curve.has_fallen and not (self.curve.stands_still and first < 1)
 
     @cached_property
     def is_stuck(self) -> bool:
@@ -299,7 +296,7 @@ class RunSignals:
         still = any(window and max(window) - min(window) <= wide for window in windows)
         after_start = max(curve.levels[1:3], default=curve.start)
         half = replace(curve, final=statistics.median(curve.levels[: len(curve.levels) // 2])).fallen
-        return still and (half < 0.5 or curve.final > 0.7 * after_start)
+        return still and (half < 0.5 or curve.best > 0.7 * after_start)
 
     # --- norms --------------------------------------------------------------------------------------------------------
 
@@ -512,10 +509,15 @@ class RunSignals:
         return statistics.median(ratios) * self.count if ratios else None
 
     @cached_property
+    def growths(self) -> list[float]:
+        """How many times its first norm each measured weight has at the end, in forward order, but for those from 0."""
+        layers = [layer for layer in self.layers if len(layer.weights) > 1 and not self.begins_at_zero(layer)]
+        return [layer.weights[-1] / layer.weights[0] for layer in layers]
+
+    @property
     def growth(self) -> float:
         """How many times its first norm the usual weight has at the end; 1 where that was not measured."""
-        layers = [layer for layer in self.layers if len(layer.weights) > 1 and not self.begins_at_zero(layer)]
-        return median([layer.weights[-1] / layer.weights[0] for layer in layers]) or 1.0
+        return median(self.growths) or 1.0
 
     @property
     def follows_noise(self) -> bool:
@@ -651,26 +653,21 @@ def _outbursts(values: Numbers) -> list[int]:
     return found
 
 
-def _of_turns(losses: list[float | None]) -> list[float | None]:
-    """The losses, or geometric means over one turn where losses of different sizes come in turns."""
+def _of_turns(losses: list[float | None]) -> tuple[list[float | None], int]:
+    """The losses and 1, or geometric means over one turn and its length where losses of different sizes take turns."""
     logs = [math.log(loss) if loss is not None and loss > 0 else None for loss in losses]
-    if sum(one is not None for one in logs) < max(20, sum(loss is not None for loss in losses) // 2):
-        return losses
-    one = usual_step(logs, 1)
-    if one < _TURNS:
-        return losses
-    turn = next((lag for lag in range(2, _LONGEST_TURN + 1) if 2 * usual_step(logs, lag) <= one), None)
-    if turn is None:
-        return losses
-    known = without_none(logs)
-    if abs(statistics.fmean(known[turn : 2 * turn]) - statistics.fmean(known[:turn])) > 3 * one:
-        return losses  # thrown up by its first steps, and going to and fro since then
+    known, one = without_none(logs), usual_step(logs, 1)
+    if len(known) < max(20, len(without_none(losses)) // 2) or one < _TURNS:
+        return losses, 1
+    turn = next((lag for lag in range(2, _LONGEST_TURN + 1) if 2 * usual_step(logs, lag) <= one), 1)
+    if turn == 1 or abs(statistics.fmean(known[turn : 2 * turn]) - statistics.fmean(known[:turn])) > 3 * one:
+        return losses, 1  # or thrown up by its first steps, and going to and fro since then
     found = list(losses)
     for place, own in enumerate(logs):
         first = max(0, place - turn + 1)
         if own is not None:
             found[place] = math.exp(statistics.fmean(without_none(logs[first : first + turn])))
-    return found
+    return found, turn
 
 
 def usual_step(logs: Numbers, lag: int) -> float:

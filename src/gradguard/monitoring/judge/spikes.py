@@ -75,7 +75,9 @@ class SpikeFinder(Generic[_T]):
         middle = ordered[len(ordered) // 2]
         deviation = _TO_STANDARD_DEVIATION * upper_median_distance(ordered, middle)
         limit = middle + DEVIATIONS * max(deviation, LEAST_DEVIATION)
-        return [self._remembered[place] for place in range(begin, end) if recent[place] > limit]
+        high = [place for place in range(begin, end) if recent[place] > limit]
+        at_first = sum(place == k for k, place in enumerate(high))  # 0 in a window that begins later
+        return [self._remembered[place] for place in (high[at_first:] if at_first > 1 else high)]
 
 
 def find_spikes(norms: Sequence[float]) -> list[int]:
@@ -90,8 +92,8 @@ def find_spikes(norms: Sequence[float]) -> list[int]:
     steps; a lasting change of level is none, but for the last 50 norms, which could be a burst. Bursts are
     found whole up to some 25 steps, and recurring spikes up to one in eight.
 
-    **Edge cases**: norms that are zero, negative or not finite are no spikes and no neighbours. Fewer than 21 norms
-    have none.
+    **Edge cases**: two norms or more that are high from the first one on are where the run began, and no spikes. Norms
+    that are zero, negative or not finite are no spikes and no neighbours. Fewer than 21 norms have none.
 
     Args:
         norms: Norms in the order of their steps.

@@ -19,8 +19,8 @@ ONE_TIMES, SEVERAL_TIMES = 1.7, 12
 TINY = 0.1
 """Of the first loss: leaps that stay below come of a loss that is nearly 0, and not of batches."""
 
-FALLEN = 0.1
-"""Of the level before: data that have become so easy, right after they surprised the model, are others."""
+LEARNED = 0.5
+"""Of a loss that leapt: one step of learning leaves more, and the batch after one that was unlike the others less."""
 
 STAYS = 0.2
 """Of the loss of a step that leapt: where the next dozen stays above it, and far above what was before, it stays up."""
@@ -106,7 +106,8 @@ def _stay_up(signals: RunSignals, places: Sequence[int]) -> bool:
     """Whether losses stay where most of the leaps took them, and come down by learning: other data, and no batch."""
     stays, loss = 0, signals.loss
     for place in places:
-        here, after = loss.at(place), middle(loss.known(place + 1, place + 13))
+        here = max(loss.known(place, place + signals.turn), default=math.nan)
+        after = middle(loss.known(place + 1, place + 13))
         stays += here > after > max(STAYS * here, OUTBURST_TIMES * loss.usual(place))
     return stays > 0.6 * len(places)
 
@@ -159,7 +160,7 @@ def level_changes(signals: RunSignals) -> Sign | None:
     if signals.takes_turns:
         return None
     up, loss = _level_shift(signals), signals.loss
-    place = up or _fall(signals)
+    place = up or _learned_anew(signals)
     if place is None or _was_thrown(signals, place):
         return None
     rates = [rate for rate in signals.rates[place - 3 : place + 1] if rate]
@@ -168,7 +169,7 @@ def level_changes(signals: RunSignals) -> Sign | None:
     low, high, step = middle(loss.known(place - 20, place)), middle(loss.known(place, place + 20)), signals.named(place)
     level = f"{number(high)} from step {step} on"
     if not up:
-        level = f"leapt to {number(loss.at(place))} at step {step}, and has been far below what it was ever since"
+        level = f"leapt to {number(loss.at(place))} at step {step}, from where it came down step by step"
     words = f"The loss was {number(low)} up to step {signals.named(place - 1)} and {level}."
     return Sign((signals.seen(words, since=step),), {"step": step})
 
@@ -180,19 +181,16 @@ def _was_thrown(signals: RunSignals, place: int) -> bool:
     return any(norm.at(one) > THROWN * max(norm.known(one - RECENT, one), default=math.inf) for one in two)
 
 
-def _fall(signals: RunSignals) -> int | None:
-    """The place at which the loss leaps up out of calm and soon falls to a fraction of what it was, and stays there."""
-    loss = signals.loss
+def _learned_anew(signals: RunSignals) -> int | None:
+    """The only place at which the loss leaps up out of calm, and comes down from there step by step, as by learning."""
+    loss, found = signals.loss, list[int]()
     for place in range(30, signals.count - 40):
-        if loss.at(place) < 2 * loss.at(place - 1):
-            continue
         before = loss.known(place - 20, place)
-        if len(before) < 15 or min(before) <= 0 or not loss.at(place) >= 2 * max(before):
-            continue
-        later = loss.known(place + 20)
-        if later and max(later[: len(later) // 2 + 1]) < FALLEN * statistics.median(before):
-            return place
-    return None
+        first, second, third = map(loss.at, range(place, place + 3))
+        comes_down = first > second > max(third, LEARNED * first) and third > max(before, default=math.inf)
+        if len(before) >= 15 and comes_down and first >= 2 * max(before) > 0:
+            found.append(place)
+    return found[0] if len(found) == 1 else None
 
 
 def _level_shift(signals: RunSignals) -> int | None:
@@ -210,15 +208,14 @@ def _level_shift(signals: RunSignals) -> int | None:
             leaps.append(place)
         if min(after) > max(before[-10:]):
             found.append((high / low, place))
-    times, place = max(found, default=(0.0, None))
-    enough = ONE_TIMES if len(leaps) == 1 else SEVERAL_TIMES
-    return place if times > enough and not _recur(leaps) else None
-
-
-def _recur(leaps: Sequence[int]) -> bool:
-    """Whether the level leaps at equal distances: harder data by plan, as sequences that grow every epoch."""
+    times, place = max(found, default=(0.0, 0))
     gaps = [after - before for before, after in pairwise(leaps)]
-    return len(gaps) >= 3 and max(gaps) < EQUAL * min(gaps)
+    by_plan = len(gaps) >= 3 and max(gaps) < EQUAL * min(gaps)  # harder data, as sequences that grow every epoch
+    if by_plan or times <= (SEVERAL_TIMES if gaps else ONE_TIMES):
+        return None
+    return next(
+        first for _, first in found if place - first < signals.turn
+    )  # the mean over a turn takes it to get there
 
 
 def grows_without_end(signals: RunSignals) -> Sign | None:

@@ -102,14 +102,11 @@ def idle(why: str, holds: Callable[[RunSignals], bool]) -> Callable[[RunSignals]
 
 def all_zero(signals: RunSignals) -> Sign | None:
     """Return whether every gradient is exactly 0, though weights and losses are no reason for it."""
-    if 0.0 not in signals.norms or any(signals.norms) or any(signals.lost) or _starts_at_zero(signals):
+    measured = signals.measured
+    starts_at_zero = measured and not any(any(line["weight"]) for line in measured)  # nothing is cut
+    if 0.0 not in signals.norms or any(signals.norms) or any(signals.lost) or starts_at_zero:
         return None
     return Sign((signals.seen(f"The gradient norm was exactly 0 on all {signals.count:,} steps."),))
-
-
-def _starts_at_zero(signals: RunSignals) -> bool:
-    """Whether all weights are 0: no gradient comes through, though nothing is cut."""
-    return bool(signals.measured) and not any(any(line["weight"]) for line in signals.measured)
 
 
 def frozen(signals: RunSignals) -> Sign | None:
@@ -158,24 +155,16 @@ def rate_zero(signals: RunSignals) -> Sign | None:
 
 def zero_from_start(signals: RunSignals) -> Sign | None:
     """Return whether gradients of weights are exactly 0 from the first step on, though they are connected."""
-    zeros = _zero_from_start(signals)
-    if not zeros or not signals.curve.is_known or signals.learns:
-        return None
-    words = f"The gradient of {named(zeros)} was exactly 0 on every recorded step, from the first one on."
-    return Sign((signals.seen(words, zeros),), {"params": named(zeros)})
-
-
-def _zero_from_start(signals: RunSignals) -> list[str]:
-    """Weights whose gradient is exactly 0 on nearly all lines, not because they are absent."""
     lines, zeros = signals.lines, []
-    if len(lines) < 3:
-        return []
+    if len(lines) < 3 or not signals.curve.is_known or signals.learns:
+        return None
     for place in signals.own:
         zero = sum(line["norm"][place] == 0 and place not in line.get("absent", ()) for line in lines)
         at_first = any(line["norm"][place] for line in lines[:2])
         if len(signals.shape(place)) > 1 and zero >= 0.95 * len(lines) and not at_first:
             zeros.append(signals.name(place))
-    return zeros
+    words = f"The gradient of {named(zeros)} was exactly 0 on every recorded step, from the first one on."
+    return Sign((signals.seen(words, zeros),), {"params": named(zeros)}) if zeros else None
 
 
 def warming_up(signals: RunSignals) -> Sign | None:
@@ -194,6 +183,7 @@ def stands_still(signals: RunSignals) -> Sign | None:
         return None
     # a run that had little left to learn stays where it was
     stays = signals.travel is not None and signals.travel < MOVED
+    blurred = 3 * curve.error > 0.5 * abs(curve.levels[0])  # a loss that halves would look flat as well
     words = f"The loss was {number(curve.levels[0])} in the first steps and is {number(curve.final)} at the end"
     seen = signals.seen(f"{words}, and gradients are there.")
-    return Sign((seen,), {"count": f"{signals.count:,}"}, "possible" if stays or curve.is_blurred else "likely")
+    return Sign((seen,), {"count": f"{signals.count:,}"}, "possible" if stays or blurred else "likely")

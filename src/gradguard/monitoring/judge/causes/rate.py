@@ -149,7 +149,8 @@ def too_short(signals: RunSignals) -> Sign | None:
 
 def gone(signals: RunSignals) -> Sign | None:
     """Return whether the rate was taken away while there was still to learn."""
-    place = _gone_from(signals)
+    largest = signals.rate or 0.0
+    place = 1 + max((place for place, rate in enumerate(signals.rates) if (rate or 0.0) >= GONE * largest), default=-1)
     if signals.ends_lost or not signals.curve.is_known or signals.count - place < 0.3 * signals.count:
         return None
     before = signals.curve_until(max(place, 12))
@@ -157,19 +158,13 @@ def gone(signals: RunSignals) -> Sign | None:
         return None
     if not before.is_falling and place > 0.25 * signals.count:
         return None
-    step, rates = signals.named(place), [rate or 0.0 for rate in signals.rates]
+    step = signals.named(place)
     seen = (
-        f"The learning rate fell from {max(rates):g} to {rates[place]:.2g} by step {step}, and "
+        f"The learning rate fell from {largest:g} to {signals.rates[place] or 0.0:.2g} by step {step}, and "
         f"{signals.count - place:,} of {signals.count:,} steps came after."
     )
     words = {"step": step, "loss": number(signals.curve.final), "count": f"{signals.count:,}"}
     return Sign((signals.seen(seen, since=step),), words)
-
-
-def _gone_from(signals: RunSignals) -> int:
-    """The place behind the last step whose rate is more than a trace of the largest one."""
-    largest = signals.rate or 0.0
-    return 1 + max((place for place, rate in enumerate(signals.rates) if (rate or 0.0) >= GONE * largest), default=-1)
 
 
 def leapt(signals: RunSignals) -> Sign | None:
