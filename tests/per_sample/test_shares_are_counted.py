@@ -685,9 +685,10 @@ def test_a_number_that_equals_a_declared_one_is_not_declared():
     with pytest.raises(UnsupportedGradientError, match=r"2 operations take the number 4, and 1 of them"):
         step(
             clipper,
-            lambda out, batch: clipper.constant(4) * squares(out, batch).mean() + out.abs().mean() / 4,
+            lambda out, batch: clipper.constant(4) * squares(out, batch).mean() + out.abs().mean() / 4.0,
             Batch([5]),
         )
+    clipper.discard()
     with pytest.raises(UnsupportedGradientError, match=r"numbers multiply a mean by 0\.25, and 1 was expected"):
         step(clipper, lambda out, batch: loss(out, batch, 4), Batch([5, 5]))
 
@@ -972,3 +973,56 @@ def test_only_what_goes_along_the_samples_is_refused(dim):
     else:
         found = step_of_time_first(loss)
         assert_exact(found, lambda out, batch: (out.log_softmax(1) * batch.target).sum(), Batch([T] * V))
+
+
+def distilled(constant, heat):
+    """A function of what constants are declared by: the loss of a teacher at some temperature."""
+
+    def loss(out, batch):
+        teacher = (batch.target.flatten(1) / heat).softmax(-1)
+        student = (out.flatten(1) / constant(heat)).log_softmax(-1)
+        return F.kl_div(student, teacher, reduction="batchmean") * constant(heat * heat)
+
+    return loss
+
+
+OF_DECLARED = {
+    "distillation": lambda constant, number: distilled(constant, number),
+    "a sum": lambda constant, number: lambda out, batch: constant(number) * squares(out, batch).sum() / len(out),
+    "a sum, divided twice": lambda constant, number: (
+        lambda out, batch: squares(out, batch).sum() / len(out) / constant(number)
+    ),
+}
+"""Losses with a number that is declared, by what declares it."""
+
+
+@pytest.mark.parametrize("reduction", ["private", "mean"])
+@pytest.mark.parametrize("number", [2, 2.0, 4.0])
+@pytest.mark.parametrize("name", OF_DECLARED)
+def test_a_declared_number_that_equals_the_number_of_samples_is_not_taken_for_it(name, number, reduction):
+    clipper = exact()
+    if reduction == "private":
+        clipper.refuse_ambiguous_losses()
+    own = OF_DECLARED[name](float, number)
+    for size in (3, 2, 4, 16, 1):
+        batch = Batch([5] * size)
+        assert_exact(step(clipper, OF_DECLARED[name](clipper.constant, number), batch), own, batch)
+
+
+COUNTED_AS_DECLARED = [
+    lambda constant, count: lambda out, batch: squares(out, batch).sum() / constant(float(len(out))) * count(len(out)),
+    lambda constant, count: lambda out, batch: squares(out, batch).mean() / constant(2.0) * count(2 * len(out)),
+    lambda constant, count: lambda out, batch: squares(out, batch).sum() * constant(8.0) / count(8),
+]
+"""Losses with a count beside a declared number, which it may equal."""
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("count", [int, float])
+@pytest.mark.parametrize("made_of", COUNTED_AS_DECLARED)
+def test_a_count_is_not_taken_for_the_declared_number_that_it_equals(made_of, count, size):
+    """Neither a factor where the divisor is declared, nor the other way round: the gradient would be another."""
+    clipper = exact()
+    clipper.refuse_ambiguous_losses()
+    with pytest.raises(UnsupportedGradientError, match=r"numbers multiply|operations take the number"):
+        step(clipper, made_of(clipper.constant, count), Batch([5] * size))

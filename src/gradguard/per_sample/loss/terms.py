@@ -276,7 +276,8 @@ def _refuse_undeclared(found: Sequence[Path], declared: Sequence[float]) -> None
         if taken > said:
             raise Refused(
                 f"{taken} operations take the number {number:.6g}, and {said} of them were declared: another may have "
-                "been counted from the batch. Say clipper.constant(number) at each place where it stands"
+                "been counted from the batch. Say clipper.constant(number) at each place where it stands, and leave a "
+                "count a whole number, as len(output)"
             )
 
 
