@@ -1393,7 +1393,7 @@ class Checked:
         with torch.no_grad():
             self._returned = Network(case).double()(self.data["x"]).to(dtype)
         self._fields = {k: v.to(case.dtype) if v.is_floating_point() else v for k, v in self.data.items()}
-        self._check = LossCheck(case.reduction, True, lambda: 1.0, False)
+        self._check = LossCheck(case.reduction, True, lambda: 1.0)
         if case.private:
             self._check.refuse_ambiguous()
 

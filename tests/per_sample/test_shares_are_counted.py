@@ -1026,3 +1026,10 @@ def test_a_count_is_not_taken_for_the_declared_number_that_it_equals(made_of, co
     clipper.refuse_ambiguous_losses()
     with pytest.raises(UnsupportedGradientError, match=r"numbers multiply|operations take the number"):
         step(clipper, made_of(clipper.constant, count), Batch([5] * size))
+
+
+@pytest.mark.parametrize("loss", [squares, lambda out, batch: out.sum().exp()], ids=["a sum", "mixed"])
+def test_a_refusal_names_nothing_that_is_gone(loss):
+    with pytest.raises(UnsupportedGradientError, match=r"Nothing was clipped") as refused:
+        step(exact(), lambda out, batch: loss(out, batch).sum(), Batch([5, 5]))
+    assert "check=" not in str(refused.value)

@@ -182,7 +182,7 @@ class PerSampleGradientClipper:
             attached.callback(follow(module))
             scale = lambda: float(self._scaler_scale()) / self.loss_divisor  # noqa: E731
             is_own = check and loss_reduction != "share"
-            self._loss_check = LossCheck(loss_reduction, batch_first, scale, only_warn=False) if is_own else None
+            self._loss_check = LossCheck(loss_reduction, batch_first, scale) if is_own else None
             self._tracker = CallTracker(
                 module,
                 batch_first,

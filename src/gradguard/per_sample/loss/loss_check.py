@@ -1,6 +1,5 @@
 """Looks at the loss of a step that is to be verified, before its backward frees the graph; and judges it afterwards."""
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -96,7 +95,6 @@ class LossCheck:
         reduction: The loss over samples as the user has said it: ``"mean"``, ``"sum"`` or ``"token_mean"``.
         batch_first: Whether the batch is the first dimension of what the module is called with.
         scale: Gives what a GradScaler multiplies the loss by.
-        only_warn: Warn of a loss that is another.
 
     Attributes:
         factors: Each sample's part in the loss that was judged last, as a multiple of its own loss, ``[B]``; NaN for a
@@ -105,8 +103,8 @@ class LossCheck:
             for granted; None where it was looked at. It is read before the next forward.
     """
 
-    def __init__(self, reduction: str, batch_first: bool, scale: Callable[[], float], only_warn: bool) -> None:
-        self._reduction, self._batch_first, self._scale, self._only_warn = reduction, batch_first, scale, only_warn
+    def __init__(self, reduction: str, batch_first: bool, scale: Callable[[], float]) -> None:
+        self._reduction, self._batch_first, self._scale = reduction, batch_first, scale
         self._roots = BackwardRoots(self._look)
         self._calls: list[Outputs] = []
         self._exceeded = 0  # how many calls were kept where there were more; 0 where there were not
@@ -193,7 +191,7 @@ class LossCheck:
                 "the outputs of the whole batch, instead of the rows that it is given? Or do samples lie along another "
                 "dimension of what it is given?"
             )
-            self._refuse(UnsupportedGradientError(words), 4)
+            raise UnsupportedGradientError(words)
         [joined] = tap(_pass, (), torch.zeros((), device=joined.device, requires_grad=True), [joined])
         self._calls[-1].add([joined], [BatchAxis(0)])
         return joined
@@ -220,7 +218,7 @@ class LossCheck:
             UnsupportedGradientError: If something is not, or may be another in the next batch where that counts.
         """
         if words := self._shared.objection(shared_in_function(loss_fn), batch_size):
-            self._refuse(UnsupportedGradientError(f"per_sample_losses: {words}."), 4)
+            raise UnsupportedGradientError(f"per_sample_losses: {words}.")
 
     def judge(self) -> bool:
         """Judge the loss that was looked at.
@@ -243,9 +241,7 @@ class LossCheck:
         self._divided_by = 1.0 if parts.divided_by == parts.terms else parts.divided_by
         if parts.verdict != "right" and parts.reason != NO_PART:
             words = explain(parts, self._reduction)
-            if self._reduction == "token_mean":
-                raise UnsupportedGradientError(words)
-            self._refuse(UnsupportedGradientError(words), 6)
+            raise UnsupportedGradientError(words)
         self.factors = parts.factors
         if self.labels_agree is not None:
             self._unread = copy_to_host(self.labels_agree)
@@ -260,12 +256,6 @@ class LossCheck:
             parts = replace(parts, label_owners={}, page=None)  # nodes would keep the graph alive
             self._known[make.structure] = _Known(make.numbers, parts, owners, seen.complete)
         return seen.conclusive
-
-    def _refuse(self, error: Exception, stacklevel: int) -> None:
-        """Raise an error, or warn with its words."""
-        if not self._only_warn:
-            raise error
-        warnings.warn(str(error), stacklevel=stacklevel)
 
     def refuse_divided(self, mini_batches: int, known: float) -> None:
         """Check that the losses of a step are not divided by the number of its mini-batches.
@@ -282,9 +272,9 @@ class LossCheck:
                 f"each loss was divided by {mini_batches}, and {mini_batches} mini-batches were accumulated: norms "
                 "were compared, and gradients averaged, as so many times too small, because the clipper averages over "
                 "all samples by itself. Call backward on the loss as it is, without the division; discard() begins the "
-                "step again. (check='warn' accepts it.)"
+                "step again."
             )
-            self._refuse(InvalidValueError(words), 5)
+            raise InvalidValueError(words)
 
     def _look(self, roots: list[Root]) -> None:
         calls = [call for call in self._calls if call.are_behind(roots)]
@@ -380,4 +370,4 @@ class LossCheck:
                 "of them, so that each sample's part depended on the others: nothing of it was added. Average within "
                 "each sample first, and then over samples, or say loss_reduction='token_mean'"
             )
-            self._refuse(UnsupportedGradientError(words), 6)
+            raise UnsupportedGradientError(words)

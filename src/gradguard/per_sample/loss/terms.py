@@ -320,8 +320,7 @@ def explain(parts: LossParts, reduction: str) -> str:
     if parts.verdict in {"unknown", "unverified"}:
         compute = (
             "Let clipper.per_sample_losses(loss_fn, outputs, targets) compute each sample's own loss, and take their "
-            f"{reduction.removeprefix('token_')}: then nothing of it is read. (check='warn' accepts it as it is: then "
-            "nothing shows that a sample's gradient does not depend on the others.)"
+            f"{reduction.removeprefix('token_')}: then nothing of it is read."
         )
         return f"whether the loss is the {declared} cannot be told: {parts.reason}. Nothing was clipped. {compute}"
     extent = ""
@@ -330,10 +329,7 @@ def explain(parts: LossParts, reduction: str) -> str:
         same = math.isclose(smallest, largest, rel_tol=_CLOSE)
         numbers = f"{smallest:.3g}" if same else f"{smallest:.3g} to {largest:.3g}"
         extent = f"each sample's part is {numbers} of its own loss: "
-    return (
-        f"the loss is not the {declared}: {extent}{parts.reason}. Nothing was clipped. (check='warn' "
-        "accepts it: the bound on each sample holds, but norms are in that scale.)"
-    )
+    return f"the loss is not the {declared}: {extent}{parts.reason}. Nothing was clipped."
 
 
 _ADVICE = (
