@@ -1033,3 +1033,33 @@ def test_a_refusal_names_nothing_that_is_gone(loss):
     with pytest.raises(UnsupportedGradientError, match=r"Nothing was clipped") as refused:
         step(exact(), lambda out, batch: loss(out, batch).sum(), Batch([5, 5]))
     assert "check=" not in str(refused.value)
+
+
+HALVES = {
+    "a mean": lambda out, batch, half: half(F.mse_loss(out, batch.target)),
+    "two means": lambda out, batch, half: half(F.mse_loss(out, batch.target) + out.abs().mean()),
+    "a sum": lambda out, batch, half: half(squares(out, batch).sum() / len(out)),
+}
+"""Losses of which half is taken, in some way."""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", HALVES)
+def test_half_of_a_loss_is_said_as_the_refusal_of_a_division_by_2_says(name, size):
+    """A division by 2 may be one by the samples of a batch of two."""
+    batch = Batch([5] * size)
+    own = lambda out, batch: HALVES[name](out, batch, lambda loss: 0.5 * loss)  # noqa: E731
+    for how in ("0.5 * loss", "loss / constant(2)", "loss / 2"):
+        clipper = exact()
+        clipper.refuse_ambiguous_losses()
+        half = {
+            "0.5 * loss": lambda loss: 0.5 * loss,
+            "loss / constant(2)": lambda loss, clipper=clipper: loss / clipper.constant(2),
+            "loss / 2": lambda loss: loss / 2,
+        }[how]
+        loss = lambda out, batch, half=half: HALVES[name](out, batch, half)  # noqa: E731
+        if how != "loss / 2":
+            assert_exact(step(clipper, loss, batch), own, batch)
+            continue
+        with pytest.raises(UnsupportedGradientError, match=r"write 0\.5 \* loss, or loss / clipper\.constant\(2\)"):
+            step(clipper, loss, batch)

@@ -616,8 +616,9 @@ def _undeclared(is_mean: bool, found: float, expected: float, reduction: str) ->
     return (
         f"numbers multiply {'a mean' if is_mean else 'a sum'} by {found:.6g}, and {expected:.6g} was expected. In "
         f"private training a number may be counted from the batch, whatever it equals. {_DIVISORS[reduction]}. Declare "
-        "a number that is yours, and not 0.5, where it stands in the loss: clipper.constant(number), with .item() of a "
-        "tensor. (If it is the number of mini-batches, leave the division away: the clipper averages over all samples)"
+        "a number that is yours where it stands in the loss: clipper.constant(number), with .item() of a tensor. Only "
+        "the factor 0.5 needs none: instead of loss / 2 write 0.5 * loss, or loss / clipper.constant(2). (If "
+        "it is the number of mini-batches, leave the division away: the clipper averages over all samples)"
     )
 
 
