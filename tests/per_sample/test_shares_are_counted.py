@@ -1063,3 +1063,30 @@ def test_half_of_a_loss_is_said_as_the_refusal_of_a_division_by_2_says(name, siz
             continue
         with pytest.raises(UnsupportedGradientError, match=r"write 0\.5 \* loss, or loss / clipper\.constant\(2\)"):
             step(clipper, loss, batch)
+
+
+def test_a_mean_and_a_variance_are_taken_apart_as_the_refusal_of_a_cut_says():
+    def nll(mean, logvar, batch):
+        return (logvar + (batch.target[..., :2] - mean).square() * (-logvar).exp()).mean()
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).double()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9), mode="exact")
+    clipper.refuse_ambiguous_losses()
+    for size in (3, 2, 1):
+        batch = Batch([5] * size)
+        model.zero_grad()
+        nll(*model(batch.x).chunk(2, -1), batch).backward()
+        clipper.clip_and_accumulate()
+        found = clipper.per_sample_gradients()["weight"]
+        clipper.pre_step()
+        for i in range(size):
+            one, twin = batch.sample(i), nn.Linear(4, 4).double()
+            twin.load_state_dict(model.state_dict())
+            nll(*twin(one.x).chunk(2, -1), one).backward()
+            torch.testing.assert_close(found[i], twin.weight.grad)
+    batch = Batch([5, 5])
+    out = model(batch.x)
+    nll(out[..., :2], out[..., 2:], batch).backward()
+    with pytest.raises(UnsupportedGradientError, match=r"are taken by output\.chunk\(2, -1\)"):
+        clipper.clip_and_accumulate()

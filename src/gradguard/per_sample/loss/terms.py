@@ -291,7 +291,8 @@ def _refuse_cut(found: Sequence[SampleRows]) -> None:
         raise Refused(
             f"{name} cuts or fills values in the loss up to some length, which may be that of the longest sample, or "
             "puts rows where data say, so that it tells of one sample by all others. Leave the length as it is, and "
-            "mask; or count what is cut from the end, as in output[:, :-1]"
+            "mask; or count what is cut from the end, as in output[:, :-1]. Parts of each row, such as a mean and a "
+            "log-variance, are taken by output.chunk(2, -1)"
         )
 
 
