@@ -685,9 +685,10 @@ def test_a_number_that_equals_a_declared_one_is_not_declared():
     with pytest.raises(UnsupportedGradientError, match=r"2 operations take the number 4, and 1 of them"):
         step(
             clipper,
-            lambda out, batch: clipper.constant(4) * squares(out, batch).mean() + out.abs().mean() / 4,
+            lambda out, batch: clipper.constant(4) * squares(out, batch).mean() + out.abs().mean() / 4.0,
             Batch([5]),
         )
+    clipper.discard()
     with pytest.raises(UnsupportedGradientError, match=r"numbers multiply a mean by 0\.25, and 1 was expected"):
         step(clipper, lambda out, batch: loss(out, batch, 4), Batch([5, 5]))
 
@@ -972,3 +973,120 @@ def test_only_what_goes_along_the_samples_is_refused(dim):
     else:
         found = step_of_time_first(loss)
         assert_exact(found, lambda out, batch: (out.log_softmax(1) * batch.target).sum(), Batch([T] * V))
+
+
+def distilled(constant, heat):
+    """A function of what constants are declared by: the loss of a teacher at some temperature."""
+
+    def loss(out, batch):
+        teacher = (batch.target.flatten(1) / heat).softmax(-1)
+        student = (out.flatten(1) / constant(heat)).log_softmax(-1)
+        return F.kl_div(student, teacher, reduction="batchmean") * constant(heat * heat)
+
+    return loss
+
+
+OF_DECLARED = {
+    "distillation": lambda constant, number: distilled(constant, number),
+    "a sum": lambda constant, number: lambda out, batch: constant(number) * squares(out, batch).sum() / len(out),
+    "a sum, divided twice": lambda constant, number: (
+        lambda out, batch: squares(out, batch).sum() / len(out) / constant(number)
+    ),
+}
+"""Losses with a number that is declared, by what declares it."""
+
+
+@pytest.mark.parametrize("reduction", ["private", "mean"])
+@pytest.mark.parametrize("number", [2, 2.0, 4.0])
+@pytest.mark.parametrize("name", OF_DECLARED)
+def test_a_declared_number_that_equals_the_number_of_samples_is_not_taken_for_it(name, number, reduction):
+    clipper = exact()
+    if reduction == "private":
+        clipper.refuse_ambiguous_losses()
+    own = OF_DECLARED[name](float, number)
+    for size in (3, 2, 4, 16, 1):
+        batch = Batch([5] * size)
+        assert_exact(step(clipper, OF_DECLARED[name](clipper.constant, number), batch), own, batch)
+
+
+COUNTED_AS_DECLARED = [
+    lambda constant, count: lambda out, batch: squares(out, batch).sum() / constant(float(len(out))) * count(len(out)),
+    lambda constant, count: lambda out, batch: squares(out, batch).mean() / constant(2.0) * count(2 * len(out)),
+    lambda constant, count: lambda out, batch: squares(out, batch).sum() * constant(8.0) / count(8),
+]
+"""Losses with a count beside a declared number, which it may equal."""
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("count", [int, float])
+@pytest.mark.parametrize("made_of", COUNTED_AS_DECLARED)
+def test_a_count_is_not_taken_for_the_declared_number_that_it_equals(made_of, count, size):
+    """Neither a factor where the divisor is declared, nor the other way round: the gradient would be another."""
+    clipper = exact()
+    clipper.refuse_ambiguous_losses()
+    with pytest.raises(UnsupportedGradientError, match=r"numbers multiply|operations take the number"):
+        step(clipper, made_of(clipper.constant, count), Batch([5] * size))
+
+
+@pytest.mark.parametrize("loss", [squares, lambda out, batch: out.sum().exp()], ids=["a sum", "mixed"])
+def test_a_refusal_names_nothing_that_is_gone(loss):
+    with pytest.raises(UnsupportedGradientError, match=r"Nothing was clipped") as refused:
+        step(exact(), lambda out, batch: loss(out, batch).sum(), Batch([5, 5]))
+    assert "check=" not in str(refused.value)
+
+
+HALVES = {
+    "a mean": lambda out, batch, half: half(F.mse_loss(out, batch.target)),
+    "two means": lambda out, batch, half: half(F.mse_loss(out, batch.target) + out.abs().mean()),
+    "a sum": lambda out, batch, half: half(squares(out, batch).sum() / len(out)),
+}
+"""Losses of which half is taken, in some way."""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", HALVES)
+def test_half_of_a_loss_is_said_as_the_refusal_of_a_division_by_2_says(name, size):
+    """A division by 2 may be one by the samples of a batch of two."""
+    batch = Batch([5] * size)
+    own = lambda out, batch: HALVES[name](out, batch, lambda loss: 0.5 * loss)  # noqa: E731
+    for how in ("0.5 * loss", "loss / constant(2)", "loss / 2"):
+        clipper = exact()
+        clipper.refuse_ambiguous_losses()
+        half = {
+            "0.5 * loss": lambda loss: 0.5 * loss,
+            "loss / constant(2)": lambda loss, clipper=clipper: loss / clipper.constant(2),
+            "loss / 2": lambda loss: loss / 2,
+        }[how]
+        loss = lambda out, batch, half=half: HALVES[name](out, batch, half)  # noqa: E731
+        if how != "loss / 2":
+            assert_exact(step(clipper, loss, batch), own, batch)
+            continue
+        with pytest.raises(UnsupportedGradientError, match=r"write 0\.5 \* loss, or loss / clipper\.constant\(2\)"):
+            step(clipper, loss, batch)
+
+
+def test_a_mean_and_a_variance_are_taken_apart_as_the_refusal_of_a_cut_says():
+    def nll(mean, logvar, batch):
+        return (logvar + (batch.target[..., :2] - mean).square() * (-logvar).exp()).mean()
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).double()
+    clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(1e9), mode="exact")
+    clipper.refuse_ambiguous_losses()
+    for size in (3, 2, 1):
+        batch = Batch([5] * size)
+        model.zero_grad()
+        nll(*model(batch.x).chunk(2, -1), batch).backward()
+        clipper.clip_and_accumulate()
+        found = clipper.per_sample_gradients()["weight"]
+        clipper.pre_step()
+        for i in range(size):
+            one, twin = batch.sample(i), nn.Linear(4, 4).double()
+            twin.load_state_dict(model.state_dict())
+            nll(*twin(one.x).chunk(2, -1), one).backward()
+            torch.testing.assert_close(found[i], twin.weight.grad)
+    batch = Batch([5, 5])
+    out = model(batch.x)
+    nll(out[..., :2], out[..., 2:], batch).backward()
+    with pytest.raises(UnsupportedGradientError, match=r"are taken by output\.chunk\(2, -1\)"):
+        clipper.clip_and_accumulate()

@@ -223,7 +223,7 @@ class PerSampleGradientClipper:
             value: The number of Python's, or the tensor, as it stands in the loss.
 
         Returns:
-            It.
+            The tensor itself; a number as a float, which no count equals that stands as a whole number in the loss.
 
         Raises:
             InvalidTypeError: If it is neither, or a tensor of one number without a dimension; call .item() on that.
@@ -245,7 +245,7 @@ class PerSampleGradientClipper:
             )
         if self._loss_check is not None:
             self._loss_check.declare(value)
-        return value
+        return value if isinstance(value, Tensor) else value * 1.0  # a float
 
     def per_sample_losses(self, loss_fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         r"""Compute each sample's loss from its own rows alone: exact for what the function is given.

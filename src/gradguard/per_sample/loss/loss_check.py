@@ -270,7 +270,7 @@ class LossCheck:
                 f"each loss was divided by {mini_batches}, and {mini_batches} mini-batches were accumulated: norms "
                 "were compared, and gradients averaged, as so many times too small, because the clipper averages over "
                 "all samples by itself. Call backward on the loss as it is, without the division; discard() begins the "
-                "step again. (check=False accepts it.)"
+                "step again."
             )
 
     def _look(self, roots: list[Root]) -> None:

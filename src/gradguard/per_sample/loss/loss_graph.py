@@ -515,7 +515,8 @@ def paths(
 
 
 def _declared(constant: Constant, numbers: Sequence[float]) -> Constant:
-    if constant.origin == "tensor" or not any(math.isclose(constant.number, one, rel_tol=1e-12) for one in numbers):
+    # A declared number is a float: a whole number of the same value, such as a mean's own divisor, is a count.
+    if constant.may_be_data or not any(math.isclose(constant.number, one, rel_tol=1e-12) for one in numbers):
         return constant
     return replace(constant, origin="declared")
 

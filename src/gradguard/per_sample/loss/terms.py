@@ -276,7 +276,8 @@ def _refuse_undeclared(found: Sequence[Path], declared: Sequence[float]) -> None
         if taken > said:
             raise Refused(
                 f"{taken} operations take the number {number:.6g}, and {said} of them were declared: another may have "
-                "been counted from the batch. Say clipper.constant(number) at each place where it stands"
+                "been counted from the batch. Say clipper.constant(number) at each place where it stands, and leave a "
+                "count a whole number, as len(output)"
             )
 
 
@@ -290,7 +291,8 @@ def _refuse_cut(found: Sequence[SampleRows]) -> None:
         raise Refused(
             f"{name} cuts or fills values in the loss up to some length, which may be that of the longest sample, or "
             "puts rows where data say, so that it tells of one sample by all others. Leave the length as it is, and "
-            "mask; or count what is cut from the end, as in output[:, :-1]"
+            "mask; or count what is cut from the end, as in output[:, :-1]. Parts of each row, such as a mean and a "
+            "log-variance, are taken by output.chunk(2, -1)"
         )
 
 
@@ -319,8 +321,7 @@ def explain(parts: LossParts, reduction: str) -> str:
     if parts.verdict in {"unknown", "unverified"}:
         compute = (
             "Let clipper.per_sample_losses(loss_fn, outputs, targets) compute each sample's own loss, and take their "
-            f"{reduction.removeprefix('token_')}: then nothing of it is read. (check=False accepts it as it is: then "
-            "nothing shows that a sample's gradient does not depend on the others.)"
+            f"{reduction.removeprefix('token_')}: then nothing of it is read."
         )
         return f"whether the loss is the {declared} cannot be told: {parts.reason}. Nothing was clipped. {compute}"
     extent = ""
@@ -329,10 +330,7 @@ def explain(parts: LossParts, reduction: str) -> str:
         same = math.isclose(smallest, largest, rel_tol=_CLOSE)
         numbers = f"{smallest:.3g}" if same else f"{smallest:.3g} to {largest:.3g}"
         extent = f"each sample's part is {numbers} of its own loss: "
-    return (
-        f"the loss is not the {declared}: {extent}{parts.reason}. Nothing was clipped. (check=False "
-        "accepts it: the bound on each sample holds, but norms are in that scale.)"
-    )
+    return f"the loss is not the {declared}: {extent}{parts.reason}. Nothing was clipped."
 
 
 _ADVICE = (
@@ -619,8 +617,9 @@ def _undeclared(is_mean: bool, found: float, expected: float, reduction: str) ->
     return (
         f"numbers multiply {'a mean' if is_mean else 'a sum'} by {found:.6g}, and {expected:.6g} was expected. In "
         f"private training a number may be counted from the batch, whatever it equals. {_DIVISORS[reduction]}. Declare "
-        "a number that is yours, and not 0.5, where it stands in the loss: clipper.constant(number), with .item() of a "
-        "tensor. (If it is the number of mini-batches, leave the division away: the clipper averages over all samples)"
+        "a number that is yours where it stands in the loss: clipper.constant(number), with .item() of a tensor. Only "
+        "the factor 0.5 needs none: instead of loss / 2 write 0.5 * loss, or loss / clipper.constant(2). (If "
+        "it is the number of mini-batches, leave the division away: the clipper averages over all samples)"
     )
 
 
