@@ -255,6 +255,7 @@ class _Recording:
         self.here, self.process = Path.cwd(), os.getpid()
         self.replaced = identity(record) if options.force else ""
         self.before = set(records_beside(record))
+        self.stepped = False
 
     def run(
         self,
@@ -308,6 +309,7 @@ class _Recording:
         """Return the record, at the first step: a program without one leaves nothing behind."""
         from gradguard.monitoring.observe.watch import remove_replaced
 
+        self.stepped = True
         if self.record is not None:
             remove_replaced(self.record, self.replaced)
         return self.record
@@ -325,9 +327,9 @@ class _Recording:
         mine = [path for path, (_, root) in writers.items() if root == os.getpid()]
         shown = observer.path or (self.record if self.record in mine else None)  # a process of rank 0 has written it
         others = [path for path in mine if path != shown]
-        if shown is None:
+        if shown is None and not self.stepped:  # a record that could not be written has said so
             on_stderr(_no_step(code, observer.clip_calls, _short(others[0], self.here) if others else ""))
-        elif not self.options.no_report:
+        if shown is not None and not self.options.no_report:
             _show(shown, self.here, self.signals)
         if self.options.clip is not None and mine:
             on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
