@@ -458,6 +458,12 @@ def test_a_symptom_is_a_remark_where_the_run_is_well_and_a_warning_where_it_is_n
     assert diagnose(well).is_well
 
 
+@pytest.mark.parametrize("name", ["clip that is the rate", "clip below eps"])
+def test_a_clip_that_is_the_cause_has_one_advice(name):
+    (told,) = [one for one in weighed_findings(CASES[name][0]) if one.kind == "clipping_always_on"]
+    assert told.advice == "do what the diagnosis says about this clip"
+
+
 @cache
 def all_records():
     """Every record that the tests of this folder judge."""

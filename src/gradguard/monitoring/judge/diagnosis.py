@@ -105,11 +105,16 @@ SYMPTOMS = (
 """Kinds of findings that warn where something is wrong, and are remarks where the run is well."""
 
 
+_CLIP_CAUSES = ("clip_before_unscale", "clip_starves")
+_AS_DIAGNOSED = "do what the diagnosis says about this clip"
+
+
 @once
 def weighed_findings(record: Record) -> list[Finding]:
-    """Return what health finds, with the severity that it has in this run.
+    """Return what health finds, with the severity and the advice that it has in this run.
 
-    **Guarantees**: as `findings`, but that `SYMPTOMS` are ``"info"`` on a run that is well.
+    **Guarantees**: as `findings`, but that `SYMPTOMS` are ``"info"`` on a run that is well, and that a clip which binds
+    always leaves the advice to the cause that names it.
 
     Args:
         record: The record of a run.
@@ -117,8 +122,10 @@ def weighed_findings(record: Record) -> list[Finding]:
     Returns:
         The findings, errors first, then in the order of steps.
     """
-    found = findings(record)
-    if not diagnose(record).is_well:
+    found, diagnosis = findings(record), diagnose(record)
+    if any(cause.key in _CLIP_CAUSES for cause in diagnosis.causes):  # they say what to do about the clip
+        found = [replace(one, advice=_AS_DIAGNOSED) if one.kind == "clipping_always_on" else one for one in found]
+    if not diagnosis.is_well:
         return found
     return worst_first(replace(one, severity="info") if one.kind in SYMPTOMS else one for one in found)
 
