@@ -458,6 +458,24 @@ def test_a_script_without_a_step_leaves_nothing_but_a_message(run, capfd, source
     assert words in captured.err
     assert "report:" not in captured.out + captured.err
     assert main(["run", "--out", "other", "train.py"]) == code
+
+
+def test_what_was_found_is_printed_where_the_page_cannot_be_written(run, capfd):
+    Path("out/run.html").mkdir(parents=True)
+    Path("train.py").write_text(script())
+    assert main(["run", "--force", "--out", "out", "train.py"]) == 0
+    told = capfd.readouterr().err
+    assert "─ gradguard ─" in told
+    assert re.search(r"record: out/run.jsonl\nno report: cannot write .*run.jsonl -o PAGE\n", told)
+
+
+def test_a_record_that_cannot_be_written_is_told_once_and_no_step_is_denied(run, capfd):
+    Path("file").touch()
+    Path("train.py").write_text(script())
+    assert main(["run", "--out", "file", "train.py"]) == 0
+    told = capfd.readouterr().err
+    assert "for example --out runs/first. The program runs without a record." in told
+    assert "no optimizer step" not in told
     assert not Path("other").exists()
 
 

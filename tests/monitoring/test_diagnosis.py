@@ -14,6 +14,7 @@ from gradguard.monitoring.judge.diagnosis import SYMPTOMS, Cause, diagnose, weig
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.recommend import recommend
 from gradguard.monitoring.judge.signals import period_of
+from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.step_rows import by_optimizer
 
 COUNT = 400
@@ -479,6 +480,12 @@ def test_a_symptom_is_a_remark_where_the_run_is_well_and_a_warning_where_it_is_n
     assert diagnose(well).is_well
 
 
+@pytest.mark.parametrize("name", ["clip that is the rate", "clip below eps"])
+def test_a_clip_that_is_the_cause_has_one_advice(name):
+    (told,) = [one for one in weighed_findings(CASES[name][0]) if one.kind == "clipping_always_on"]
+    assert told.advice == "do what the diagnosis says about this clip"
+
+
 @cache
 def all_records():
     """Every record that the tests of this folder judge."""
@@ -489,7 +496,30 @@ def all_records():
     return made | {f"decision: {name}": case[0] for name, case in test_recommend.DECISIONS.items()}, test_json_summary
 
 
+DENIED = {  # what a page may rule out, by its words, and what may not stand beside it
+    r"layer lacks a gradient": r"(never|no longer|any more|at all).*gradient|get no gradient|gradient.* exactly 0",
+    r"gradient vanishes or explodes|do not vanish": r"[Vv]anish|[Ee]xplode|Nothing is learnt (below|over)",
+    r"[Nn]o (batch|single batch|bad batch|bad sample)": r"far unlike the others|norm.* times .*neighbour",
+    r"(?<!No )learning rate (is not the cause|may be right)": r"earning rate.* (is too (high|low)|leapt|nearly 0)",
+    r"data are not the cause": r"The data changed|far unlike the others",
+    r"no bad operation": r"left the range|comes from the batch",
+}
+
+
+def check_what_is_ruled_out(record):
+    for part in by_optimizer(record):
+        found = diagnose(part.record)
+        beside = [cause.sentence for cause in found.causes[1:]]
+        if found.is_well:
+            beside += [one.message for one in findings(part.record)]
+            beside += ["a batch is far unlike the others"] * bool(spikes_of(part.record))
+        for said in found.cause.rules_out:
+            for denied, words in DENIED.items():
+                assert not re.search(denied, said) or not any(re.search(words, one) for one in beside), (said, beside)
+
+
 def check_no_contradiction(record):
+    check_what_is_ruled_out(record)
     found, made = diagnose(record), recommend(record)
     errors = [one for one in findings(record) if one.severity == "error"]
     parts = [recommend(part.record) for part in by_optimizer(record)]
@@ -503,6 +533,32 @@ def check_no_contradiction(record):
         assert not any(one.severity != "info" and one.kind in SYMPTOMS for one in weighed_findings(record))
     if found.cause.key not in ("healthy", "unknown"):
         assert made.kind in ("fix", "constant", "unknown")
+
+
+LEFT_OUT = [{"t": "tensors", "i": i, "norm": [1.0, 1.0, None], "absent": [2]} for i in range(0, COUNT, 5)]
+MEASURED = [{"t": "tensors", "i": i, "norm": [1.0, 1.0, 1.0]} for i in range(0, COUNT, 5)]
+THREE = {"params": params(NAMES[:3])}
+NO_GAP, NO_TREND, NO_BATCH = "No layer lacks a gradient.", "No gradient vanishes or explodes.", "No batch stands out."
+
+
+@pytest.mark.parametrize(
+    ("norms", "tensors", "said"),
+    [
+        (calm(), MEASURED, (NO_GAP, NO_TREND, NO_BATCH)),
+        (calm(), [], (NO_TREND, NO_BATCH)),
+        (calm(), LEFT_OUT, (NO_TREND, NO_BATCH)),
+        ([x * (3000 if i == 200 else 1) for i, x in enumerate(calm())], MEASURED, (NO_GAP, NO_TREND)),
+    ],
+    ids=["measured", "not measured", "a parameter without a gradient", "one batch behind a clip"],
+)
+def test_a_run_that_is_well_rules_out_only_what_it_shows(norms, tensors, said):
+    record = run(falling(), norms, tensors=tensors, meta=THREE)
+    if max(norms) > 1000:
+        clip = {"threshold": 2.0, "rule": "norm"}
+        record = changed(record, lambda step: step.update(clip, coefficient=min(1.0, 2.0 / step["norm"])))
+    assert diagnose(record).is_well
+    assert diagnose(record).cause.rules_out == said
+    check_no_contradiction(record)
 
 
 def test_nothing_is_kept_and_nothing_left_alone_beside_an_error(tmp_path):

@@ -149,7 +149,7 @@ def test_several_runs_stand_side_by_side(tmp_path):
 def test_refusals(tmp_path):
     with pytest.raises(InvalidValueError, match="needs at least one record, got none"):
         write_report([], tmp_path / "report.html")
-    with pytest.raises(RecordError, match=r"cannot write .*Name another file with -o"):
+    with pytest.raises(RecordError, match=r"cannot write .*: gradguard report \S*run.jsonl -o PAGE"):
         write_report([make_record()], tmp_path)
 
 

@@ -13,7 +13,7 @@ from gradguard.cli.program import RECORDING, ProgramLine, add_program, first_giv
 from gradguard.cli.records import progress, read, tell_notes
 from gradguard.cli.save_gradients import save_gradients_of
 from gradguard.cli.verdict import EXIT_CODES
-from gradguard.errors import CommandError, GradguardError
+from gradguard.errors import CommandError, GradguardError, RecordError
 from gradguard.monitoring.record.text import encodable, on_stderr, printable
 
 if TYPE_CHECKING:
@@ -255,6 +255,7 @@ class _Recording:
         self.here, self.process = Path.cwd(), os.getpid()
         self.replaced = identity(record) if options.force else ""
         self.before = set(records_beside(record))
+        self.stepped = False
 
     def run(
         self,
@@ -308,6 +309,7 @@ class _Recording:
         """Return the record, at the first step: a program without one leaves nothing behind."""
         from gradguard.monitoring.observe.watch import remove_replaced
 
+        self.stepped = True
         if self.record is not None:
             remove_replaced(self.record, self.replaced)
         return self.record
@@ -325,9 +327,9 @@ class _Recording:
         mine = [path for path, (_, root) in writers.items() if root == os.getpid()]
         shown = observer.path or (self.record if self.record in mine else None)  # a process of rank 0 has written it
         others = [path for path in mine if path != shown]
-        if shown is None:
+        if shown is None and not self.stepped:  # a record that could not be written has said so
             on_stderr(_no_step(code, observer.clip_calls, _short(others[0], self.here) if others else ""))
-        elif not self.options.no_report:
+        if shown is not None and not self.options.no_report:
             _show(shown, self.here, self.signals)
         if self.options.clip is not None and mine:
             on_stderr("--clip acts in this process alone: the processes that it started were watched, not clipped.")
@@ -380,15 +382,19 @@ def _show(record: Path, here: Path, signals: "SignalHandlers") -> None:
         with signals.raised(), progress() as say:
             (found,) = read([record], say)
             say(f"judging {len(found.steps):,} steps")
-            page = write_report([found], page_beside(record)) if found.steps else None
-        if page is None:  # the page would say nothing
+            drawn = ""
+            if found.steps:
+                try:
+                    drawn = f"report: {printable(_short(write_report([found], page_beside(record)), here))}"
+                except RecordError as error:  # such as a full disk: what was found is printed all the same
+                    drawn = printable(f"no report: {error}")
+        if not drawn:  # the page would say nothing
             why = "".join(f" {event.get('message', '')}." for event in found.events[-1:])
             on_stderr(f"no optimizer step was recorded, so there is no report.{why} See {_short(record, here)}")
             return
         with encodable(sys.stderr):  # standard output is the script's
             print_summary(found, Console(stderr=True))
-            where = f"record: {printable(_short(record, here))}\nreport: {printable(_short(page, here))}"
-            print(where, file=sys.stderr, flush=True)
+            print(f"record: {printable(_short(record, here))}\n{drawn}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         on_stderr(f"interrupted: the page is not drawn. Draw it: gradguard report {_short(record, here)}")
     except Exception as error:

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gradguard.monitoring.judge.cause import CERTAINTIES, Cause, Evidence
-from gradguard.monitoring.judge.causes import KEYS, causes_of
+from gradguard.monitoring.judge.causes import EXCLUDES, KEYS, causes_of
 from gradguard.monitoring.judge.findings import Finding, steps, worst_first
 from gradguard.monitoring.judge.followed import helped
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.numbers import capital, number
 from gradguard.monitoring.judge.signals import FEWEST_STEPS, RunSignals, signals_of
+from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.step_rows import by_optimizer
 
@@ -90,6 +91,8 @@ def diagnose(record: Record) -> Diagnosis:
         return Diagnosis(tuple(sick), parts=tuple(each), progress=progress)
     firsts = [one.cause for _, one in each]
     whole = next((cause for cause in firsts if cause.key == "unknown"), firsts[0])
+    shared = (one for one in whole.rules_out if all(one in cause.rules_out for cause in firsts))
+    whole = replace(whole, rules_out=tuple(shared))
     return Diagnosis((whole, *sick), parts=tuple(each))
 
 
@@ -102,11 +105,16 @@ SYMPTOMS = (
 """Kinds of findings that warn where something is wrong, and are remarks where the run is well."""
 
 
+_CLIP_CAUSES = ("clip_before_unscale", "clip_starves")
+_AS_DIAGNOSED = "do what the diagnosis says about this clip"
+
+
 @once
 def weighed_findings(record: Record) -> list[Finding]:
-    """Return what health finds, with the severity that it has in this run.
+    """Return what health finds, with the severity and the advice that it has in this run.
 
-    **Guarantees**: as `findings`, but that `SYMPTOMS` are ``"info"`` on a run that is well.
+    **Guarantees**: as `findings`, but that `SYMPTOMS` are ``"info"`` on a run that is well, and that a clip which binds
+    always leaves the advice to the cause that names it.
 
     Args:
         record: The record of a run.
@@ -114,8 +122,10 @@ def weighed_findings(record: Record) -> list[Finding]:
     Returns:
         The findings, errors first, then in the order of steps.
     """
-    found = findings(record)
-    if not diagnose(record).is_well:
+    found, diagnosis = findings(record), diagnose(record)
+    if any(cause.key in _CLIP_CAUSES for cause in diagnosis.causes):  # they say what to do about the clip
+        found = [replace(one, advice=_AS_DIAGNOSED) if one.kind == "clipping_always_on" else one for one in found]
+    if not diagnosis.is_well:
         return found
     return worst_first(replace(one, severity="info") if one.kind in SYMPTOMS else one for one in found)
 
@@ -124,8 +134,10 @@ def _ranked(signals: RunSignals) -> tuple[Cause, ...]:
     found = causes_of(signals)
     causes = sorted(found, key=lambda cause: _rank(cause, found))
     if not causes or causes[0].certainty == "possible":
-        causes.insert(0, _without_cause(signals))
-    return tuple(causes)
+        causes.insert(0, _without_cause(signals, causes))
+    first, *others = causes
+    excluded = EXCLUDES.get(first.key, ()) if first.rules_out else ()
+    return (first, *(cause for cause in others if cause.key not in excluded))
 
 
 def _progress(signals: RunSignals, cause: Cause) -> str:
@@ -149,7 +161,7 @@ def _rank(cause: Cause, causes: Sequence[Cause]) -> tuple[bool, int, int]:
     return explained, sure, KEYS.index(cause.key)
 
 
-def _without_cause(signals: RunSignals) -> Cause:
+def _without_cause(signals: RunSignals, others: Sequence[Cause]) -> Cause:
     """The run is well; or the record cannot say; or a finding that is an error has no cause that is known."""
     error = next((one for one in signals.found if one.severity == "error"), None)
     if error is not None:
@@ -160,10 +172,23 @@ def _without_cause(signals: RunSignals) -> Cause:
     if signals.count < FEWEST_STEPS:
         sentence = f"The record has {steps(signals.count)}, too few to say whether the run is well."
         return Cause("unknown", "certain", sentence, f"Record at least {FEWEST_STEPS} steps, better 200.")
-    return _well(signals)
+    return _well(signals, others)
 
 
-def _well(signals: RunSignals) -> Cause:
+_CALM = {
+    "No layer lacks a gradient.": {
+        "no_gradient", "not_started", "detached_layer", "dead_layer", "optimizer_without_gradient",
+        "gradient_without_optimizer",
+    },
+    "No gradient vanishes or explodes.": {
+        "vanishing", "exploding", "exploding_time", "exploding_depth", "nonfinite", "nonfinite_growth", "drift",
+    },
+    "No batch stands out.": {"bad_batches", "data_shift", "exploding", "nonfinite", "spike", "recurring_spikes"},
+}  # fmt: skip
+"""What can be said of a run that is well, and the causes and kinds of findings of which none may stand beside it."""
+
+
+def _well(signals: RunSignals, others: Sequence[Cause]) -> Cause:
     curve, certainty, ruled = signals.curve, "likely", ()
     sentence, advice = "Your run is well.", "Nothing is to be done."
     if not curve.is_known:
@@ -171,7 +196,12 @@ def _well(signals: RunSignals) -> Cause:
         return Cause("healthy", certainty, sentence, advice, (signals.seen(words),))
     went = f"from {number(curve.start)} to {number(curve.final)}"
     if curve.has_fallen:
-        ruled = ("No layer lacks a gradient, none vanishes or explodes, and no batch stands out.",)
+        shown = {cause.key for cause in others} | {found.kind for found in signals.found}
+        if signals.outbursts or spikes_of(signals.record):
+            shown.add("spike")
+        if not signals.lines:  # the norm of each parameter was not measured
+            shown.add("no_gradient")
+        ruled = tuple(words for words, against in _CALM.items() if not against & shown)
     else:
         certainty = "possible"
         sentence = (

@@ -8,7 +8,7 @@ from itertools import pairwise
 from gradguard.monitoring.judge.diagnosis import Diagnosis, diagnose
 from gradguard.monitoring.judge.insurance import insurance
 from gradguard.monitoring.judge.norm_statistics import drift_of
-from gradguard.monitoring.judge.numbers import capital, only, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import capital, number, only, percent, plain_threshold
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.step_rows import bound_on, by_optimizer, taken_steps, usable_norms
 
@@ -150,8 +150,11 @@ def _for_healthy(record: Record, norms: Sequence[float]) -> Recommendation:
         why = f"There are {len(norms)} usable steps, and {ENOUGH_STEPS} are needed to know how rare spikes are."
         return Recommendation("unknown", "Record a longer run to choose a threshold.", why, usable_steps=len(norms))
     if threshold is None:
+        assert drift is not None  # nothing else leaves a run with norms without an insurance
+        times = number(max(drift) / min(drift))
         why = (
-            "The gradients are much larger at one end of the run than at the other, so that no one threshold fits both."
+            f"The usual norm went from {number(drift[0])} to {number(drift[1])}: a clip that leaves the larger norms "
+            f"alone would let jumps of {times} times through among the smaller ones."
         )
         return Recommendation("nothing", "There is nothing to clip.", why, usable_steps=len(norms), drift=drift)
     text, share = plain_threshold(threshold), _share_above(threshold, norms)

@@ -153,7 +153,7 @@ class RecordWriter:
         except OSError as error:
             raise RecordError(
                 f"cannot write a record to {path}: {error.strerror or error}. "
-                "Name a folder that you may write to, for example --out runs/first"
+                "Name a folder that you may write to, for example --out runs/first."
             ) from error
 
     def write(self, kind: str, /, **fields: Any) -> None:

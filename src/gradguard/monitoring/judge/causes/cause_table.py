@@ -40,6 +40,22 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The causes that a cause produces by itself, in the order in which they lead."""
 
+_RATES = ("rate_too_high", "rate_too_low", "rate_decayed")
+EXCLUDES: Mapping[str, tuple[str, ...]] = {
+    "nonfinite_data": ("rate_too_high", "nonfinite_growth"),
+    "nonfinite_range": ("rate_too_high", "nonfinite_growth"),
+    "nonfinite_growth": ("nonfinite_data", "nonfinite_range", "bad_batches"),
+    "accumulation": _RATES,
+    "bad_batches": _RATES,
+    "exploding_time": ("bad_batches",),
+    "vanishing": ("rate_too_low",),
+    "rate_decayed": ("data_shift", "bad_batches"),
+    "drift": ("bad_batches", "data_shift"),
+    "rate_too_high": ("bad_batches",),
+    "rate_too_low": ("vanishing",),
+}
+"""The causes that a first cause excludes where it says so (`Cause.rules_out`): none of them is listed behind it."""
+
 KEYS = (*EXPLAINS, "healthy", "unknown")
 """Every key of a cause."""
 
@@ -188,7 +204,7 @@ CAUSES = (
         "The learning rate is 0: nothing is trained.",
         "Set lr above 0, such as 1e-3 for Adam or 0.1 for SGD. With a scheduler, check that its first factor is not 0 "
         "and that scheduler.step() is called.",
-        "The gradients are not the cause: they are there and finite.",
+        "No gradient and no clip changes a weight at a rate of 0.",
     ),
     Row(
         "clip_starves", clip_faults.starves_below_eps, "certain",
@@ -252,14 +268,14 @@ CAUSES = (
         "not_started", loop.warming_up, "likely",
         "The warm-up is longer than the run: after {count} steps the learning rate still rises, at {rate}.",
         "Shorten the warm-up to a tenth of the run, some {tenth} steps.",
-        "The model is not the cause: its gradients are there.",
+        "The model need not be the cause: it has not seen its full rate yet.",
     ),
     Row(
         "not_started", loop.stands_still, "likely",
         "Nothing has been learned in {count} steps, though gradients and learning rate are ordinary.",
         "Check that labels belong to their inputs (a shuffle of one and not of the other), and that inputs are "
         "normalised and reach the model. If they are right, train longer, with a learning rate three times higher.",
-        "No layer lacks a gradient, and none vanishes or explodes.",
+        "The learning rate is an ordinary one.",
     ),
     Row(
         "update_rule", found("update_rule"), "likely",
@@ -298,7 +314,7 @@ CAUSES = (
         "rate_too_low", rate.too_short, "likely",
         "The learning rate, {rate}, is too low: {end}.",
         "Multiply the learning rate by {factor}, to {better}, and look again.",
-        "Gradients are there and steady: they do not vanish.",
+        "Gradients are steady: they do not vanish.",
     ),
     Row(
         "data_shift", bad_batches.level_changes, "likely",

@@ -103,12 +103,12 @@ ALWAYS_ON = Kind(
     said(
         "warning",
         f"{_ALWAYS_ON}: it acts as a learning rate {{coefficient:.2g}} times as large",
-        "lower the learning rate by that factor and raise the threshold to the recommended one, so that it guards",
+        "lower the learning rate by that factor and raise the threshold above an ordinary norm, so that it guards",
         harmless=(  # an optimizer that cancels a constant factor
             "info",
             f"{_ALWAYS_ON}, and usually multiplied gradients by {{coefficient:.2g}}",
             "with an Adam-like optimizer a constant scaling nearly cancels, so this mostly evens out one step against "
-            "the next; for a guard against spikes raise the threshold to the recommended one",
+            "the next; for a guard against spikes raise the threshold above an ordinary norm",
         ),
     ),
     value="coefficient",

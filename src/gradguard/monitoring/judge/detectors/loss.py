@@ -84,7 +84,7 @@ class Loss:
         self._high.append(level)
         if self._count < DIVERGED_BLOCKS or level < STILL_HIGH * self._high[0]:
             return
-        numbers = {"best": self.best, "start": self.start, "largest": level}
+        numbers = {"best": min(self.best, self.start), "start": self.start, "largest": level}
         self._log.tell("loss", DIVERGING, self._since, i, level, count=self._count * BLOCK, numbers=numbers)
 
 
@@ -110,8 +110,8 @@ def _diverging(found: Episode) -> Words:
         )
         return "info", message, "nothing, where the data or a target changed there; else a lower learning rate"
     message = (
-        f"the loss rose from {number(best)}, the best it was, to {number(largest)} and stayed there from step "
-        f"{found.first} on; it began at {number(start)}"
+        f"the loss rose from {number(best)}, the best it was, to {number(largest)} from step {found.first} on, and has "
+        f"not come back; it began at {number(start)}"
     )
     advice = "go back to a checkpoint from before, with a lower learning rate; it is no fault if the data became harder"
     return ("error" if largest - best > NOTHING_LEFT * (start - best) else "warning"), message, advice

@@ -72,8 +72,14 @@ def sentence(text: str) -> str:
 
 
 def said_of(finding: Finding) -> str:
-    """Return the message of a finding as a sentence; the name of a parameter in front keeps its case."""
-    return finding.message if finding.message.startswith(finding.params) else sentence(finding.message)
+    """Return the message of a finding as a sentence; the name of a parameter in front keeps its case.
+
+    Example:
+        >>> said_of(Finding("detached_layer", "warning", "head.bias has no gradient", "", 0, 9, ("head.bias",)))
+        'head.bias has no gradient.'
+    """
+    said = sentence(finding.message)
+    return finding.message[0] + said[1:] if finding.message.startswith(finding.params) else said
 
 
 def severities(found: Iterable[Finding]) -> str:
