@@ -185,7 +185,7 @@ _CALM = {
     },
     "No batch stands out.": {"bad_batches", "data_shift", "exploding", "nonfinite", "spike", "recurring_spikes"},
 }  # fmt: skip
-"""What can be said of a run that is well, and the causes and kinds of findings of which none may stand beside it."""
+"""Sentences on a run that is well, and the causes and kinds of findings of which none may stand beside it."""
 
 
 def _well(signals: RunSignals, others: Sequence[Cause]) -> Cause:
