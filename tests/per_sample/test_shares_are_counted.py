@@ -1090,3 +1090,28 @@ def test_a_mean_and_a_variance_are_taken_apart_as_the_refusal_of_a_cut_says():
     nll(out[..., :2], out[..., 2:], batch).backward()
     with pytest.raises(UnsupportedGradientError, match=r"are taken by output\.chunk\(2, -1\)"):
         clipper.clip_and_accumulate()
+
+
+def tempered(out, heat):
+    return (out / heat).log_softmax(-1).square().mean()
+
+
+def test_a_number_declared_behind_a_function_does_not_declare_a_factor():
+    """A temperature 2 is declared, and a count that multiplies the loss is 2 in this batch."""
+    clipper = exact()
+    clipper.refuse_ambiguous_losses()
+    with pytest.raises(UnsupportedGradientError, match=r"2 operations take the number 2, and 1 of them"):
+        step(clipper, lambda out, batch: tempered(out, clipper.constant(2)) * float(len(out)), Batch([5, 5]))
+    clipper.discard()
+    loss = lambda out, batch: tempered(out, clipper.constant(2)) * clipper.constant(2)  # noqa: E731
+    assert_exact(step(clipper, loss, Batch([5, 5])), loss, Batch([5, 5]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_half_that_is_declared_stands_beside_one_that_need_not_be(size):
+    clipper, batch = exact(), Batch([5] * size)
+    clipper.refuse_ambiguous_losses()
+    loss = lambda out, batch: clipper.constant(0.5) * (0.5 * squares(out, batch)).mean()  # noqa: E731
+    assert_exact(step(clipper, loss, batch), lambda out, batch: 0.25 * squares(out, batch).mean(), batch)
+    with pytest.raises(UnsupportedGradientError, match=r"2 operations take the number 0.5, and 1 of them"):
+        step(clipper, lambda out, batch: squares(out, batch).mean() / clipper.constant(0.5) * 0.5, batch)

@@ -521,6 +521,13 @@ def _declared(constant: Constant, numbers: Sequence[float]) -> Constant:
     return replace(constant, origin="declared")
 
 
+def declared_at(node: Node, depends: Dependence, numbers: Sequence[float]) -> list[Constant]:
+    """Return the declared numbers that an operation multiplies or divides values of the samples by."""
+    found = [_multiplier(operation(node), node, which)[0] for which in inputs_of(node, depends)]
+    constants = [_declared(constant, numbers) for constant in found if constant is not None]
+    return [constant for constant in constants if constant.origin == "declared"]
+
+
 def is_linear(name: str, inputs: Sequence[int]) -> bool:
     """Tell whether an operation is linear in those of its inputs that depend on the samples."""
     if name not in _LINEAR or (name == "Div" and inputs != [0]):

@@ -164,7 +164,7 @@ class SampleRows:
         self.path, self._outputs, self._depends = path, outputs, depends
         self.name = "" if is_output else operation(path.node)
         self.shape = _shape_of_rows(path, self.name)
-        self._behind = list(_behind(path.node, depends, outputs.values))
+        self.behind = list(_behind(path.node, depends, outputs.values))
         self.owner = self._owner() if owner is None else owner
         self._refuse_constants(is_new=owner is None)
 
@@ -262,16 +262,16 @@ class SampleRows:
 
     def _passes(self, names: frozenset[str]) -> bool:
         """Tell whether one of these operations stands between the rows and the module."""
-        return any(operation(node) in names for node in self._behind)
+        return any(operation(node) in names for node in self.behind)
 
     def _in_order(self) -> bool:
         """Whether nothing between the rows and the module, or a layer inside it, changes the order of samples."""
         path, outputs = self.path, self._outputs
-        edges = [(path.node, path.number), *[edge for node in self._behind for edge in parents(node)]]
+        edges = [(path.node, path.number), *[edge for node in self.behind for edge in parents(node)]]
         ends = [end for end in edges if end in outputs.values or end[0].name() in TAPS]
         in_front = all(shape_of(*end)[:1] == (outputs.batch_size,) for end in ends if shape_of(*end))
         chosen = _selections(path.node, self.shape, self._depends)  # whose rows are known
-        still = all(operation(n) in _IN_ORDER or n in chosen or _turns_rows_only(n) for n in self._behind)
+        still = all(operation(n) in _IN_ORDER or n in chosen or _turns_rows_only(n) for n in self.behind)
         return outputs.batch_first and in_front and still
 
     def _measured(self, node: Node, number: int) -> Tensor:
@@ -298,7 +298,7 @@ class SampleRows:
         """
         if (self.path.node, self.path.number) in self._outputs.values:
             return
-        for node in self._behind:
+        for node in self.behind:
             reduces = node is self.path.node and self.name in _WITH_REDUCTION
             if not reduces and _mixes(node, self._outputs, self._depends) and not self._keeps_apart(node):
                 raise Coupled(
@@ -321,7 +321,7 @@ class SampleRows:
     @property
     def _nodes(self) -> list[Node]:
         """The operations between the loss and the module."""
-        return [*[step.node for step in self.path.steps], *self._behind]
+        return [*[step.node for step in self.path.steps], *self.behind]
 
     def _refuse_constants(self, is_new: bool) -> None:
         """Check that no constant lies along as many entries as there are samples, and is the same for each of them.
@@ -352,7 +352,7 @@ class SampleRows:
                 self._refuse_constant(node, value, sizes, sizes)
                 if all(sizes[dim] == 1 for dim in places):
                     self._learn(sizes)
-        unseen = [node for node in self._behind if adds_unseen(node, depends)]
+        unseen = [node for node in self.behind if adds_unseen(node, depends)]
         hiding = [node for node in nodes if hides_constant(node, depends, outputs.batch_size)]
         for node in hiding if is_new else ():
             below = [node.next_functions[place] for place in inputs_of(node, depends)]
@@ -384,7 +384,7 @@ class SampleRows:
     @functools.cached_property
     def _is_inside(self) -> bool:
         """Whether the rows are computed within the module, which was looked at by itself."""
-        ends = {edge for node in [self.path.node, *self._behind] for edge in parents(node)}
+        ends = {edge for node in [self.path.node, *self.behind] for edge in parents(node)}
         return not self._outputs.values & {(self.path.node, self.path.number), *ends}
 
     def _is_doubtful(self, shape: torch.Size, constant: Sequence[int]) -> bool:
@@ -621,7 +621,7 @@ class SampleRows:
         scaled *= math.prod(abs(constant.value) for constant in constants if constant.origin == "declared")
         nonzero = weights[weights > 0] / scaled
         few = nonzero.unique()
-        behind = [] if path.output is not None else self._behind
+        behind = [] if path.output is not None else self.behind
         nodes = [*behind, *[step.node for step in path.steps]]
         return RowWeights(
             kind=(*sorted({operation(node) for node in behind} - _MOVING), "to", *self._adding),

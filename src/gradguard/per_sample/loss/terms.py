@@ -35,6 +35,7 @@ from gradguard.per_sample.loss.loss_graph import (
     Root,
     Unreadable,
     Verdict,
+    declared_at,
     mean_of,
     operation,
     parents,
@@ -152,8 +153,8 @@ def loss_parts(
         found_paths = list(paths(roots, depends, outputs.values, declared))
         owners = known.owners if known else [None] * len(found_paths)
         ends = [_rows(path, outputs, depends, owner) for path, owner in zip(found_paths, owners, strict=True)]
-        if ledger.strict:
-            _refuse_undeclared(found_paths, declared)
+        if ledger.strict and declared:
+            _refuse_undeclared(found_paths, [node for end in ends for node in end.behind], depends, declared)
         if ledger.strict and outputs.batch_size > 1:
             _refuse_cut(ends)
         terms = [end.term(scale) for end in ends]
@@ -262,18 +263,27 @@ def _judged_anew(loss: _Loss, ledger: Ledger) -> LossParts:
     return LossParts("right", factors=factors[0] if factors else None, divided_by=divided_by, page=candidate)
 
 
-def _refuse_undeclared(found: Sequence[Path], declared: Sequence[float]) -> None:
+def _refuse_undeclared(
+    found: Sequence[Path], behind: Sequence[Node], depends: Dependence, declared: Sequence[float]
+) -> None:
     """Check that no number is taken for a declared one because it equals that: each was declared where it stands.
 
+    Args:
+        found: The paths to the rows.
+        behind: The operations between the rows and the module, where a declared number may stand as well.
+        depends: Knows which values depend on the samples.
+        declared: The declared numbers.
+
     Raises:
-        Refused: If more operations take a number than were declared.
+        Refused: If more operations take a number than were declared, and it is no factor 0.5, which need not be.
     """
-    nodes = {c.node: c.number for path in found for c in path.constants if c.origin == "declared"}
-    for number in nodes.values():
-        taken, said = (
-            sum(math.isclose(one, number, rel_tol=1e-12) for one in each) for each in (nodes.values(), declared)
-        )
-        if taken > said:
+    on_paths = {c.node: c for path in found for c in path.constants if c.origin == "declared"}
+    nodes = {one.node: one for node in behind for one in declared_at(node, depends, declared)} | on_paths
+    for constant in on_paths.values():
+        number = constant.number
+        same = [one for one in nodes.values() if math.isclose(one.number, number, rel_tol=1e-12)]
+        taken, said = len(same), sum(math.isclose(one, number, rel_tol=1e-12) for one in declared)
+        if taken > said and (number != 0.5 or any(one.divides for one in same)):
             raise Refused(
                 f"{taken} operations take the number {number:.6g}, and {said} of them were declared: another may have "
                 "been counted from the batch. Say clipper.constant(number) at each place where it stands, and leave a "
