@@ -1115,3 +1115,119 @@ def test_a_half_that_is_declared_stands_beside_one_that_need_not_be(size):
     assert_exact(step(clipper, loss, batch), lambda out, batch: 0.25 * squares(out, batch).mean(), batch)
     with pytest.raises(UnsupportedGradientError, match=r"2 operations take the number 0.5, and 1 of them"):
         step(clipper, lambda out, batch: squares(out, batch).mean() / clipper.constant(0.5) * 0.5, batch)
+
+
+def least(values, bound):
+    return torch.minimum(values.square().mean((1, 2)), bound)
+
+
+FOR_ALL = {
+    "a column": lambda out, t: out[..., int(t.mean((0, 1)).argmax())].square().mean(),
+    "select": lambda out, t: out.select(2, int(t.mean((0, 1)).argmax())).square().mean(),
+    "unbind": lambda out, t: out.unbind(2)[int(t.mean((0, 1)).argmax())].square().mean(),
+    "split": lambda out, t: out.split(1, 2)[int(t.mean((0, 1)).argmax())].square().mean(),
+    "a narrow part": lambda out, t: out.narrow(2, int(t.mean((0, 1)).argmax()), 1).square().mean(),
+    "a column in a loop": lambda out, t: torch.stack(
+        [one[:, int(t.mean((0, 1)).argmax())].square().mean() for one in out]
+    ).mean(),
+}
+"""Losses in which the whole batch chooses a column."""
+
+BESIDE = {
+    "clamp": lambda out, t, s: (out - t).abs().clamp(max=s).mean(),
+    "clamp_min": lambda out, t, s: (out - t).abs().clamp_min(s).mean(),
+    "minimum": lambda out, t, s: least(out - t, s).mean(),
+    "pow": lambda out, t, s: ((out - t).abs() + 0.1).pow(s).mean(),
+    "a factor behind a square": lambda out, t, s: ((out - t) * s).square().mean(),
+    "a choice": lambda out, t, s: torch.where(s > 0.7, (out - t).square(), (out - t).abs()).mean(),
+}
+"""Losses that take a tensor of one value."""
+
+
+def step_on(clipper, loss, target: Tensor) -> None:
+    clipper.module.zero_grad()
+    loss(clipper.module(torch.randn(len(target), T, 4).double()), target).backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+
+
+def targets(column: int, size: int = 4) -> Tensor:
+    """Targets of which one record's, the last, decides which column has the largest mean."""
+    target = Batch([T] * size).target.clone()
+    target[-1, :, column] += 1e3
+    return target
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["private", ""])
+@pytest.mark.parametrize("name", FOR_ALL)
+def test_a_place_that_a_batch_chooses_for_all_is_refused_when_it_is_another(name, private):
+    clipper = exact()
+    if private:
+        clipper.refuse_ambiguous_losses()
+    step_on(clipper, FOR_ALL[name], targets(0))
+    step_on(clipper, FOR_ALL[name], targets(0, 3))
+    with pytest.raises(UnsupportedGradientError, match=r"which all samples share.* has changed.* from 0"):
+        step_on(clipper, FOR_ALL[name], targets(2))
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_tensor_of_one_value_is_declared_in_private_training(name):
+    clipper = exact()
+    clipper.refuse_ambiguous_losses()
+    with pytest.raises(
+        UnsupportedGradientError, match=r"a tensor of shape \[\], which all samples share.*constant\(value.item"
+    ):
+        step_on(clipper, lambda out, t: BESIDE[name](out, t, t.abs().mean()), targets(0))
+    clipper.discard()
+    if name == "a choice":
+        return
+    for size in (4, 3, 1):
+        step_on(
+            clipper,
+            lambda out, t: BESIDE[name](out, t, torch.tensor(clipper.constant(0.5), dtype=out.dtype)),
+            targets(0, size),
+        )
+
+
+def test_an_addition_beside_that_of_targets_is_refused_in_private_training():
+    clipper = exact()
+    clipper.refuse_ambiguous_losses()
+    with pytest.raises(UnsupportedGradientError, match=r"shows their sum alone.*per_sample_losses"):
+        step_on(clipper, lambda out, t: (out - t + t.mean()).square().mean(), targets(0))
+    clipper.discard()
+    step_on(clipper, lambda out, t: (out - (t - 1)).square().mean(), targets(0))
+
+
+NEIGHBOURS = {
+    "the first": lambda out, t: out[..., 0].square().mean(),
+    "the last": lambda out, t: out[:, -1].square().mean(),
+    "the last token by its number": lambda out, t: out[:, out.shape[1] - 1].square().mean(),
+    "halves": lambda out, t: torch.mul(*out.chunk(2, 1)[0].split([1, 2], 2)).mean(),
+    "parts": lambda out, t: torch.sub(*out.unbind(2)[:2]).square().mean(),
+    "a number as bound": lambda out, t: (out - t).abs().clamp(max=0.5).mean(),
+    "an exponent": lambda out, t: ((out - t).abs() + 0.1).pow(1.5).mean(),
+    "each sample's bound": lambda out, t: least(out - t, t.abs().mean((1, 2))).mean(),
+    "a mask": lambda out, t: torch.where(t > 0, out - t, 0.0).square().mean(),
+    "1 - p": lambda out, t: ((1 - out.sigmoid() + 1e-7).log() * t).mean(),
+    "triplet": lambda out, t: F.triplet_margin_loss(out[:, 0], t[:, 0], t[:, 1]),
+    "a loop": lambda out, t: sum((one - y).square().mean() for one, y in zip(out, t, strict=True)) / len(out),
+}
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["private", ""])
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_losses_beside_those_that_share_are_taken(name, private):
+    clipper = exact()
+    if private:
+        clipper.refuse_ambiguous_losses()
+    for size in (4, 4, 3, 1, 5):
+        step_on(clipper, NEIGHBOURS[name], targets(size % 3, size))
+
+
+def test_the_last_token_of_batches_of_other_lengths_is_the_last():
+    clipper = exact()
+    for length in (5, 3, 4):
+        out = clipper.module(torch.randn(4, length, 4).double())
+        out[:, length - 1].square().mean().backward()
+        clipper.clip_and_accumulate()
+    assert clipper.pre_step().batch_size == 12

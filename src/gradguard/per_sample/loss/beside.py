@@ -30,7 +30,7 @@ from gradguard.torch_private import saved_names, saved_tensors
 
 Value = tuple[Node, int]
 
-_ALIGNED = operations(
+TAKES_BESIDE = operations(
     "Mul Div Where MaskedFill MaskedSelect Pow Maximum Minimum Fmax Fmin Xlogy Atan2 Lerp Addcmul Addcdiv Clamp "
     "ClampMin ClampMax Dot MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits "
     "SoftMarginLoss Logaddexp Logaddexp2 SpecialXlog1Py NativeLayerNorm"
@@ -56,7 +56,7 @@ def constants_beside(node: Node, depends: Dependence) -> Iterator[tuple[Value, T
     """
     name = operation(node)
     inputs = inputs_of(node, depends)
-    if not inputs or name not in _ALIGNED | _PRODUCTS | LABELLED | {"Index"}:
+    if not inputs or name not in TAKES_BESIDE | _PRODUCTS | LABELLED | {"Index"}:
         return
     child, number = node.next_functions[inputs[0]]
     assert child is not None
@@ -106,7 +106,7 @@ def hides_constant(node: Node, depends: Dependence, batch_size: int) -> bool:
     if name in _CONVOLUTIONS:  # a bias has as many entries as the kernel has maps
         weight = saved(node, "weight")
         return not isinstance(weight, Tensor) or batch_size in weight.shape
-    return name not in _ALIGNED | _PRODUCTS | _ADDING_UNSEEN | _BESIDE_NOTHING
+    return name not in TAKES_BESIDE | _PRODUCTS | _ADDING_UNSEEN | _BESIDE_NOTHING
 
 
 def is_affine(node: Node, depends: Dependence) -> bool:

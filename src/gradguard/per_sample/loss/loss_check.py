@@ -329,10 +329,9 @@ class LossCheck:
             return ""
         try:
             depends = Dependence()
-            words = self._shared.objection(shared_in_graph(roots, outputs, make.kind, depends), outputs.batch_size)
-            if words or not self._shared.strict:
-                return words
-            return hidden_in_graph(roots, outputs, depends)
+            hidden = hidden_in_graph(roots, outputs, depends) if self._shared.strict else ""
+            found = shared_in_graph(roots, outputs, make.kind, depends)
+            return hidden or self._shared.objection(found, outputs.batch_size)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             return _failed(error)
 

@@ -594,7 +594,7 @@ def mean_of(step: LinearStep) -> float:
     return shape_of(step.node, step.number).numel() / max(1, shape_of(child, number).numel())
 
 
-def _is_tensor(number: Any) -> bool:
+def is_tensor(number: Any) -> bool:
     """Whether a number is a tensor; torch holds Python's as tensors that promote no dtype."""
     if not isinstance(number, Tensor):
         return False
@@ -622,7 +622,7 @@ def _multiplier(name: str, node: Node, which: int) -> tuple[Constant | None, flo
         return None, abs(multiplies)
     precision = torch.finfo(other.dtype).eps if tensor and other.is_floating_point() else 0.0
     trained = len(node.next_functions) == 2 and node.next_functions[1 - which][0] is not None
-    if _is_tensor(other):
+    if is_tensor(other):
         origin = "whole" if trained else "tensor"  # a weight of a task that is learnt is the user's
     elif tensor:
         origin = "float" if other.is_floating_point() else "whole"

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, cast
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradguard.per_sample.loss.beside import (
+    TAKES_BESIDE,
     Value,
     added,
     adds_unseen,
@@ -38,6 +39,7 @@ from gradguard.per_sample.loss.loss_graph import (
     Unreadable,
     inputs_of,
     is_linear,
+    is_tensor,
     operation,
     operations,
     parents,
@@ -47,7 +49,7 @@ from gradguard.per_sample.loss.loss_graph import (
     signed,
 )
 from gradguard.per_sample.loss.separation import Outputs, Silent
-from gradguard.torch_private import base_of, saved_constant, saved_settings, tree_flatten, version_of
+from gradguard.torch_private import base_of, saved_constant, saved_settings, saved_tensors, tree_flatten, version_of
 
 _SHOWING = operations(
     "Sum Nansum Mean View UnsafeView ReshapeAlias Squeeze Unsqueeze Select Slice Unbind Split SplitWithSizes "
@@ -60,6 +62,9 @@ _SHOWING = operations(
     "Logsumexp LogSoftmax Softmax Norm LinalgVectorNorm Amax Amin Max Min Sort Topk Cumsum Prod Var Std"
 )
 """Operations that save every constant that they take, or whose constant follows from values that are known."""
+
+_TAKING = operations("Select Slice Unbind Split SplitWithSizes UnsafeSplit")
+"""Operations that take places along a dimension, which their settings, or the numbers of their results, tell."""
 
 _NUMBERS = frozenset(["exponent", "min", "max", "min_val", "max_val", "threshold", "p", "value", "margin", "scale"])
 """Settings of operations that may be whole numbers, and are no sizes or places."""
@@ -74,12 +79,15 @@ class SharedValue:
         value: It.
         is_shared: Looks whether samples do share it, which takes time.
         rounding: How far it may be from what was meant.
+        places: A place along a dimension as it is counted from the front, from the end, and so on: one that is the
+            same in one of these ways is the same.
     """
 
     key: Hashable
     value: Tensor | float
     is_shared: Callable[[], bool] = lambda: True
     rounding: float = 0.0
+    places: tuple[Hashable, ...] = ()
 
     def is_of(self, declared: Tensor | float) -> bool:
         """Tell whether it is a value that was declared, a view or a copy of it, what subtracts it or divides by it."""
@@ -108,8 +116,11 @@ class _KeptValue:
     copied: Tensor | float
     place: Hashable
     of_several: bool  # samples, and not of a batch of one
+    places: tuple[Hashable, ...] = ()
 
     def is_same(self, one: SharedValue) -> bool:
+        if self.places and one.places:
+            return any(mine == theirs for mine, theirs in zip(self.places, one.places, strict=True))
         is_there = isinstance(one.value, Tensor) and _place(one.value) == self.place
         return is_there or one.is_equal(self.copied)
 
@@ -149,7 +160,7 @@ class SharedValues:
             if several and self.strict and isinstance(one.value, Tensor):
                 is_known, kept = False, _kept(math.nan, of_several=True)
             if kept is None or is_known:
-                self._new[one.key] = kept if kept and kept.of_several else _kept(one.value, several)
+                self._new[one.key] = kept if kept and kept.of_several else _kept(one.value, several, one.places)
             elif not (several or kept.of_several):  # each is its only sample's own, or it changes
                 self._new[one.key] = _kept(math.nan, of_several=False)
             elif one.is_shared():
@@ -159,9 +170,9 @@ class SharedValues:
         return ""
 
 
-def _kept(value: Tensor | float, of_several: bool) -> _KeptValue:
+def _kept(value: Tensor | float, of_several: bool, places: tuple[Hashable, ...] = ()) -> _KeptValue:
     copied = value.detach().clone() if isinstance(value, Tensor) else value
-    return _KeptValue(value, copied, _place(value) if isinstance(value, Tensor) else None, of_several)
+    return _KeptValue(value, copied, _place(value) if isinstance(value, Tensor) else None, of_several, places)
 
 
 def _place(value: Tensor) -> Hashable:
@@ -174,10 +185,11 @@ def _words(kept: _KeptValue, value: Tensor | float) -> str:
     said = "has changed since an earlier batch"
     if not isinstance(kept.copied, Tensor):
         said = "may be another in the next batch" if math.isnan(kept.copied) else f"{said}, from {kept.copied:.6g}"
+    given = "value" if not isinstance(value, Tensor) or value.dim() else "value.item()"
     return (
         f"{what}, which all samples share in the loss, {said}. Was it computed from the batch, such as weights of "
         "classes, a mean or a length? Then what a sample gives depends on the others: compute it from the sample's own "
-        "rows, or once for all batches. If it is yours, say clipper.constant(value) where it stands in the loss"
+        f"rows, or once for all batches. If it is yours, say clipper.constant({given}) where it stands in the loss"
     )
 
 
@@ -194,6 +206,12 @@ def hidden_in_graph(roots: Sequence[Root], outputs: Outputs, depends: Dependence
         for value in parents(node) if not is_affine(node, depends) and operation(node) != "LogSoftmax" else ():
             if value not in known and adds_unseen_below(value, known, depends):
                 return f"its graph does not show what is added to values before {node.name()}"
+    if outputs.batch_size > 1 and (name := _own_sum_of_several(nodes, outputs, depends)):
+        return (
+            f"several numbers or tensors are added to values before {name}, and its graph shows their sum alone. Add "
+            "up what is a sample's own first, as in output - (target - 1), or write the loss of one sample and call "
+            "clipper.per_sample_losses"
+        )
     return ""
 
 
@@ -233,6 +251,9 @@ def shared_in_graph(
             if not _is_of_parameter(constant):
                 yield SharedValue((*place, i, constant.shape), constant, look(value, sizes))
                 tensors[name, i, _place(constant)].append((node, constant))
+        for i, constant in enumerate(_single_tensors(node, is_behind) if inputs_of(node, depends) else ()):
+            yield SharedValue((*place, i, "single"), constant, look((node, 0), [1] * len(shape_of(node))))
+            tensors[name, i, _place(constant)].append((node, constant))
         for dim, columns in _columns_of(node):
             sizes = [len(columns) if i == dim else 1 for i in range(len(shape_of(node)))]
             yield SharedValue((*place, "columns", columns.shape), columns, look((node, 0), sizes))
@@ -240,6 +261,9 @@ def shared_in_graph(
             whole = look((node, 0), [1] * len(shape_of(node)))
             yield SharedValue((*place, setting, outputs.values_of_each), value, whole)
             numbers[name, setting].append((node, value))
+    edges = [((root.node, root.number), "root") for root in roots]
+    edges += [(edge, operation(node)) for node, _ in nodes for edge in parents(node)]
+    yield from _places_taken(edges, {node for node, _ in nodes}, outputs, kind)
     for (name, setting), found in numbers.items() if several else ():
         if len(found) > 1:
             yield SharedValue(
@@ -262,9 +286,25 @@ def _added(
     """Yield the constants that operations add and do not save, where they may be alike for all samples.
 
     Each comes after the number of its place, the value that it is in, and its sizes, and before its rounding.
-
     Whole numbers are left out: targets and masks of all samples may be alike by chance.
     """
+    for number, value, constant, rounding, _ in _sums(nodes, outputs, depends):
+        places = places_of(shape_of(*value), outputs.batch_size)
+        sizes = varying_sizes(constant, rounding)
+        if any(sizes[dim] == 1 for dim in places):
+            for dim in (dim for dim in places if sizes[dim] == 1):
+                constant = constant.narrow(dim, 0, 1)
+            one = constant.flatten()[0]
+            if bool(((constant - one).abs() <= rounding).all()):
+                constant = one
+            if bool(((constant - constant.round()).abs() > rounding).any()):
+                yield number, value, sizes, constant if constant.dim() else float(one), float(2 * rounding)
+
+
+def _sums(
+    nodes: Sequence[Node], outputs: Outputs, depends: Dependence
+) -> Iterator[tuple[int, Value, Tensor, Tensor, dict[Value, Tensor]]]:
+    """Yield the number of each value that has unseen constants in it, the value, their sum, and the known values."""
     if not any(adds_unseen(node, depends) for node in nodes):
         return
     known = outputs.held | known_values(nodes)
@@ -282,15 +322,127 @@ def _added(
         constant, rounding = found[0], found[-1]
         if value in normalized:
             constant = constant - constant.mean(normalized[value], keepdim=True)
+        yield number, value, constant, rounding, known
+
+
+def _own_sum_of_several(nodes: Sequence[Node], outputs: Outputs, depends: Dependence) -> str:
+    """Return the operation that takes a value to which several constants were added, of which the sum is seen alone."""
+    for _, value, constant, rounding, known in _sums(nodes, outputs, depends):
         sizes = varying_sizes(constant, rounding)
-        if any(sizes[dim] == 1 for dim in places):
-            for dim in (dim for dim in places if sizes[dim] == 1):
-                constant = constant.narrow(dim, 0, 1)
-            one = constant.flatten()[0]
-            if bool(((constant - one).abs() <= rounding).all()):
-                constant = one
-            if bool(((constant - constant.round()).abs() > rounding).any()):
-                yield number, value, sizes, constant if constant.dim() else float(one), float(2 * rounding)
+        own = any(sizes[dim] > 1 for dim in places_of(shape_of(*value), outputs.batch_size))
+        if own and _additions(value, known, depends) > 1:
+            return value[0].name()
+    return ""
+
+
+def _additions(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> int:
+    """Return how many unseen constants are added to an element of a value at most, from the known values on."""
+    counts: dict[Value, int] = {}
+    pending = [value]
+    while pending:
+        top = pending[-1]
+        node = top[0]
+        if top in counts or (top in known and top != value) or not is_affine(node, depends):
+            counts.setdefault(top, 0)
+            pending.pop()
+            continue
+        below = [edge for edge in parents(node) if depends(edge[0])]
+        if unknown := [edge for edge in below if edge not in counts]:
+            pending += unknown
+            continue
+        found = [counts[edge] for edge in below]
+        together = max(found) if operation(node) in {"Stack", "Cat"} else sum(found)
+        is_seen = top == value and operation(node) == "Where" and _is_zero_elsewhere(node, known[value], depends)
+        is_number = node.name() in {"AddBackward1", "SubBackward1"}  # of a function of torch's, as its eps
+        counts[top] = together + (adds_unseen(node, depends) and not is_seen and not is_number)
+    return counts[value]
+
+
+def _is_zero_elsewhere(node: Node, result: Tensor, depends: Dependence) -> bool:
+    """Tell whether a choice by a mask is 0 where it is not of the samples' values: a mask, as any other."""
+    mask = saved(node, "condition").broadcast_to(result.shape)
+    mask = mask if inputs_of(node, depends) == [0] else ~mask
+    return bool((result == 0).logical_or(mask).all())
+
+
+def _single_tensors(node: Node, is_behind: bool) -> Iterator[Tensor]:
+    """Yield the tensors without a dimension that an operation takes, but for factors of rows; no numbers of Python."""
+    if operation(node) in TAKES_BESIDE and (is_behind or operation(node) not in {"Mul", "Div"}):
+        for constant in saved_tensors(node):
+            single = not (constant.dim() or constant.requires_grad or _is_of_parameter(constant))
+            if single and (constant.dtype == torch.bool or is_tensor(constant)):
+                yield constant
+
+
+def _places_taken(
+    edges: Iterable[tuple[Value, str]], nodes: Container[Node], outputs: Outputs, kind: Hashable
+) -> Iterator[SharedValue]:
+    """Yield the places that operations take along a dimension, such as a column, each for who uses the result."""
+    counted: Counter[Hashable] = Counter()
+    alike: defaultdict[Hashable, list[tuple[Node, float]]] = defaultdict(list)
+    for (node, number), user in edges:
+        if node not in nodes or (taken := _taken(node, number)) is None:
+            continue
+        dim, places = taken
+        shape, among = shape_of(*parents(node)[0]), places_of(shape_of(*parents(node)[0]), outputs.batch_size)
+        if shape[dim] == 1 or (outputs.batch_size == 1 and dim in among):
+            continue
+        place = kind, "taken", user, operation(node), len(shape), among == [dim]
+        counted[place] += 1
+        of_several = functools.partial(_is_for_several, outputs, (node, number), dim)
+        shared = of_several if outputs.batch_size > 1 else lambda: True
+        yield SharedValue((*place, counted[place], "dim"), float(dim), shared)
+        for name, value, ways in places:
+            yield SharedValue((*place, counted[place], name), value, shared, places=ways)
+            if operation(node) in {"Select", "Unbind"}:
+                alike[place, name].append((node, value))
+    for key, found in alike.items() if outputs.batch_size > 1 else ():
+        if len(found) > 1:
+            of_each = functools.partial(_is_of_each, outputs, found)
+            yield SharedValue((key, "each"), found[0][1], of_each)
+
+
+def _taken(node: Node, number: int) -> tuple[int, Sequence[tuple[str, float, tuple[Hashable, ...]]]] | None:
+    """Return the dimension along which an operation takes some places, and these in the ways of `SharedValue`."""
+    name = operation(node)
+    if name not in _TAKING:
+        return None
+    shape = shape_of(*parents(node)[0])
+    dim = signed(saved(node, "dim")) % len(shape)
+    size, step, part = shape[dim], 1, None
+    if name == "Slice":
+        start, end = signed(saved(node, "start") or 0), saved(node, "end")
+        start, end, step = slice(start, None if end is None else signed(end), saved(node, "step")).indices(size)
+    elif name in {"Select", "Unbind"}:
+        start = number if name == "Unbind" else signed(saved(node, "index")) % size
+        return dim, [("at", float(start), (start, start - size))]
+    elif name == "SplitWithSizes":
+        sizes = list(saved(node, "split_sizes"))
+        start, end = sum(sizes[:number]), sum(sizes[: number + 1])
+    else:
+        each = saved(node, "split_size")
+        start, end = number * each, min(size, (number + 1) * each)
+        count = -(-size // each) if each else 1
+        part = (number, count) if count and each == -(-size // count) else None
+    parts = () if part is None else (part,)
+    ways = [
+        (which, float(one), (one, one - size, *(parts or (object(),)))) for which, one in (("from", start), ("to", end))
+    ]
+    if name == "Slice":  # an end is a length, up to which values are padded: that is judged by itself
+        return dim, [ways[0], ("step", float(step), ())]
+    return dim, ways
+
+
+def _is_for_several(outputs: Outputs, value: Value, dim: int) -> bool:
+    """Tell whether a result is of several samples, and what was taken lies along another dimension than these."""
+    if not _is_shared(outputs, *value, [1] * len(shape_of(*value))):
+        return False
+    whole = parents(value[0])[0]
+    try:
+        samples = outputs.samples_of(*whole)
+    except Unreadable:
+        return places_of(shape_of(*whole), outputs.batch_size)[:1] != [dim]
+    return torch.equal(samples.amin(dim), samples.amax(dim))
 
 
 def _is_of_parameter(constant: Tensor) -> bool:
