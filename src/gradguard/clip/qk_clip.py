@@ -9,13 +9,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from gradguard.arguments import check_number, check_whole
 from gradguard.clip.guard import check_hookable, guard_of
 from gradguard.clip.guard_counts import LateReader
-from gradguard.clip.logits import AttentionCall, AttentionListener, call_of, largest_logits
+from gradguard.clip.logits import AttentionCall, AttentionListener, largest_logits
 from gradguard.distributed.placements import gradient_of, is_sharded, local_part, shard_like
 from gradguard.distributed.processes import largest_over, numbers_of_all
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
@@ -55,12 +54,11 @@ class QKClip:
       returned: they must have one ratio, as after a rotary embedding or a constant factor. Anything else is an error
       before the step: a normalisation of queries or keys (QK-norm), which would undo any rescaling; a position added to
       them; rows that lie in another order than was said.
-    * After the first training forward of an attention it is run twice more without gradients, by the same random
-      numbers, once with half of what the layers return. Queries and keys that do not shrink with it are an error
-      before the step: a normalisation by a norm of a whole tensor, head or batch. Buffers and random numbers are as
-      if that had not been.
-    * On an accelerator that is read without a wait: what it says is rescaled on no step, and the error comes at one of
-      the next steps.
+    * That ratio, times ``scale``, must be the same number at every call since the clip was attached, within 0.1 % (2 %
+      in half precision). A norm over a whole tensor, head or batch passes the first call, where it looks like a
+      constant, so that one rescaling may come of it; a call in which the ratio differs is an error before its step.
+    * On an accelerator these two are read without a wait: what they say is rescaled on no step, and the error comes at
+      one of the next steps.
     * An attention that calls `scaled_dot_product_attention` and is told by no projections is an error. So is a training
       forward of a known attention that attends otherwise, at once, and a step with gradients of a weight of one of
       which no such forward was seen.
@@ -88,11 +86,9 @@ class QKClip:
     spectral_norm, tied weights,
     frozen projections,
     ``need_weights``, FlexAttention,
-    ``add_bias_kv``, a second QKClip
-    a norm over a whole tensor, head    an error, which the trial of the first forward shows
-    or batch
-    a factor of the logits that is      rescaled rightly
-    learned or depends on the length
+    ``add_bias_kv``, a second QKClip,
+    a factor that is learned or
+    depends on the length
     LoRA                                an error; where the base layer is named, trained, and the adapter still
                                         returns zeros, once these change
     an attention that is frozen when    left alone, unless ``projections`` has it; attach again after thawing it
@@ -274,20 +270,18 @@ _NOTHING_DONE = "Nothing was rescaled, and no step was taken"
 
 _FAULTS, _HEADER = slice(3, 6), 6
 """The header of `_Attention.measured`: the size of a head, how many heads and key heads there are, and the faults: how
-far vectors are from what the layers returned, values from keys, and vectors from shrinking with what the layers return;
-above 1 is too far."""
+far vectors are from what the layers returned, values from keys, and their factor from that of other calls; above 1 is
+too far."""
 
 _FAULT_WORDS = (
     "does not attend with what its projections return: the norms of its query or key vectors are not one factor times "
     "those of the outputs. A normalisation between them (QK-norm) makes any rescaling of the weights useless, and "
     "needs none. A position that is added, or rows in another order, cannot be rescaled by rows of heads.",
     "attends with values that are its keys, which a rescaling of the keys would change.",
-    "attends with queries or keys that do not shrink where what its projections return does: a normalisation by a norm "
-    "of a whole tensor, head or batch makes any rescaling of the weights useless, and needs none.",
+    "attends with what its projections return times a factor that differs between calls. A normalisation by a norm of "
+    "a whole tensor, head or batch makes any rescaling of the weights useless; a factor that is learned, or that "
+    "depends on the length, cannot be told from it.",
 )
-
-_SHRUNK = 0.71
-"""The norm of vectors over what it was, below which they have shrunk with outputs that were halved."""
 
 _TELLING = 8
 """Numbers of a head from which on values that are a multiple of keys are so by no chance."""
@@ -322,8 +316,8 @@ class _Attention:
     is_seen: bool = False
     _outputs: list[tuple[int, Tensor]] = field(default_factory=list)
     _heard: bool = False
-    _trial_factor: float | None = None
-    _useless: Tensor | None = None
+    _factors: tuple[Tensor, Tensor] | None = None
+    """The least and the largest factor of each head's queries and keys in any call."""
     _found: list[Tensor] = field(default_factory=list)
 
     @property
@@ -407,7 +401,7 @@ class _Attention:
         """Keep what the layers return in a forward of the module, before other hooks change it, until it attends."""
         return [
             self.module.register_forward_pre_hook(ForwardHook(self._enter), prepend=True),
-            self.module.register_forward_hook(ForwardHook(self._leave), prepend=True, with_kwargs=True),
+            self.module.register_forward_hook(ForwardHook(self._leave), prepend=True),
             *(
                 layer.register_forward_hook(ForwardHook(self._keep, place), prepend=True)
                 for place, layer in enumerate(self.layers())
@@ -420,41 +414,14 @@ class _Attention:
         self._outputs, self._heard = [], False
 
     @never_compiled
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        del result
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        del args, result
         unheard = bool(self._outputs) if self.layers() else not self._heard
         self._outputs = []
         if not (module.training and torch.is_grad_enabled()):
             return
         if unheard:
             self._refuse_unheard()
-        if self._heard and self.layers() and self._useless is None:
-            self._useless = self._tried(module, args, kwargs)
-            if self.measured is not None:
-                last = self.measured[_FAULTS.stop - 1]
-                last.copy_(torch.maximum(last, self._useless))
-
-    @torch.no_grad()
-    def _tried(self, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
-        """Return infinity if queries or keys do not shrink where what the layers return is halved; otherwise 0."""
-        home = self.nothing()
-        devices = [home.device] if home.is_cuda else []
-        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        calls: list[AttentionCall] = []
-        try:
-            for self._trial_factor in (1.0, 0.5):
-                with torch.random.fork_rng(devices), _Hearing() as hearing:
-                    module.forward(*args, **kwargs)
-                calls += hearing.calls[:1]
-        finally:
-            self._trial_factor = None
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        vectors = [(call.query, call.key[..., : call.key.shape[-1] - self.rotary]) for call in calls]
-        sizes = [torch.stack([torch.linalg.vector_norm(one.to(home.dtype)) for one in pair]) for pair in vectors]
-        if len(sizes) < 2:  # without gradients it attends otherwise
-            return home.new_zeros(())
-        return torch.where((sizes[1] > _SHRUNK * sizes[0]).any(), torch.inf, 0.0).to(home)
 
     def _refuse_unheard(self) -> NoReturn:
         raise UnsupportedGradientError(
@@ -468,8 +435,6 @@ class _Attention:
     @never_compiled
     def _keep(self, place: int, layer: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         del layer, args
-        if self._trial_factor is not None:
-            return output * self._trial_factor
         if torch.is_grad_enabled() and output.numel():
             self._outputs.append((place, local_part(output).detach().clone()))  # which may be changed in place
         return None
@@ -508,15 +473,14 @@ class _Attention:
         self._require(
             self.shape in (None, shape), f"attends with {heads} heads of {size}, and has attended with other ones"
         )
-        faults: Sequence[float | Tensor] = [0.0, 0.0]
+        faults: Sequence[float | Tensor] = [0.0] * len(_FAULT_WORDS)
         if layers:
             faults = self._faults(
                 call, [outputs[i].reshape(-1, outputs[i].shape[-1]) for i in range(len(layers))], here
             )
         self.shape, self.is_seen = shape, True
         new, start = self.nothing(), self._first_head(here, heads, weights)
-        useless = 0.0 if self._useless is None else self._useless
-        for place, number in enumerate((*shape, *faults, useless)):
+        for place, number in enumerate((*shape, *faults)):
             new[place].fill_(number)  # an assignment of a number would wait for the device
         largest = torch.nan_to_num(largest_logits(call, exact).to(new), -torch.inf, -torch.inf)
         new[_HEADER + start * size : _HEADER + (start + here) * size] = largest.repeat_interleave(size)
@@ -544,11 +508,16 @@ class _Attention:
         self._require(
             all(a.numel() == b.numel() for a, b in pairs), "attends with other tokens than its projections see"
         )
-        changes = [_apart(*pair) for pair in pairs if pair[0].numel()]
+        compared = [_apart(*pair) for pair in pairs if pair[0].numel()]
+        changes = [apart for apart, _, _ in compared]
         if self.rotary:
             shared = call.key[..., own:]
             changes.append(torch.where((shared == shared[:, :1]).all(), 0.0, torch.inf))
-        return [torch.stack(changes).amax(), _are_keys(call, keyed)]
+        factors = torch.cat([compared[0][1] * call.scale, *(factor for _, factor, _ in compared[1:])])
+        least, most = [one.to(factors) for one in self._factors or (factors, factors)]
+        self._factors = least, most = torch.fmin(least, factors), torch.fmax(most, factors)
+        drift = torch.nan_to_num((most / least - 1).abs(), 0.0).amax() / max(tolerance for *_, tolerance in compared)
+        return [torch.stack(changes).amax(), _are_keys(call, keyed), drift]
 
     def _require(self, fits: bool, what: str) -> None:
         if not fits:
@@ -614,14 +583,18 @@ def _by_rows(gamma: Tensor, *pattern: tuple[float, int]) -> Tensor:
     return torch.cat([(gamma**power)[:, None].expand(-1, count) for power, count in pattern], 1).flatten()
 
 
-def _apart(vectors: Tensor, outputs: Tensor) -> Tensor:
-    """Return how far the norms of a head's vectors are from one factor times those of its outputs; above 1 is too far.
+def _apart(vectors: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Compare the norms of a head's vectors with one factor times those of its outputs.
 
     Both are compared in order of size: a rescaling of rows is right whichever token has which.
 
     Args:
         vectors: Of shape (batch, heads, tokens, size).
         outputs: Of shape (batch * tokens, heads, size), in any order of batch and tokens.
+
+    Returns:
+        How far they are, above 1 too far; the factor of each head, NaN where it cannot be told; and the relative
+        difference of factors that is rounding.
     """
     wide = torch.promote_types(torch.promote_types(vectors.dtype, outputs.dtype), torch.float32)
     norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide).transpose(0, 1).flatten(1).sort(1).values
@@ -630,7 +603,8 @@ def _apart(vectors: Tensor, outputs: Tensor) -> Tensor:
     known = (of_outputs > _NEGLIGIBLE * of_outputs[:, -1:]) & ratios.isfinite()
     most, least = torch.where(known, ratios, 0.0).amax(1), torch.where(known, ratios, torch.inf).amin(1)
     tolerance = 0.02 if 2 in (vectors.element_size(), outputs.element_size()) else 1e-3
-    return (most / least - 1).amax() / tolerance
+    factor = torch.where(known, ratios, torch.nan).nanmedian(1).values
+    return (most / least - 1).amax() / tolerance, factor, tolerance
 
 
 def _are_keys(call: AttentionCall, outputs: Tensor) -> Tensor:
@@ -649,22 +623,6 @@ def _are_keys(call: AttentionCall, outputs: Tensor) -> Tensor:
                 squares = values.square().sum((0, 2)) * other.square().sum((0, 2))
                 found = torch.where(((squares > 0) & (product.square() > (1 - 1e-4) * squares)).any(), torch.inf, found)
     return found
-
-
-class _Hearing(TorchFunctionMode):
-    """Keeps the calls of `scaled_dot_product_attention` that are made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[AttentionCall] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Keep a call and make it."""
-        del types
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "scaled_dot_product_attention":
-            self.calls.append(call_of(*args, **kwargs))
-        return func(*args, **kwargs)
 
 
 # Where the projections are.
