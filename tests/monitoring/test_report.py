@@ -13,7 +13,7 @@ from synthetic import changed, log_normal, make_record, steps_of, wide_meta, wri
 
 from gradguard.errors import InvalidValueError, RecordError
 from gradguard.files import writing
-from gradguard.monitoring.judge.diagnosis import diagnose
+from gradguard.monitoring.judge.diagnosis import diagnose, weighed_findings
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.judgement import verdict
 from gradguard.monitoring.judge.recommend import Recommendation, recommend
@@ -343,7 +343,7 @@ def test_odd_numbers_draw_something(tmp_path, odd):
 
 def test_findings_stand_on_the_page_with_advice(tmp_path):
     record = write_sick(tmp_path / "run.jsonl")
-    page, found = words_of(page_of(record)), findings(record)
+    page, found = words_of(page_of(record)), weighed_findings(record)
     assert len(found) > 3
     for finding in found:
         assert finding.message[1:] in page
