@@ -615,6 +615,19 @@ class Hooked(nn.Module):
         return squares(y).mean() if self.number else y
 
 
+def test_a_matrix_exponential_is_linear_up_to_rounding_also_for_one_sample():
+    """Its backward chooses a series by the size of the gradient."""
+    layer = torch.nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
+    clipper = clipper_of(model := nn.Sequential(nn.Embedding(11, 6), layer, nn.ReLU(), nn.Linear(6, 11)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for size in (4, 1, 1):
+        tokens = torch.randint(0, 11, (size, 7))
+        F.cross_entropy(model(tokens).mT, tokens.flip(1)).backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        optimizer.step()
+
+
 NOT_LINEAR = {
     "rows normalised": lambda g: g / (g.norm(dim=-1, keepdim=True) + 1e-12),
     "rows clipped": lambda g: g * (1.0 / g.norm(dim=-1, keepdim=True)).clamp(max=1.0),

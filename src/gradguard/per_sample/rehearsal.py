@@ -93,6 +93,8 @@ def _try_pair(tracker: CallTracker, call: OuterCall) -> None:
     if found.excess > 1:
         unscaled = compare(tracker, call, samples, scaled=False)
         if unscaled is not None and unscaled.excess <= 1:
+            if found.largest <= _LINEAR:
+                return
             raise UnsupportedGradientError(_not_linear(call.pattern.module))
         raise UnsupportedGradientError(
             f"the per-sample gradient of {found.parameter} is not what the sample gives by itself (relative error "
@@ -162,6 +164,9 @@ def _together(
     return loop, outputs
 
 
+_LINEAR = 1e-6
+"""The share of a gradient that may change where the gradient of the outputs is scaled: `torch.matrix_exp` chooses its
+series by the size of the gradient, and ends it at 1e-10."""
 _NOT_FINITE = "Begin with another batch, or repair the model where it makes NaN or inf. Nothing was clipped."
 
 
