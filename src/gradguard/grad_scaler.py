@@ -35,7 +35,7 @@ class ScalerStep:
     Attributes:
         scale: The scaler's factor of the loss, 0-dim, if nobody has divided the gradients by it yet when
             ``scaler.step`` began; else None.
-        loss_scale: Its factor of the loss, whoever has divided by it since.
+        loss_scale: The scaler's factor of the loss, also where the gradients have been divided by it since.
     """
 
     def __init__(self, scale: Tensor | None = None, loss_scale: Tensor | None = None) -> None:

@@ -338,12 +338,15 @@ class _RehearsedPair:
             return self._against(loop, found, map(SampleGradient, loop.run(order)), self._reduction == "token_mean")
 
         try:
-            if compared(True).excess <= 1:
+            scaled = compared(True)
+            if scaled.excess <= 1:
                 return None
             comparison = compared(False)
         except UnsupportedGradientError as error:
             return str(error)
         if comparison.excess <= 1:
+            if scaled.largest <= _LINEAR:
+                return None
             raise UnsupportedGradientError(_not_linear(self._pattern.module))
         return (
             f"the gradient of the number that {type(self._pattern.module).__name__} returns is not the "
