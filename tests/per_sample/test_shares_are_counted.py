@@ -1,6 +1,7 @@
 """A sample's share of the loss is counted on each step, and never assumed from the number of samples."""
 
 import contextlib
+import functools
 import itertools
 
 import pytest
@@ -1166,8 +1167,15 @@ def test_a_place_that_a_batch_chooses_for_all_is_refused_when_it_is_another(name
         clipper.refuse_ambiguous_losses()
     step_on(clipper, FOR_ALL[name], targets(0))
     step_on(clipper, FOR_ALL[name], targets(0, 3))
-    with pytest.raises(UnsupportedGradientError, match=r"which all samples share.* has changed.* from 0"):
+    with pytest.raises(UnsupportedGradientError, match=r"the place 2 .* was 0 in an earlier batch.*int\(clipper.const"):
         step_on(clipper, FOR_ALL[name], targets(2))
+
+
+def test_a_place_of_a_schedule_is_declared():
+    clipper = exact()
+    for column in (0, 2, 1):
+        place = functools.partial(clipper.constant, column)
+        step_on(clipper, lambda out, t, place=place: (out - t)[:, int(place())].square().mean(), targets(0))
 
 
 @pytest.mark.parametrize("name", BESIDE)

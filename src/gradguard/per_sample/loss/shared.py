@@ -164,7 +164,7 @@ class SharedValues:
             elif not (several or kept.of_several):  # each is its only sample's own, or it changes
                 self._new[one.key] = _kept(math.nan, of_several=False)
             elif one.is_shared():
-                return _words(kept, one.value)
+                return _words(kept, one)
             else:
                 self._owned.add(one.key)
         return ""
@@ -179,8 +179,16 @@ def _place(value: Tensor) -> Hashable:
     return value.data_ptr(), value.shape, value.stride(), value.dtype, version_of(value)
 
 
-def _words(kept: _KeptValue, value: Tensor | float) -> str:
+def _words(kept: _KeptValue, shared: SharedValue) -> str:
     """Say what is wrong with a value that all samples share."""
+    value = shared.value
+    if shared.places:
+        return (
+            f"the place {value:.6g} that the loss takes of all samples, such as a column, was {kept.copied:.6g} in an "
+            "earlier batch. Was it chosen by the batch? Then what a sample gives depends on the others. If it is "
+            "yours, write int(clipper.constant(place)); if each sample has its own, take them by gather, or let "
+            "clipper.per_sample_losses compute each sample's loss"
+        )
     what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"the number {value:.6g}"
     said = "has changed since an earlier batch"
     if not isinstance(kept.copied, Tensor):
@@ -399,7 +407,7 @@ def _places_taken(
     for key, found in alike.items() if outputs.batch_size > 1 else ():
         if len(found) > 1:
             of_each = functools.partial(_is_of_each, outputs, found)
-            yield SharedValue((key, "each"), found[0][1], of_each)
+            yield SharedValue((key, "each"), found[0][1], of_each, places=(found[0][1],))
 
 
 def _taken(node: Node, number: int) -> tuple[int, Sequence[tuple[str, float, tuple[Hashable, ...]]]] | None:
