@@ -8,7 +8,7 @@ from torch import nn
 
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.per_sample.rerun import ModuleSnapshot, undisturbed
+from gradguard.per_sample.rerun import frozen, undisturbed
 
 
 def network() -> nn.Sequential:
@@ -73,7 +73,7 @@ def test_a_container_that_did_not_change_is_not_called():
     held = Counted(a=1, b=[2])
     vars(model[0])["held"] = held
     held.calls.clear()
-    before = ModuleSnapshot(model)
+    before = frozen(model)
     held["b"].append(3)
     before.restore()
     assert held.calls in ([], ["__getitem__"])

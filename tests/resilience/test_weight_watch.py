@@ -6,7 +6,7 @@ from torch import nn
 
 import gradguard as gg
 from gradguard.errors import InvalidValueError
-from gradguard.resilience.weight_watch import WeightWatch
+from gradguard.state.weight_watch import WeightWatch
 
 
 def regression(seed, **options):

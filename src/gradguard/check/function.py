@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradguard.check.admission import WIDE, refuse_empty, refuse_unfit, refuse_unless
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.state.calls import State
+from gradguard.state.frozen import Frozen, modules_of_call
 from gradguard.torch_private import gradients_of, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 
@@ -66,7 +66,7 @@ class Function:
     ) -> None:
         self.fn, self.wide = fn, wide
         self.forwards = self.backwards = 0
-        self.state = State(fn, args, kwargs)
+        self.state = Frozen(modules_of_call(fn, args, kwargs), copies=False)
         self.clones_inputs = self.keeps_inputs = False
         self.module = module = fn if isinstance(fn, nn.Module) else None
         flat, self._structure = tree_flatten_with_path((args, dict(kwargs)))
@@ -175,7 +175,7 @@ class Function:
     def call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the callable with these tensors for its inputs; return its floating and complex outputs."""
         self.forwards += 1
-        self.state.begin_call()
+        self.state.lend()
         if self.clones_inputs:
             tensors = [tensor.clone() for tensor in tensors]
         values = list(self._values)

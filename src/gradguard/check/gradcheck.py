@@ -231,7 +231,7 @@ class _Check:
     def put_back(self) -> None:
         """Leave the buffers of modules as they were."""
         for function in self.functions:
-            function.state.put_back()
+            function.state.restore()
 
     def report(self, seconds: float) -> GradientReport:
         """Return the outcome."""
@@ -280,7 +280,7 @@ class _Check:
             exact.outputs = []
         if exact.outputs and all(WIDE[o.dtype] is o.dtype for o in exact.outputs):
             return exact
-        exact.state.put_back()
+        exact.state.restore()
         self.functions.remove(exact)
         return None if any(one.value.dtype in _LOW for one in low.inputs) else low
 
@@ -317,7 +317,7 @@ class _Check:
                 f"{name} is another function than the float64 one: it has outputs of shape {shapes[1]} and inputs of "
                 f"{given[1]}, expected {shapes[0]} and {given[0]}."
             )
-        low.state.share_random(exact.state)
+        low.state.generators = exact.state.generators
         eps = max(torch.finfo(o.dtype).eps for o in low.outputs)
         found, expected = low.values(low.point), exact.values(low.point)
         low.learnt = found  # from random numbers that are now the same
@@ -325,7 +325,7 @@ class _Check:
         largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).amax() if expected.numel() else 0.0
         if bool((off <= 100 * eps**0.5 * largest).all()):
             return True
-        if exact.state.is_seeded:
+        if exact.state.generators is not None:
             self.notes.append(Finding("random", f"{name} draws other random numbers in float64, and was not compared"))
             return False
         raise InvalidValueError(f"{name} and the float64 function have different values: expected the same function.")
@@ -360,7 +360,7 @@ class _Check:
         """Return the outputs at the point, None if it draws random numbers that nothing can put back."""
         base, again = function.learnt, function.values(function.point)
         if base is None or not (torch.equal(base, again) or torch.equal(base.nan_to_num(), again.nan_to_num())):
-            function.state.keep_random()
+            function.state.generators = generator_states()
             function.recorded = None
             base, again = function.values(function.point), function.values(function.point)
             size = function.rounding_of(base).nan_to_num()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from gradguard.check.admission import refuse_empty, refuse_unfit, refuse_unless
 from gradguard.check.function import Function, is_autograd_function, is_differentiable, name_of
 from gradguard.errors import InvalidTypeError, InvalidValueError
-from gradguard.state.calls import State
+from gradguard.state.frozen import Frozen, modules_of_call
+from gradguard.state.generators import generator_states
 
 
 class NamedCall:
@@ -87,12 +88,11 @@ class NamedCall:
         function = Function(output, tuple(tensors.values()), {}, wide, names=list(tensors), chosen=names)
         for one in function.inputs:
             refuse_unless(one.value.isfinite(), f"input {one.name!r}", one.value, "expected finite numbers")
-        function.state = State(self.op)
-        function.state.keep_random()
+        function.state = Frozen(modules_of_call(self.op), generator_states(), copies=False)
         try:
             yield function
         finally:
-            function.state.put_back()
+            function.state.restore()
 
     def _tensor(self, name: str) -> Tensor:
         value = self.values[name]

@@ -11,7 +11,8 @@ from gradguard.distributed.placements import gradient_of
 from gradguard.errors import InvalidValueError
 from gradguard.parity.shards import LocalParameter
 from gradguard.parity.summation import Backwards, backwards
-from gradguard.state.generators import generator_states, have_drawn, restore_generators
+from gradguard.state.frozen import Frozen
+from gradguard.state.generators import generator_states, have_drawn
 from gradguard.tensors.matmul_precision import TF32_EPSILON, Kind, is_tf32_allowed
 from gradguard.tensors.sketch import CHUNK, hashed
 from gradguard.torch_private import is_compiled
@@ -132,12 +133,9 @@ class Replay:
         self, model: nn.Module, parameters: Sequence[LocalParameter], put_back: Callable[[], None] | None = None
     ) -> None:
         self._put_back = put_back
-        self._model = model
         self._tensors = [p for p in model.parameters() if p.requires_grad]
         self._parameters = parameters
-        self._states = generator_states()
-        named = [(m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False)]
-        self._buffers = [(module, name, buffer, buffer.detach().clone()) for module, name, buffer in named]
+        self._frozen = Frozen([model], generator_states())
 
     def run(self, step: Callable[[], Any], scale: float = 1.0) -> Backwards:
         """Run ``step()`` from the same state each time, and return its backward passes; gradients stay.
@@ -160,14 +158,12 @@ class Replay:
             for tensor in self._tensors:
                 if (kept := gradient_of(tensor)) is not None:
                     kept.zero_()
-            for module, name, buffer, before in self._buffers:
-                setattr(module, name, buffer)  # which a step may have replaced
-                buffer.copy_(before)
-        restore_generators(self._states)
+        self._frozen.restore()
 
     def has_drawn(self) -> bool:
         """Tell whether the last run has drawn random numbers."""
-        return have_drawn(self._states)
+        assert self._frozen.generators is not None
+        return have_drawn(self._frozen.generators)
 
     @contextmanager
     def perturbed(self, epsilon: float, run: int) -> Iterator[None]:

@@ -24,8 +24,8 @@ from gradguard.per_sample.operation_trace import OperationTrace
 from gradguard.per_sample.refusals import refuse_batch_norm, refuse_sharded_since, refuse_stand_ins
 from gradguard.per_sample.rerun import (
     Draws,
-    ModuleSnapshot,
     copied_buffers,
+    frozen,
     substituted,
     undisturbed,
     without_graph,
@@ -426,7 +426,7 @@ class CallTracker:
         loop = self.looped_call(call)
         for sample in self.witness.samples(call.batch_size):
             loop.taken[sample] = call.samples([sample])
-        loop.before = ModuleSnapshot(loop.module, call.pattern.changes_buffers)
+        loop.before = frozen(loop.module, call.pattern.changes_buffers)
         loop.recorded = versions_of(self.parameters(loop.places).values())
         return loop
 
@@ -470,7 +470,7 @@ class CallTracker:
         """The batch of a looped call starts."""
         assert self._loop is not None
         running = RunningCall(module, _NOTHING)
-        self._loop.before = ModuleSnapshot(module, self.last_calls[module].pattern.changes_buffers)
+        self._loop.before = frozen(module, self.last_calls[module].pattern.changes_buffers)
         if self._capture.verifying:
             self._capture.put_leaves(running, self._loop.places)
             self._loop.leaves = running.leaves

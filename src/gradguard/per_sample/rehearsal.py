@@ -29,7 +29,7 @@ from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.dry_run import Slot, WithoutDropout
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.refusals import own_failure
-from gradguard.per_sample.rerun import Draws, ModuleSnapshot, substituted, undisturbed, without_graph
+from gradguard.per_sample.rerun import Draws, frozen, substituted, undisturbed, without_graph
 from gradguard.per_sample.sample_loop import LoopedCall, OuterCall, rows_of
 from gradguard.state.generators import seeded_normal
 from gradguard.tensors.matmul_precision import full_float32, outside_autocast
@@ -155,7 +155,7 @@ def _together(
     module = call.pattern.module
     reset()
     loop = tracker.looped_call(call, order)
-    loop.before = ModuleSnapshot(module)
+    loop.before = frozen(module)
     args, kwargs = call.samples(order)
     with Draws() as loop.draws:
         outputs = Skeleton(module(*args, **kwargs)).tensors

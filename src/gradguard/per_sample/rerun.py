@@ -7,17 +7,15 @@ random numbers that it had in its batch, where it would draw others, so that the
 import random
 import sys
 import warnings
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradguard.distributed.fully_sharded import GatheredLayers
 from gradguard.errors import UnsupportedGradientError
+from gradguard.state.frozen import Frozen
 from gradguard.state.generators import accelerators_of, device_state, generator_states, restore_generators
 from gradguard.torch_private import (
     arguments_of,
@@ -27,9 +25,6 @@ from gradguard.torch_private import (
     parameter_slots,
     renew_recurrent_weights,
 )
-
-_MOST = 100_000
-"""Containers that are looked into."""
 
 Quietly = Callable[[], AbstractContextManager[None]]
 """A block in which the clipper's own hooks do nothing."""
@@ -49,7 +44,7 @@ def undisturbed(module: nn.Module, drop_rate: float | None = 0.0) -> Iterator[Ca
     Yields:
         A function that puts the module back at once, for several calls from one state.
     """
-    before = ModuleSnapshot(module)
+    before = frozen(module)
 
     def reset() -> None:
         before.restore()
@@ -98,75 +93,15 @@ def _set_drop_rate(module: nn.Module, rate: float | None) -> None:
             layer.p = rate
 
 
-class ModuleSnapshot:
-    """A module as it is: its buffers, its attributes and those of the modules in it, and the random generators.
-
-    Hooks are among the attributes: a model that puts hooks on its layers the first time it is asked for hidden states
-    must not keep them from a run that never was. So are layers, which a model may replace in its first forward.
-
-    Containers are read and written by the methods of their base class, and only those that hold other objects than
-    before are written: a subclass that forbids `update` is the user's business.
+def frozen(module: nn.Module, buffers: bool = True) -> Frozen:
+    """Return ``module`` as it is, with its attributes and the random generators.
 
     Args:
         module: The module.
         buffers: Keep the values of buffers.
     """
-
-    def __init__(self, module: nn.Module, buffers: bool = True) -> None:
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()] if buffers else []
-        self._gathered = GatheredLayers(module)
-        self._generators = generator_states(accelerators_of(module.parameters()))
-        self._contents: dict[int, tuple[Any, list[Any]]] = {}
-        waiting: list[Any] = [vars(m) for m in module.modules()]
-        while waiting and len(self._contents) < _MOST:
-            container = waiting.pop()
-            if id(container) not in self._contents:
-                held = _content_of(container)
-                self._contents[id(container)] = container, held
-                waiting += [one for one in held if isinstance(one, _BASES)]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put everything back, in the same containers and buffers."""
-        restore_generators(self._generators)
-        self._gathered.shard_again()  # before its parameters are put back, which it would not notice
-        for container, before in self._contents.values():
-            now = _content_of(container)
-            if len(now) != len(before) or not all(map(is_, now, before)):
-                _refill(container, before)
-        for buffer, value in self._buffers:
-            if buffer.shape == value.shape and not torch.equal(buffer, value):
-                buffer.copy_(value)
-
-
-_BASES: Any = OrderedDict, dict, list, set, deque
-"""Kinds of containers; what a subclass has overridden is not called."""
-
-
-def _base_of(container: Any) -> Any:
-    kind = type(container)
-    return kind if kind in _BASES else next(base for base in _BASES if isinstance(container, base))
-
-
-def _content_of(container: Any) -> list[Any]:
-    """Return the objects that a container holds; of a dictionary the keys, and then the values."""
-    base = _base_of(container)
-    if issubclass(base, dict):
-        return [*base.keys(container), *base.values(container)]
-    return list(base.__iter__(container))
-
-
-def _refill(container: Any, held: Sequence[Any]) -> None:
-    """Let a container hold the same objects again, in the same order."""
-    base, half = _base_of(container), len(held) // 2
-    base.clear(container)
-    if issubclass(base, dict):
-        for key, value in zip(held[:half], held[half:], strict=True):
-            base.__setitem__(container, key, value)
-    elif base is set:
-        base.update(container, held)
-    else:
-        base.extend(container, held)
+    generators = generator_states(accelerators_of(module.parameters()))
+    return Frozen([module], generators, copies=buffers, attributes=True)
 
 
 def seed_generators(seed: int) -> None:

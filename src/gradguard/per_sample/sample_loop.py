@@ -29,7 +29,8 @@ from gradguard.per_sample.layer_plans import CallPattern
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.plain_sum import Leaves, dense, magnitude, off_from_sum
 from gradguard.per_sample.refusals import own_failure
-from gradguard.per_sample.rerun import Draws, ModuleSnapshot, Quietly, substituted, undisturbed
+from gradguard.per_sample.rerun import Draws, Quietly, substituted, undisturbed
+from gradguard.state.frozen import Frozen
 from gradguard.torch_private import parameter_slots
 
 _FINE = 1e-4
@@ -99,7 +100,7 @@ class LoopedCall:
     precision: float
     order: Sequence[int]
     draws: Draws = field(default_factory=Draws)
-    before: ModuleSnapshot | None = None
+    before: Frozen | None = None
     outputs: Versions = field(default_factory=list)
     grads: Sequence[Tensor | None] = ()
     leaves: Leaves | None = None

@@ -24,12 +24,12 @@ from gradguard.resilience.culprit import Culprit, find_culprits, to_leave_out
 from gradguard.resilience.event import Event, recovery_of
 from gradguard.resilience.evidence import EvidenceFolder
 from gradguard.resilience.slow_down import SlowDown
-from gradguard.resilience.weight_watch import WeightWatch
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.spikes.spike_policy import Detector
 from gradguard.state.snapshot import Snapshot
 from gradguard.state.step_buffers import StepBuffers
+from gradguard.state.weight_watch import WeightWatch
 from gradguard.tensors.host_copy import DeviceEvent as CopyEvent
 from gradguard.tensors.host_copy import copy_to_host, is_captured
 from gradguard.tensors.layout import are_readable

@@ -15,12 +15,15 @@ keeper                keeps                           where                     
                       groups, plain attributes
 `ModulePart`          weights, buffers, extra state   as its copier                 snapshots
 `StepBuffers`         buffers that a forward writes   the device                    a skipped step
-`calls.State`         buffers and generators, lent    the device                    the gradient check's many calls
-                      anew to each call
+`Frozen`              buffers, or copies of them to   the device                    a run or a call again: the
+                      lend; generators; on request                                  gradient check, parity, the run
+                      attributes, hooks, layers                                     of a few samples
 `Snapshot`            all of these and objects with   the host, or files of plain   going back, a resumed run
                       a ``state_dict``                data
+`WeightWatch`         no copy: how often torch wrote  checksums on the device       weights that something else than
+                      the weights, and checksums                                    the optimizer has changed
 ====================  ==============================  ============================  ===================================
 
-Not kept: gradients, Python attributes of modules, generators that somebody holds by name, data loaders that are not
+Not kept but by `Frozen`: Python attributes of modules. Not kept: gradients, generators that somebody holds by name, data loaders that are not
 handed over.
 """
