@@ -24,6 +24,6 @@ keeper                keeps                           where                     
                       the weights, and checksums                                    the optimizer has changed
 ====================  ==============================  ============================  ===================================
 
-Not kept but by `Frozen`: Python attributes of modules. Not kept: gradients, generators that somebody holds by name, data loaders that are not
-handed over.
+Not kept: gradients, generators that somebody holds by name, data loaders that are not handed over; Python attributes of
+modules by `Frozen` only.
 """
