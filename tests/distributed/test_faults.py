@@ -4,9 +4,11 @@ The processes of one test are started once and clip together first; what goes wr
 """
 
 import math
+import multiprocessing
 import os
 import re
 import signal
+import socket
 import time
 import warnings
 from contextlib import suppress
@@ -137,6 +139,43 @@ def test_a_rank_that_does_not_come_for_long_is_named_once(pool):
 
 
 STEPS, RESTART = 6, 3
+
+
+def join_by_rank_0(pipe, rank, port):
+    """Clip twice with processes that meet at a store in rank 0, which is killed between; tell what the second said."""
+    store = dist.TCPStore("127.0.0.1", port, 3, is_master=rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=TIMEOUT))
+    agreement._PATIENCE = 0.5  # of one that is dead
+    named = [("layer", parameter(LISTS["rows, uneven"][0]))]
+    gg.clip_grad_norm_(named, 0.1)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    pipe.send(refusal(lambda: gg.clip_grad_norm_(named, 0.1)))
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_took_the_store_with_it_is_named():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    pipes = [context.Pipe() for _ in range(3)]
+    processes = [
+        context.Process(target=join_by_rank_0, args=(theirs, rank, port), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for ours, _ in pipes[1:]:
+            assert ours.poll(HANGS)
+            kind, said = ours.recv()
+            assert kind == "DistributedError"
+            assert "rank 0 did not come, or much later, on rank" in said
+            assert "Every rank of the group must clip on the same steps" in said
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def guarded_steps(state, first, steps):

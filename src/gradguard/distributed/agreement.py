@@ -289,7 +289,9 @@ def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: Runt
         _failures[name] += 1
         store = dist.PrefixStore(f"gradguard/{name}/{_failures[name]}", default_store())
         found = _survey(store, union, signature)
-    except Exception:  # the store may have gone with rank 0
+    except dist.DistNetworkError:  # the store has gone with the process that kept it, or whose launcher did
+        found = {"missing": "0"} if 0 in dist.get_process_group_ranks(union.group) else {}
+    except Exception:  # whatever else, the first error is the one to tell
         return general
     if found.get("missing"):
         when = f"when rank {me} came to {task}" if task else f"on rank {me}'s clip"
