@@ -15,7 +15,6 @@ from lightning.fabric.wrappers import is_wrapped  # noqa: E402
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.plugins.precision import Precision  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
 
 import gradguard as gg  # noqa: E402
@@ -30,6 +29,7 @@ from gradguard.integrations.one_clip import (  # noqa: E402
     wrap_once,
 )
 from gradguard.policies import GuardPolicy, check_guard_options  # noqa: E402
+from gradguard.torch_private import is_fsdp1  # noqa: E402
 
 __all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback", "ResilienceCallback", "guard_fabric"]
 
@@ -388,7 +388,7 @@ def _clip_of_fabric(
 ) -> Any:
     """Clip as Fabric does, unless a guard does it."""
     clipped = _parameters_of(optimizer)
-    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+    if any(is_fsdp1(part) for part in module.modules()):
         clipped += module.parameters()  # FSDP1 clips all of them, whichever optimizer is named
     refuse_beside_a_guard("fabric.clip_gradients", clipped)
     return original(fabric, module, optimizer, *args, **kwargs)
@@ -403,7 +403,7 @@ def _parameters_of(optimizer: Any) -> list[Tensor]:
 def _model_to_name(module: nn.Module | None, wrapped: nn.Module | None) -> nn.Module | None:
     """Return the module that names the parameters: itself, or FSDP1's wrapper, which knows where the parts are."""
     parts = () if wrapped is None else wrapped.modules()
-    outermost = next((part for part in parts if isinstance(part, FullyShardedDataParallel)), None)
+    outermost = next((part for part in parts if is_fsdp1(part)), None)
     if outermost is not None and any(part is module for part in outermost.modules()):
         return outermost
     return module
