@@ -19,6 +19,9 @@ import torch
 import torch.distributed as dist
 from pool import HANGS, give_up_after
 from refusals import refusal
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import gradguard as gg
 from gradguard.distributed import agreement
@@ -241,7 +244,16 @@ def other_collectives(folder):
     model(x).sum().backward()
     bad = gg.resilience.BadSamples()
     replicated = torch.nn.parallel.DistributedDataParallel(linear_everywhere())
+    spread = linear_everywhere()
+    fully_shard(spread)
+    partial, mesh = torch.nn.Parameter(torch.ones(4)), init_device_mesh("cpu", (2,))
+    partial = torch.nn.Parameter(DTensor.from_local(partial.data, mesh, [Replicate()], run_check=False))
+    partial.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
+    gg.get_total_norm([partial.grad])
+    culprit = gg.resilience.find_culprit(batches, 1)
     return {
+        "clip": lambda: gg.get_total_norm([partial.grad]),
+        "gather the weights": lambda: gg.resilience.write_evidence(folder / "spike", batches, culprit, spread),
         "add up the clipped gradients": clip_samples_of(replicated, x),
         "compare gradients": lambda: gg.save_gradients(None, model, lambda: model(x).sum()),
         "audit a norm": lambda: gg.audit_norm(model, lambda: 1.0),

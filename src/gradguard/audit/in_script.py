@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from gradguard.audit.audit_report import NormAudit, NormFinding, Verdict, verdict_of
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.norm import WatchedClip, everywhere
+from gradguard.audit.pieces import TASK
 from gradguard.distributed.deepspeed_layout import clip_of_engine, holds_gradients_itself, replacements
 from gradguard.distributed.placements import gradient_of
+from gradguard.distributed.redistribute import whole_of
 from gradguard.errors import GradguardError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.listeners import ClipCall, ClipEvent, Listener, muted
@@ -344,6 +346,6 @@ def _stand_in(parameters: Collection[Tensor]) -> nn.Module:
 def _number(value: Any) -> float | None:
     """A threshold or a norm; infinity only measures, and leaves gradients as they are."""
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        number = float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+        number = float(whole_of(value, TASK) if isinstance(value, Tensor) else value)
         return number if number > 0 else None
     return None

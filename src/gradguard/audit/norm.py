@@ -25,9 +25,10 @@ from gradguard.audit.held import (
     true_norm,
     with_claims,
 )
-from gradguard.audit.pieces import Piece, modules_of, pieces_of
+from gradguard.audit.pieces import TASK, Piece, modules_of, pieces_of
 from gradguard.audit.probe import Counted, Probe, classes_of, elements_value, finding_of, norm_classes
 from gradguard.distributed.processes import gather, rank_and_size
+from gradguard.distributed.redistribute import whole_of
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, UnsupportedGradientError
 
 NormFunction = Callable[[], float | Tensor]
@@ -494,7 +495,7 @@ def has_16_bits(norm: float) -> bool:
 
 def everywhere(value: Any) -> list[Any]:
     """Return the ``value`` of every process, by its rank; a collective."""
-    return gather(value, task="audit a norm")
+    return gather(value, task=TASK)
 
 
 def _described(models: Sequence[nn.Module], wanted: Collection[int] | None) -> tuple[list[Piece], Processes]:
@@ -550,8 +551,7 @@ def _number(value: Any, what: str) -> float | None:
     """A norm as a number: of a DTensor the whole one."""
     if value is None:
         return None
-    if isinstance(value, Tensor):
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore[attr-defined]
+    value = whole_of(value, TASK) if isinstance(value, Tensor) else value
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

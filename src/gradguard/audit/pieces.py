@@ -13,14 +13,14 @@ from gradguard.distributed.deepspeed_layout import holds_gradients_itself, slice
 from gradguard.distributed.megatron import claims_to_be_part
 from gradguard.distributed.placements import (
     WHOLE,
-    added_up,
+    Placement,
     gradient_of,
     is_partial,
     is_sharded,
     local_part,
     placement_of,
 )
-from gradguard.distributed.processes import rank_and_size
+from gradguard.distributed.redistribute import added_up, redistributed
 from gradguard.distributed.wrappers import flat_placements, named_parameters, replicated_placements
 from gradguard.errors import InvalidTypeError, UnsupportedGradientError
 from gradguard.tensors.sketch import flat_chunks, in_chunks, sketch_of
@@ -29,29 +29,24 @@ from gradguard.torch_private import padding_of_flat
 _KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
+TASK = "audit a norm"
+"""For the message of a collective to which a process does not come."""
+
+
 class Piece:
     """The gradient of one parameter on this process.
 
     Args:
         name: The name of the parameter.
         parameter: The parameter, or what stands for it.
-        group: Who else has a part or a copy, as the layout says.
-        part: Which part this is.
+        placement: Who else has a part or a copy, as the layout says.
         real: How many of its elements are no padding.
         whole: How many elements all parts have together, where the layout says so.
     """
 
-    def __init__(
-        self,
-        name: str,
-        parameter: Any,
-        group: tuple[int, ...],
-        part: tuple[int, ...],
-        real: int,
-        whole: int | None = None,
-    ) -> None:
-        self._names, self._parameters, self._group, self._part, self._real = [name], [parameter], group, part, real
-        self._whole = whole
+    def __init__(self, name: str, parameter: Any, placement: Placement, real: int, whole: int | None = None) -> None:
+        self._names, self._parameters = [name], [parameter]
+        self._placement, self._real, self._whole = placement, real, whole
         self._attribute = "grad" if parameter.grad is not None else "main_grad"
         self._grad: Any = getattr(parameter, self._attribute)
         self._local = local_part(self._grad)
@@ -65,14 +60,14 @@ class Piece:
     def held(self, index: int) -> HeldPiece:
         """Return it in a few numbers; a collective if the gradient is Partial."""
         p = self._parameters[0]
-        values = local_part(added_up(self._grad)).detach()
+        values = local_part(added_up(self._grad, TASK)).detach()
         laid_out_alike = values.shape == local_part(p).shape
         weight = summary_of(local_part(p.detach())) if laid_out_alike else Sketch()
         square = float(torch.linalg.vector_norm(_wide(values).flatten())) ** 2 if values.numel() else 0.0
         dtype = str(self._grad.dtype).removeprefix("torch.")
         return HeldPiece(
-            tuple(self._names), self._real, square, summary_of(values), weight, dtype, self._group, self._part,
-            "sharded" if claims_to_be_part(p) else None,
+            tuple(self._names), self._real, square, summary_of(values), weight, dtype,
+            tuple(sorted(self._placement.ranks)), self._placement.part, "sharded" if claims_to_be_part(p) else None,
             index, self._whole,
         )  # fmt: skip
 
@@ -114,14 +109,15 @@ class Piece:
 
     def _before_as(self, now: Any) -> Tensor | None:
         """Return the gradient before the clip in the layout of ``now``; None if the two cannot be compared."""
-        laid_out, placements = getattr(self._grad, "placements", None), getattr(now, "placements", None)
+        laid_out: Any = getattr(self._grad, "placements", None)
+        placements: Any = getattr(now, "placements", None)
         if placements == laid_out:
             return self._before
         if None in (laid_out, placements) or now.device_mesh != self._grad.device_mesh or is_partial(now):
             return None
         mesh, shape, stride = self._grad.device_mesh, self._grad.shape, self._grad.stride()
         before = type(self._grad).from_local(self._before, mesh, laid_out, run_check=False, shape=shape, stride=stride)
-        return local_part(added_up(before).redistribute(mesh, placements))  # type: ignore[attr-defined]
+        return local_part(redistributed(before, placements, TASK))
 
     def _adds_up(self, value: float) -> bool:
         """Tell whether this process' summand is the value; of sums all but one are zero."""
@@ -151,9 +147,7 @@ def pieces_of(models: Sequence[nn.Module], wanted: Collection[int] | None = None
     for number, model in enumerate(models):
         front = f"{number}." if len(models) > 1 else ""
         if holds_gradients_itself(model):
-            of_engines += [
-                Piece(front + s.name, s, s.group, (rank_and_size()[0],), s.real, s.whole) for s in slices_of(model)
-            ]
+            of_engines += [Piece(front + s.name, s, s.placement, s.real, s.whole) for s in slices_of(model)]
             continue
         named = named_parameters(model, remove_duplicate=False)
         known = replicated_placements(model) | flat_placements([p for _, p in named], model)
@@ -168,8 +162,7 @@ def pieces_of(models: Sequence[nn.Module], wanted: Collection[int] | None = None
                 found[key].add(front + name, p)
                 continue
             placement = placement_of(grad) if is_sharded(grad) else known.get(id(p), WHOLE)
-            group, real = tuple(sorted(placement.ranks)), local.numel() - padding_of_flat(p)
-            found[key] = Piece(front + name, p, group, placement.part, real)
+            found[key] = Piece(front + name, p, placement, local.numel() - padding_of_flat(p))
     return [*found.values(), *of_engines]
 
 

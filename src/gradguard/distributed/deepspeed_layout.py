@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradguard.distributed.placements import Placement
 from gradguard.distributed.processes import rank_and_size, ranks_of
 from gradguard.errors import UnsupportedGradientError
 from gradguard.replacements import Replacement
@@ -19,7 +20,7 @@ class Slice:
     Attributes:
         name: The parameter's name.
         grad: The part: the engine's own tensor.
-        group: The processes that have parts.
+        placement: Which processes have parts.
         whole: Number of elements of all parts together.
         real: How many elements of this one are no padding.
         shape: None: its weight lies in another way, so that it tells nothing.
@@ -27,7 +28,7 @@ class Slice:
 
     name: str
     grad: Tensor
-    group: tuple[int, ...]
+    placement: Placement
     whole: int
     real: int
     shape: None = None
@@ -104,10 +105,10 @@ def _of_group(zero: Any, group: int, tensors: Sequence[Tensor], names: dict[int,
         raise UnsupportedGradientError(
             f"ZeRO holds {len(real)} gradients for {len(params)} parameters of group {group}: expected as many."
         )
-    found = []
+    placement, found = Placement(None, frozenset(ranks), 1, "ZeRO"), []
     for p, tensor in zip(params, real, strict=True):
         whole = int(p.ds_numel if third else p.numel())
         before = ranks.index(rank_and_size()[0]) * tensor.numel() if third else 0  # equal parts, the last ones padded
         ours = max(0, min(tensor.numel(), whole - before))
-        found.append(Slice(names.get(id(p), f"group {group}"), tensor, ranks, whole, ours))
+        found.append(Slice(names.get(id(p), f"group {group}"), tensor, placement, whole, ours))
     return found

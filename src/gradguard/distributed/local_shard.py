@@ -1,11 +1,9 @@
 """`LocalShard`: which elements of a whole tensor this process holds, read from its layout.
 
-A `Placement` is the other half of a layout, and stays a value of its own. It says who holds a tensor and how often,
-which is all that a norm needs; it is one for all tensors of a mesh and placements, so that a plan for 23,460 tensors
-makes a handful, and it exists where no elements can be told, as of FSDP1's flat parameters. A `LocalShard` is one for
-each tensor, costs index vectors, and is made only by those who look at single elements: units that are split, the
-audit, parity. Neither can be worked out from the other: two replicas have equal shards, and one placement has as many
-shards as there are shapes.
+Who holds a tensor, and how often, is a value of its own, `Placement`: it is one for all tensors of a mesh and
+placements, so that a plan for 23,460 tensors makes a handful, and exists where no elements can be told, as of FSDP1's
+flat parameters. Neither follows from the other: two replicas have equal shards, and one placement has as many shards
+as there are shapes.
 """
 
 import math
@@ -15,12 +13,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradguard.distributed.megatron import cut_of
 from gradguard.distributed.placements import is_sharded, local_part
 from gradguard.tensors.sketch import flat_chunks, hashed
-from gradguard.torch_private import has_usual_shard_order
+from gradguard.torch_private import FlatShard, flat_shards_of, has_usual_shard_order, wrapper_slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +83,14 @@ def shard_of(tensor: Tensor) -> LocalShard:
     if (cut := cut_of(tensor)) is not None:
         shape[cut.dim], along[cut.dim] = cut.size, cut.entries
     return cut_along(shape, along)
+
+
+def flat_shards(model: nn.Module) -> Iterator[tuple[str, FlatShard, LocalShard]]:
+    """Yield what FSDP1 has flattened in ``model``: name without wrappers, place in the flat tensor, and part."""
+    for path, module in model.named_modules():
+        front = [word for word in path.split(".") if word and word not in wrapper_slots()]
+        for flat in flat_shards_of(module):
+            yield ".".join([*front, flat.name]), flat, LocalShard(flat.shape, (flat.numel,), start=flat.start)
 
 
 def is_told(shard: LocalShard, tensor: Tensor) -> bool:

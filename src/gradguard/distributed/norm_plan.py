@@ -24,15 +24,14 @@ from gradguard.distributed.megatron import (
 )
 from gradguard.distributed.placements import (
     Placement,
-    added_up,
     any_sharded,
     check_alike,
     is_laid_out_as,
-    laid_out_as,
     local_part,
     placement_of,
     placements_of,
 )
+from gradguard.distributed.redistribute import added_up, laid_out_as
 from gradguard.distributed.reduction import NO_COPIES, Copies, Reducer
 from gradguard.distributed.reduction_group import (
     ReductionGroup,

@@ -138,13 +138,6 @@ def sharded_as(local: Tensor, mesh: Any, placements: Sequence[Any], shape: Any, 
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
-def added_up(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` with its Partial sums added up, which is a collective if it has some."""
-    if not is_sharded(tensor) or not is_partial(tensor):
-        return tensor
-    return _redistributed(tensor, reduced(tensor.placements))  # type: ignore[attr-defined]
-
-
 def is_partial(tensor: Any) -> bool:
     """Tell whether ``tensor``, a DTensor, is the sum (or average, maximum ...) of what its processes hold."""
     return any([p.is_partial() for p in spec_of(tensor).placements])
@@ -158,14 +151,6 @@ def reduced(placements: tuple[Any, ...]) -> tuple[Any, ...]:
     from torch.distributed.tensor import Replicate
 
     return tuple(Replicate() if p.is_partial() else p for p in placements)
-
-
-def _redistributed(gradient: Any, placements: Sequence[Any]) -> Tensor:
-    """``gradient`` laid out anew: a reduce-scatter where that is enough, which there is of sums only."""
-    gradient = gradient.detach()
-    if any(p.is_partial() and getattr(p, "reduce_op", None) not in ("sum", "avg") for p in gradient.placements):
-        gradient = gradient.redistribute(gradient.device_mesh, reduced(gradient.placements))
-    return gradient.redistribute(gradient.device_mesh, placements)
 
 
 def check_alike(gradient: Tensor, parameter: Tensor, name: str) -> None:
@@ -190,26 +175,6 @@ def is_laid_out_as(gradient: Tensor, parameter: Tensor) -> bool:
     """Tell whether each process holds the same part of two DTensors on one mesh; of a Partial one, none."""
     # A Partial parameter counts as Replicate: whatever it is laid out as, its gradient must have been added up.
     return spec_of(gradient).placements == reduced(spec_of(parameter).placements)
-
-
-def laid_out_as(gradient: Tensor | None, parameter: Tensor, placements: Sequence[Any] | None = None) -> Tensor:
-    """Return ``gradient`` in the layout of ``parameter``; a collective if it has another, as Partial sums have.
-
-    Where the parameter is Partial, the gradient becomes Replicate.
-
-    Args:
-        gradient: The gradient; None joins the others with zeros.
-        parameter: The parameter, a DTensor on the same mesh unless both are ordinary tensors.
-        placements: How the gradient is laid out where there is one.
-    """
-    if gradient is None:
-        from torch.distributed.tensor import zeros
-
-        mesh = parameter.device_mesh  # type: ignore[attr-defined]
-        gradient = zeros(parameter.shape, dtype=parameter.dtype, device_mesh=mesh, placements=placements)
-    if not is_sharded(gradient) or is_laid_out_as(gradient, parameter):
-        return gradient
-    return _redistributed(gradient, reduced(parameter.placements))  # type: ignore[attr-defined]
 
 
 def usual_placements() -> dict[str, Any]:

@@ -143,7 +143,7 @@ def reduction_group_of(placements: Iterable[Placement], stages: StageGroup | Non
         grid = stages.root.mesh
         own = _slice_at(grid, dist.get_rank(), [not is_stages for is_stages in varies_along(grid, along)])
         everybody = frozenset(grid.flatten().tolist())
-        if stage <= own and any(ranks == everybody for ranks in _known_groups().values()):
+        if stage <= own and group_of(everybody) is not None:
             return ReductionGroup(_group_of(everybody), own, stages)
     return ReductionGroup(_group_of(_spanned([stage, along], meshes)), stage, stages)
 
@@ -238,15 +238,16 @@ def _spanned(parts: Sequence[frozenset[int]], meshes: Iterable[Any]) -> frozense
 
 def _group_of(ranks: frozenset[int]) -> Any:
     """The process group of exactly ``ranks``."""
-    for group, its_ranks in _known_groups().items():  # in the order in which they were made, WORLD first
-        if its_ranks == ranks:
-            return group  # of several with the same ranks, all ranks take the first
-    raise InvalidValueError(
-        f"the gradients lie on the ranks {sorted(ranks)} together, which no process group holds: make one, once, on "
-        f"every rank: torch.distributed.new_group({sorted(ranks)}), or mesh[...]._flatten()."
-    )
+    if (group := group_of(ranks)) is None:
+        raise InvalidValueError(
+            f"the gradients lie on the ranks {sorted(ranks)} together, which no process group holds: make one, once, "
+            f"on every rank: torch.distributed.new_group({sorted(ranks)}), or mesh[...]._flatten()."
+        )
+    return group
 
 
-def _known_groups() -> dict[Any, frozenset[int]]:
-    members = process_groups()
-    return {g: frozenset(ranks) for g, ranks in members.items() if isinstance(g, dist.ProcessGroup)}
+def group_of(ranks: frozenset[int]) -> Any:
+    """Return the process group of exactly ``ranks``: of several the first, on all ranks; None where there is none."""
+    groups = process_groups().items()  # in the order in which they were made, WORLD first
+    found = (g for g, its in groups if isinstance(g, dist.ProcessGroup) and len(its) == len(ranks) and ranks == {*its})
+    return next(found, None)

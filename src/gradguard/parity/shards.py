@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.distributed.fully_sharded import is_fully_sharded
-from gradguard.distributed.local_shard import LocalShard, cut_along, is_told, shard_of
+from gradguard.distributed.local_shard import LocalShard, cut_along, flat_shards, is_told, shard_of
 from gradguard.distributed.megatron import cut_of
-from gradguard.distributed.placements import added_up, gradient_of, local_part
+from gradguard.distributed.placements import gradient_of, local_part
 from gradguard.distributed.processes import gather
+from gradguard.distributed.redistribute import added_up
 from gradguard.distributed.wrappers import named_parameters, plain_names
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.parity.saved import BUFFER
-from gradguard.torch_private import FlatShard, flat_shards_of, flattened_by_fsdp1, is_fsdp1, wrapper_slots
+from gradguard.torch_private import FlatShard, flattened_by_fsdp1
 
 Placed = tuple[str, Sequence[int], Sequence[int]]
 """The name and the shape of a whole parameter, and where in it this process' part begins."""
@@ -55,7 +56,7 @@ class LocalParameter:
                 f"the gradient of {self.name} is {gradient.dtype} with layout {gradient.layout}: expected real and "
                 "dense. Use sparse=False in the embedding, or real parameters."
             )
-        return self._of(added_up(gradient.detach()))
+        return self._of(added_up(gradient.detach(), TASK))
 
     def _of(self, tensor: Tensor) -> tuple[LocalShard, Tensor]:
         if self.flat is not None:
@@ -155,15 +156,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _flat_ones(model: nn.Module) -> list[LocalParameter]:
-    found = []
-    for path, module in model.named_modules():
-        if is_fsdp1(module):
-            front = ".".join(word for word in path.split(".") if word and word not in wrapper_slots())
-            for shard in flat_shards_of(module):
-                name = f"{front}.{shard.name}" if front else shard.name
-                part = LocalShard(shard.shape, (shard.numel,), start=shard.start)
-                found.append(LocalParameter(name, shard.tensor, lambda tensor, part=part: part, shard))
-    return found
+    found = flat_shards(model)
+    return [LocalParameter(name, flat.tensor, lambda tensor, part=part: part, flat) for name, flat, part in found]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradguard.distributed.processes import rank_and_size
+from gradguard.distributed.redistribute import whole_of
 from gradguard.distributed.wrappers import plain_names
 from gradguard.errors import GradguardError, InvalidTypeError, InvalidValueError, RecordError, UnsupportedGradientError
 from gradguard.files.writing import replacing
@@ -261,8 +262,7 @@ def gathered_weights(model: nn.Module, state: Mapping[str, Any] | None = None) -
     plain = plain_names(model, list(state))
     found = {}
     for name, one in state.items():
-        whole = one.full_tensor() if hasattr(one, "full_tensor") else one  # type: ignore[attr-defined]
-        found[plain[name]] = whole.detach().to("cpu", copy=True)
+        found[plain[name]] = whole_of(one.detach(), "gather the weights").to("cpu", copy=True)
     return found
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradguard.arguments import check_number
-from gradguard.distributed.placements import is_sharded
 from gradguard.distributed.processes import number_of_processes, sum_over
+from gradguard.distributed.redistribute import whole_of
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
 from gradguard.spikes.detector import SpikeDetector
 from gradguard.spikes.spike_policy import Detector
@@ -305,7 +305,7 @@ def _one_number(name: str, value: Tensor | float, device: torch.device) -> Tenso
     """Return ``value`` as a 0-dim tensor of a wide dtype, where it is; on ``device`` if it is a Python number."""
     if not isinstance(value, Tensor):
         return torch.full((), _in_range(name, check_number(name, value)), dtype=wide_dtype(device), device=device)
-    whole = value.detach().full_tensor() if is_sharded(value) else value.detach()  # type: ignore[attr-defined]
+    whole = whole_of(value.detach(), "record a loss")
     if whole.numel() != 1 or whole.is_complex():
         raise InvalidValueError(
             f"{name} is a tensor of shape {list(whole.shape)} and {whole.dtype}: expected one real number. Pass the "

@@ -1,0 +1,71 @@
+"""DTensors whose parts are sent: sums added up, another layout, the whole. A process that does not come is named."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradguard.distributed.placements import is_laid_out_as, is_partial, is_sharded, reduced
+from gradguard.distributed.processes import run
+from gradguard.distributed.reduction_group import group_of
+
+
+def whole_of(tensor: Tensor, task: str = "") -> Tensor:
+    """Return all of ``tensor`` on each of its processes: a collective if it is a DTensor.
+
+    Args:
+        tensor: Any tensor.
+        task: The purpose, such as "save a snapshot"; a clip if it is empty. As for all functions here.
+
+    Raises:
+        DistributedError: If a process does not come. As for all functions here.
+    """
+    return _sent(tensor, tensor.full_tensor, task) if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def added_up(tensor: Tensor, task: str = "") -> Tensor:
+    """Return ``tensor`` with its Partial sums added up, which is a collective if it has some."""
+    if not is_sharded(tensor) or not is_partial(tensor):
+        return tensor
+    return redistributed(tensor, reduced(tensor.placements), task)  # type: ignore[attr-defined]
+
+
+def redistributed(tensor: Any, placements: Sequence[Any], task: str = "") -> Tensor:
+    """Return a DTensor laid out anew, in a reduce-scatter where that is enough, which there is of sums only."""
+    tensor, mesh = tensor.detach(), tensor.device_mesh
+
+    def send() -> Tensor:
+        one = tensor
+        if any(p.is_partial() and getattr(p, "reduce_op", None) not in ("sum", "avg") for p in tensor.placements):
+            one = one.redistribute(mesh, reduced(tensor.placements))
+        return one.redistribute(mesh, placements)
+
+    return _sent(tensor, send, task)
+
+
+def laid_out_as(gradient: Tensor | None, parameter: Any, placements: Sequence[Any] | None = None) -> Tensor:
+    """Return ``gradient`` in the layout of ``parameter``; a collective if it has another, as Partial sums have.
+
+    Where the parameter is Partial, the gradient becomes Replicate.
+
+    Args:
+        gradient: The gradient; None joins the others with zeros.
+        parameter: The parameter, a DTensor on the same mesh unless both are ordinary tensors.
+        placements: How the gradient is laid out where there is one.
+    """
+    if gradient is None:
+        from torch.distributed.tensor import zeros
+
+        mesh = parameter.device_mesh
+        gradient = zeros(parameter.shape, dtype=parameter.dtype, device_mesh=mesh, placements=placements)
+    if not is_sharded(gradient) or is_laid_out_as(gradient, parameter):
+        return gradient
+    return redistributed(gradient, reduced(parameter.placements))
+
+
+def _sent(tensor: Any, send: Callable[[], Tensor], task: str) -> Tensor:
+    group, found = group_of(frozenset(tensor.device_mesh.mesh.flatten().tolist())), list[Tensor]()
+    if group is None:  # meshes of several dimensions send along each, and need no group of all
+        return send()
+    run(lambda async_op: found.append(send()), group, task)
+    return found[0]
