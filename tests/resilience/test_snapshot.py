@@ -40,6 +40,29 @@ class Network(nn.Module):
         return self.head(self.frozen(torch.tanh(self.hidden(x))))
 
 
+class Counting(torch.optim.Optimizer):
+    """One of somebody's own, which counts and averages in plain attributes that its ``state_dict`` does not have."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.count, self.seen = 0, {"mean": torch.zeros(()), "last": [0.0, None]}
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        self.count += 1
+        self.seen["mean"].lerp_(loss.detach(), 1 / self.count)
+        self.seen["last"] = [float(loss), self.seen["last"][0]]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1 * float(self.seen["mean"]) / self.count)
+
+
+def matrices(parameters):
+    return [p for p in parameters if p.ndim == 2]
+
+
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "SGD, momentum, dampened": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
@@ -48,6 +71,15 @@ OPTIMIZERS = {
     "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "AdamW, a tensor as learning rate": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), fused=True),
+    "Adam, maximized": lambda p: torch.optim.Adam(p, lr=0.001, maximize=True),
+    "Adam, decoupled": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "Adagrad, fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "Muon": lambda p: torch.optim.Muon(matrices(p), lr=0.01),
+    "SGD, Nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "Adafactor, of matrices": lambda p: torch.optim.Adafactor(matrices(p), lr=0.01),
+    "one of somebody's own": Counting,
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
@@ -87,9 +119,11 @@ def same(a, b):
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("steps", [0, 3], ids=["before the first step", "after three"])
+@pytest.mark.sampled(48)
+@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("steps", [0, 2, 12])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_going_back_twice_is_what_a_deep_copy_does(name, steps):
+def test_going_back_twice_is_what_a_deep_copy_does(tmp_path, name, steps, where):
     torch.manual_seed(1)
     model = Network()
     optimizer = OPTIMIZERS[name](model.parameters())
@@ -97,8 +131,12 @@ def test_going_back_twice_is_what_a_deep_copy_does(name, steps):
     twin = copy.deepcopy(model)
     twins_optimizer = OPTIMIZERS[name](twin.parameters())
     twins_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    vars(twins_optimizer).update({n: copy.deepcopy(v) for n, v in vars(optimizer).items() if n in ("count", "seen")})
     snapshot = Snapshot(model, optimizer)
     snapshot.take()
+    if where == "disk":
+        snapshot.save(tmp_path / "snapshot")
+        snapshot = Snapshot.load(tmp_path / "snapshot", model, optimizer)
     generator = torch.get_rng_state()
     train(model, optimizer, batches(50, 4))
     torch.set_rng_state(generator)
@@ -108,7 +146,12 @@ def test_going_back_twice_is_what_a_deep_copy_does(name, steps):
         snapshot.restore()
         train(model, optimizer, batches(100, 4))
         same(content(model, optimizer), expected)
+        same(getattr(optimizer, "seen", {}), getattr(twins_optimizer, "seen", {}))
         train(model, optimizer, batches(60, 2))
+
+
+def test_so_many_optimizers_are_tried():
+    assert len(OPTIMIZERS) == 24
 
 
 def small(**more):
