@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradguard as gg
-from gradguard.distributed.wrappers import named_parameters
+from gradguard.distributed.wrappers import named_parameters, plain_names
 from gradguard.monitoring.observe.meta import name_parameters
 
 
@@ -103,3 +103,12 @@ class Scaled(nn.DataParallel):
 )
 def test_what_only_looks_like_a_wrapper_keeps_its_name(module, expected):
     assert [name for name, _ in named_parameters(module)] == expected
+
+
+@pytest.mark.parametrize("way", ["DataParallel", "compile", "checkpoint of DataParallel"])
+def test_what_is_saved_is_called_as_in_the_model_inside_too(way):
+    """The checkpoint wrapper leaves itself out of the names of a ``state_dict``, and the others do not."""
+    model = WRAPPED[way](within(Model()))
+    assert tuple(plain_names(model, list(model.state_dict())).values()) == NAMES
+    names = [name for name, _ in model.named_modules()]
+    assert {"", "module", "head", "head.1"} == set(plain_names(model, names).values()) - {"head.0"}

@@ -229,7 +229,8 @@ def test_micro_batches_and_their_losses():
     loss = torch.tensor([3.0], requires_grad=True)
     batches.saw([4, 7])
     batches.record_loss(loss)
-    batches.saw(["a"], 5)
+    batches.saw(["a"])
+    batches.record_loss(5)
     batches.record_loss(torch.tensor(6.0))
     with torch.no_grad():
         loss *= 100  # what is remembered does not follow

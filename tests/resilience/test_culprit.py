@@ -20,7 +20,9 @@ def ring(last, earlier=((2.0, 2.1),) * 6):
     batches = Batches()
     for step, losses in enumerate([*earlier, last]):
         for number, loss in enumerate(losses):
-            batches.saw([100 * step + 10 * number, 100 * step + 10 * number + 1], loss)
+            batches.saw([100 * step + 10 * number, 100 * step + 10 * number + 1])
+            if loss is not None:
+                batches.record_loss(loss)
         batches.end_step()
     return batches, len(earlier)
 
@@ -80,7 +82,8 @@ def test_spikes_before_it_do_not_hide_it():
 def test_a_step_in_the_middle_is_compared_with_what_was_before_it():
     batches, step = ring((2.0, 9.0))
     for _ in range(20):  # the level rises afterwards
-        batches.saw([1], 50.0)
+        batches.saw([1])
+        batches.record_loss(50.0)
         batches.end_step()
     assert find_culprit(batches, step).ids == (610, 611)
 

@@ -17,12 +17,10 @@ from torch.optim import Optimizer
 
 from gradguard.audit.audit_report import NormAudit, NormFinding, Verdict, verdict_of
 from gradguard.audit.coefficients import Applied
-from gradguard.audit.norm import WatchedClip, everywhere
-from gradguard.audit.pieces import TASK
+from gradguard.audit.norm import WatchedClip, everywhere, number_of
 from gradguard.distributed.deepspeed_layout import clip_of_engine, holds_gradients_itself, replacements
 from gradguard.distributed.placements import gradient_of
-from gradguard.distributed.redistribute import whole_of
-from gradguard.errors import GradguardError
+from gradguard.errors import GradguardError, InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.listeners import ClipCall, ClipEvent, Listener, muted
 from gradguard.optimizer_hooks import parameters_of
@@ -345,7 +343,7 @@ def _stand_in(parameters: Collection[Tensor]) -> nn.Module:
 
 def _number(value: Any) -> float | None:
     """A threshold or a norm; infinity only measures, and leaves gradients as they are."""
-    with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        number = float(whole_of(value, TASK) if isinstance(value, Tensor) else value)
-        return number if number > 0 else None
+    with contextlib.suppress(InvalidTypeError):
+        number = number_of(value, "a norm")
+        return number if number and number > 0 else None
     return None

@@ -121,7 +121,7 @@ def audit_norm(
     watched = WatchedClip.of(modules_of(model), None, accumulation, loss_scale, groups)
     check_groups(groups, watched.tensors)
     try:
-        return _Audit(watched, _number(reported, "reported")).run(norm, max_norm)
+        return _Audit(watched, number_of(reported, "reported")).run(norm, max_norm)
     finally:
         watched.put_back()
 
@@ -186,7 +186,7 @@ class WatchedClip:
 
     def applied(self, norm: Any) -> list[Applied]:
         """Return what this process' gradients have been multiplied by since."""
-        computed = _number(norm, _OF_CLIP) or 0.0
+        computed = number_of(norm, _OF_CLIP) or 0.0
         return [one for piece in self.pieces if (one := piece.applied(computed)) is not None]
 
     def put_back(self) -> None:
@@ -213,7 +213,7 @@ class WatchedClip:
         Returns:
             The audit.
         """
-        return _Audit(self, _number(norm, _OF_CLIP)).run(None, max_norm, applied)
+        return _Audit(self, number_of(norm, _OF_CLIP)).run(None, max_norm, applied)
 
     def alone(self) -> NormAudit:
         """Audit the gradients without a norm: whether copies are alike, and the true norm."""
@@ -295,7 +295,7 @@ class _Audit:
         self._calls += 1
         found, error = None, None
         try:
-            found = _number(norm(), "what norm() returned")
+            found = number_of(norm(), "what norm() returned")
             if found is None:
                 raise InvalidTypeError("norm() returned None: expected the norm, as clip_grad_norm_ returns it.")
         except Exception as raised:
@@ -547,8 +547,8 @@ def _raise_together(error: Exception | None, what: str = "") -> None:
             raise UnsupportedGradientError(f"{what}on rank {rank}: {text}")
 
 
-def _number(value: Any, what: str) -> float | None:
-    """A norm as a number: of a DTensor the whole one."""
+def number_of(value: Any, what: str) -> float | None:
+    """Return a norm as a number, of a DTensor the whole one; None for None."""
     if value is None:
         return None
     value = whole_of(value, TASK) if isinstance(value, Tensor) else value

@@ -97,10 +97,10 @@ def agree(
     text = json.dumps([signature, details]).encode()
     numbers = [min(union.stage), _digest(text), len(text), _last_numbers[0] + 1, *wishes]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    table = mine.new_empty(dist.get_world_size(union.group), len(numbers))
-    on_host = device.type == "cpu"
-    gather = partial(dist.all_gather, list(table.unbind()), mine, group=union.group)
-    together(gather, union, signature, on_host=on_host)
+    table = mine.repeat(dist.get_world_size(union.group), 1)
+    if len(table) > 1:
+        gather = partial(dist.all_gather, list(table.unbind()), mine, group=union.group)
+        together(gather, union, signature, on_host=table.is_cpu)
     table = table.cpu()
     stages, of_stage = table[:, 0].unique(return_inverse=True)  # no list in Python is as long as the world
     rows = torch.arange(len(table), device="cpu")

@@ -8,7 +8,6 @@ its range (float64 gradients, or p above 6), a power is written as :math:`m \cdo
 each b: still one all-reduce.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradguard.distributed.agreement import Agreement, agree, device_of, together
+from gradguard.distributed.agreement import agree, device_of, together
 from gradguard.distributed.reduction_group import MOST_RANKS, ReductionGroup, check_alive
 from gradguard.distributed.settings import Settings, difference, digest
 from gradguard.errors import DistributedError, UnsupportedGradientError
@@ -131,12 +130,7 @@ class Reducer:
         self.union, self._signature = union, signature
         self.is_alone = dist.get_world_size(union.group) == 1
         self.device = device if self.is_alone else device_of(union.group, device)
-        if self.is_alone:
-            text = json.dumps([list(signature), details]).encode()
-            stage = min(union.stage)
-            self.agreement = Agreement((wide, moves), 0, {stage: 0}, {stage: len(text)}, text)
-        else:
-            self.agreement = agree(union, signature, (wide, moves), self.device, details)
+        self.agreement = agree(union, signature, (wide, moves), self.device, details)
         self.wide, self.moves = self.agreement.wishes
         number = self.agreement.number
         self._world = world = dist.get_world_size(union.group)

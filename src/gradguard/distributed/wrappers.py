@@ -109,32 +109,22 @@ def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> lis
 
 
 def plain_names(module: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """Return what each of ``names``, of parameters or buffers in ``module``, is in the model without its wrappers."""
+    """Return what each of ``names``, of parameters, buffers or modules in ``module``, is without its wrappers."""
     words = "\n".join(names)
-    if not any(part in words for part in (*_PUT_IN_NAMES, "module.")):
+    if not any(part in words for part in (*_PUT_IN_NAMES, "module")):
         return {name: name for name in names}
-    inside = _names_inside(module)
-    plain = {}
-    for name in names:
-        holder, _, last = name.rpartition(".")
-        front = inside.get(holder, holder)
-        plain[name] = f"{front}.{last}" if front else last
-    return plain
+    wrappers = DistributedDataParallel | nn.DataParallel
+    modules = module.named_modules(remove_duplicate=False)
+    wrapped = {(*_path(name), "module") for name, one in modules if isinstance(one, wrappers)}
+    paths = {name: _path(name) for name in names}
+    return {
+        name: ".".join(word for i, word in enumerate(path, 1) if path[:i] not in wrapped)
+        for name, path in paths.items()
+    }
 
 
-def _names_inside(module: nn.Module) -> dict[str, str]:
-    """The name of each submodule without its wrappers, by the name that it has."""
-    modules = dict(module.named_modules(remove_duplicate=False))
-    inside = {"": ""}
-    for name in modules:
-        holder, _, last = name.rpartition(".")
-        wrapped = last == "module" and isinstance(modules[holder], DistributedDataParallel | nn.DataParallel)
-        if name:
-            front = inside[holder]
-            inside[name] = front if wrapped or last in _PUT_IN_NAMES else f"{front}.{last}" if front else last
-    # FSDP1 and the checkpoint wrapper leave their own part out of the names of parameters already.
-    told = {".".join(part for part in name.split(".") if part not in _PUT_IN_NAMES): name for name in inside}
-    return {short: inside[name] for short, name in told.items()} | inside
+def _path(name: str) -> tuple[str, ...]:
+    return tuple(word for word in name.split(".") if word and word not in _PUT_IN_NAMES)
 
 
 def check_wrappers(tensors: Sequence[Tensor], stages: Any) -> None:

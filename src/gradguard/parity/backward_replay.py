@@ -13,6 +13,7 @@ from gradguard.parity.shards import LocalParameter
 from gradguard.parity.summation import Backwards, backwards
 from gradguard.state.frozen import Frozen
 from gradguard.state.generators import generator_states, have_drawn
+from gradguard.state.weight_watch import checksum
 from gradguard.tensors.matmul_precision import TF32_EPSILON, Kind, is_tf32_allowed
 from gradguard.tensors.sketch import CHUNK, hashed
 from gradguard.torch_private import is_compiled
@@ -101,13 +102,7 @@ def _slices(values: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 def digest(parameters: Iterable[LocalParameter]) -> int:
     """Return a number that changes if any weight does, in its last bit."""
-    total = 0
-    for parameter in parameters:
-        part, weights = parameter.weights()
-        kind = _INTEGERS.get(weights.dtype.itemsize, torch.int8)
-        sums = [(values.view(kind).long() * hashed(places)).sum() for values, places in part.pieces(weights)]
-        total = total * 31 + int(sum(sums))
-    return total
+    return checksum(parameter.weights()[1] for parameter in parameters)
 
 
 # Everything else that a step reads and changes.

@@ -44,7 +44,7 @@ class _Kept:
     """A micro-batch as it was told: tensors stay on their device until somebody asks."""
 
     ids: Tensor | tuple[SampleId, ...] | None
-    loss: Tensor | float | None
+    loss: Tensor | float | None = None
     content: Any = None
     generators: dict[str, Any] | None = None
     versions: list[int] = field(default_factory=list)
@@ -97,18 +97,17 @@ class Batches:
         self.keep, self._ring = keep, deque[list[_Kept]]([[]], maxlen=steps)
         self.step = 0
 
-    def saw(self, ids: Any = None, loss: Tensor | float | None = None, *, batch: Any = None) -> None:
+    def saw(self, ids: Any = None, *, batch: Any = None) -> None:
         """Begin a micro-batch.
 
         Args:
             ids: Its samples: whole numbers or strings, in a list, a tuple, an array or a 1-d tensor; or a single one.
-            loss: Its loss, if it is known already; else pass it to `record_loss`.
             batch: The batch itself, kept where ``keep=True``.
 
         Raises:
-            InvalidTypeError: If ids are something else, or a loss is no single number.
+            InvalidTypeError: If ids are something else.
         """
-        one = _Kept(None if ids is None else checked_ids(ids), None if loss is None else _checked_loss(loss))
+        one = _Kept(None if ids is None else checked_ids(ids))
         if self.keep:
             one.generators = generator_states()
             one.content, one.versions = batch, versions_of(tensors_in(batch))

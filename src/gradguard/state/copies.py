@@ -143,23 +143,7 @@ def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
     return {name: part for name, part in named.items() if isinstance(part, Tensor)}  # and not a DTensor's mesh
 
 
-class TensorCopy:
-    """The copy of one tensor."""
-
-    def into(self, live: Tensor) -> None:
-        """Write it into ``live``, which `fits`."""
-        raise NotImplementedError
-
-    def fits(self, live: Any) -> bool:
-        """Tell whether ``live`` is a tensor that it can be written into."""
-        raise NotImplementedError
-
-    def fresh(self) -> Tensor:
-        """Return a new tensor that holds it, where the first one was."""
-        raise NotImplementedError
-
-
-class PlainCopy(TensorCopy):
+class PlainCopy:
     """The copy of a tensor that wraps no other.
 
     Args:
@@ -194,7 +178,7 @@ class PlainCopy(TensorCopy):
         return self.memory.to(self.device, copy=True)
 
 
-class WrappedCopy(TensorCopy):
+class WrappedCopy:
     """The copy of a tensor made of others: a DTensor, a quantized state.
 
     Args:
@@ -202,7 +186,7 @@ class WrappedCopy(TensorCopy):
         parts: Copies of those it is made of.
     """
 
-    def __init__(self, tensor: Any, parts: Mapping[str, TensorCopy]) -> None:
+    def __init__(self, tensor: Any, parts: Mapping[str, "TensorCopy"]) -> None:
         self.parts = parts
         names, self._context = tensor.__tensor_flatten__()
         self.kind = type(tensor)
@@ -227,6 +211,10 @@ class WrappedCopy(TensorCopy):
         """Return a new tensor that holds it."""
         parts = {name: part.fresh() for name, part in self.parts.items()}
         return self.kind.__tensor_unflatten__({**self._others, **parts}, self._context, self.shape, self.stride)
+
+
+TensorCopy = PlainCopy | WrappedCopy
+"""The copy of one tensor: written ``into`` one that it ``fits``, or made anew, ``fresh``."""
 
 
 class _Mapping(dict[Any, Any]):

@@ -25,13 +25,6 @@ _CHECKSUM = "crc32"
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _DTYPES = {name: d for name, d in _DTYPES.items() if not name.startswith(("q", "bits"))}
 _FACTORIES: dict[str, Any] = {"None": None, **{one.__name__: one for one in (list, dict, set, int, float)}}
-_SPARSE: dict[str, Any] = {
-    "sparse_coo": torch.sparse_coo_tensor,
-    "sparse_csr": torch.sparse_csr_tensor,
-    "sparse_csc": torch.sparse_csc_tensor,
-}
-LAYOUTS = {name: getattr(torch, name) for name in _SPARSE}
-"""The sparse layouts that a file holds, by their names."""
 
 
 class PlainError(ValueError):
@@ -54,9 +47,8 @@ class StoredTensor(NamedTuple):
 
 
 class StoredSparse(NamedTuple):
-    """A sparse tensor: its indices and its values."""
+    """A tensor of the layout `torch.sparse_coo`: its indices and its values."""
 
-    layout: str
     shape: tuple[int, ...]
     coalesced: bool
     parts: list[StoredTensor]
@@ -177,12 +169,12 @@ class PlainWriter:
             PlainError: Its dtype or its layout has no name.
         """
         if memory.layout is not torch.strided:
-            layout = str(memory.layout).removeprefix("torch.")
-            if layout not in LAYOUTS:
+            if memory.layout is not torch.sparse_coo:
                 raise PlainError(f"a tensor of the layout {memory.layout}")
-            parts: list[Any] = [self.add(part.detach(), device) for part in _sparse_parts(memory)]
-            coalesced = memory.layout is torch.sparse_coo and memory.is_coalesced()
-            return StoredSparse(layout, tuple(memory.shape), coalesced, parts)
+            parts: list[Any] = [
+                self.add(one.detach(), device) for one in (sparse_indices(memory), sparse_values(memory))
+            ]
+            return StoredSparse(tuple(memory.shape), memory.is_coalesced(), parts)
         dtype_name(memory.dtype)
         memory = memory if is_dense(memory) else memory.contiguous()
         stored = StoredTensor(len(self._tensors), memory.to("meta"), device, zlib.crc32(bytes_of(memory)))
@@ -323,8 +315,8 @@ class PlainReader:
             RuntimeError: It is none.
             PlainError: It is damaged.
         """
-        parts = map(self.tensor, stored.parts)
-        made = _SPARSE[stored.layout](*parts, stored.shape, check_invariants=True)
+        indices, values = map(self.tensor, stored.parts)
+        made = torch.sparse_coo_tensor(indices, values, stored.shape, check_invariants=True)
         return made.coalesce() if stored.coalesced else made
 
     def tensor(self, stored: StoredTensor, *, pinned: bool = False) -> Tensor:
@@ -356,14 +348,6 @@ def is_array(value: Any) -> bool:
         and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
         and value.dtype.kind in "biufcSU"
     )
-
-
-def _sparse_parts(sparse: Tensor) -> tuple[Tensor, ...]:
-    if sparse.layout is torch.sparse_coo:
-        return sparse_indices(sparse), sparse_values(sparse)
-    if sparse.layout is torch.sparse_csr:
-        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
-    return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
 
 
 def bytes_of(memory: Tensor) -> memoryview:

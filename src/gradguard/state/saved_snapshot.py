@@ -23,7 +23,6 @@ from gradguard.files.opening import is_regular
 from gradguard.files.writing import begin_directory, beside_name, drop_directory, end_directory, refuse_used, sync
 from gradguard.state.copies import PINNED, Copier, PlainCopy, Restorer, TensorCopy, WrappedCopy
 from gradguard.state.plain_file import (
-    LAYOUTS,
     PlainError,
     PlainReader,
     PlainWriter,
@@ -103,7 +102,7 @@ class Unpacker(Copier):
     def _copy_of(self, stored: Any) -> TensorCopy:
         device = checked_device(first_of(stored).device)
         if isinstance(stored, StoredSparse):
-            return PlainCopy(self._reader.full(stored), device, LAYOUTS[stored.layout])
+            return PlainCopy(self._reader.full(stored), device, torch.sparse_coo)
         if isinstance(stored, StoredShard):
             return self._shard(stored, device)
         return PlainCopy(self.keep(self._reader.tensor(stored, pinned=device.type in PINNED)), device)
@@ -338,7 +337,7 @@ def _stored_in_words(stored: Any) -> str:
     if isinstance(stored, StoredShard):
         return _in_words(stored.shape, first.like.dtype, first.device, stored.placements, stored.mesh)
     if isinstance(stored, StoredSparse):
-        return f"{_in_words(stored.shape, stored.parts[-1].like.dtype, first.device)}, {stored.layout}"
+        return f"{_in_words(stored.shape, stored.parts[-1].like.dtype, first.device)}, sparse_coo"
     return _in_words(first.like.shape, first.like.dtype, first.device)
 
 

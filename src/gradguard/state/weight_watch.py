@@ -1,6 +1,6 @@
 """Whether weights changed between two steps: by a fault, a bit flip, or code that is no optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from gradguard.distributed.placements import is_sharded
 from gradguard.optimizer_hooks import parameters_of
 from gradguard.state.generators import seeded_normal
 from gradguard.tensors.layout import are_readable, flat, grouped, meeting_device, move
+from gradguard.tensors.sketch import hashed, in_chunks
 from gradguard.torch_private import versions_of
 
 _ROW = 1 << 14
@@ -88,3 +89,16 @@ class WeightWatch:
 
 def _readable(weights: list[Tensor]) -> list[Tensor]:
     return [p for p in weights if p.is_floating_point() and p.layout is torch.strided and not p.is_meta]
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Return a number that changes if any element of ordinary tensors does, in its last bit; the host waits."""
+    total = 0
+    for tensor in tensors:
+        kind = _INTEGERS.get(tensor.dtype.itemsize, torch.int8)
+        sums = [(values.view(kind).long() * hashed(places)).sum() for values, places in in_chunks(tensor)]
+        total = total * 31 + int(sum(sums))
+    return total
