@@ -80,6 +80,17 @@ def test_a_container_that_did_not_change_is_not_called():
     assert held == {"a": 1, "b": [2]}
 
 
+def test_a_buffer_that_was_resized_in_place_is_as_before():
+    model = network()
+    model.register_buffer("cache", torch.tensor([1.0, 2.0]))
+    cache = model.cache
+    with undisturbed(model):
+        cache.resize_(5).fill_(3.0)
+        model.cache = torch.zeros(1)
+    assert model.cache is cache
+    assert cache.tolist() == [1.0, 2.0]
+
+
 def test_what_a_hook_needs_is_left_in_place():
     model = network()
     hooks = model[0]._forward_hooks

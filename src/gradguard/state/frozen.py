@@ -92,7 +92,9 @@ class Frozen:
         for slots, name, buffer in self._slots:
             slots[name] = buffer
         for buffer, value in self._copies:  # one that has not changed may be in a graph, which no write may meet
-            if buffer.shape == value.shape and not _are_equal(buffer, value):
+            if not _are_equal(buffer, value):
+                if buffer.shape != value.shape:
+                    buffer.resize_(value.shape)
                 buffer.copy_(value)
 
 

@@ -31,12 +31,6 @@ class PlainError(ValueError):
     """A value has no form in a file; or a file holds something that is never written."""
 
 
-class Reference(NamedTuple):
-    """A function or class that a state points to: the run that loads must have the same one in this place."""
-
-    name: str
-
-
 class StoredTensor(NamedTuple):
     """A tensor whose bytes are a block of the file, in the order of its memory; ``like`` has its layout, no numbers."""
 
@@ -137,7 +131,6 @@ _KINDS = {
     "counter": _Kind(Counter, _pairs, lambda told: Counter(dict(told))),
     "ordered dict": _Kind(OrderedDict, lambda value: [_pairs(value), vars(value)], _ordered),
     "defaultdict": _Kind(defaultdict, _told_defaultdict, lambda told: defaultdict(_FACTORIES[told[0]], told[1])),
-    "reference": _fields(Reference),
     "sparse": _fields(StoredSparse),
     "shard": _fields(StoredShard),
 }

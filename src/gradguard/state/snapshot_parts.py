@@ -5,8 +5,6 @@ Each part keeps one value of plain containers, which `Copier.copy` has made of i
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from gradguard.distributed.fully_sharded import is_fully_sharded
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.state.copies import Copier, Restorer, inner_tensors
 from gradguard.state.optimizer_copy import NOT_ATTRIBUTES, OptimizerCopy, attributes_of
-from gradguard.state.plain_file import PlainError, Reference, is_stored
+from gradguard.state.plain_file import PlainError, is_stored
 from gradguard.state.rehearsed import compare_states
 from gradguard.state.saved_snapshot import Packer, Unpacker, compare_layouts, compare_names
 from gradguard.torch_private import buffer_slots, is_fsdp1
@@ -192,12 +190,11 @@ class OptimizerPart(SnapshotPart):
         self._copy.take(copier)
 
     def packed(self, packer: Packer) -> Any:
-        """Return what was kept, with names in the place of functions and parameters, which a file does not hold."""
+        """Return what was kept, with names in the place of parameters, which a file does not hold."""
         content = packer.restored(self._copy.kept)
         places = {id(p): place for place, p in self._copy.parameters.items()}
         state = [(_key(key, places), one) for key, one in zip(self._copy.keys, content["state"], strict=True)]
-        groups = [{key: _named_function(one) for key, one in group.items()} for group in content["groups"]]
-        return {"names": self._names(), **content, "groups": groups, "state": state}
+        return {"names": self._names(), **content, "state": state}
 
     def unpack(self, packed: Any, unpacker: Unpacker) -> None:
         """Keep what a file holds, if it is of such an optimizer."""
@@ -207,10 +204,7 @@ class OptimizerPart(SnapshotPart):
         self._copy.keys = [live.get(key, key) for key, _ in packed["state"]]
         content = {
             "parameters": packed["parameters"],
-            "groups": [
-                {key: _live_function(one, group.get(key), key) for key, one in numbers.items()}
-                for group, numbers in zip(self._copy.groups(), packed["groups"], strict=True)
-            ],
+            "groups": packed["groups"],
             "state": [value for _, value in packed["state"]],
             "attributes": _checked_attributes(packed["attributes"], self.optimizer),
         }
@@ -326,25 +320,3 @@ def _checked_attributes(saved: dict[str, Any], optimizer: Optimizer) -> dict[str
         if name in NOT_ATTRIBUTES or hasattr(optimizer, name) or not name.isidentifier():
             raise PlainError(f"{type(optimizer).__name__}.{name!a:.40} is no number of an optimizer")
     return saved
-
-
-def _named_function(value: Any) -> Any:
-    """Return the name by which a function or class is found in place of it; anything else as it is."""
-    name = f"{getattr(value, '__module__', None)}:{getattr(value, '__qualname__', None)}"
-    with suppress(ValueError, ImportError, AttributeError):  # of a lambda, and of what no other process could have
-        if callable(value) and resolve_name(name) is value:
-            return Reference(name.replace(":", "."))
-    return value
-
-
-def _live_function(value: Any, live: Any, name: str) -> Any:
-    """Return ``value``, or the function of the run where a file names one: a file chooses no function.
-
-    Raises:
-        PlainError: The run has another one.
-    """
-    if not isinstance(value, Reference):
-        return value
-    if _named_function(live) != value:
-        raise PlainError(f"{name!r} of a group was {value.name!a:.80} when it was saved, and here it is {live!r:.80}")
-    return live
