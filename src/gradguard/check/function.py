@@ -105,12 +105,8 @@ class Function:
         """Whether a node of its graph was written by somebody else than PyTorch."""
         self.recorded: tuple[list[Tensor], list[Tensor]] | None = None
         """Leaves and outputs of the first call, with its graph."""
-        self.learnt: Tensor | None = None
-        """The outputs at the point, as the first call gave them."""
-        self.base: Tensor | None = None
-        """The outputs at the point, once they are known to be the same at each call."""
-        self.taken: tuple[Tensor, Tensor] | None = None
-        """A cotangent, and its gradient at the point."""
+        self.base = torch.empty(0, dtype=torch.float64, device="cpu")
+        """The outputs at the point, once they are learnt."""
 
     def join(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return tensors that belong to the inputs as one float64 vector, zeros for None."""
@@ -255,7 +251,7 @@ class Function:
         self.output_sizes = [o.shape.numel() * (2 if o.dtype.is_complex else 1) for o in self.outputs]
         self.size = sum(self.output_sizes)
         """How many real numbers the outputs are."""
-        self.learnt = self.flatten(outputs)
+        self.base = self.flatten(outputs)
 
     def flatten(self, outputs: Sequence[Tensor]) -> Tensor:
         """Return outputs as one float64 vector."""
