@@ -441,14 +441,17 @@ def decide_units(
     units = _clipped_at_once(grads, cut, threshold, eps) if at_once and plan is None else None
     units = units or _measured(grads, cut, set(split), threshold, eps)
     before = tensor_norms([units.norms.get(i, g) for i, g in enumerate(grads.gradients)])
-    left = {i: units.norms[i][:0] for i in split if i in units.norms}
+    shrunk = [whole.norms * whole.factors for whole in units.joined]
     binds = [torch.zeros((), dtype=torch.bool, device=home)]
-    for whole in units.joined:
-        left.update(whole.each(whole.norms * whole.factors))
-        binds.append(move((whole.factors < 1).any(), home))
-    after, bound = tensor_norms([left.get(i, g) for i, g in enumerate(grads.gradients)]), torch.stack(binds).any()
+    bound = torch.stack(binds + [move((whole.factors < 1).any(), home) for whole in units.joined]).any()
     if plan is None:
+        others = tensor_norms([g for i, g in enumerate(grads.gradients) if i not in units.norms])
+        after = torch.cat([move(norms, home) for norms in (*shrunk, others)])
         return UnitClip(grads, units, before, norm_of_norms(after), bound)
+    left = {i: units.norms[i][:0] for i in split if i in units.norms}
+    for whole, norms in zip(units.joined, shrunk, strict=True):
+        left.update(whole.each(norms))
+    after = tensor_norms([left.get(i, g) for i, g in enumerate(grads.gradients)])
     here = move(before, home), move(after, home), bound.to(torch.float64).view(1)
     return _added_up(grads, plan, units, here, (threshold, eps))
 
