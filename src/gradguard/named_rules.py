@@ -59,11 +59,6 @@ _NAMES = {
     "adagc": _Name("adagc", _LEAST, math.inf, "AdaGC", "absolute", PerTensor),
 }
 
-_NOT_REPLAYABLE = {
-    "value": "a clip by value looks at elements, and a record holds norms, so it cannot be replayed.",
-    "adaptive": "adaptive clipping looks at units and weights, and a record holds norms, so it cannot be replayed.",
-}
-
 REPLAYABLE = tuple(kind.example for kind in _NAMES.values() if kind.on_numbers is not None)
 """An example of each rule that a record can be shown to."""
 
@@ -161,13 +156,15 @@ def replayed_rule(text: str) -> Callable[[], NormRule | PerTensor]:
     Example:
         >>> replayed_rule("value=0.5")
         Traceback (most recent call last):
-        gradguard.errors.InvalidValueError: rule value=0.5: a clip by value looks at elements, ...
+        gradguard.errors.InvalidValueError: rule value=0.5: it looks at elements, ...
     """
-    name = text.strip().partition("=")[0]
-    if name in _NOT_REPLAYABLE:
-        raise InvalidValueError(f"rule {text}: {_NOT_REPLAYABLE[name]} Replay norm=, median or zclip instead.")
     rule = _parse(text, REPLAYABLE)
     make: Any = _NAMES[rule.name].on_numbers
+    if make is None:
+        raise InvalidValueError(
+            f"rule {text}: it looks at elements, and a record holds norms, so it cannot be replayed. Replay norm=, "
+            "median or zclip instead."
+        )
     return make if rule.number is None else lambda: make(rule.number)
 
 

@@ -127,13 +127,14 @@ def make_inputs(specifications: Sequence[str], seed: int) -> dict[str, Tensor]:
 
 
 def _drawn(shape: tuple[int, ...], dtype: str, generator: torch.Generator, text: str) -> Tensor:
+    if dtype not in (*_REAL, *_COMPLEX, *_WHOLE):
+        raise CommandError(f"--input {text}: unknown dtype {dtype!r}; expected one of {[*_REAL, *_COMPLEX, *_WHOLE]}.")
     if dtype in _WHOLE:
-        return torch.randint(0, 2, shape, generator=generator, device="cpu").to(getattr(torch, dtype))
-    if dtype in _REAL:
-        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(getattr(torch, dtype))
-    if dtype in _COMPLEX:
-        return torch.randn(shape, generator=generator, dtype=torch.complex128, device="cpu").to(getattr(torch, dtype))
-    raise CommandError(f"--input {text}: unknown dtype {dtype!r}; expected one of {[*_REAL, *_COMPLEX, *_WHOLE]}.")
+        drawn = torch.randint(0, 2, shape, generator=generator, device="cpu")
+    else:
+        wide = torch.complex128 if dtype in _COMPLEX else torch.float64
+        drawn = torch.randn(shape, generator=generator, dtype=wide, device="cpu")
+    return drawn.to(getattr(torch, dtype))
 
 
 def _shape(text: str, specification: str) -> tuple[int, ...]:

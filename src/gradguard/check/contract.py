@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,6 +84,8 @@ class Contract:
         self.shaped = function.shaped(cotangent)
         self.is_odd = True
         """Whether the gradient of -1 times the cotangent is -1 times its own, bit for bit."""
+        self._graph: tuple[list[Tensor], list[Tensor]] = [], []
+        """The leaves and outputs of the forward whose backward is looked at."""
 
     def probe(self) -> None:
         """Run all probes, the cheap ones first."""
@@ -95,22 +96,20 @@ class Contract:
     @torch.no_grad()
     def probe_needs(self) -> None:
         """Let only some inputs need a gradient, and look at nothing else."""
-        leaves, outputs = self._record()
-        self.usual_values = self.function.flatten(outputs)
-        self.first = self._backward(outputs, leaves)
+        self._begin()
+        self.first = self._backward()
         self.usual = _largest(self.first)
         self._some_needed()
 
     def _probe(self) -> None:
-        leaves, outputs = self._record()
-        self.usual_values = self.function.flatten(outputs)
-        overwritten = self._take_gradients(leaves, outputs)
+        self._begin()
+        overwritten = self._take_gradients()
         self.function.keeps_inputs = not self.findings
         if self.findings:
             return
         calls = self._other_calls()
         try:
-            again = self._backward(outputs, leaves)
+            again = self._backward()
         except Exception as error:
             wrong = _raised("state", "after another forward", error)
             self.findings.append(replace(wrong, guess=self._stale()))
@@ -118,69 +117,77 @@ class Contract:
         if not _are_the_same(again, self.first):
             self._repeat()
         self.findings = self.findings or overwritten
-        del outputs, leaves  # and the graph
         if self.findings:
             return
-        leaves, outputs = self._record()
-        self._disturbed(calls, again, leaves, outputs)
+        self._record()
+        self._disturbed(calls, again)
         if self.findings:
             return
-        self._scaled(leaves, outputs)
+        self._scaled()
         if self.function.has_own_code:
-            self._laid_out(leaves, outputs)
-            self._stride_0(leaves, outputs)
-        self._single_outputs(leaves, outputs)
-        if self.findings and calls and (wrong := self._lasting(calls, leaves, outputs)) is not None:
+            self._laid_out()
+            self._stride_0()
+        self._single_outputs()
+        if self.findings and calls and (wrong := self._lasting(calls)) is not None:
             self.findings = [wrong]
-        del outputs, leaves
+        self._graph = [], []
         if not self.findings:
             self._other_inputs()
         self._hidden_float32()
 
-    def _record(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return leaves, and the outputs with their graph: those of the first call if nobody has used them."""
-        recorded, self.function.recorded = self.function.recorded, None
-        if recorded is not None:
-            return recorded
-        leaves = self.function.leaves()
-        return leaves, self.function.record(leaves)
+    def _begin(self) -> None:
+        self._record()
+        self.usual_values = self._values()
 
-    def _backward(
-        self, outputs: list[Tensor], leaves: list[Tensor], cotangents: Sequence[Tensor | None] | None = None
-    ) -> Tensor:
+    def _record(self, leaves: list[Tensor] | None = None) -> None:
+        """Call the function anew, with these leaves or its inputs; the first call is used if nobody has done so."""
+        recorded, self.function.recorded = self.function.recorded, None
+        self._graph = [], []  # so that no two graphs are in memory
+        if leaves is not None or recorded is None:
+            leaves = self.function.leaves() if leaves is None else leaves
+            recorded = leaves, self.function.record(leaves)
+        self._graph = recorded
+
+    def _values(self) -> Tensor:
+        return self.function.flatten(self._graph[1])
+
+    def _backward(self, cotangents: Sequence[Tensor | None] | None = None) -> Tensor:
+        leaves, outputs = self._graph
         return self.function.backward(outputs, leaves, self.shaped if cotangents is None else cotangents, keep=True)
 
-    def _take_gradients(self, leaves: list[Tensor], outputs: list[Tensor]) -> list[Finding]:
+    def _take_gradients(self) -> list[Finding]:
         """Take the gradient: nothing that was given may change. Return what is wrong with those returned first."""
-        function, fresh = self.function, [v.clone() for v in self.shaped]
-        given = [one.value for one in function.inputs]  # leaves are copies of these
-        self._unchanged(leaves, given, "the forward", "input")
+        function, fresh, (leaves, outputs) = self.function, [v.clone() for v in self.shaped], self._graph
+        given, names = [one.value for one in function.inputs], [one.name for one in function.inputs]
+        self._unchanged("the forward overwrites input", names, leaves, given)  # of which the leaves are copies
         returned = function.gradients(outputs, leaves, fresh, keep=True)
         copies = [None if grad is None else grad.clone() for grad in returned]
         self.first = function.join(copies)
         self.usual = _largest(self.first)
-        self._unchanged(leaves, given, "the backward", "input")
-        self._unchanged(fresh, self.shaped, "the backward", "grad_output of output")
-        negative = self._backward(outputs, leaves, [-v for v in self.shaped])
-        self.is_odd = _are_the_same(-negative, self.first)
+        self._unchanged("the backward overwrites input", names, leaves, given)
+        self._unchanged("the backward overwrites grad_output of output", range(len(fresh)), fresh, self.shaped)
+        self.is_odd = _are_the_same(-self._backward([-v for v in self.shaped]), self.first)
         if not (self.is_odd or self.findings):
             self._repeat()
+        message = "a backward overwrites the gradient of {} that the one before has returned"
         return [
-            Finding(
-                "mutation",
-                f"a backward overwrites the gradient of {one.name} that the one before has returned",
-                one.name,
-            )
-            for one, grad, copy in zip(function.inputs, returned, copies, strict=True)
+            Finding("mutation", message.format(name), name)
+            for name, grad, copy in zip(names, returned, copies, strict=True)
             if grad is not None and copy is not None and not _are_the_same(grad.to_dense(), copy.to_dense())
         ]
 
+    def _unchanged(self, words: str, names: Sequence[object], now: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+        changed = [name for name, a, b in zip(names, now, before, strict=True) if not _are_the_same(a, b)]
+        self.findings += [Finding("mutation", f"{words} {name}") for name in changed]
+
     def _repeat(self) -> None:
         """Say by how much backward runs of one graph differ: in place of what else was found, if by much."""
-        leaves, outputs = self._record()
-        runs = [self._backward(outputs, leaves) for _ in range(_REPEATS)]
+        kept = self._graph
+        self._record()
+        runs = [self._backward() for _ in range(_REPEATS)]
+        self._graph = kept
+        message = "the same backward, run again, gives something else"
         for run in runs:
-            message = "the same backward, run again, gives something else"
             found = self._difference("non-determinism", message, run, runs[0])
             if found is not None:
                 self.findings = [found]
@@ -220,59 +227,54 @@ class Contract:
     def _flipped(self) -> list[Tensor]:
         return [one.value.flatten().flip(0).reshape(one.value.shape) for one in self.function.inputs]
 
-    def _disturbed(self, calls: list[str], again: Tensor, leaves: list[Tensor], outputs: list[Tensor]) -> None:
+    def _disturbed(self, calls: list[str], again: Tensor) -> None:
         """Compare the outputs of the forward after ``calls``, and the gradient of that before, with the usual ones."""
         words = f"the same inputs after {' and '.join(calls[1:] or calls)}"
-        wrong = self._values_differ("state", self.function.flatten(outputs), self.usual_values, words)
+        wrong = self._values_differ("state", self._values(), self.usual_values, words)
         if wrong is None:
             wrong = self._difference("state", "another forward in between changes the backward", again, self.first)
             if wrong is not None:
-                wrong = self._lasting(calls, leaves, outputs) or replace(wrong, guess=self._stale())
+                wrong = self._lasting(calls) or replace(wrong, guess=self._stale())
         self.findings += filter(None, [wrong])
 
-    def _lasting(self, calls: list[str], leaves: list[Tensor], outputs: list[Tensor]) -> Finding | None:
+    def _lasting(self, calls: list[str]) -> Finding | None:
         """Return what is wrong with the gradient of the forward after ``calls``."""
         words = f"{' and '.join(calls[1:] or calls)} changes the next backward"
-        return self._difference("state", words, self._backward(outputs, leaves), self.first)
+        return self._difference("state", words, self._backward(), self.first)
 
     def _stale(self) -> str:
         """Return a guess if the backward is that of the last forward."""
-        leaves, outputs = self._record()
-        others = [one.clone().requires_grad_() for one in self._flipped()]
+        self._record()
         try:
+            others = [one.clone().requires_grad_() for one in self._flipped()]
             between = self.function.record(others)
-            found = self._backward(outputs, leaves)
-            is_last = _are_the_same(found, self._backward(between, others))
+            found = self._backward()
+            is_last = _are_the_same(found, self.function.backward(between, others, self.shaped, keep=True))
         except Exception:
             return ""
         return "stale saved tensor: that of the last forward" if is_last else ""
 
-    def _scaled(self, leaves: list[Tensor], outputs: list[Tensor]) -> None:
+    def _scaled(self) -> None:
         """Give grad_outputs with other signs and sizes, and zeros."""
         for times in ([] if self.is_odd else [-1.0]) + [2.0**power for power in _POWERS[self.dtype]]:
-            found = self._backward(outputs, leaves, [v * times for v in self.shaped])
-            self._compare("linearity", f"grad_output times {_power(times)}", found, self.first * times, times)
+            scaled = [v * times for v in self.shaped]
+            self._owes("linearity", f"grad_output times {_power(times)}", scaled, self.first * times, times)
         if self.function.has_own_code:
-            zeros = self._backward(outputs, leaves, [torch.zeros_like(v) for v in self.shaped])
-            self._compare("linearity", "a grad_output of zeros", zeros, self.first * 0.0, 0.0)
+            zeros = [torch.zeros_like(v) for v in self.shaped]
+            self._owes("linearity", "a grad_output of zeros", zeros, self.first * 0.0, 0.0)
 
-    def _laid_out(self, leaves: list[Tensor], outputs: list[Tensor]) -> None:
+    def _laid_out(self) -> None:
         """Give grad_outputs in all layouts; one that another has at once is not tried where that goes wrong."""
         wrong: list[InputLayout] = []
         for layout in layouts_of(self.shaped):
-            words = layout.words.format("grad_output")
             if any(part in wrong for part in layout.parts):
                 continue
-            try:
-                found = self._backward(outputs, leaves, [layout.place(v) for v in self.shaped])
-                is_right = self._compare("layout", words, found, self.first, guess=_STRIDED)
-            except Exception as error:
-                is_right = layout is FLAGGED  # to refuse such a bit is no fault
-                if not is_right:
-                    self.findings.append(_raised("layout", words, error))
-            wrong += [] if is_right else [layout]
+            words, may_refuse = layout.words.format("grad_output"), layout is FLAGGED  # to refuse a bit is no fault
+            placed = [layout.place(v) for v in self.shaped]
+            if not self._owes("layout", words, placed, self.first, guess=_STRIDED, may_refuse=may_refuse):
+                wrong.append(layout)
 
-    def _stride_0(self, leaves: list[Tensor], outputs: list[Tensor]) -> None:
+    def _stride_0(self) -> None:
         """Give a grad_output of stride 0, in all dimensions or along one, as sums make it."""
         shaped = self.shaped
         others = {_ONES: [torch.ones((), dtype=v.dtype, device=v.device).expand(v.shape) for v in shaped]}
@@ -280,39 +282,32 @@ class Contract:
             rows = [v.narrow(dim, 0, 1).expand(v.shape) if dim < v.dim() and v.numel() else v for v in shaped]
             others[f"a grad_output of stride 0 along dimension {dim}, as sum({dim}) makes"] = rows
         for words, other in others.items():
-            dense = [v.clone(memory_format=torch.contiguous_format) for v in other]
-            try:
-                found = self._backward(outputs, leaves, other)
-            except Exception as error:
-                self.findings.append(_raised("layout", words, error))
-                continue
-            if not self._compare("layout", words, found, self._backward(outputs, leaves, dense), guess=_STRIDED):
+            dense = self._backward([v.clone(memory_format=torch.contiguous_format) for v in other])
+            if not self._owes("layout", words, other, dense, guess=_STRIDED):
                 return
 
-    def _single_outputs(self, leaves: list[Tensor], outputs: list[Tensor]) -> None:
+    def _single_outputs(self) -> None:
         """Use some of several outputs: the gradients of one each, the others zero or unused, add up to that of all."""
-        used = [i for i, o in enumerate(outputs) if o.requires_grad]
+        used = [i for i, o in enumerate(self._graph[1]) if o.requires_grad]
         if len(used) < 2:
             return
 
-        def gradient(some: Sequence[int], *, zeros: bool = False) -> Tensor:
-            given = [v if i in some else torch.zeros_like(v) if zeros else None for i, v in enumerate(self.shaped)]
-            return self._backward(outputs, leaves, given)
+        def only(*some: int, zeros: bool = False) -> list[Tensor | None]:
+            return [v if i in some else torch.zeros_like(v) if zeros else None for i, v in enumerate(self.shaped)]
 
-        singles = {i: gradient([i], zeros=True) for i in used}
+        singles = {i: self._backward(only(i, zeros=True)) for i in used}
         largest = max(map(_largest, singles.values())) / max(self.usual, self.least)
-        total = sum(singles.values(), torch.zeros((), device="cpu"))
-        runs: list[tuple[str, Callable[[], Tensor], Tensor]] = [
-            (f"only output {i} used", partial(gradient, [i]), singles[i]) for i in used
-        ]
-        runs.append(("the gradients for one output each, zeros for the others, added up", lambda: total, self.first))
-        for i in used if 2 < len(used) <= _FEW_OUTPUTS else ():
-            others, rest = [j for j in used if j != i], self.first - singles[i]
-            runs.append((f"output {i} unused", partial(gradient, others), rest))
-            runs.append((f"zeros for output {i}", partial(gradient, others, zeros=True), rest))
-        for words, run, expected in runs:
-            if not self._compare("outputs", words, run(), expected, largest):
+        for i in used:
+            if not self._owes("outputs", f"only output {i} used", only(i), singles[i], largest):
                 return
+        words = "the gradients for one output each, zeros for the others, added up"
+        total = torch.stack([*singles.values()]).sum(0)
+        is_right = self._compare("outputs", words, total, self.first, largest)
+        for i in used if is_right and 2 < len(used) <= _FEW_OUTPUTS else ():
+            others, rest = [j for j in used if j != i], self.first - singles[i]
+            for words, zeros in ((f"output {i} unused", False), (f"zeros for output {i}", True)):
+                if not self._owes("outputs", words, only(*others, zeros=zeros), rest, largest):
+                    return
 
     def _other_inputs(self) -> None:
         """Give the same numbers in other places in memory, and let only some inputs need a gradient."""
@@ -333,21 +328,20 @@ class Contract:
 
     def _some_needed(self) -> None:
         """Let only some inputs need a gradient."""
-        inputs = self.function.inputs
-        count = len(inputs)
+        function = self.function
+        names, count = [one.name for one in function.inputs], len(function.inputs)
         if count <= _MOST_SUBSETS:
             subsets = [{i for i in range(count) if mask >> i & 1} for mask in range(1, 2**count - 1)]
         else:
             digits = range((count - 1).bit_length())
             subsets = [{i for i in range(count) if i >> bit & 1 == digit} for bit in digits for digit in (1, 0)]
         for some in subsets:
-            names = [inputs[i].name for i in sorted(some)]
-            shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-            words = f"only {shown} need{'s' if len(names) == 1 else ''} a gradient"
-            leaves = [leaf if i in some else leaf.detach() for i, leaf in enumerate(self.function.leaves())]
-            needs = [torch.full((n,), i in some, device="cpu") for i, n in enumerate(self.function.sizes)]
-            expected = torch.where(torch.cat(needs), self.first, 0.0)
-            if not self._runs_alike("needs_input_grad", words, leaves, expected):
+            chosen = [names[i] for i in sorted(some)]
+            shown = ", ".join(chosen[:3]) + (", …" if len(chosen) > 3 else "")
+            words = f"only {shown} need{'s' if len(chosen) == 1 else ''} a gradient"
+            leaves = [leaf if i in some else leaf.detach() for i, leaf in enumerate(function.leaves())]
+            expected = [part * (i in some) for i, part in enumerate(self.first.split(function.sizes))]
+            if not self._runs_alike("needs_input_grad", words, leaves, torch.cat(expected)):
                 return
 
     def _runs_alike(
@@ -359,17 +353,14 @@ class Contract:
             Whether nothing is; results of another ``layout`` may differ as sums in another order do.
         """
         try:
-            outputs = self.function.record(leaves)
+            self._record(leaves)
         except Exception:  # it refuses them, or takes a derivative inside
             return True
-        values = self.function.flatten(outputs)
         try:
-            found = values, self.function.backward(outputs, leaves, self.shaped)
+            found = self._values(), self._backward()
         except Exception as error:
-            if layout is FLAGGED:
-                return True
-            self.findings.append(_raised(kind, words, error))
-            return False
+            self.findings += [] if layout is FLAGGED else [_raised(kind, words, error)]
+            return layout is FLAGGED
         wrong = self._run_differs(kind, words, found, (self.usual_values, expected))
         if wrong is None or (layout is not None and self._is_rounding(found)):
             return True
@@ -423,31 +414,34 @@ class Contract:
 
         return self._of_slices(slices, sources, copy)
 
-    def _is_regular(self, slices: list[Tensor], sources: list[int], expected: Run, which: int) -> bool:
-        """Tell whether values (0) or gradient (1) are finite where inputs are alike, and nearly the same nearby."""
-        move, share = _NEARBY[self.dtype]
-        usual = expected[which]
+    def _changes(self, slices: list[Tensor], sources: list[int], usual: Run, moved: float) -> list[Tensor] | None:
+        """Return how far values and gradient go from the ``usual`` ones where inputs move; None where they cannot."""
+        largest = [torch.zeros_like(one) for one in usual]
         for _ in range(_ROUNDED_TIMES):
             try:
-                nearby = self._of_copies(slices, sources, move)[which]
+                found = self._of_copies(slices, sources, moved)
             except Exception:
-                return False
-            # Also where it is not finite.
-            if nearby.shape != usual.shape or not bool(((nearby - usual).abs() <= share * usual.abs().max()).all()):
-                return False
-        return True
+                return None
+            if found[0].shape != usual[0].shape:
+                return None
+            changes = [(one - other).abs() for one, other in zip(found, usual, strict=True)]
+            largest = list(map(torch.maximum, largest, changes))
+        return largest
+
+    def _is_regular(self, slices: list[Tensor], sources: list[int], expected: Run, which: int) -> bool:
+        """Tell whether values (0) or gradient (1) are finite where inputs are alike, and nearly the same nearby."""
+        moved, share = _NEARBY[self.dtype]
+        changes = self._changes(slices, sources, expected, moved)
+        return changes is not None and bool((changes[which] <= share * expected[which].abs().max()).all())
 
     def _is_rounding(self, found: Run) -> bool:
         """Whether a run is off by what inputs rounded otherwise change: sums in another order."""
         values, usual = [one.value for one in self.function.inputs], (self.usual_values, self.first)
-        noise = [torch.zeros_like(one) for one in usual]
-        for _ in range(_ROUNDED_TIMES):
-            moved = self._of_copies(values, list(range(len(values))), torch.finfo(self.dtype).eps)
-            if not moved[0].shape == found[0].shape == usual[0].shape:
-                return False
-            changes = [(one - other).abs().nan_to_num(0.0) for one, other in zip(moved, usual, strict=True)]
-            noise = list(map(torch.maximum, noise, changes))
+        changes = self._changes(values, list(range(len(values))), usual, torch.finfo(self.dtype).eps)
+        if changes is None or found[0].shape != usual[0].shape:
+            return False
         off = [(one - other).abs() for one, other in zip(found, usual, strict=True)]
+        noise = [one.nan_to_num(0.0) for one in changes]
         return all(bool((o <= _ROUNDING * (n + n.mean())).all()) for o, n in zip(off, noise, strict=True))
 
     def _draws_random_numbers(self) -> bool:
@@ -483,6 +477,25 @@ class Contract:
             return Finding(kind, f"the forward gives {len(found)} numbers in place of {len(expected)} for {words}")
         wrong = self._worst(found, expected, _largest(self.usual_values))
         return None if wrong is None else Finding(kind, f"the forward gives {wrong[1]} for {words}")
+
+    def _owes(
+        self,
+        kind: str,
+        words: str,
+        cotangents: Sequence[Tensor | None],
+        expected: Tensor,
+        cotangent: float = 1,
+        *,
+        guess: str = "",
+        may_refuse: bool = False,
+    ) -> bool:
+        """Run the backward for ``cotangents``, and note what is wrong with the gradient; tell whether nothing is."""
+        try:
+            found = self._backward(cotangents)
+        except Exception as error:
+            self.findings += [] if may_refuse else [_raised(kind, words, error)]
+            return may_refuse
+        return self._compare(kind, words, found, expected, cotangent, guess)
 
     def _compare(
         self, kind: str, message: str, found: Tensor, expected: Tensor, cotangent: float = 1, guess: str = ""
@@ -526,12 +539,6 @@ class Contract:
         at = int(torch.where(wrong, off.nan_to_num(torch.inf), -1.0).argmax())
         differ = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
         return at, f"{float(found[at]):.6g} in place of {float(expected[at]):.6g}, {differ}"
-
-    def _unchanged(self, now: list[Tensor], before: list[Tensor], who: str, what: str) -> None:
-        for i, (a, b) in enumerate(zip(now, before, strict=True)):
-            if not _are_the_same(a, b):
-                name = self.function.inputs[i].name if what == "input" else str(i)
-                self.findings.append(Finding("mutation", f"{who} overwrites {what} {name}"))
 
 
 def _raised(kind: str, words: str, error: Exception) -> Finding:

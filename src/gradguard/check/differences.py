@@ -69,10 +69,8 @@ class Limit(NamedTuple):
 class Differences:
     """The function at its point, a cotangent, and the gradient that is checked."""
 
-    def __init__(
-        self, function: Function, base: Tensor, cotangent: Tensor, gradient: Tensor, rtol: float = 0.0
-    ) -> None:
-        self.function, self.base, self.cotangent, self.gradient = function, base, cotangent, gradient
+    def __init__(self, function: Function, cotangent: Tensor, gradient: Tensor, rtol: float = 0.0) -> None:
+        self.function, self.base, self.cotangent, self.gradient = function, function.base, cotangent, gradient
         self.point = function.point
         outputs = {o.dtype.to_real() for o in function.outputs}
         self.rtol = rtol
@@ -81,10 +79,10 @@ class Differences:
         self.coarsest = max(self.input_eps, *(torch.finfo(dtype).eps for dtype in outputs))
         self.is_low = self.coarsest > 1e-10
         self.noise, self.has_noise = self.rounding, False
-        self.usable = base.isfinite()
+        self.usable = self.base.isfinite()
         self.is_finite = bool(self.usable.all())
         self.has_finite_point = are_finite(self.point)
-        self.are_few = len(self.point) + len(base) <= _FEW
+        self.are_few = len(self.point) + len(self.base) <= _FEW
 
     @property
     def rounding(self) -> Tensor:

@@ -105,12 +105,8 @@ class Function:
         """Whether a node of its graph was written by somebody else than PyTorch."""
         self.recorded: tuple[list[Tensor], list[Tensor]] | None = None
         """Leaves and outputs of the first call, with its graph."""
-        self.learnt: Tensor | None = None
-        """The outputs at the point, as the first call gave them."""
-        self.base: Tensor | None = None
-        """The outputs at the point, once they are known to be the same at each call."""
-        self.taken: tuple[Tensor, Tensor] | None = None
-        """A cotangent, and its gradient at the point."""
+        self.base = torch.empty(0, dtype=torch.float64, device="cpu")
+        """The outputs at the point, once they are learnt."""
 
     def join(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return tensors that belong to the inputs as one float64 vector, zeros for None."""
@@ -126,10 +122,7 @@ class Function:
         """Return the inputs that ``vector`` stands for, rounded to their dtype, with their strides."""
         tensors = []
         for part, one in zip(vector.split_with_sizes(self.sizes), self.inputs, strict=True):
-            value = one.value
-            if value.is_complex():
-                part = torch.view_as_complex(part.clone().reshape(*value.shape, 2))
-            part = part.reshape(value.shape).to(value.device, value.dtype)
+            value, part = one.value, _unflattened(part, one.value)
             if not value.is_contiguous():
                 laid_out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
                 part = laid_out.copy_(part)
@@ -225,16 +218,11 @@ class Function:
     ) -> Sequence[Tensor | None]:
         """Return the gradients of Σ cotangent · output as the backward returns them, None where there is none."""
         self.backwards += 1
-        used, given, needed = [], [], [leaf for leaf in leaves if leaf.requires_grad]
-        for output, cotangent in zip(outputs, cotangents, strict=True):
-            if output.requires_grad and cotangent is not None:
-                used.append(output)
-                given.append(cotangent)
-        found = gradients_of(used, needed, given, keep) if used else [None] * len(needed)
-        if len(needed) == len(leaves):
-            return found
-        each = iter(found)
-        return [next(each) if leaf.requires_grad else None for leaf in leaves]
+        needed = [leaf for leaf in leaves if leaf.requires_grad]
+        pairs = zip(outputs, cotangents, strict=True)
+        used = [(output, v) for output, v in pairs if output.requires_grad and v is not None]
+        found = iter(gradients_of([o for o, _ in used], needed, [v for _, v in used], keep) if used else ())
+        return [next(found, None) if leaf.requires_grad else None for leaf in leaves]
 
     def gradient(self, vector: Tensor | None, cotangent: Tensor) -> Tensor:
         """Return the gradient of cotangent · outputs at ``vector``, from one forward and one backward."""
@@ -255,7 +243,7 @@ class Function:
         self.output_sizes = [o.shape.numel() * (2 if o.dtype.is_complex else 1) for o in self.outputs]
         self.size = sum(self.output_sizes)
         """How many real numbers the outputs are."""
-        self.learnt = self.flatten(outputs)
+        self.base = self.flatten(outputs)
 
     def flatten(self, outputs: Sequence[Tensor]) -> Tensor:
         """Return outputs as one float64 vector."""
@@ -264,12 +252,8 @@ class Function:
 
     def shaped(self, cotangent: Tensor) -> list[Tensor]:
         """Return a flat vector as tensors like the outputs."""
-        shaped = []
-        for part, one in zip(cotangent.split_with_sizes(self.output_sizes), self.outputs, strict=True):
-            if one.dtype.is_complex:
-                part = torch.view_as_complex(part.clone().reshape(*one.shape, 2))
-            shaped.append(part.reshape(one.shape).to(one.device, one.dtype))
-        return shaped
+        parts = cotangent.split_with_sizes(self.output_sizes)
+        return [_unflattened(part, one) for part, one in zip(parts, self.outputs, strict=True)]
 
     def rounding_of(self, values: Tensor) -> Tensor:
         """Return half a unit in the last place of each output element, as its dtype has it."""
@@ -347,6 +331,13 @@ def _flat(tensor: Tensor) -> Tensor:
     return real.reshape(-1).to("cpu", torch.float64)
 
 
+def _unflattened(part: Tensor, like: Any) -> Tensor:
+    """Return what `_flat` made of a tensor with the shape, dtype and device of ``like``."""
+    if like.dtype.is_complex:
+        part = torch.view_as_complex(part.clone().reshape(*like.shape, 2))
+    return part.reshape(like.shape).to(like.device, like.dtype)
+
+
 def _dense(value: Tensor) -> Tensor:
     """Return a copy whose elements have places of their own: expanded inputs and windows are laid out in full."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
@@ -362,12 +353,10 @@ def _like(value: Tensor) -> Tensor:
 
 
 def _outputs_of(result: Any) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result] if is_differentiable(result) else []
     found: list[Tensor] = []
     for value in tree_leaves(result):
-        if isinstance(value, Tensor):
-            found += [value] if is_differentiable(value) else []
+        if is_differentiable(value):
+            found.append(value)
         elif is_dataclass(value):
             found += _outputs_of([getattr(value, field.name) for field in fields(value)])
     return found

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gradguard.check.admission import WIDE, refuse_unless
 from gradguard.check.contract import Contract
-from gradguard.check.devices import device_called, is_here, moved
 from gradguard.check.differences import Differences
 from gradguard.check.elementwise import check_every_element
 from gradguard.check.forward_mode import ForwardMode, check_forward_mode
@@ -26,6 +25,7 @@ from gradguard.check.sizes import with_other_sizes
 from gradguard.errors import InvalidTypeError, InvalidValueError
 from gradguard.state.generators import generator_states, numpy_bits, restore_generators
 from gradguard.tensors.matmul_precision import full_float32
+from gradguard.torch_private import tree_map
 
 _UNLIKE_THE_CALLERS = 7_919_190_301
 """Added to the seed: a cotangent drawn like the caller's inputs would be the same numbers, a special case."""
@@ -206,9 +206,10 @@ class _Check:
             return
         self.dtype = str(exact.inputs[0].value.dtype).removeprefix("torch.")
         self.exact = exact
-        if not self._contract(exact):
+        taken = self._contract(exact)
+        if taken is None:
             return
-        self._search(exact, exhaustive)
+        self._search(exact, taken, exhaustive)
         if exact is not low and self._is_the_same(exact, low) and self._contract(low) and not self.findings:
             self._low_precision(exact, low)
         if backends:
@@ -252,7 +253,8 @@ class _Check:
         )
 
     def _function(self, fn: Any, wide: bool, device: torch.device | None = None) -> Function:
-        args, kwargs = (self.args, self.kwargs) if device is None else moved((self.args, self.kwargs), device)
+        there = lambda one: one.to(device) if isinstance(one, Tensor) and device is not None else one  # noqa: E731
+        args, kwargs = tree_map(there, (self.args, self.kwargs))
         function = Function(fn, args, kwargs, wide, chosen=self.chosen)
         if not function.inputs:
             raise InvalidTypeError(
@@ -320,7 +322,7 @@ class _Check:
         low.state.generators = exact.state.generators
         eps = max(torch.finfo(o.dtype).eps for o in low.outputs)
         found, expected = low.values(low.point), exact.values(low.point)
-        low.learnt = found  # from random numbers that are now the same
+        low.base = found  # from random numbers that are now the same
         off = (found - expected).abs().nan_to_num(0.0, 0.0, 0.0)
         largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).amax() if expected.numel() else 0.0
         if bool((off <= 100 * eps**0.5 * largest).all()):
@@ -330,16 +332,22 @@ class _Check:
             return False
         raise InvalidValueError(f"{name} and the float64 function have different values: expected the same function.")
 
-    def _contract(self, function: Function, who: str = "") -> bool:
-        """Look at everything but the values of the gradient; tell whether these can be looked at too."""
-        base = self._repeatable(function)
-        if base is None:
-            return False
+    def _contract(self, function: Function, who: str = "") -> tuple[Tensor, Tensor] | None:
+        """Look at everything but the values of the gradient.
+
+        Returns:
+            A cotangent and its gradient, whose values can be looked at too; None if they cannot.
+
+        Raises:
+            InvalidValueError: If the backward goes through a reentrant checkpoint.
+        """
+        if not self._is_repeatable(function):
+            return None
         for layout in function.outputs:
             if not layout.has_graph:
                 note = Finding("outputs", f"{layout.name} has no graph and is not checked")
                 self.notes += [] if note in self.notes else [note]
-        cotangent = self._cotangent(function, base)
+        cotangent = self._cotangent(function)
         contract = Contract(function, cotangent, self.generator, self.rtol)
         try:
             contract.probe()
@@ -350,39 +358,36 @@ class _Check:
                     f"expected torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
                 ) from error
             self.findings.append(Finding("error", f"the backward raises {type(error).__name__}: {error}"))
-            return False
-        function.taken = cotangent, contract.first
+            return None
         self.findings += [replace(one, message=who + one.message) for one in contract.findings]
         self.notes += [one for one in contract.notes if one not in self.notes]
-        return not any(one.kind in ("non-determinism", "mutation") for one in contract.findings)
+        is_one = not any(one.kind in ("non-determinism", "mutation") for one in contract.findings)
+        return (cotangent, contract.first) if is_one else None
 
-    def _repeatable(self, function: Function) -> Tensor | None:
-        """Return the outputs at the point, None if it draws random numbers that nothing can put back."""
-        base, again = function.learnt, function.values(function.point)
-        if base is None or not (torch.equal(base, again) or torch.equal(base.nan_to_num(), again.nan_to_num())):
-            function.state.generators = generator_states()
-            function.recorded = None
-            base, again = function.values(function.point), function.values(function.point)
-            size = function.rounding_of(base).nan_to_num()
-            if bool(((again - base).abs().nan_to_num() > 2e3 * size + 1e-300).any()):
-                message = "two forwards at one point differ: seed what makes them random inside the function"
-                self.undecided.append(Finding("random", message))
-                return None
-        function.base = base
-        return base
+    def _is_repeatable(self, function: Function) -> bool:
+        """Tell whether the outputs at the point are the same in each call; random numbers are put back for that."""
+        base, again = function.base, function.values(function.point)
+        if torch.equal(base, again) or torch.equal(base.nan_to_num(), again.nan_to_num()):
+            return True
+        function.state.generators = generator_states()
+        function.recorded = None
+        function.base, again = function.values(function.point), function.values(function.point)
+        size = function.rounding_of(function.base).nan_to_num()
+        is_random = bool(((again - function.base).abs().nan_to_num() > 2e3 * size + 1e-300).any())
+        if is_random:
+            message = "two forwards at one point differ: seed what makes them random inside the function"
+            self.undecided.append(Finding("random", message))
+        return not is_random
 
-    def _cotangent(self, function: Function, base: Tensor) -> Tensor:
+    def _cotangent(self, function: Function) -> Tensor:
         """Return a random one, of elements between 0.5 and 1.5 in size: each output counts."""
         drawn = torch.rand(function.size, generator=self.generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
         drawn.add_(drawn.sign(), alpha=0.5)
-        drawn.masked_fill_(~(base.isfinite() & function.with_graph()), 0.0)
+        drawn.masked_fill_(~(function.base.isfinite() & function.with_graph()), 0.0)
         return function.flatten(function.shaped(drawn))
 
-    def _search(self, function: Function, exhaustive: bool, what: str = "") -> None:
-        assert function.base is not None
-        assert function.taken is not None
-        differences = Differences(function, function.base, *function.taken, self.rtol)
-        function.taken = None
+    def _search(self, function: Function, taken: tuple[Tensor, Tensor], exhaustive: bool, what: str = "") -> None:
+        differences = Differences(function, *taken, self.rtol)
         search = Search(differences, self.generator)
         search.run()
         if exhaustive and not search.findings:
@@ -416,8 +421,8 @@ class _Check:
     def _backends(self, exact: Function, backends: dict[str, Any]) -> None:
         functions = {}
         for name, fn in backends.items():
-            device = device_called(name)
-            if device is not None and not is_here(device):
+            device = _device_called(name)
+            if device is not None and not _is_here(device):
                 self.notes.append(Finding("backends", f"{name} is not here and was skipped"))
                 continue
             functions[name] = self._function(fn, wide=False, device=device)
@@ -430,21 +435,35 @@ class _Check:
         self.notes += notes
 
     def _second_order(self, function: Function, exhaustive: bool) -> None:
-        assert function.base is not None
         gradient_of = GradientOf(function)
-        cotangents = function.shaped(self._cotangent(function, function.base))
+        cotangents = function.shaped(self._cotangent(function))
         point = (*(one.value for one in function.inputs), *cotangents)
         second = Function(gradient_of, point, {}, wide=False, names=gradient_of.names)
         self.functions.append(second)
         try:
             if any(node.name() == "torch::autograd::Error" for node in nodes_of(self._learn(second))):
                 raise InvalidValueError("it is marked once_differentiable, or what it calls is.")
-            assert second.learnt is not None
-            second.base, cotangent = second.learnt, self._cotangent(second, second.learnt)
+            cotangent = self._cotangent(second)
             needs = Contract(second, cotangent, self.generator, self.rtol)
             needs.probe_needs()
-            second.taken = cotangent, needs.first
-            self._search(second, exhaustive, "second order")
+            self._search(second, (cotangent, needs.first), exhaustive, "second order")
             self.findings += [replace(one, message=f"second order: {one.message}") for one in needs.findings]
         except (InvalidValueError, RuntimeError) as error:
             self.findings.append(Finding("error", f"the backward cannot be differentiated: {error}"))
+
+
+def _device_called(name: str) -> torch.device | None:
+    """Return the device of that name, None if the name is that of no device."""
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        return None
+
+
+def _is_here(device: torch.device) -> bool:
+    """Tell whether something can be computed there."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        return False
+    return True

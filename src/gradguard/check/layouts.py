@@ -15,7 +15,7 @@ class InputLayout:
 
     Attributes:
         words: The description of the layout, with ``{}`` for the name of the tensor.
-        place: From a tensor to a copy with that layout, the same numbers in it.
+        place: From a tensor to a copy with that layout, the same numbers in it; the tensor itself where it has none.
         parts: Layouts which this one has at once: each is tried alone where this one goes wrong, or is refused.
     """
 
@@ -24,21 +24,20 @@ class InputLayout:
     parts: tuple[InputLayout, ...] = ()
 
 
+def layouts_of(tensors: Sequence[Tensor], layouts: Sequence[InputLayout] | None = None) -> list[InputLayout]:
+    """Return the layouts, by default of all, in which at least one of ``tensors`` lies elsewhere."""
+    return [one for one in layouts or LAYOUTS if any(_place_of(one.place(t)) != _place_of(t) for t in tensors)]
+
+
 def orders_of(tensors: Sequence[Tensor]) -> list[InputLayout]:
     """Return the orders of dimensions in which at least one of ``tensors`` lies elsewhere; if none, strided ones."""
-    with_order = [one for one in tensors if one.dim() > 1]
-    orders: list[InputLayout] = [order for order in _ORDERS if any(map(order.moves, with_order))]
-    return orders or ([STRIDED] if any(one.numel() > 1 for one in tensors) else [])
+    return layouts_of(tensors, _ORDERS) or layouts_of(tensors, [STRIDED])
 
 
-def layouts_of(tensors: Sequence[Tensor]) -> list[InputLayout]:
-    """Return the layouts in which at least one of ``tensors`` lies elsewhere."""
-    strided = [STRIDED] if any(one.numel() > 1 for one in tensors) else []
-    flagged = [FLAGGED] if any(map(_has_flag, tensors)) else []
-    rows = [ROWS_APART] if any(one.dim() > 1 and one.shape[:-1].numel() > 1 for one in tensors) else []
-    blocks = [BLOCKS_APART] if any(one.dim() > 2 and one.shape[0] > 1 for one in tensors) else []
-    orders = [order for order in orders_of(tensors) if order is not STRIDED]
-    return [*strided, WITHIN, *rows, *blocks, *orders, *flagged]
+def _place_of(tensor: Tensor) -> object:
+    """Return what two layouts of one tensor differ by; the stride along a dimension of one entry does not matter."""
+    strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    return strides, tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
 
 
 def _strided(tensor: Tensor) -> Tensor:
@@ -59,78 +58,64 @@ def _within(tensor: Tensor) -> Tensor:
     return buffer[before:].copy_(tensor.reshape(-1)).view(tensor.shape)
 
 
-def _cut_out(tensor: Tensor, dim: int) -> Tensor:
-    """Return a copy that is cut out of a buffer which is longer along one dimension."""
-    shape = list(tensor.shape)
-    shape[dim] += _room(tensor)
-    buffer = torch.full(shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
-    return buffer.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+def _cut_out(dim: int, least: int) -> Callable[[Tensor], Tensor]:
+    """Cut copies of at least so many dimensions out of a buffer which is longer along one of them."""
 
+    def place(tensor: Tensor) -> Tensor:
+        if tensor.dim() < least:
+            return tensor
+        shape = list(tensor.shape)
+        shape[dim] += _room(tensor)
+        buffer = torch.full(shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
+        return buffer.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
 
-def _rows_apart(tensor: Tensor) -> Tensor:
-    return _cut_out(tensor, -1) if tensor.dim() > 1 else tensor
-
-
-def _blocks_apart(tensor: Tensor) -> Tensor:
-    return _cut_out(tensor, 1) if tensor.dim() > 2 else tensor
-
-
-def _has_flag(tensor: Tensor) -> bool:
-    """Tell whether a bit can say it; not of one element: whatever its stride, ``contiguous()`` leaves it the bit."""
-    return tensor.numel() > 1 and (tensor.is_complex() or tensor.dtype in (torch.float32, torch.float64))
+    return place
 
 
 def _flagged(tensor: Tensor) -> Tensor:
-    """Return a copy whose memory holds the conjugate, or the negative, which a bit on the tensor says."""
-    if not _has_flag(tensor):
-        return _strided(tensor)
+    """Return a copy whose memory holds the conjugate, or the negative, which a bit on the tensor says.
+
+    Not of one element: whatever its stride, ``contiguous()`` leaves it the bit.
+    """
+    if tensor.numel() < 2 or not (tensor.is_complex() or tensor.dtype in (torch.float32, torch.float64)):
+        return tensor
     if tensor.is_complex():
         return _strided(tensor.conj().resolve_conj()).conj()
     return torch.complex(torch.full_like(tensor, torch.nan), -tensor).conj().imag
 
 
-@dataclass(frozen=True)
-class _Order(InputLayout):
-    """A layout that has the dimensions in another order, the outermost first."""
+def _ordered(counts: range, order: Callable[[list[int]], list[int]]) -> Callable[[Tensor], Tensor]:
+    """Have the dimensions in another order, the outermost first, of tensors with so many of them."""
 
-    order: Callable[[int], list[int] | None] = lambda _: None
-    """From the number of dimensions to that order, None if there is none for so many."""
-
-    def moves(self, tensor: Tensor) -> bool:
-        """Tell whether an element lies elsewhere: dimensions of one length have no place in the order."""
-        order = [dim for dim in self.order(tensor.dim()) or () if tensor.shape[dim] > 1]
-        return order != sorted(order)
-
-
-def _ordered(words: str, order: Callable[[int], list[int] | None]) -> _Order:
     def place(tensor: Tensor) -> Tensor:
-        found = order(tensor.dim())
-        if found is None:
+        if tensor.dim() not in counts:
             return tensor
+        found = order(list(range(tensor.dim())))
         return tensor.permute(found).contiguous().permute([found.index(dim) for dim in range(tensor.dim())])
 
-    return _Order(words, place, order=order)
+    return place
 
 
-def _swapped(first: int, second: int, least: int) -> Callable[[int], list[int] | None]:
-    def order(count: int) -> list[int] | None:
-        found = list(range(count))
-        if count < least:
-            return None
-        found[first], found[second] = found[second], found[first]
-        return found
-
-    return order
-
+_MOST = 64
+"""Dimensions of a tensor."""
 
 STRIDED = InputLayout("{} at every second element of a larger buffer", _strided)
-WITHIN = InputLayout("{} that begins within a buffer", _within)
-ROWS_APART = InputLayout("{} cut out of a longer last dimension", _rows_apart)
-BLOCKS_APART = InputLayout("{} cut out of a longer dimension 1", _blocks_apart)
-FLAGGED = InputLayout("{} with the negative or the conjugate bit", _flagged, (STRIDED, WITHIN))
-_ORDERS = (
-    _ordered("transposed {}", _swapped(0, -1, 2)),
-    _ordered("{} with the last two dimensions swapped in memory", _swapped(-2, -1, 3)),
-    _ordered("{} with the first two dimensions swapped in memory", _swapped(0, 1, 3)),
-    _ordered("channels_last {}", lambda count: [0, *range(2, count), 1] if count in (4, 5) else None),
-)
+_WITHIN = InputLayout("{} that begins within a buffer", _within)
+FLAGGED = InputLayout("{} with the negative or the conjugate bit", _flagged, (STRIDED, _WITHIN))
+_ORDERS = [
+    InputLayout(words, _ordered(counts, order))
+    for words, counts, order in (
+        ("transposed {}", range(2, _MOST), lambda d: [d[-1], *d[1:-1], d[0]]),
+        ("{} with the last two dimensions swapped in memory", range(3, _MOST), lambda d: [*d[:-2], d[-1], d[-2]]),
+        ("{} with the first two dimensions swapped in memory", range(3, _MOST), lambda d: [d[1], d[0], *d[2:]]),
+        ("channels_last {}", range(4, 6), lambda d: [d[0], *d[2:], d[1]]),
+    )
+]
+LAYOUTS = [
+    STRIDED,
+    _WITHIN,
+    InputLayout("{} cut out of a longer last dimension", _cut_out(-1, 2)),
+    InputLayout("{} cut out of a longer dimension 1", _cut_out(1, 3)),
+    *_ORDERS,
+    FLAGGED,
+]

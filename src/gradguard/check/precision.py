@@ -82,8 +82,7 @@ class Conditioning:
         wrong |= ~found.isfinite() & self.gradient.isfinite() & (self.gradient.abs() < 1 / self.eps)
         if not bool(wrong.any()):
             # What is wrong where all elements of an input are a little too large or too small.
-            finite = found.isfinite() & other.isfinite() & self.gradient.isfinite()
-            parts = zip(*(self._parts(torch.where(finite, one, 0.0)) for one in (found, other)), strict=True)
+            parts = zip(*(self._parts(torch.where(both, one, 0.0)) for one in (found, other)), strict=True)
             for one, bar, (mine, theirs) in zip(self.exact.inputs, self.in_all, parts, strict=True):
                 ratio = float(mine @ theirs / (theirs @ theirs)) if theirs.any() else 1.0
                 if abs(ratio - 1) > times * bar:

@@ -11,10 +11,10 @@ before and after the clip, so that all processes know what it did.
 """
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -209,8 +209,6 @@ class ClipAdaptive(FixedRule):
         self.exclude = "" if self._exclude is None else str(self._exclude)
         self._names, self._learned = KnownNames(), False
         self._layouts: dict[int, tuple[weakref.ref, UnitLayout]] = {}
-        self._known: list[int] = []  # the parameters of the module that `learn` saw last
-        self._module: weakref.ref[nn.Module] | None = None
 
     def _shown(self) -> dict[str, str]:
         shown = {name: text for name, text in super()._shown().items() if name != "exclude"}
@@ -231,14 +229,11 @@ class ClipAdaptive(FixedRule):
         if isinstance(parameters, ListedParameters) and parameters.module is not None:
             parameters = parameters.module
         if isinstance(parameters, nn.Module):
-            by_id = {id(p): p for p in parameters.parameters()}
-            if self._module is None or self._module() is not parameters or list(by_id) != self._known:
-                self._module, self._known = weakref.ref(parameters), list(by_id)
-                self._layouts = {i: (weakref.ref(by_id[i]), u) for i, u in unit_layouts(parameters).items()}
+            self._layouts = {id(p): (weakref.ref(p), layout) for p, layout in unit_layouts(parameters)}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to one model: a copy learns its own."""
-        return vars(self) | {"_layouts": {}, "_known": [], "_module": None}
+        return vars(self) | {"_layouts": {}}
 
     @torch.no_grad()
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
@@ -260,7 +255,9 @@ class ClipAdaptive(FixedRule):
             grads = with_norms(grads, clip.norms, there=clip.there)
         norms = norms_of(grads, scale)
         norm = total_of(norms)
-        coefficient = torch.where(clip.clipped, clip.after / total_of(grads.norms), 1.0)
+        coefficient = torch.where(
+            clip.clipped, clip.after / (norm if norms is grads.norms else total_of(grads.norms)), 1.0
+        )
         locked_in = self._lock_in.follow(clip.clipped, limit, norm.isfinite())
         result = describe(grads, norms, coefficient, clip.clipped, norm=norm, threshold=limit, locked_in=locked_in)
         return Decision(grads, result, None, clip.write)
@@ -282,19 +279,19 @@ class ClipAdaptive(FixedRule):
 # Units.
 
 
-def unit_layouts(module: nn.Module) -> dict[int, UnitLayout]:
-    """Return, by parameter identity, the units of every parameter that are not what its shape alone would tell."""
-    layouts: dict[int, UnitLayout] = {}
+def unit_layouts(module: nn.Module) -> Iterator[tuple[Tensor, UnitLayout]]:
+    """Yield each parameter whose units are not what its shape alone would tell, with its units."""
     for layer in module.modules():
         # Not `layer.weight`: where the weight is parametrized, reading it computes it, which may change buffers.
-        weights = [p for name, p in layer.named_parameters() if name in _WEIGHTS and p.dim() > 1]
         if isinstance(layer, transposed_convolutions()):
-            for p in weights:
-                if p.shape[1] > 1:  # the gains of weight_norm have the size of one there
-                    layouts[id(p)] = UnitLayout(dim=1, groups=layer.groups)
+            # the gains of weight_norm have the size of one in dimension 1
+            yield from ((p, UnitLayout(dim=1, groups=layer.groups)) for p in _weights(layer) if p.shape[1] > 1)
         elif _is_conv1d_of_hugging_face(layer):
-            layouts.update((id(p), UnitLayout(dim=1)) for p in weights if p.dim() == 2)  # [in, out]
-    return layouts
+            yield from ((p, UnitLayout(dim=1)) for p in _weights(layer) if p.dim() == 2)  # [in, out]
+
+
+def _weights(layer: nn.Module) -> list[Tensor]:
+    return [p for name, p in layer.named_parameters() if name in _WEIGHTS and p.dim() > 1]
 
 
 def _is_conv1d_of_hugging_face(layer: nn.Module) -> bool:
@@ -349,8 +346,7 @@ class Units:
         norms: Those of their units, one vector for each of ``rows``.
         weights: The norms of the units of the weights, also where the gradient of a split unit is missing.
         left: The factors that ``rows`` are still to be multiplied by; empty where that has been done.
-        joined: For each device which tensors have units that lie whole here, the norms of all of these, and their
-            factors.
+        joined: For each device the tensors whose units lie whole here.
     """
 
     rows: Mapping[int, Tensor]
@@ -358,7 +354,27 @@ class Units:
     norms: Mapping[int, Tensor]
     weights: Mapping[int, Tensor]
     left: Mapping[int, Tensor]
-    joined: Sequence[tuple[Sequence[int], Tensor, Tensor]]
+    joined: "Sequence[WholeUnits]"
+
+
+class WholeUnits(NamedTuple):
+    """The units of some tensors on one device, all of them in one vector.
+
+    Attributes:
+        at: The positions of the tensors.
+        counts: How many units each has.
+        norms: Those of the units.
+        factors: The factor of each.
+    """
+
+    at: Sequence[int]
+    counts: Sequence[int]
+    norms: Tensor
+    factors: Tensor
+
+    def each(self, values: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the part of such a vector that belongs to each tensor."""
+        return zip(self.at, values.split(self.counts), strict=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -425,16 +441,17 @@ def decide_units(
     units = _clipped_at_once(grads, cut, threshold, eps) if at_once and plan is None else None
     units = units or _measured(grads, cut, set(split), threshold, eps)
     before = tensor_norms([units.norms.get(i, g) for i, g in enumerate(grads.gradients)])
-    left, binds = (
-        {i: units.norms[i][:0] for i in split if i in units.norms},
-        [torch.zeros((), dtype=torch.bool, device=home)],
-    )
-    for whole, norms, factors in units.joined:
-        left.update(zip(whole, (norms * factors).split([len(units.norms[i]) for i in whole]), strict=True))
-        binds.append(move((factors < 1).any(), home))
-    after, bound = tensor_norms([left.get(i, g) for i, g in enumerate(grads.gradients)]), torch.stack(binds).any()
+    shrunk = [whole.norms * whole.factors for whole in units.joined]
+    binds = [torch.zeros((), dtype=torch.bool, device=home)]
+    bound = torch.stack(binds + [move((whole.factors < 1).any(), home) for whole in units.joined]).any()
     if plan is None:
+        others = tensor_norms([g for i, g in enumerate(grads.gradients) if i not in units.norms])
+        after = torch.cat([move(norms, home) for norms in (*shrunk, others)])
         return UnitClip(grads, units, before, norm_of_norms(after), bound)
+    left = {i: units.norms[i][:0] for i in split if i in units.norms}
+    for whole, norms in zip(units.joined, shrunk, strict=True):
+        left.update(whole.each(norms))
+    after = tensor_norms([left.get(i, g) for i, g in enumerate(grads.gradients)])
     here = move(before, home), move(after, home), bound.to(torch.float64).view(1)
     return _added_up(grads, plan, units, here, (threshold, eps))
 
@@ -445,16 +462,17 @@ def _clipped_at_once(
     """Clip in one pass over memory, and return what was done; None if nothing was."""
     if isinstance(threshold, Tensor):
         return None
-    rows = {i: writable(grads.parameters[i], g) for i in layouts if (g := grads.gradients[i]).numel()}
+    rows = {i: g for i in layouts if (g := grads.gradients[i]).numel()}
+    rows.update((i, writable(grads.parameters[i], g)) for i, g in rows.items() if 0 in g.stride())
     if not rows:
         return None
     parameters, cut = [grads.parameters[i] for i in rows], [layouts[i] for i in rows]
-    done = clip_units_(list(rows.values()), parameters, cut, threshold, eps)
+    counts = [layout.units(row) for row, layout in zip(rows.values(), cut, strict=True)]
+    done = clip_units_(list(rows.values()), parameters, cut, counts, threshold, eps)
     if done is None:
         return None
-    counts = [layout.units(row) for row, layout in zip(rows.values(), cut, strict=True)]
-    norms = dict(zip(rows, done[0].split(counts), strict=True))
-    return Units(rows, layouts, norms, {}, {}, [(list(rows), *done)])
+    whole = WholeUnits(list(rows), counts, *done)
+    return Units(rows, layouts, dict(whole.each(whole.norms)), {}, {}, [whole])
 
 
 def _measured(
@@ -472,8 +490,12 @@ def _measured(
             weights[i] = part.detach()
     norms = _norms_by_device(rows, layouts)
     bounds = _norms_by_device(weights, layouts)
-    whole = {i: n for i, n in norms.items() if i not in split}
-    factors, joined = _factors(whole, bounds, threshold, eps)
+    here = {i: n for i, n in norms.items() if i not in split}
+    joined = []
+    for at in _by_device(here):
+        own, limits = torch.cat([here[i] for i in at]), torch.cat([bounds[i] for i in at])
+        joined.append(WholeUnits(at, [len(here[i]) for i in at], own, unit_factors(own, limits, threshold, eps)))
+    factors = {i: one for whole in joined for i, one in whole.each(whole.factors)}
     return Units(rows, layouts, norms, bounds, factors, joined)
 
 
@@ -483,20 +505,6 @@ def _norms_by_device(tensors: Mapping[int, Tensor], layouts: Mapping[int, UnitLa
         measured = unit_norms([tensors[i] for i in group], [layouts[i] for i in group])
         norms.update(zip(group, measured, strict=True))
     return norms
-
-
-def _factors(
-    whole: Mapping[int, Tensor], weights: Mapping[int, Tensor], threshold: float | Tensor, eps: float
-) -> tuple[dict[int, Tensor], list[tuple[list[int], Tensor, Tensor]]]:
-    """The factors of units that lie whole here, from their norms; and both in one vector for each device."""
-    factors: dict[int, Tensor] = {}
-    joined = []
-    for group in _by_device(whole):
-        norms = torch.cat([whole[i] for i in group])
-        found = unit_factors(norms, torch.cat([weights[i] for i in group]), threshold, eps)
-        factors.update(zip(group, found.split([len(whole[i]) for i in group]), strict=True))
-        joined.append((group, norms, found))
-    return factors, joined
 
 
 def unit_factors(norms: Tensor, weights: Tensor, threshold: float | Tensor, eps: float) -> Tensor:

@@ -167,7 +167,12 @@ def scale_each_(tensors: Sequence[Tensor], factors: Tensor) -> None:
 
 @torch.no_grad()
 def clip_units_(
-    grads: Sequence[Tensor], weights: Sequence[Tensor], layouts: Sequence[UnitLayout], threshold: float, eps: float
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    layouts: Sequence[UnitLayout],
+    counts: Sequence[int],
+    threshold: float,
+    eps: float,
 ) -> tuple[Tensor, Tensor] | None:
     r"""Hold each unit's norm to ``threshold * max(norm of its weight, eps)``, in place.
 
@@ -179,6 +184,7 @@ def clip_units_(
         grads: As for `scale_units_`.
         weights: One for each, of the same shape.
         layouts: The units of each.
+        counts: How many units each has.
         threshold: At least 0.
         eps: At least 0.
 
@@ -188,7 +194,6 @@ def clip_units_(
     """
     if any([g.shape != w.shape for g, w in zip(grads, weights, strict=True)]):
         return None
-    counts = [layout.units(x) for x, layout in zip(grads, layouts, strict=True)]
     blocks, limits = _blocks_of(grads, layouts), _blocks_of(weights, layouts)
     if blocks is None or limits is None:
         return None
