@@ -329,7 +329,7 @@ class LossCheck:
             return ""
         try:
             depends = Dependence()
-            hidden = hidden_in_graph(roots, outputs, depends) if self._shared.strict else ""
+            hidden = hidden_in_graph(roots, outputs, depends)
             found = shared_in_graph(roots, outputs, make.kind, depends)
             return hidden or self._shared.objection(found, outputs.batch_size)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:

@@ -56,7 +56,8 @@ _SHOWING = operations(
     "UnsafeSplit Stack Cat Permute Transpose T Expand Repeat Clone Alias ToCopy CopyBackwards Neg Mul Div Add Sub Rsub "
     "Where MaskedFill Index IndexSelect MaskedSelect Gather Take Dot Mv Mm Bmm Addmm Baddbmm Addmv Addcmul Addcdiv "
     "Maximum Minimum Clamp ClampMin ClampMax Pow MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy "
-    "BinaryCrossEntropyWithLogits SoftMarginLoss NllLoss NllLoss2D Exp Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt "
+    "BinaryCrossEntropyWithLogits SoftMarginLoss NllLoss NllLoss2D MultiMarginLoss MultilabelMarginLoss CtcLoss "
+    "Flip Roll Exp Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt "
     "Reciprocal Sigmoid LogSigmoid LogSigmoidForward Tanh Relu Gelu Silu Mish Softplus Abs Sgn Sin Cos Erf Cosh "
     "Sinh Tan Atan Lgamma "
     "Logsumexp LogSoftmax Softmax Norm LinalgVectorNorm Amax Amin Max Min Sort Topk Cumsum Prod Var Std"
@@ -247,9 +248,10 @@ def shared_in_graph(
         name = operation(node)
         counted[name] += 1
         place = kind, name, counted[name]
-        if name in LABELLED and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
+        labelled = name in LABELLED or name == "MultiMarginLoss"
+        if labelled and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
             yield SharedValue((*place, weight.shape), weight)
-        for i, (value, constant) in enumerate(constants_beside(node, depends) if name not in LABELLED else ()):
+        for i, (value, constant) in enumerate(constants_beside(node, depends) if not labelled else ()):
             places = places_of(shape_of(*value), outputs.batch_size)
             sizes = own_sizes(constant)
             for dim in (dim for dim, size in enumerate(sizes) if size == 1):
