@@ -15,9 +15,10 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.listeners import Listener
 from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.loss import loss_check as loss_check
 from gradguard.per_sample.loss import loss_graph as loss_graph
 from gradguard.per_sample.loss.loss_graph import BackwardRoots
-from gradguard.per_sample.loss.separation import Outputs
+from gradguard.per_sample.loss.outputs import Outputs
 from gradguard.per_sample.loss.terms import LossParts, explain, loss_parts
 from gradguard.script_events import listening
 
@@ -399,7 +400,7 @@ WRONG = {
         lambda d: d.error.sum() / 12, [1 / 3] * B, "The clipper averages over all of these by itself"
     ),
     "labels counted before the shift": (
-        unshifted_count, [0.8] * B, "a sum over 16 rows was divided by 20, .* before the shift"
+        unshifted_count, [0.8] * B, "a sum over 16 rows was divided by 20, .* before a shift"
     ),
     "labels counted before the shift, accumulated twice": (
         lambda d: unshifted_count(d) / 2, [0.4] * B, "a sum over 16 rows was divided by 40"
@@ -440,6 +441,7 @@ COUPLED = {
     "normalized within the batch": (lambda d: (d.error / d.error.sum()).square().sum(), "SumBackward0 mixes samples"),
     "flooding": (lambda d: (d.error.mean() - 0.1).abs() + 0.1, "MeanBackward0 mixes samples"),
     "softmax over the batch": (lambda d: -d.out[:, 0, 0].log_softmax(0).mean(), "LogSoftmaxBackward0 mixes samples"),
+    "neighbours": (lambda d: (d.out[1:] * d.out[:-1]).mean(), "MulBackward0 mixes samples"),
     "covariance": (lambda d: (d.logits.T @ d.logits).square().mean(), "MmBackward0 mixes samples"),
 }  # fmt: skip
 """Losses with a term that is no sum of the samples' own."""
@@ -602,8 +604,7 @@ def test_a_loss_in_which_samples_stay_apart_is_right(name, dtype):
 
 
 UNVERIFIED = {
-    "custom function of the loss": (lambda d: Identity.apply(d.error.mean()), "IdentityBackward .* not known"),
-    "neighbours": (lambda d: (d.out[1:] * d.out[:-1]).mean(), r"\[3, 5, 7\], from Mul.* not tell the 4 samples apart"),
+    "custom function": (lambda d: Identity.apply(d.error).mean(), "IdentityBackward .* not known"),
     "distances of all pairs": (lambda d: F.pdist(d.out.flatten(1)).mean(), "PdistBackward0 .* not known"),
     "singular values": (lambda d: torch.linalg.svdvals(d.out.flatten(1).T[:3]).mean(), "Svd.* not known"),
 }
@@ -1067,7 +1068,7 @@ def test_a_batch_that_shows_nothing_is_no_verification(loss, first):
             clipper.pre_step()
             model.zero_grad()
 
-    with pytest.raises(UnsupportedGradientError, match="loss is not"):
+    with pytest.raises(UnsupportedGradientError, match=r"loss is not|does not show"):
         steps()
     clipper.detach()
 
@@ -1165,9 +1166,10 @@ def test_another_loss_in_a_later_step_is_looked_at_too(first, second):
 
 
 def test_losses_that_take_turns_are_each_read_once(monkeypatch):
-    read = []  # what a term's rows belong to is found once; its numbers are counted again where they change
-    original = Outputs.are_separate
-    monkeypatch.setattr(Outputs, "are_separate", lambda *args: read.append(1) or original(*args))
+    read = []
+    monkeypatch.setattr(
+        loss_check, "loss_parts", lambda *args, **options: read.append(1) or loss_parts(*args, **options)
+    )
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.1))
     for step in range(10):
@@ -1179,17 +1181,11 @@ def test_losses_that_take_turns_are_each_read_once(monkeypatch):
     for kind in LOSSES.values():
         trained(clipper, model, kind, torch.randn(6, 4))
     assert len(read) == before
-    for factor in (0.5, 0.25, 3.0):  # a schedule is not another loss
-        loss = lambda out, factor=factor: clipper.constant(factor) * out.square().mean()  # noqa: E731
-        trained(clipper, model, loss, torch.randn(6, 4))
-    scaled = len(read)
-    assert before < scaled
-    trained(clipper, model, lambda out: clipper.constant(7.0) * out.square().mean(), torch.randn(6, 4))
     for _ in range(4):  # nor is the same after many calls that nothing came of
         for _ in range(7):
             model(torch.randn(6, 4))
         trained(clipper, model, LOSSES["mean"], torch.randn(6, 4))
-    assert len(read) == scaled
+    assert len(read) == before
 
 
 def test_the_output_itself_and_another_gradient_of_it():
@@ -1202,19 +1198,6 @@ def test_the_output_itself_and_another_gradient_of_it():
     with pytest.raises(UnsupportedGradientError, match="the loss is not the mean"):
         trained(clipper, model, lambda out: (out * out.flip(0)).mean(), torch.randn(6, 4))
     clipper.detach()
-
-
-class Twice(torch.autograd.Function):
-    """Doubles, or mixes: as its context says."""
-
-    @staticmethod
-    def forward(ctx, x, mixes):
-        ctx.mixes = mixes
-        return 2 * x + (x.roll(1, 0) if mixes else 0)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad + (grad.roll(-1, 0) if ctx.mixes else 0), None
 
 
 W = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -1236,14 +1219,9 @@ LOOK_ALIKE = {
     "transposed": (lambda o: (o * o.transpose(1, 1)).mean(), lambda o: (o * o.transpose(0, 1)).mean()),
     "rolled": (lambda o: (o * o.roll(1, 1)).mean(), lambda o: (o * o.roll(1, 0)).mean()),
     "flipped": (lambda o: (o * o.flip(1)).mean(), lambda o: (o * o.flip(0)).mean()),
-    "a function of the user's": (lambda o: Twice.apply(o, 0).abs().mean(), lambda o: Twice.apply(o, 1).abs().mean()),
     "permuted rows": (
         lambda o: (o * o[torch.tensor([0, 1, 2, 3])]).mean(),
         lambda o: (o * o[torch.tensor([1, 2, 3, 0])]).mean(),
-    ),
-    "rows added": (
-        lambda o: (o[:, :3] * torch.zeros(4, 3).index_add(0, torch.tensor([0, 1, 2, 3]), o[:, :3])).mean(),
-        lambda o: (o[:, :3] * torch.zeros(4, 3).index_add(0, torch.tensor([3, 2, 1, 0]), o[:, :3])).mean(),
     ),
 }  # fmt: skip
 

@@ -164,14 +164,13 @@ class CallTracker:
                 )
         return found
 
-    def verified(self, conclusive: bool) -> None:
-        """The gradients of the last calls have been found to be right; the next are looked at too if not conclusive."""
+    def verified(self) -> None:
+        """The gradients of the last calls have been found to be right."""
         if not self.planner.sharded:  # otherwise a layer has others while it is gathered
             refuse_stand_ins(self._seen, self.parameters())
         while self._unverified:
             call = self._unverified.pop()
-            if conclusive:
-                call.pattern.sizes.add(call.batch_size)
+            call.pattern.sizes.add(call.batch_size)
         while self._untried:
             call, trace = self._untried.pop()
             call.pattern.operations.learn(trace, call.batch_size)
@@ -382,8 +381,7 @@ class CallTracker:
                 self.witness.tried_out()
         looks = uses_trained and not rehearsal and self.collector.mini_batch is None
         if looks and self._loss_check is not None:
-            pulls = not self.planner.sharded
-            self._loss_check.start(size, pattern.output_axes, self._capture.verifying, pulls)
+            self._loss_check.start(size, pattern.output_axes, self._capture.verifying)
         self.planner.resume(pattern)
         self.collector.shared = self.planner.shared
         self.last_calls[module] = call

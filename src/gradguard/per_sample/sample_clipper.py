@@ -319,18 +319,17 @@ class PerSampleGradientClipper:
         if not torch.is_grad_enabled():  # of validation: nothing will be clipped
             first = tensor_leaves((args, kwargs))[0]
             size = first.shape[0 if batch_first or first.dim() < 2 else 1]
-            return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first))
+            return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first)[0])
         if size < 0:
             raise InvalidValueError("per_sample_losses: call the module first, with the batch that the losses are of.")
         if size == 0:
             return torch.cat([tensor.flatten()[:0] for tensor in tensor_leaves((args, kwargs)) if tensor.requires_grad])
         if self._loss_check is None:
-            return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first, time_first=self._time_first))
+            return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first, time_first=self._time_first)[0])
         self._looked_at = (self._looked_at + 1) % size
         self._loss_check.look_at_bound(loss_fn, size)
-        losses = own_losses(loss_fn, args, kwargs, size, batch_first, self._looked_at, self._time_first)
-        due = self._tracker.witness is None or self._tracker.witness.is_due
-        return self._loss_check.own_losses(losses, self._looked_at, due)
+        losses, rows = own_losses(loss_fn, args, kwargs, size, batch_first, self._looked_at, self._time_first)
+        return self._loss_check.own_losses(losses, rows, self._looked_at)
 
     def refuse_ambiguous_losses(self) -> None:
         """Refuse a loss with a number that may be another in the next batch, instead of waiting for that batch.
@@ -629,11 +628,10 @@ class PerSampleGradientClipper:
 
     def _verify(self, mini_batch: MiniBatch) -> None:
         """Compare with the plain gradients of the same backward, and one sample with what it gives alone."""
-        conclusive = True
         if mini_batch.batch_size > 0:
             try:
                 if self._loss_check is not None:
-                    conclusive = self._loss_check.judge()
+                    self._loss_check.judge()
                     if (factors := self._loss_check.factors) is not None:
                         for call in (*mini_batch.loops, *mini_batch.witnessed):
                             call.shares = factors / len(factors)
@@ -644,7 +642,7 @@ class PerSampleGradientClipper:
                 self._tracker.collector.discard()
                 self._tracker.planner.forget()
                 raise
-        self._tracker.verified(conclusive)
+        self._tracker.verified()
 
     def _look_at_witness(self, mini_batch: MiniBatch) -> None:
         """Compare one sample with what it gives alone, where that is due; what differs drops the whole step."""

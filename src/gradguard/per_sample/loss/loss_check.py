@@ -11,11 +11,23 @@ from torch.autograd.graph import get_gradient_edge
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
+from gradguard.per_sample.loss.constants import LossConstants
 from gradguard.per_sample.loss.ledger import Ledger
-from gradguard.per_sample.loss.loss_graph import BackwardRoots, Dependence, Make, Root, make_of
+from gradguard.per_sample.loss.loss_graph import (
+    BackwardRoots,
+    Coupled,
+    Dependence,
+    Make,
+    Refused,
+    Root,
+    make_of,
+    parents,
+    walk,
+)
+from gradguard.per_sample.loss.outputs import Outputs, of_several
+from gradguard.per_sample.loss.owners import Owners
 from gradguard.per_sample.loss.rows import by_sample, has_label
-from gradguard.per_sample.loss.separation import Outputs, of_several
-from gradguard.per_sample.loss.shared import SharedValues, hidden_in_graph, shared_in_function, shared_in_graph
+from gradguard.per_sample.loss.shared import SharedValues, shared_in_function
 from gradguard.per_sample.loss.terms import NO_PART, LossParts, explain, loss_parts
 from gradguard.tensors.host_copy import DeviceEvent, copy_to_host
 
@@ -49,9 +61,28 @@ def _failed(error: Exception) -> str:
     return f"reading its graph failed ({str(error).split('.')[0]})"
 
 
-def _are_separate(outputs: Outputs, losses: Tensor, samples: Tensor) -> bool:
-    edge = get_gradient_edge(losses)
-    return outputs.are_separate(edge.node, edge.output_nr, samples) is not False
+def _not_its_own(loss: Tensor, rows: Sequence[Tensor], sample: int, owners: Owners) -> str:
+    """Say whether the loss of a sample depends on outputs of another; "" if not."""
+    mine = {(edge.node, edge.output_nr) for row in rows if row.requires_grad for edge in [get_gradient_edge(row)]}
+    start = get_gradient_edge(loss)
+    places = walk([(start.node, start.output_nr)], lambda place: () if place in mine else parents(place[0]))
+    try:
+        for place in places:
+            if owners.depends(place[0]) and place in mine and bool((owners(*place) != sample).any()):
+                return _OF_ANOTHER
+            if place not in mine and owners.is_output(*place):
+                return _OF_ANOTHER
+    except Coupled:
+        return _OF_ANOTHER
+    except Refused as refused:
+        return f"{refused}. Give it what the module returned"
+    return ""
+
+
+_OF_ANOTHER = (
+    "the loss of one sample depends on the outputs of another. Does the function use the outputs of the whole batch, "
+    "instead of the rows that it is given? Or do samples lie along another dimension of what it is given?"
+)
 
 
 @dataclass
@@ -79,13 +110,13 @@ class _SeenLoss:
         make: How it is computed.
         parts: The verdict.
         complete: Whether no label was missing.
-        conclusive: Whether gradients could show that samples meet.
+        repeated: Sizes of constants along which values were repeated.
     """
 
     make: Make
     parts: LossParts
     complete: bool = True
-    conclusive: bool = True
+    repeated: frozenset[int] = frozenset()
 
 
 class LossCheck:
@@ -113,7 +144,6 @@ class LossCheck:
         self._ledger = Ledger()
         self._declared: list[float] = []
         self._shared = SharedValues()
-        self._own_operations: set[frozenset[str]] = set()
         self._constant_sizes: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self.factors: Tensor | None = None
         self.labels_agree: Tensor | None = None
@@ -121,16 +151,13 @@ class LossCheck:
         self._seen: _SeenLoss | None = None
         self._divided_by = 1.0
 
-    def start(
-        self, batch_size: int, output_axes: Sequence[BatchAxis | None], verifying: bool, pulls: bool = True
-    ) -> None:
+    def start(self, batch_size: int, output_axes: Sequence[BatchAxis | None], verifying: bool) -> None:
         """Look at the next backward.
 
         Args:
             batch_size: Number of samples.
             output_axes: Where they are in what the module returned.
             verifying: Read its loss in any case; else only if none that is computed like it has been verified.
-            pulls: Whether backwards may be run to see whether samples meet.
 
         Raises:
             UnsupportedGradientError: If samples had different numbers of labels in the mini-batch before.
@@ -143,7 +170,7 @@ class LossCheck:
         self._exceeded = self._exceeded or (most if len(self._calls) >= most else 0)
         self._calls = [
             *self._calls[1 - most :],
-            Outputs(batch_size, axes.pop() if len(axes) == 1 else self._batch_first, pulls),
+            Outputs(batch_size, axes.pop() if len(axes) == 1 else self._batch_first),
         ]
         self._seen = None
         self._roots.start()
@@ -158,14 +185,14 @@ class LossCheck:
         if self._calls:
             self._calls[-1].add(tensors, axes)
 
-    def own_losses(self, losses: Sequence[Tensor], watched: int, due: bool) -> Tensor:
+    def own_losses(self, losses: Sequence[Tensor], rows: Sequence[Sequence[Tensor]], watched: int) -> Tensor:
         """Take the samples' own losses for something that the module has returned: their graph is not read.
 
         Args:
             losses: Of each sample, computed from its own rows.
+            rows: Those of each tensor that the samples' losses were computed from.
             watched: The sample whose loss is looked at: must it depend on its own outputs only? All where the step is
                 verified.
-            due: Look at it; else only where it comes from the outputs by other operations than any before.
 
         Returns:
             The losses [B].
@@ -177,20 +204,11 @@ class LossCheck:
         outputs = of_several(self._calls) if self._calls else None
         if outputs is None or not joined.requires_grad:
             return joined
-        everyone = torch.arange(len(losses), device=joined.device)
-        operations = outputs.operations_behind(losses[watched]) if losses[watched].requires_grad else frozenset()
-        due, looked_at = due or operations not in self._own_operations, None
-        self._own_operations.add(operations)
-        if self._verifying:
-            looked_at = joined, everyone
-        elif due and operations:
-            looked_at = losses[watched], everyone[watched]
-        if looked_at is not None and not _are_separate(outputs, *looked_at):
-            raise UnsupportedGradientError(
-                "per_sample_losses: the loss of one sample depends on the outputs of another. Does the function use "
-                "the outputs of the whole batch, instead of the rows that it is given? Or do samples lie along another "
-                "dimension of what it is given?"
-            )
+        owners = Owners(outputs, Dependence())
+        for sample in range(len(losses)) if self._verifying else [watched]:
+            own = [row[sample] for row in rows]
+            if losses[sample].requires_grad and (words := _not_its_own(losses[sample], own, sample, owners)):
+                raise UnsupportedGradientError(f"per_sample_losses: {words}")
         [joined] = tap(_pass, (), torch.zeros((), device=joined.device, requires_grad=True), [joined])
         self._calls[-1].add([joined], [BatchAxis(0)])
         return joined
@@ -219,11 +237,8 @@ class LossCheck:
         if words := self._shared.objection(shared_in_function(loss_fn), batch_size):
             raise UnsupportedGradientError(f"per_sample_losses: {words}.")
 
-    def judge(self) -> bool:
+    def judge(self) -> None:
         """Judge the loss that was looked at.
-
-        Returns:
-            Whether it could be seen; False where gradients were not finite or all zero: look at the next one, too.
 
         Raises:
             UnsupportedGradientError: If it is not what it is said to be.
@@ -235,7 +250,7 @@ class LossCheck:
         self._shared.end(seen is None or seen.parts.verdict == "right")
         self.stop()
         if seen is None:
-            return True
+            return
         parts, make = seen.parts, seen.make
         self._divided_by = 1.0 if parts.divided_by == parts.terms else parts.divided_by
         if parts.verdict != "right" and parts.reason != NO_PART:
@@ -245,15 +260,14 @@ class LossCheck:
             self._unread = copy_to_host(self.labels_agree)
         if parts.page is not None:
             self._ledger.add(parts.page)
-            self._constant_sizes[make.kind] |= parts.repeated
+            self._constant_sizes[make.kind] |= seen.repeated
         known = self._known.get(make.structure) if make.structure is not None else None
-        if seen.conclusive and make.structure is not None and (known is None or known.parts is not parts):
+        if make.structure is not None and (known is None or known.parts is not parts):
             if len(self._known) == _MOST_STRUCTURES:  # one that changes at each step is read at each step
                 self._known.clear()
             owners = [parts.label_owners.get(node) for node in make.labelled]
             parts = replace(parts, label_owners={}, page=None)  # nodes would keep the graph alive
             self._known[make.structure] = _Known(make.numbers, parts, owners, seen.complete)
-        return seen.conclusive
 
     def refuse_divided(self, mini_batches: int, known: float) -> None:
         """Check that the losses of a step are not divided by the number of its mini-batches.
@@ -280,11 +294,12 @@ class LossCheck:
         make = make_of(roots, set().union(*[call.values for call in calls]))
         outputs = of_several(calls)
         if outputs is not None:
-            outputs.declared = self._shared.declared
-        if words := self._what_changed(roots, outputs, make):
-            self._seen = _SeenLoss(make, LossParts("unknown", words))
+            outputs.declared, outputs.constant_sizes = self._shared.declared, self._constant_sizes[make.kind]
+        if found := self._what_changed(roots, outputs, make):
+            self._seen = _SeenLoss(make, found)
             self.stop()
             return
+        repeated = frozenset() if outputs is None else frozenset(outputs.repeated - {outputs.batch_size})
         known = None if self._verifying or make.structure is None else self._known.get(make.structure)
         if (
             known is not None
@@ -292,7 +307,7 @@ class LossCheck:
             and known.numbers == make.numbers
             and self._labels(make, known)
         ):
-            self._seen = _SeenLoss(make, known.parts)
+            self._seen = _SeenLoss(make, known.parts, repeated=repeated)
             self.stop()
             return
         complete = all(bool(has_label(node).all()) for node in make.labelled)
@@ -306,34 +321,33 @@ class LossCheck:
             found = LossParts("unverified", "it is computed from calls with different numbers of samples")
         else:
             try:
-                before = None if known is None else known.parts
                 found = loss_parts(
                     roots,
                     outputs,
                     self._reduction,
                     scale=self._scale(),
-                    known=before,
                     ledger=self._ledger,
-                    constant_sizes=self._constant_sizes[make.kind],
                     declared=self._declared,
                 )
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
                 found = LossParts("unverified", _failed(error))
-        self._seen = _SeenLoss(make, found, complete, outputs is None or outputs.conclusive)
+        self._seen = _SeenLoss(make, found, complete, repeated)
         if found.reason != NO_PART:
             self.stop()
 
-    def _what_changed(self, roots: list[Root], outputs: Outputs | None, make: Make) -> str:
-        """Say which constant in the loss is another than in the batches before; "" if none is."""
+    def _what_changed(self, roots: list[Root], outputs: Outputs | None, make: Make) -> LossParts | None:
+        """Say which constant in the loss is another than in the batches before, or not each sample's own."""
         if outputs is None:
-            return ""
+            return None
         try:
             depends = Dependence()
-            hidden = hidden_in_graph(roots, outputs, depends) if self._shared.strict else ""
-            found = shared_in_graph(roots, outputs, make.kind, depends)
-            return hidden or self._shared.objection(found, outputs.batch_size)
+            constants = LossConstants(roots, outputs, Owners(outputs, depends), depends, make.kind)
+            words = self._shared.objection(constants.shared(), outputs.batch_size)
+            return LossParts("unknown", words) if words else None
+        except Refused as refused:
+            return LossParts(refused.verdict, str(refused))
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            return _failed(error)
+            return LossParts("unverified", _failed(error))
 
     def _labels(self, make: Make, known: _Known) -> bool:
         """Whether each sample has as many labels as before, or it will be read later from `labels_agree`."""
