@@ -14,7 +14,7 @@ from gradguard.clip.guard import Guard
 from gradguard.distributed.reduction_group import several_processes
 from gradguard.errors import GradguardError
 from gradguard.listeners import ClipCall, ClipEvent, Listener
-from gradguard.monitoring.observe.observer import Losses
+from gradguard.monitoring.observe.losses import Losses
 from gradguard.optimizer_hooks import parameters_of
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.host_copy import is_captured

@@ -4,8 +4,7 @@ A tensor of more than `ELEMENTS` is judged by about so many, evenly spread, and 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ _ORDINARY = (Tensor, Parameter)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclass(slots=True)
-class Moved:
+class Moved(NamedTuple):
     """The change that a step made to the weights, in the elements that are looked at.
 
     Attributes:
