@@ -434,9 +434,7 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
         "nonfinite": 0 if total < math.inf else sum(not math.isfinite(n) for n in norms) or 1,
         "top": _dominant(step.gradients.places, norms, total),
         "optimizer": step.optimizer,
-        "scaled_clip": _flag(
-            step.scale and step.scale.is_on and any([clip.rule in FIXED for clip in step.clips.script])
-        ),
+        "scaled_clip": _flag(is_scaled and any([clip.rule in FIXED for clip in step.clips.script])),
         "kept_gradients": _flag(step.kept_gradients),
         **{name: float(value) for name, value in step.logged.items() if name not in _USER_CLIP},
     }
