@@ -47,7 +47,7 @@ from gradguard.monitoring.observe.step import (
     recovery,
     scale_update,
 )
-from gradguard.monitoring.observe.updates import FREE, SHARE, Moving
+from gradguard.monitoring.observe.updates import FREE, SHARE, Movements, Moving
 from gradguard.monitoring.record.file import SCHEMA
 from gradguard.monitoring.record.redaction import redacted
 from gradguard.monitoring.record.text import on_stderr
@@ -156,7 +156,8 @@ class Observer(Listener):
         self._graph, self._origin, self._looks_for_origin = GraphFacts(), None, True
         self._unowned: Unowned | None = None
         self._idle, self._kept = IdleOptimizers(), KeptGradients()
-        self._schedule, self._watching_updates = Schedule(diagnostics_every), 0.0  # seconds
+        self._schedule, self._movements = Schedule(diagnostics_every), Movements()
+        self._watching_updates = 0.0  # seconds
         self.path: Path | None = None
         self._buffer = None if callable(path) else self._open(path)  # once it is known where to write
 
@@ -372,9 +373,9 @@ class Observer(Listener):
             step = step._replace(diagnostics=found._replace(seconds=time.perf_counter() - now))
             self._thread.step = step
         if step.diagnostics is not None or self._watching_updates <= FREE + SHARE * elapsed:
-            began = time.thread_time()  # which other programs do not make longer
-            self._thread.moving = Moving(optimizer, parameters)
-            self._watching_updates += time.thread_time() - began
+            began = time.perf_counter()  # a look at the thread's own time would be a call of the system
+            self._thread.moving = self._movements.before_step(optimizer, parameters)
+            self._watching_updates += time.perf_counter() - began
 
     def on_stepped(self, optimizer: Optimizer) -> None:
         """Add the row of the step that is done; end the program after the last step that was asked for."""
@@ -392,8 +393,8 @@ class Observer(Listener):
             return
         moved, diagnostics = None, step.diagnostics
         if moving is not None:
-            began, moved = time.thread_time(), moving.moved()
-            self._watching_updates += time.thread_time() - began
+            began, moved = time.perf_counter(), moving.moved()
+            self._watching_updates += time.perf_counter() - began
         now = time.perf_counter()
         if diagnostics is not None:
             diagnostics = measure_update(diagnostics)
