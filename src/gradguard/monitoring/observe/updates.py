@@ -58,6 +58,9 @@ class Movements:
         Args:
             optimizer: Whose step it is.
             parameters: Those that have a gradient, at least one.
+
+        Returns:
+            The sample.
         """
         ordinary = all(kind in _ORDINARY for kind in set(map(type, parameters)))
         places = list(map(Tensor.data_ptr, parameters)) if ordinary else []
