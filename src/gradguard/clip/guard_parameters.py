@@ -41,7 +41,7 @@ class GuardedParameters:
 
         Args:
             proxy: Lays them out for a fused kernel; None for an optimizer without one.
-            policy: What becomes of gradients that are not finite.
+            policy: The guard's policy for gradients that are not finite.
         """
         new = self._look()
         grads = gradients_of(self._names, self.parameters, self.stages, self.model)

@@ -11,7 +11,7 @@ from gradguard.replacements import Replacement
 __all__ = ["CLIP_BY_GIVEN_NORM", "NAMES", "clip_of_engine", "holds_gradients_itself", "replacements"]
 
 NAMES = (megatron.NAME, torchtitan.NAME, deepspeed_layout.NAME)
-"""What users call them."""
+"""The names that users know them by."""
 
 
 def replacements(clip: Callable[..., Any], step: Callable[..., Any]) -> list[Replacement]:
