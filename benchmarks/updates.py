@@ -33,7 +33,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 import gradguard as gg
 from gradguard.monitoring.judge.diagnosis import weighed_findings
-from gradguard.monitoring.observe import recorder
+from gradguard.monitoring.observe import observer
 from gradguard.monitoring.record.file import read_record
 from muon_and_clipping import SCENARIOS, Chain, Language, muon_and_adamw
 from pairs import compare
@@ -291,7 +291,7 @@ def price(_: int) -> None:
     batch = torch.randint(words, (4, 65))
 
     def step(free: float) -> None:
-        recorder.FREE = free  # seconds for which updates are measured on every step
+        observer.FREE = free  # seconds for which updates are measured on every step
         model.zero_grad()
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()

@@ -40,7 +40,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import gradguard as gg
-from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.observe.observer import Observer
+from gradguard.script_events import listening
 
 BEYOND_NORM, SHARE, STEP = 60.0, 0.01, 15_000.0  # microseconds
 BLOCK = 50
@@ -95,7 +96,7 @@ Way = Callable[[Training, Path], Iterator[Callable[[], contextlib.AbstractContex
 
 def gradguard_run(training: Training, folder: Path) -> Iterator[Callable]:
     observer = Observer(folder / "run.jsonl", {}, diagnostics_every=0)
-    yield lambda: observe(observer)
+    yield lambda: listening(observer)
     observer.close(0, False)
 
 
@@ -249,7 +250,7 @@ def memory(steps: int) -> None:
         p.grad = torch.randn_like(p)
     with tempfile.TemporaryDirectory() as folder:
         observer = Observer(Path(folder) / "run.jsonl", {})
-        with observe(observer):
+        with listening(observer):
             for k in range(steps + 1):
                 optimizer.step()
                 if k % (steps // 10) == 0:

@@ -594,7 +594,7 @@ def test_a_signal_keeps_record_and_page_and_then_ends_the_process(tmp_path, numb
 
 MEANWHILE = """
 import os, jinja2
-from gradguard.monitoring.observe.recorder import Recorder
+from gradguard.monitoring.observe.observer import Observer
 from gradguard.monitoring.show.report import page
 def signalled(work):
     def now(*arguments, **named):
@@ -607,7 +607,7 @@ def signalled(work):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    ("owner", "name"), [("jinja2.Template", "render"), ("page", "write_whole"), ("Recorder", "_end")]
+    ("owner", "name"), [("jinja2.Template", "render"), ("page", "write_whole"), ("Observer", "_end")]
 )
 def test_a_second_signal_leaves_the_record_whole_and_gives_the_page_up_in_one_line(tmp_path, number, owner, name):
     meanwhile = MEANWHILE.format(number=int(number), owner=owner, name=name)

@@ -162,7 +162,8 @@ def test_nothing_is_read_from_the_device(name, accelerator, monkeypatch):
     net = model()
     optimizer = FOLDING[name](net.parameters())
     guard = Guard(optimizer, clipper())
-    monkeypatch.setattr(guard._late, "push", lambda values: None)  # reads a CPU tensor at once, and a GPU's later
+    # which reads a CPU tensor at once, and a GPU's later
+    monkeypatch.setattr("gradguard.clip.guard_counts.LateReader.push", lambda self, values: None)
     put_gradients(net, 0)
     optimizer.step()  # makes the state, and reads for the momentum of SGD
     put_gradients(net, 1)

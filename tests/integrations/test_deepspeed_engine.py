@@ -20,7 +20,8 @@ import contextlib, json, logging, sys
 import torch, deepspeed
 import gradguard as gg
 from gradguard.integrations.deepspeed import last_clip, tell_clips
-from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.observe.observer import Observer
+from gradguard.script_events import listening
 
 logging.disable(logging.WARNING)
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # it compiles C++ for a minute; gloo does without
@@ -47,7 +48,7 @@ engine.backward(engine(x.to(next(engine.parameters()).dtype)).float().square().s
 lines = []
 observer = Observer(None, {})
 observer._buffer.sinks._open.append(type("Lines", (), {"push": lambda self, new: lines.extend(new), "name": "lines"})())
-with observe(observer):
+with listening(observer):
     engine.step()
 observer.flush()
 end()

@@ -6,8 +6,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradguard as gg
-from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.observe.observer import Observer
 from gradguard.monitoring.record.file import read_record
+from gradguard.script_events import listening
 
 MAX_NORM = 0.5
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1)) * 3
@@ -148,7 +149,7 @@ OWN = [transformers, lightning, fabric, accelerate]
 def test_the_clip_of_a_trainer_is_in_the_record(train, ours, tmp_path):
     observer = Observer(tmp_path / "run.jsonl", {})
     try:
-        with observe(observer):
+        with listening(observer):
             train(ours, str(tmp_path))
     finally:
         observer.close(0, False)

@@ -19,8 +19,9 @@ from gradguard.listeners import ClipEvent, Listener, announce, listen, tell
 from gradguard.monitoring.judge.diagnosis import diagnose
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.judgement import verdict
-from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.observe.observer import Observer
 from gradguard.monitoring.record.file import read_record
+from gradguard.script_events import listening
 
 STEPS = 4
 
@@ -125,7 +126,7 @@ def by_run(tmp_path):
     def watch(model, optimizer, loop):
         observer = Observer(tmp_path / "run.jsonl", {})
         try:
-            with observe(observer):
+            with listening(observer):
                 loop()
         finally:
             observer.close(0, False)
@@ -400,7 +401,7 @@ def test_the_watchers_own_clip_beside_the_scripts(tmp_path):
     def watch(path):
         def watch_loop(model, optimizer, loop):
             observer = Observer(path, {}, ClipEachOptimizer(lambda: gg.ClipByGlobalNorm(0.2)))
-            with observe(observer):
+            with listening(observer):
                 loop()
             observer.close(0, False)
             return read_record(path).steps
@@ -423,7 +424,7 @@ def test_one_clip_of_two_optimizers_is_told_for_each(clip, tmp_path):
     parts = [torch.optim.SGD(model[0].parameters(), lr=1.0), torch.optim.SGD(model[2].parameters(), lr=1.0)]
     ratios = []
     observer = Observer(tmp_path / "run.jsonl", {})
-    with observe(observer):
+    with listening(observer):
         for step in range(3):
             model.zero_grad()
             backward(model, step)

@@ -10,10 +10,11 @@ from torch import nn
 from gradguard.monitoring.judge.health import findings
 from gradguard.monitoring.judge.live import Judge
 from gradguard.monitoring.observe.monitor import Monitor
-from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.observe.observer import Observer
 from gradguard.monitoring.record.file import RecordWriter, read_record
 from gradguard.monitoring.show.report import text_summary
 from gradguard.monitoring.show.report.summary import untold
+from gradguard.script_events import listening
 
 pytestmark = pytest.mark.usefixtures("others_unseen")
 
@@ -86,7 +87,7 @@ def train(model, optimizer):
 def observed(path):
     model = nn.Linear(3, 1)
     optimizer, observer = torch.optim.SGD(model.parameters(), lr=0.0), Observer(path, {}, every=1)
-    with observe(observer):
+    with listening(observer):
         train(model, optimizer)
     observer.close(0, False)
 
@@ -123,7 +124,7 @@ def test_a_script_that_steps_by_hand_is_told_so(end, words):
 
 def test_clips_of_a_script_that_steps_by_hand_are_counted(tmp_path):
     p, observer = nn.Parameter(torch.ones(2)), Observer(tmp_path / "run.jsonl", {})
-    with observe(observer):
+    with listening(observer):
         for _ in range(3):
             p.grad = torch.ones(2)
             nn.utils.clip_grad_norm_([p], 1.0)
@@ -133,7 +134,7 @@ def test_clips_of_a_script_that_steps_by_hand_are_counted(tmp_path):
 
 def test_a_disabled_scaler_is_left_alone(tmp_path):
     observer = Observer(tmp_path / "run.jsonl", {})
-    with observe(observer):
+    with listening(observer):
         torch.amp.GradScaler("cpu", enabled=False).update()
     observer.close(0, False)
     assert read_record(observer.path).events == []

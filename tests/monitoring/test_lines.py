@@ -12,7 +12,7 @@ from test_fuzzed_records import damaged, sound  # noqa: F401 (a fixture)
 from gradguard.errors import RecordError
 from gradguard.monitoring.judge.health import HealthMonitor, findings
 from gradguard.monitoring.judge.judgement import window_means
-from gradguard.monitoring.observe.step import ParameterTable, StepMeasurement, lines_of
+from gradguard.monitoring.observe.step import GradientNorms, ParameterTable, StepMeasurement, lines_of
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.record.reader import JsonlReader
 from gradguard.monitoring.record.record_fields import parse_line
@@ -294,7 +294,7 @@ def test_a_long_run_has_the_norms_of_each_parameter_on_fewer_steps():
         lines = (
             (turn, line)
             for turn in turns
-            for line in lines_of(StepMeasurement(turn, [1.0], [0], turn=turn), table, every)
+            for line in lines_of(StepMeasurement(turn, GradientNorms([1.0], [0]), turn=turn), table, every)
         )
         return [turn for turn, line in lines if line["t"] == "tensors"]
 

@@ -34,7 +34,14 @@ opt = torch.optim.AdamW(model.parameters(), 0.01)
 scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
 told, everything = [], lambda: list(model.parameters())
 def loss(): return model(torch.randn(5, 6)).square().mean()
+def closure():
+    opt.zero_grad()
+    its = loss()
+    its.backward()
+    told.append(clip_grad_norm_(everything(), 0.1))
+    return its
 """
+NOTHING_MADE = "made = lambda *_: None"
 TAIL = """
 torch.save({"weights": model.state_dict(), "told": told}, "out.pt")
 """
@@ -53,9 +60,49 @@ LOOPS = {
 }
 
 
+OTHERS = {
+    # more programs: what is made before the loop, and a round of it
+    "closure": ("", "opt.step(closure)"),
+    "L-BFGS": ("opt = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)", "opt.step(closure)"),
+    "fused": (
+        "opt = torch.optim.AdamW(model.parameters(), 0.01, fused=True)",
+        "scaler.scale(loss()).backward(); scaler.step(opt); scaler.update()",
+    ),
+    "overflows": (
+        "",
+        "scaler.scale(loss() * (float('inf') if i == 3 else 1)).backward(); scaler.step(opt); scaler.update()",
+    ),
+    "guarded": (
+        "guard = gg.Guard(opt, gg.ClipByMedian(), model=model)",
+        "(loss() / (i != 3)).backward() if i == 3 else loss().backward(); opt.step()",
+    ),
+    "skips spikes": (
+        "guard = gg.Guard(opt, gg.ClipByGlobalNorm(0.1), spikes=gg.SkipSpikes())",
+        "guard.record_loss(loss()).backward(); opt.step()",
+    ),
+    "two optimizers": (
+        "opt = torch.optim.SGD(model[0].parameters(), 0.1); second = torch.optim.SGD(model[3].parameters(), 0.1)",
+        "second.zero_grad(); loss().backward(); clip_grad_norm_(everything(), 0.1); opt.step(); second.step()",
+    ),
+    "frozen": (
+        "opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9); model[0].bias.requires_grad_(False)",
+        "loss().backward(); told.append(clip_grad_norm_(everything(), 0.1)); opt.step()",
+    ),
+    "error clip": (
+        "",
+        "its = loss(); block = gg.error_clip(its, gg.ErrorClipByValue(0.01)); block.__enter__(); its.backward();"
+        " block.__exit__(None, None, None); opt.step()",
+    ),
+    "never cleared": ("opt.zero_grad = lambda: None", "loss().backward(); opt.step()"),
+}
+
+
 def script(loop):
+    if loop in OTHERS:
+        before, body = OTHERS[loop]
+        return f"{HEAD}{before}\nmade(opt, model)\nfor i in range(7):\n    opt.zero_grad()\n    {body}\n{TAIL}"
     step = "scaler.step(opt); scaler.update()" if loop == "scaled" else "opt.step()"
-    return f"{HEAD}for _ in range(7):\n    opt.zero_grad()\n    {LOOPS[loop]}\n    {step}\n{TAIL}"
+    return f"{HEAD}made(opt, model)\nfor _ in range(7):\n    opt.zero_grad()\n    {LOOPS[loop]}\n    {step}\n{TAIL}"
 
 
 LISTENERS = {
@@ -68,9 +115,18 @@ LISTENERS = {
 def outcome(source, path, monkeypatch, *names):
     monkeypatch.chdir(path)
     gc.collect()  # a record looks at all optimizers that live, also those of the script before
-    made = [LISTENERS[name](path / f"{name}.jsonl") for name in names]
+    made = [LISTENERS[name](path / f"{name}.jsonl") for name in names if name in LISTENERS]
+    monitors = []
+
+    def monitored(optimizer, model):
+        if "monitor" in names:
+            monitors.append(gg.Monitor(optimizer, sink=path / "monitor.jsonl", model=model))
+
     with listening(*made):
-        exec(compile(source, "train.py", "exec"), {})
+        exec(compile(source, "train.py", "exec"), {"made": monitored})
+    for monitor in monitors:
+        monitor.close()
+    names = [name for name in names if name in LISTENERS]
     for one in made:
         if isinstance(one, Observer):
             one.close(0, False)
@@ -100,6 +156,23 @@ def test_listeners_and_pairs_of_them_change_no_bit(loop, tmp_path, monkeypatch):
             steps = read_record(folder / "record.jsonl").steps
             assert len(steps) == 7
             assert all("loss" in step for step in steps)
+
+
+EVERY_PAIR = list(combinations([*LISTENERS, "monitor"], 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", [*OTHERS, *LOOPS])
+def test_every_pair_of_listeners_on_twenty_programs_changes_no_bit(loop, tmp_path, monkeypatch):
+    twin, _ = outcome(script(loop), tmp_path, monkeypatch)
+    for names in EVERY_PAIR if loop in OTHERS else [pair for pair in EVERY_PAIR if "monitor" in pair]:
+        folder = tmp_path / "-".join(names)
+        folder.mkdir()
+        found, _ = outcome(script(loop), folder, monkeypatch, *names)
+        same(found, twin)
+        for name in {"record", "monitor"}.intersection(names):
+            assert len(read_record(folder / f"{name}.jsonl").steps) >= 7
+            assert not [e for e in read_record(folder / f"{name}.jsonl").events if e["kind"] == "observer_failed"]
 
 
 @pytest.mark.parametrize("loop", ["plain", "clipped", "gradguard", "scaled", "each alone"])
@@ -161,7 +234,7 @@ OPTIONS = {
 def command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    Path("train.py").write_text(script("clipped"))
+    Path("train.py").write_text(NOTHING_MADE + script("clipped"))
 
     def go(*options):
         Path("out.pt").unlink(missing_ok=True)
@@ -177,7 +250,7 @@ TOGETHER = [*combinations(["--out", "--audit-norm", "--resilient"], 2), tuple(OP
 @pytest.mark.slow
 @pytest.mark.parametrize("names", TOGETHER, ids=" ".join)
 def test_options_that_work_alone_work_together(names, command, tmp_path):
-    exec(compile(script("clipped"), "train.py", "exec"), {})
+    exec(compile(script("clipped"), "train.py", "exec"), {"made": lambda *_: None})
     twin = torch.load("out.pt")
     code, said = command(*(word for name in names for word in OPTIONS[name]))
     assert code == 0, said
@@ -191,7 +264,9 @@ def test_options_that_work_alone_work_together(names, command, tmp_path):
 
 def test_an_audit_beside_a_record_has_its_exit_code_and_lets_the_script_go_on(command):
     Path("train.py").write_text(
-        script("with a norm").replace("n = get_total_norm", "n = 2 * get_total_norm") + "print('to the end')"
+        NOTHING_MADE
+        + script("with a norm").replace("n = get_total_norm", "n = 2 * get_total_norm")
+        + "print('to the end')"
     )
     code, said = command("--audit-norm", "--out", "out", "--no-report")
     assert (code, "FAIL" in said.err, said.out) == (1, True, "to the end\n")
@@ -199,7 +274,7 @@ def test_an_audit_beside_a_record_has_its_exit_code_and_lets_the_script_go_on(co
 
 
 def test_a_script_that_fails_behind_its_audit_has_its_own_exit_code(command):
-    Path("train.py").write_text(script("clipped") + "raise SystemExit(5)")
+    Path("train.py").write_text(NOTHING_MADE + script("clipped") + "raise SystemExit(5)")
     code, said = command("--audit-norm", "--out", "out", "--no-report")
     assert (code, "PASS" in said.err) == (5, True)
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradguard.monitoring.observe import recorder
+from gradguard.monitoring.observe import observer
 from gradguard.monitoring.observe.monitor import Monitor
-from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.observe.observer import Observer
+from gradguard.script_events import listening
 
 COMPILES = 1000.0
 
@@ -18,17 +19,15 @@ COMPILES = 1000.0
 def clock(monkeypatch):
     """A clock that stands still unless somebody moves it on."""
     now = [0.0]
-    monkeypatch.setattr(
-        recorder, "time", types.SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[0])
-    )
+    monkeypatch.setattr(observer, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 
 def observed(optimizer, path):
-    observer, block = Observer(path, {}), contextlib.ExitStack()
-    block.callback(observer.close, 0, False)
-    block.enter_context(observe(observer))
-    return observer, block
+    seen, block = Observer(path, {}), contextlib.ExitStack()
+    block.callback(seen.close, 0, False)
+    block.enter_context(listening(seen))
+    return seen, block
 
 
 def monitored(optimizer, path):
@@ -89,23 +88,23 @@ def test_what_a_script_compiles_is_not_what_observing_costs(step, watched, clock
 
 
 def test_a_call_within_another_one_is_counted_once(clock):
-    class Nested(recorder.Recorder):
-        @recorder.safely
+    class Nested(Observer):
+        @observer.safely
         def outer(self):
             clock[0] += 1.0
             self.inner()
             self.fails()
 
-        @recorder.safely
+        @observer.safely
         def inner(self):
             clock[0] += 10.0
 
-        @recorder.safely
+        @observer.safely
         def fails(self):
             clock[0] += 100.0
             raise ZeroDivisionError
 
-    nested = Nested(recorder.Schedule())
+    nested = Nested(None, {})
     nested.inner()
     nested.outer()
     assert nested.overhead == 121.0

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from gradguard.monitoring.observe import record_buffer
-from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.observe.observer import Observer
 from gradguard.monitoring.observe.record_copy import AsyncHostCopy
 from gradguard.monitoring.observe.step import Event
 from gradguard.monitoring.record.file import read_record
+from gradguard.script_events import listening
 
 pytestmark = pytest.mark.usefixtures("others_unseen")
 
@@ -63,7 +64,7 @@ def test_a_parcel_of_two_devices(device):
     assert not parcel.arrived()
     device.arrive(0)
     assert parcel.arrived()
-    parcel.fill()
+    [event] = parcel.with_numbers()
     assert event.numbers == [[1.0, 3.0], [2.0, 2.0], 2.0]
     assert len(device.copies) == 1
 
@@ -72,7 +73,7 @@ def train(steps: int, path, device: FakeDevice, each=lambda k: None) -> Observer
     model = nn.Linear(3, 2, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     observer = Observer(path, {}, every=1)
-    with observe(observer):
+    with listening(observer):
         for k in range(steps):
             optimizer.zero_grad()
             model(torch.empty(4, 3, device="meta")).sum().backward()

@@ -100,7 +100,7 @@ def test_extras_of_a_step():
     extras = measure_diagnostics(parameters)
     with torch.no_grad():
         parameters[0].add_(torch.tensor([0.0, 0.5]))
-    measure_update(extras)
+    extras = measure_update(extras)
     assert extras.weight == [5.0, 2.0]
     assert extras.update == [0.5, 0.0]
     assert extras.before == ()
@@ -111,7 +111,7 @@ def test_extras_without_a_copy_of_weights_that_are_too_large(monkeypatch):
     p = nn.Parameter(torch.ones(2))
     p.grad = torch.ones(2)
     extras = measure_diagnostics([p])
-    measure_update(extras)
+    extras = measure_update(extras)
     assert extras.update is None
 
 

@@ -18,9 +18,10 @@ import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, RecordError
 from gradguard.monitoring.observe import meta, record_buffer
 from gradguard.monitoring.observe import watch as process
-from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.observe.observer import Observer
 from gradguard.monitoring.observe.watch import watch
 from gradguard.monitoring.record.file import RecordWriter, read_record
+from gradguard.script_events import listening
 
 pytestmark = pytest.mark.sampled(1)  # rows of each table
 
@@ -98,7 +99,7 @@ def test_trouble_ends_the_recording_with_one_warning(trouble, words, tmp_path, m
     trouble(path, monkeypatch)
     training = Training()
     observer = Observer(path, {})
-    with observe(observer):
+    with listening(observer):
         training.steps(120)
     observer.close(0, False)
     err = capfd.readouterr().err
@@ -114,7 +115,7 @@ def test_a_step_that_takes_long_is_on_the_disk_before_the_next(tmp_path, monkeyp
     monkeypatch.setattr(record_buffer, "FLUSH_SECONDS", 0.05)
     path = tmp_path / "run.jsonl"
     training, observer = Training(), Observer(path, {})
-    with observe(observer):
+    with listening(observer):
         training.steps(3)
         hangs = time.monotonic() + 200
         while not (path.stat().st_size and len(read_record(path).steps) == 3):
@@ -126,7 +127,7 @@ def test_a_step_that_takes_long_is_on_the_disk_before_the_next(tmp_path, monkeyp
 def test_fifty_fast_steps_are_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(record_buffer, "FLUSH_SECONDS", 1e9)
     observer = Observer(tmp_path / "run.jsonl", {})
-    with observe(observer):
+    with listening(observer):
         Training().steps(51)
         hangs = time.monotonic() + 60
         while len(read_record(observer.path).steps) < 50:
@@ -141,7 +142,7 @@ def test_steps_that_are_written_slowly_do_not_pile_up(tmp_path, monkeypatch):
     monkeypatch.setattr(record_buffer, "FLUSH_ROWS", 1)
     monkeypatch.setattr(record_buffer, "lines_of", lambda *given: time.sleep(0.02) or lines_of(*given))
     observer = Observer(tmp_path / "run.jsonl", {})
-    with observe(observer):
+    with listening(observer):
         Training().steps(60)
         assert len(read_record(observer.path).steps) >= 60 - record_buffer.MOST_BEHIND - 1
     observer.close(0, False)
@@ -166,7 +167,7 @@ def test_gradients_that_the_script_clips_are_measured_once(tmp_path, monkeypatch
     measure = clips.gradient_norms
     training, observer = Training(), Observer(tmp_path / "run.jsonl", {}, every=1, diagnostics_every=0)
     monkeypatch.setattr(clips, "gradient_norms", lambda tensors: measured.append(len(tensors)) or measure(tensors))
-    with observe(observer):
+    with listening(observer):
         training.steps(3, clip=0.5)
     observer.close(0, False)
     assert measured == [2] * 3
@@ -182,7 +183,7 @@ def test_gradients_that_the_script_clips_are_measured_once(tmp_path, monkeypatch
 def test_a_clip_that_takes_another_way_leaves_the_same_norms(tmp_path, foreach):
     p = nn.Parameter(torch.tensor([3.0, 4.0]))
     optimizer, observer = torch.optim.SGD([p], lr=0.0), Observer(tmp_path / "run.jsonl", {})
-    with observe(observer):
+    with listening(observer):
         p.grad = torch.tensor([3.0, 4.0])
         torch.nn.utils.clip_grad_norm_([p], 1.0, foreach=foreach)
         optimizer.step()
@@ -194,7 +195,7 @@ def test_a_clip_that_takes_another_way_leaves_the_same_norms(tmp_path, foreach):
 def test_extras_come_on_schedule(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.schedule"], "SHARE", 1e9)
     training, observer = Training(lr=0.0), Observer(tmp_path / "run.jsonl", {}, every=10**9)
-    with observe(observer):
+    with listening(observer):
         training.steps(120)
         training.steps(1, scale=1e6)
         training.steps(29)
@@ -207,7 +208,7 @@ def test_extras_come_on_schedule(tmp_path, monkeypatch):
 
 def test_two_optimizers_take_turns_and_each_line_is_of_one(tmp_path):
     first, second, observer = Training(), Training(), Observer(tmp_path / "run.jsonl", {}, every=1, diagnostics_every=0)
-    with observe(observer):
+    with listening(observer):
         for _ in range(2):
             first.steps(1, clip=0.5)
             second.steps(1, clip=0.25)
@@ -226,7 +227,7 @@ def test_two_optimizers_take_turns_and_each_line_is_of_one(tmp_path):
 def test_optimizers_that_take_turns_have_lines_and_extras_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.schedule"], "SHARE", 1e9)
     first, second, observer = Training(), Training(), Observer(tmp_path / "run.jsonl", {}, every=2, diagnostics_every=4)
-    with observe(observer):
+    with listening(observer):
         for _ in range(6):
             first.steps(1)
             second.steps(1)
@@ -250,7 +251,7 @@ def test_what_has_no_gradient_on_a_step_is_absent_and_never_its_last_number(how,
     lines = []
     if how == "observer":
         observer = Observer(tmp_path / "run.jsonl", {}, every=1, diagnostics_every=1)
-        watching = observe(observer)
+        watching = listening(observer)
     else:
         watching = gg.Monitor(guard or optimizer, sink=lines.append, model=model, every=1)
     with watching:
@@ -272,7 +273,7 @@ def test_what_has_no_gradient_on_a_step_is_absent_and_never_its_last_number(how,
 
 def test_exact_zeros_are_a_gradient(tmp_path):
     training, observer = Training(), Observer(tmp_path / "run.jsonl", {}, every=1)
-    with observe(observer):
+    with listening(observer):
         training.steps(1)
         training.steps(1, scale=0.0)
     observer.close(0, False)
@@ -282,7 +283,7 @@ def test_exact_zeros_are_a_gradient(tmp_path):
 
 def test_an_optimizer_that_came_later_has_a_number_of_its_own(tmp_path):
     training, observer = Training(), Observer(tmp_path / "run.jsonl", {})
-    with observe(observer):
+    with listening(observer):
         training.steps(1)
         training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
         training.steps(1)
@@ -292,7 +293,7 @@ def test_an_optimizer_that_came_later_has_a_number_of_its_own(tmp_path):
 
 def test_what_is_watched_may_be_freed(tmp_path):
     observer = Observer(tmp_path / "run.jsonl", {})
-    with observe(observer):
+    with listening(observer):
         training = Training()
         training.steps(3, clip=0.5)
         alive = weakref.ref(training.model.weight), weakref.ref(training.optimizer)
@@ -305,7 +306,7 @@ def test_what_is_watched_may_be_freed(tmp_path):
 def test_a_process_of_a_higher_rank_measures_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["gradguard.monitoring.observe.clips"], "gradient_norms", pytest.fail)
     observer = Observer(None, {})
-    with observe(observer):
+    with listening(observer):
         Training().steps(2)
     observer.close(0, False)
     assert list(tmp_path.iterdir()) == []
@@ -313,7 +314,7 @@ def test_a_process_of_a_higher_rank_measures_and_writes_nothing(tmp_path, monkey
 
 def test_meta_says_where_it_ran(tmp_path):
     observer = Observer(tmp_path / "run.jsonl", {"version": "1"})
-    with observe(observer):
+    with listening(observer):
         Training().steps(1)
     observer.close(3, True)
     record = read_record(observer.path)
@@ -415,7 +416,7 @@ def test_the_numbers_of_a_watched_training_are_bit_identical(tmp_path):
 def test_a_scaler_that_searches_its_scale_for_long_leaves_the_first_line_the_first(tmp_path):
     training, observer = Training(), Observer(tmp_path / "run.jsonl", {})
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
-    with observe(observer):
+    with listening(observer):
         for _ in range(2 * record_buffer.FLUSH_ROWS):
             training.optimizer.zero_grad()
             scaler.scale(training.model(torch.randn(3, 4)).square().sum() * 1e20).backward()
@@ -439,7 +440,7 @@ def test_each_step_has_the_loss_scale_of_its_own_scaler(scales, fused, unscales,
         torch.amp.GradScaler("cpu", init_scale=s or 1.0, growth_interval=1, enabled=s is not None) for s in scales
     ]
     observer = Observer(tmp_path / "run.jsonl", {})
-    with observe(observer):
+    with listening(observer):
         for i in range(3):
             for training, scaler in zip(trainings, scalers, strict=True):
                 training.optimizer.zero_grad()
@@ -512,7 +513,7 @@ def test_watchers_end_in_any_order_and_leave_nothing(first, tmp_path):
     observers = [Observer(tmp_path / f"{k}.jsonl", {}) for k in range(2)]
     blocks = [ExitStack(), ExitStack()]
     for block, observer in zip(blocks, observers, strict=True):
-        block.enter_context(observe(observer))
+        block.enter_context(listening(observer))
     training.steps(1, clip=1e-3)
     blocks[first].close()
     training.steps(1, clip=1e-3)
@@ -529,7 +530,7 @@ def test_a_lazy_module_that_is_never_called_has_no_shape_and_ends_nothing(tmp_pa
     training, observer = Training(), Observer(tmp_path / "run.jsonl", {})
     training.model.unused = nn.LazyLinear(3)
     training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
-    with observe(observer):
+    with listening(observer):
         training.steps(3)
     observer.close(0, False)
     record = read_record(tmp_path / "run.jsonl")
@@ -540,7 +541,7 @@ def test_a_lazy_module_that_is_never_called_has_no_shape_and_ends_nothing(tmp_pa
 def test_a_first_line_that_could_not_be_made_leaves_a_record_that_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(meta, "described", lambda *_: [][0])
     training, observer = Training(), Observer(tmp_path / "run.jsonl", {})
-    with observe(observer):
+    with listening(observer):
         training.steps(3)
     observer.close(0, False)
     (event,) = read_record(tmp_path / "run.jsonl").events
@@ -560,7 +561,7 @@ def test_a_step_gets_no_loss_of_an_evaluation_in_the_step_before(tmp_path):
         return loss
 
     observer, firsts = Observer(tmp_path / "run.jsonl", {}), []
-    with observe(observer):
+    with listening(observer):
         for _ in range(3):
             nn.init.constant_(layer.weight, 1.0 + len(firsts))
             firsts.append(len(values))

@@ -20,8 +20,9 @@ from gradguard.clip.guards_of_a_script import ClipEachOptimizer
 from gradguard.errors import DistributedError
 from gradguard.monitoring.observe import shared_norms
 from gradguard.monitoring.observe.monitor import Monitor
-from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.observe.observer import Observer
 from gradguard.monitoring.record.file import read_record
+from gradguard.script_events import listening
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +89,7 @@ def watched(path: str, trouble: tuple[int, str] | None) -> list[Any]:
     model, optimizer = an_optimizer()
     observer = Observer(Path(path) if dist.get_rank() == 0 else None, {}, every=1)
     with ExitStack() as stack:
-        stack.enter_context(observe(observer))
+        stack.enter_context(listening(observer))
         if trouble is not None and dist.get_rank() == trouble[0]:
             home = observer if hasattr(observer, trouble[1]) else shared_norms
             calls = 3 if home is shared_norms else 2  # one of them is the clip's
@@ -102,7 +103,7 @@ def watched(path: str, trouble: tuple[int, str] | None) -> list[Any]:
 def alone(path: Path) -> tuple[list[Any], Any]:
     model, optimizer = an_optimizer(sharded=False)
     observer = Observer(path, {}, every=1, diagnostics_every=0)
-    with observe(observer):
+    with listening(observer):
         train(model, optimizer)
     observer.close(0, False)
     return weights_of(model), read_record(path)
@@ -112,7 +113,7 @@ def clipped(path: str | None, rule: type[Clipper], sharded: bool = True) -> list
     """Train under a clip that the observer applies, as ``gradguard run --clip`` does."""
     model, optimizer = an_optimizer(sharded)
     observer = Observer(None if path is None else Path(path), {}, ClipEachOptimizer(rule), diagnostics_every=0)
-    with observe(observer):
+    with listening(observer):
         train(model, optimizer)
     observer.close(0, False)
     return weights_of(model)
@@ -192,7 +193,7 @@ def test_a_monitor_on_each_process(pair, tmp_path, breaks):
 def clipped_adaptively(path: str) -> None:
     model, optimizer = an_optimizer()
     observer = Observer(Path(path) if dist.get_rank() == 0 else None, {}, every=1)
-    with observe(observer):
+    with listening(observer):
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.randn(8, 6)).square().mean().backward()
@@ -221,7 +222,7 @@ def test_a_collective_that_fails_ends_the_watch_with_one_warning(tmp_path, monke
     monkeypatch.setattr(shared_norms, "plan_for", fails)
     model, optimizer = an_optimizer(sharded=False)
     observer = Observer(tmp_path / "run.jsonl", {})
-    with observe(observer):
+    with listening(observer):
         train(model, optimizer)
     observer.close(0, False)
     assert len(calls) == 1

@@ -10,9 +10,10 @@ import torch
 from gradguard.monitoring.observe import clips
 from gradguard.monitoring.observe.clips import PendingClips
 from gradguard.monitoring.observe.measure import gradient_norms
-from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.observe.observer import Observer
 from gradguard.monitoring.observe.step import ScriptClip
 from gradguard.monitoring.record.file import read_record
+from gradguard.script_events import listening
 
 
 class EachByItself:
@@ -170,7 +171,7 @@ def test_a_clip_that_raises_keeps_no_gradient_alive():
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), torch.nan)
     gradient = weakref.ref(weight.grad)
-    with observe(Observer(None, {})):
+    with listening(Observer(None, {})):
         with pytest.raises(RuntimeError, match="non-finite"):
             torch.nn.utils.clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
         weight.grad = None
@@ -194,7 +195,7 @@ def test_a_second_clip_of_the_same_gradients_measures_nothing(first, monkeypatch
     monkeypatch.setattr(clips, "gradient_norms", lambda given: measured.append(len(given)) or gradient_norms(given))
     observer = Observer(tmp_path / "run.jsonl", {}, diagnostics_every=0)
     clip, expected = FIRST_CLIPS[first]
-    with observe(observer):
+    with listening(observer):
         clip(weights)
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         torch.optim.SGD(weights, lr=0.1).step()

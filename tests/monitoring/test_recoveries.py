@@ -10,10 +10,11 @@ import gradguard as gg
 from gradguard.listeners import RecoveryEvent, tell_recovery
 from gradguard.monitoring.judge.judgement import verdict
 from gradguard.monitoring.judge.recoveries import recoveries
-from gradguard.monitoring.observe.observer import Observer, observe
+from gradguard.monitoring.observe.observer import Observer
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.show.report import json_summary, text_summary
 from gradguard.monitoring.show.sinks.sink import DashboardWindow
+from gradguard.script_events import listening
 
 USUAL, SPIKES = [1.0] * 20, [20.0] * 10
 
@@ -44,7 +45,7 @@ def by_run(path):
     class Watch:
         def __init__(self, *_):
             self.observer = Observer(path, {})
-            self.block = observe(self.observer)
+            self.block = listening(self.observer)
 
         def __enter__(self):
             return self.block.__enter__()

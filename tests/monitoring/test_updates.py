@@ -9,7 +9,7 @@ from torch import nn
 import gradguard as gg
 from gradguard.monitoring.judge.detectors.update_sizes import ELEMENTS
 from gradguard.monitoring.judge.health import HealthMonitor
-from gradguard.monitoring.observe import recorder
+from gradguard.monitoring.observe import observer
 
 
 def watched(model, optimizer, steps, rate=None, loss=None, before=lambda i: None):
@@ -139,8 +139,8 @@ def test_a_parameter_of_a_class_of_its_own_is_left_out_and_the_others_are_watche
 
 
 def test_only_steps_of_the_schedule_are_measured_where_time_is_up(monkeypatch):
-    monkeypatch.setattr(recorder, "FREE", -1.0)
-    monkeypatch.setattr(recorder, "SHARE", 0.0)
+    monkeypatch.setattr(observer, "FREE", -1.0)
+    monkeypatch.setattr(observer, "SHARE", 0.0)
     model = nn.Linear(8, 4)
     lines, *_ = watched(model, torch.optim.SGD(model.parameters(), lr=0.01), 60)
     assert [line["i"] for line in lines if line["t"] == "step" and "update" in line] == [0, 50]

@@ -1,7 +1,7 @@
 """The audit of the clips that a script makes, in its first steps: who listens to a run of it, and sums up.
 
-What is seen: PyTorch's clipping functions, FSDP1's method, gradguard's own clips, Megatron-core's and torchtitan's
-functions and the steps of DeepSpeed's engines. Whatever else clips is not, which is said.
+What is seen: PyTorch's clipping functions, FSDP1's method, gradguard's own clips, and those of
+`gradguard.distributed.engines`. Whatever else clips is not, which is said.
 """
 
 import contextlib
@@ -18,20 +18,21 @@ from torch.optim import Optimizer
 from gradguard.audit.audit_report import NormAudit, NormFinding, Verdict, verdict_of
 from gradguard.audit.coefficients import Applied
 from gradguard.audit.norm import WatchedClip, everywhere, number_of
-from gradguard.distributed.deepspeed_layout import clip_of_engine, holds_gradients_itself, replacements
+from gradguard.distributed.engines import NAMES, clip_of_engine, holds_gradients_itself, replacements
 from gradguard.distributed.placements import gradient_of
 from gradguard.errors import GradguardError, InvalidTypeError
 from gradguard.grad_scaler import ScalerStep
 from gradguard.listeners import ClipCall, ClipEvent, Listener, muted
 from gradguard.optimizer_hooks import parameters_of
-from gradguard.replacements import Replacement
 from gradguard.script_events import by_norm
 from gradguard.torch_private import parameter_slots
 from gradguard.words import counted
 
+_OTHERS = ", ".join([f"{name}'s" for name in NAMES[:-1]])
 _SEEN = (
     "what is seen is clip_grad_norm_ and clip_grads_with_norm_ of PyTorch, FSDP1's method, gradguard's clips, "
-    "Megatron-core's, torchtitan's and DeepSpeed's. Audit another norm in the script itself: gg.audit_norm(model, norm)"
+    f"{_OTHERS} and {NAMES[-1]}'s. Audit another norm in the script itself: "
+    "gg.audit_norm(model, norm)"
 )
 
 
@@ -83,9 +84,7 @@ class ScriptAudit(Listener):
 
     def on_begin(self) -> None:
         """Audit what engines clip by, too."""
-        of_torchtitan = Replacement("torchtitan.distributed.utils", "clip_grad_norm_", self._clip_of_engine)
-        of_deepspeed = replacements(self._clip_of_engine, self._step_of_engine)
-        self._ends = [one.use() for one in (of_torchtitan, *of_deepspeed)]
+        self._ends = [one.use() for one in replacements(self._clip_of_engine, self._step_of_engine)]
 
     def on_end(self) -> None:
         """Give back what engines clip by."""
@@ -204,7 +203,7 @@ class ScriptAudit(Listener):
         self._own = list(parameters), self._watched(parameters)
 
     def _engine(self, engine: Any) -> None:
-        """A step of a DeepSpeed engine whose gradients are ZeRO's."""
+        """A step of an engine that holds gradients itself."""
         clip, limit, scale = clip_of_engine(engine)
         self._whole = True
         watched = functools.partial(WatchedClip.of, [engine], (), self._backwards or 1, scale)

@@ -10,24 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from gradguard.clip.clipper import Clipper, ClipResult, Decision, ListedParameters, load_all
-from gradguard.clip.gradients import Gradients, Stages, gradients_of, refuse_nonfinite_in, refused_by_name
-from gradguard.clip.guard_counts import Counts, LateReader
+from gradguard.clip.clipper import Clipper, ClipResult, Decision, load_all
+from gradguard.clip.gradients import Stages, refuse_nonfinite_in, refused_by_name
+from gradguard.clip.guard_counts import Counts
+from gradguard.clip.guard_parameters import GuardedParameters
 from gradguard.clip.guard_spikes import SpikeWatch, check_spikes, refuse_shared
 from gradguard.clip.in_backward import is_in_backward, refuse_in_backward, tell_what_has_stepped
-from gradguard.clip.optimizer_names import names_in, names_of
 from gradguard.clip.optimizer_proxy import OptimizerProxy, OptimizerSnapshot
-from gradguard.clip.reach import with_reach
 from gradguard.clip.update_size import UpdateSize, rehearsed_update
 from gradguard.distributed.wrappers import follow_backwards
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.grad_scaler import ScalerStep, listen_to_steps
 from gradguard.listeners import RecoveryEvent, SkipReason, is_heard, tell, tell_recovery
-from gradguard.optimizer_hooks import EveryStep, parameters_of, runs_hooks
+from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.policies import GuardPolicy, check_guard_options
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.host_copy import is_captured
-from gradguard.tensors.layout import are_readable, move, wide_dtype
+from gradguard.tensors.layout import are_readable, move
 from gradguard.tensors.nonfinite import zero_if_nonfinite_
 from gradguard.tensors.tensor_admission import keeping_subnormals
 
@@ -61,6 +60,19 @@ class StepOutcome:
 
 
 TAKEN = StepOutcome()
+
+
+@dataclass(slots=True)
+class _OpenStep:
+    """A step that is running, as far as it may have to be undone.
+
+    Attributes:
+        snapshot: The optimizer before it, where something may have moved; None where nothing has.
+        unjudged: The decision of a step that is judged by its update, after it; None of any other.
+    """
+
+    snapshot: OptimizerSnapshot | None = None
+    unjudged: tuple[Decision, UpdateSize] | None = None
 
 
 class Guard:
@@ -165,34 +177,29 @@ class Guard:
         shared: Any = None,
         spikes: SkipSpikes | None = None,
     ) -> None:
-        self._stages = Stages.named(process_group, mesh, shared)
+        stages = Stages.named(process_group, mesh, shared)
         check_attachable(optimizer, clipper)
         check_guard_options(nonfinite, max_consecutive_skips)
-        self.optimizer, self.clipper, self.last = optimizer, clipper, cast("ClipResult | None", None)
+        # What it was given.
+        self.optimizer, self.clipper, self.spikes = optimizer, clipper, check_spikes(spikes)
         self._policy: GuardPolicy = nonfinite
-        self._model, self._model_names = model, names_in(model, optimizer)
-        self._parameters: list[Tensor] = []
-        self._stages_known = False
-        self._names: list[str] = []
-        self._counts = Counts(max_consecutive_skips)
-        self.spikes = check_spikes(spikes)
-        self._spike_watch = SpikeWatch(spikes, clipper)
-        # A spike's gradients are left as they are, for `SpikeRecovery`, and an error leaves everything.
-        self._clips_before_it_skips = nonfinite != "raise" and spikes is None
-        self._late = LateReader(lambda in_a_row: self._counts.check(int(in_a_row[0])))
+        # Who helps it.
+        self._guarded = GuardedParameters(optimizer, clipper, model, stages)  # which the clipper may refuse
         self._proxy = OptimizerProxy(optimizer) if OptimizerProxy.serves(optimizer) else None
-        self._outcome = TAKEN  # what became of the step that is running, or of the last one
-        self._snapshot: OptimizerSnapshot | None = None  # of the optimizer, for a step that may have to be undone
-        self._pending: tuple[Decision, UpdateSize] | None = None  # a step that is judged by its update, after it
-        self._reached = False  # whether the ``scaler.step`` that is running has called the optimizer's step
+        self._spike_watch = SpikeWatch(spikes, clipper)
+        # What outlives a step.
+        self._counts = Counts(max_consecutive_skips)
         self._attached = False
-        self._look_at_parameters()  # which the clipper may refuse
+        # The step that is running, or the last one.
+        self.last = cast("ClipResult | None", None)
+        self._outcome, self._open = TAKEN, _OpenStep()
+        self._reached = False  # whether the ``scaler.step`` that is running has called the optimizer's step
         follow_backwards()
         self._attach()
 
     def __repr__(self) -> str:
         """Return the call that makes such a guard, of what is called ``optimizer`` and ``model`` here."""
-        more = {"model": "model"} if self._model is not None else {}
+        more = {"model": "model"} if self._guarded.model is not None else {}
         if self._policy != "skip":
             more["nonfinite"] = repr(self._policy)
         if self._counts.limit != 20:
@@ -202,26 +209,24 @@ class Guard:
         given = "".join(f", {name}={text}" for name, text in more.items())
         return f"Guard(optimizer, {self.clipper!r}{given})"
 
-    # -- while training ---------------------------------------------------------------------------------------------
-
-    def _enter(self, optimizer: Optimizer, closure: bool) -> Optimizer | None:
-        self._outcome, self._snapshot, self._pending, self._reached = TAKEN, None, None, True
-        if not self._attached:
-            return None
-        if self._proxy is not None:
-            return self._proxy.enter()
-        if closure and (
-            self._policy in ("skip", "raise") or self._spike_watch.acts
-        ):  # it may be evaluated when weights have moved already
-            self._snapshot = OptimizerSnapshot(optimizer)
-        return None
-
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: a guard belongs to one optimizer."""
         raise InvalidTypeError(
             "a Guard belongs to one optimizer and cannot be copied or pickled: attach another to the copied optimizer, "
             "and load_state_dict() this one's state_dict()."
         )
+
+    # -- while training ---------------------------------------------------------------------------------------------
+
+    def _enter(self, optimizer: Optimizer, closure: bool) -> Optimizer | None:
+        self._outcome, self._open, self._reached = TAKEN, _OpenStep(), True
+        if not self._attached:
+            return None
+        if self._proxy is not None:
+            return self._proxy.enter()
+        if closure and (self._policy in ("skip", "raise") or self._spike_watch.acts):
+            self._open.snapshot = OptimizerSnapshot(optimizer)  # evaluated when weights may have moved already
+        return None
 
     @torch.no_grad()
     @keeping_subnormals
@@ -233,26 +238,28 @@ class Guard:
             return True
         in_backward = is_in_backward()
         if in_backward:
-            refuse_in_backward(self.clipper, self._parameters, self._stages)
+            refuse_in_backward(self.clipper, self._guarded.parameters, self._guarded.stages)
         if number == 0:
             self._spike_watch.begin(self.steps + 1, in_backward)
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        grads = self._gradients()
+        grads = self._guarded.gradients(self._proxy, self._policy)
         with refused_by_name(grads):
-            decide = self.clipper.decide_at_once if self._clips_before_it_skips else self.clipper.decide
+            # A spike's gradients are left as they are, for `SpikeRecovery`, and an error leaves everything.
+            at_once = self._policy != "raise" and self.spikes is None
+            decide = self.clipper.decide_at_once if at_once else self.clipper.decide
             decision = decide(grads, 1.0 if scale is None else scale)
         self.last, self._outcome = decision.result, TAKEN
         update = None
         if number == 0:
             self._counts.begin(decision.result)
-            update = self._update_of(decision, is_alone=self._snapshot is None)
+            update = self._update_of(decision, is_alone=self._open.snapshot is None)
         try:
             self._outcome = self._act(decision, scale, overflow, number, update)
         except NonFiniteGradientError as error:
             if in_backward:
                 tell_what_has_stepped(error)
-            if self._snapshot is not None:
-                self._snapshot.restore()
+            if self._open.snapshot is not None:
+                self._open.snapshot.restore()
             raise
         self._tell(decision)
         return self._outcome.skipped is True
@@ -269,15 +276,15 @@ class Guard:
         grads, coefficient = decision.gradients, decision.coefficient
         if self._proxy is not None and is_alone and grads.reduction is None and coefficient is not None:
             return rehearsed_update(self.optimizer, coefficient)
-        self._pending = decision, UpdateSize(self._parameters)
-        self._snapshot = self._snapshot or OptimizerSnapshot(self.optimizer)
+        self._open.unjudged = decision, UpdateSize(self._guarded.parameters)
+        self._open.snapshot = self._open.snapshot or OptimizerSnapshot(self.optimizer)
         return None
 
     def _judge_update(self) -> None:
         """Judge a step that has been taken by how far it has moved the weights; a spike is undone."""
-        if self._pending is None:
+        if self._open.unjudged is None:
             return
-        (decision, size), self._pending = self._pending, None
+        decision, size = self._open.unjudged
         result, skipped = decision.result, self._outcome.skipped
         bad = result.nonfinite | (move(skipped, result.norm.device) if isinstance(skipped, Tensor) else skipped)
         spike = self._spike_watch.judge(result, bad, 0, size.measure(decision.gradients))
@@ -309,7 +316,7 @@ class Guard:
         if overflow is not None:
             bad = bad | move(overflow != 0, bad.device)
         kernel = None if are_readable(bad, decision.result.norm) else folds
-        if self._pending is None:
+        if self._open.unjudged is None:
             spike = self._spike_watch.judge(decision.result, bad, number, update)
         if spike is not None:
             bad = self._spike_watch.bad_on_any(bad)
@@ -337,7 +344,7 @@ class Guard:
         self._clip(decision, folds, scale, policy)
         if spike is not None:
             self._spike_watch.undo_clipper(spike)
-        self._late.push(self._counts.decided_on_device(bad, spike).reshape(1))
+        self._counts.decided_on_device(bad, spike)
         return StepOutcome(skipped, reason, False if spike is None else spike)
 
     @staticmethod
@@ -395,10 +402,10 @@ class Guard:
         if self._proxy is not None:
             self._proxy.skip()
             return
-        if self._snapshot is None:  # nothing has moved yet; a foreign step may do anything: it is undone later
-            self._snapshot = OptimizerSnapshot(self.optimizer)
+        if self._open.snapshot is None:  # nothing has moved yet; a foreign step may do anything: it is undone later
+            self._open.snapshot = OptimizerSnapshot(self.optimizer)
         elif isinstance(self.optimizer, torch.optim.LBFGS):
-            self._snapshot.hide_gradients()  # so that its search ends
+            self._open.snapshot.hide_gradients()  # so that its search ends
 
     def _after(self, optimizer: Optimizer) -> None:
         if not self._attached:
@@ -406,33 +413,13 @@ class Guard:
         if self._proxy is not None:
             self._proxy.leave()
         self._judge_update()
-        snapshot, self._snapshot = self._snapshot, None
+        snapshot, self._open = self._open.snapshot, _OpenStep()
         if self._outcome.skipped is False:
             self._counts.decided(skip=False)
         elif self._outcome.skipped is True and snapshot is not None:
             snapshot.restore()
         self._spike_watch.forget_loss()
         del optimizer
-
-    def _look_at_parameters(self) -> bool:
-        """Return whether the optimizer has got new parameters, which the clipper is shown."""
-        parameters = parameters_of(self.optimizer)
-        if list(map(id, parameters)) == list(map(id, self._parameters)):
-            return False
-        self._parameters, self._names = parameters, names_of(self.optimizer, self._model_names)
-        if self._stages.group is None:
-            self.clipper.learn(list(zip(self._names, parameters, strict=True)) if self._model is None else self._model)
-        return True
-
-    def _gradients(self) -> Gradients:
-        new = self._look_at_parameters()
-        grads = gradients_of(self._names, self._parameters, self._stages, self._model)
-        if self._proxy is not None and self._proxy.is_fused():
-            grads = replace(grads, gradients=self._proxy.lay_out(grads.parameters, grads.gradients))
-        if self._stages.group is not None and (new or not self._stages_known):
-            self.clipper.learn(ListedParameters(grads, self._model))  # those of all stages
-            self._stages_known = True
-        return self.clipper.compared(with_reach(grads, self.clipper, self.optimizer), self._policy)
 
     # -- GradScaler -------------------------------------------------------------------------------------------------
 
@@ -446,7 +433,7 @@ class Guard:
         if not self._attached or self._reached or step.skipped is None:
             return
         with torch.no_grad():
-            decision = self.clipper.decide(self._gradients())
+            decision = self.clipper.decide(self._guarded.gradients(self._proxy, self._policy))
         self.last = decision.result
         self._counts.begin(self.last)
         self._outcome = StepOutcome(True, "grad_scaler")
@@ -510,7 +497,8 @@ class Guard:
         """Tell whether ``loss``, passed now, is that of an evaluation, and of no step: see `record_loss`."""
         if torch.is_grad_enabled() or (isinstance(loss, Tensor) and loss.requires_grad):
             return False
-        return self._model is None or not self._model.training
+        model = self._guarded.model
+        return model is None or not model.training
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clipper's state and the counts; not the optimizer's, which has its own."""
@@ -571,10 +559,6 @@ class Guard:
     ) -> None:
         """Detach."""
         self.detach()
-
-
-def _wide(number: Tensor) -> Tensor:
-    return number.to(wide_dtype(number.device))
 
 
 def take(owner: Any) -> None:

@@ -27,6 +27,7 @@ class Counts:
         self._skipped, self._in_a_row = 0, 0
         self._on_device: Tensor | None = None  # [skipped, in a row], once a decision has been made there
         self._history: deque[tuple[int, ClipResult]] = deque(maxlen=10)
+        self._late = LateReader(lambda in_a_row: self.check(int(in_a_row[0])))
 
     @property
     def skipped(self) -> int:
@@ -61,15 +62,12 @@ class Counts:
         if skip and not spike and self._on_device is None:
             self.check(self._in_a_row)
 
-    def decided_on_device(self, bad: Tensor, spike: Tensor | None = None) -> Tensor:
-        """Note a decision that only the device knows; return the number of skips in a row, there.
+    def decided_on_device(self, bad: Tensor, spike: Tensor | None = None) -> None:
+        """Note a decision that only the device knows; too many skips in a row are told some steps late.
 
         Args:
             bad: Whether the step is skipped because it is not finite; 0-dim bool.
             spike: Whether it is skipped as a spike instead; 0-dim bool, None where nobody looks for them.
-
-        Returns:
-            0-dim int64.
         """
         if self._on_device is None:
             refuse_capture(bad.device, "the count of skipped steps")
@@ -77,7 +75,7 @@ class Counts:
             self._on_device[0] += self._skipped
             self._on_device[1] += self._in_a_row
         self._follow(bad, bad if spike is None else bad | spike, self._on_device)
-        return self._on_device[1]
+        self._late.push(self._on_device[1].reshape(1))
 
     @staticmethod
     def _follow(bad: Tensor, skip: Tensor, counts: Tensor) -> None:

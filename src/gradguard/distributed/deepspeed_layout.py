@@ -12,6 +12,8 @@ from gradguard.distributed.processes import rank_and_size, ranks_of
 from gradguard.errors import UnsupportedGradientError
 from gradguard.replacements import Replacement
 
+NAME = "DeepSpeed"
+
 
 @dataclass(eq=False, slots=True)
 class Slice:

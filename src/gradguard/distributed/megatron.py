@@ -29,6 +29,8 @@ PARTS, EXPERTS = "a part of Megatron's tensor parallelism", "an expert of Megatr
 _placements: dict[tuple[frozenset[int], str], Placement] = {}
 
 
+NAME = "Megatron-core"
+
 CLIP_BY_GIVEN_NORM = "megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32"
 """Megatron-core's clip to a norm that it is told: its module, and its name there."""
 

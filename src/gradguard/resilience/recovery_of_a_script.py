@@ -13,8 +13,9 @@ from gradguard.clip.clip_rules import ClipByGlobalNorm
 from gradguard.clip.guard import Guard
 from gradguard.distributed.reduction_group import several_processes
 from gradguard.errors import GradguardError
+from gradguard.grad_scaler import ScalerStep
 from gradguard.listeners import ClipCall, ClipEvent, Listener
-from gradguard.monitoring.observe.observer import Losses
+from gradguard.monitoring.observe.losses import Losses
 from gradguard.optimizer_hooks import parameters_of
 from gradguard.spikes.skip import SkipSpikes
 from gradguard.tensors.host_copy import is_captured
@@ -105,6 +106,11 @@ class GuardEachOptimizer(Listener):
         if scaled is not loss:  # a scaler that is disabled gives it back
             self._scales = True
             self._losses.scaled(loss, scaled)
+
+    def on_scaler_stepped(self, optimizer: Optimizer, step: ScalerStep) -> None:
+        """Losses that no step has taken are those of a step that the scaler left out."""
+        del optimizer, step
+        self._losses.clear()
 
     def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
         """Give the losses to the guard, which judges the step."""

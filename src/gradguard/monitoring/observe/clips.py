@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gradguard.listeners import ClipCall, ClipEvent
 from gradguard.monitoring.observe.measure import Norms, gradient_norms, total, unscaled
 from gradguard.monitoring.observe.shared_norms import Shared
-from gradguard.monitoring.observe.step import FIXED, ScriptClip, StepMeasurement, copied
+from gradguard.monitoring.observe.step import FIXED, Clips, GradientNorms, ScriptClip, Skip, copied
 from gradguard.monitoring.record.record_lines import without_none
 from gradguard.tensors.layout import are_readable
 from gradguard.torch_private import grads_of, version_of, versions_of
@@ -229,7 +229,7 @@ class HeardClips:
         if shared is not None:
             norms = shared.norms
             if call.rule and call.norm is None and call.norm_type == 2 and not call.whole:
-                clip.norm = total(norms)
+                clip = clip._replace(norm=total(norms))
         elif not spread:
             parameters = [p for p in parameters if p.grad is not None] if len(there) < len(parameters) else parameters
             if not (call.tells_norms or self._pending.has_norms_of(there)):  # norms are those before the first clip
@@ -243,11 +243,10 @@ class HeardClips:
             return
         clip, parameters, norms = self._thread.running.pop()
         if not clip.rule:  # one of gradguard's
-            clip = ScriptClip.told(event)
-            clip.norm = copied(event.norm) if event.norm_type == 2 else None
+            clip = ScriptClip.told(event)._replace(norm=copied(event.norm) if event.norm_type == 2 else None)
             norms = _norms_told(parameters, event) if norms is None else norms
         elif clip.norm is None:
-            clip.norm = copied(event.norm)
+            clip = clip._replace(norm=copied(event.norm))
         gradients = grads_of(parameters)  # which the clip may have replaced
         there = without_none(gradients)
         if norms is not None and len(there) < len(gradients):
@@ -275,13 +274,11 @@ class HeardClips:
         return own
 
     def step(
-        self, index: int, optimizer: Optimizer, given: StepGradients, now: Norms | None = None,
-        clipped: StepClips | None = None,
-    ) -> StepMeasurement:  # fmt: skip
+        self, optimizer: Optimizer, given: StepGradients, now: Norms | None = None, clipped: StepClips | None = None
+    ) -> tuple[GradientNorms, Clips]:
         """Return what is known of a step that begins: the norms before every clip, and what clipped.
 
         Args:
-            index: Number of the step.
             optimizer: The optimizer.
             given: Its gradients.
             now: The norm of each gradient as it is now, if that has been measured.
@@ -301,32 +298,24 @@ class HeardClips:
                 now = gradient_norms(without_none(given.gradients)) if shared is None else shared.norms
             before = clipped.norms(now) if clips else now
             post = unscaled(total(now), scale) if clips and before is not None else None
-        norms = now if before is None else before
-        return StepMeasurement(
-            index=index,
-            norms=unscaled(norms, scale),
-            places=(),
-            post=post,
-            clips=clips,
-            reach=reach if any(len(set(places)) != clipped.count for places in reach) else (),
-            norm_after=before is None,
-            total=told,
-            late=(bool(parameters) and not parameters[0].is_cpu) or (measured and isinstance(norms, Tensor)),
-            lost=None if shared is None else shared.lost,
-        )
+        norms = unscaled(now if before is None else before, scale)
+        late = (bool(parameters) and not parameters[0].is_cpu) or (measured and isinstance(norms, Tensor))
+        lost = None if shared is None else shared.lost
+        gradients = GradientNorms(norms, (), told, post, are_after=before is None, lost=lost, late=late)
+        return gradients, Clips(clips, reach if any(len(set(places)) != clipped.count for places in reach) else ())
 
 
-def note_guard(step: StepMeasurement, event: ClipEvent) -> None:
-    """Let a step say what a guard did within it; of a closure, at its first evaluation."""
-    only_measures = event.rule == "norm" and _is_infinite(event.threshold)
-    if step.guard is None and not only_measures:
-        step.guard = ScriptClip.told(event)
-    if isinstance(event.skipped, Tensor):
-        step.skipped = copied(event.skipped) if step.skipped is None else step.skipped
-    elif event.skipped:
-        step.skipped = True
-    if event.spike is not False and step.spike is None:
-        step.spike = copied(event.spike)
+def told_by_guard(clips: Clips, skip: Skip, event: ClipEvent) -> tuple[Clips, Skip]:
+    """Add what a guard did within the step; of a closure, at its first evaluation."""
+    if clips.guard is None and not (event.rule == "norm" and _is_infinite(event.threshold)):  # which only measures
+        clips = clips._replace(guard=ScriptClip.told(event))
+    if not isinstance(event.skipped, Tensor):
+        skip = skip._replace(by_guard=True) if event.skipped else skip
+    elif skip.by_guard is None:
+        skip = skip._replace(by_guard=copied(event.skipped))
+    if event.spike is not False and skip.spike is None:
+        skip = skip._replace(spike=copied(event.spike))
+    return clips, skip
 
 
 def _is_infinite(threshold: float | Tensor | None) -> bool:

@@ -7,8 +7,7 @@ The diagnostics are the norms of the weights and of what a step changes.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +55,7 @@ MOST_BYTES = 256 * 2**20
 _SMALL_PRIMES = 2 * 3 * 5 * 7 * 11 * 13
 
 
-@dataclass(slots=True)
-class Diagnostics:
+class Diagnostics(NamedTuple):
     """One measurement; arrays have one entry for each parameter of the step, in its order.
 
     Attributes:
@@ -85,11 +83,11 @@ def measure_diagnostics(parameters: Sequence[Tensor]) -> Diagnostics:
 
 
 @torch.no_grad()
-def measure_update(diagnostics: Diagnostics) -> None:
-    """Add the norms of what the step did to the parameters, and let go of the copies."""
-    before, diagnostics.before = diagnostics.before, ()
-    if before:
-        diagnostics.update = gradient_norms([old.sub_(now) for now, old in before])
+def measure_update(diagnostics: Diagnostics) -> Diagnostics:
+    """Return it with the norms of what the step did to the parameters, and without the copies."""
+    if not diagnostics.before:
+        return diagnostics
+    return diagnostics._replace(update=gradient_norms([old.sub_(now) for now, old in diagnostics.before]), before=())
 
 
 def every_so_many(elements: int, wanted: int) -> int:

@@ -5,12 +5,11 @@ import functools
 import os
 import warnings
 import weakref
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,30 +20,30 @@ from gradguard.grad_scaler import listen_to_steps
 from gradguard.json_values import jsonable
 from gradguard.listeners import ClipEvent, listen, rule_of
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.clips import StepClips, StepGradients, note_guard
-from gradguard.monitoring.observe.loop_setup import Unowned
-from gradguard.monitoring.observe.measure import gradient_norms
-from gradguard.monitoring.observe.meta import (
-    Places,
-    living_modules,
-    meta_line,
-    name_parameters,
-    parameters_of,
-    program_facts,
-    rank_and_world,
-)
+from gradguard.monitoring.observe.clips import StepClips, StepGradients, told_by_guard
+from gradguard.monitoring.observe.measure import Norms, gradient_norms
+from gradguard.monitoring.observe.meta import living_modules, parameters_of, program_facts, rank_and_world
+from gradguard.monitoring.observe.observer import Observer, check_callable, safely
 from gradguard.monitoring.observe.record_buffer import RecordBuffer
-from gradguard.monitoring.observe.recorder import Recorder, check_callable, safely
-from gradguard.monitoring.observe.schedule import Schedule
+from gradguard.monitoring.observe.schedule import EVERY
 from gradguard.monitoring.observe.shared_norms import Shared, are_spread
-from gradguard.monitoring.observe.step import OWN_NAMES, ScriptClip, StepMeasurement, copied, scale_update
+from gradguard.monitoring.observe.step import (
+    OWN_NAMES,
+    Clips,
+    GradientNorms,
+    ScriptClip,
+    Skip,
+    StepMeasurement,
+    copied,
+    scale_update,
+)
 from gradguard.monitoring.observe.termination import before_signals
 from gradguard.monitoring.show.sinks import Sinks
 from gradguard.optimizer_hooks import EveryStep, runs_hooks
 from gradguard.torch_private import grads_of
 
 
-class Monitor(Recorder):
+class Monitor(Observer):
     r"""Record the gradients at each step of an optimizer, as ``gradguard run`` does, from inside a training loop.
 
     Of a plain optimizer it measures :math:`\lVert g_p \rVert_2` of each parameter as the gradients reach the step. Of
@@ -134,22 +133,19 @@ class Monitor(Recorder):
         optimizer, self._guard = unwrap_optimizer(optimizer_or_guard)
         self._held = parameters_of(optimizer)  # alive, so that no other tensor gets one of their ids
         check_arguments(optimizer, self._held, model, every)
-        super().__init__(Schedule() if self._guard is None else Schedule(every=0))
-        names = name_parameters(self._held, [model] if model is not None else living_modules())
-        self._places = self._all_places = Places(self._held)
-        self._optimizer, self._amp_scale = weakref.ref(optimizer), None
+        clipper, writes = getattr(self._guard, "clipper", None), rank_and_world()[0] == 0
+        facts = program_facts(clip=None if clipper is None else type(clipper).__name__)
+        super().__init__(lambda: None, facts, diagnostics_every=EVERY if self._guard is None else 0)
+        self._optimizer, self._factor = weakref.ref(optimizer), None  # the loss scale of the last step
+        self._before: _BeforeGuard | None = None
         self._result, self._guard_event = None, None  # the last that was written; the one of the step that begins
         self._logged, self._complained = Logged(self._tell), set[str]()
-        clipper = getattr(self._guard, "clipper", None)
-        facts = program_facts(clip=None if clipper is None else type(clipper).__name__)
-        writes = rank_and_world()[0] == 0
         sinks = Sinks(sink if writes else [])
         self._lines = RecordBuffer(sinks, every, self._fail, on_finding=on_finding if writes else None)
         self._buffer = self._lines
-        self._lines.begin(meta_line(facts, [optimizer], self._held, names))
-        if model is not None:  # without it, it is not known which modules are trained here
-            with suppress(Exception):  # a half-built one must not end the watch
-                self._unowned = Unowned([model], self._held)
+        self._begin([optimizer], living_modules() if model is None else [model], None)
+        if model is None:  # it is not known which modules are trained here
+            self._unowned = None
         self._hooks = [EveryStep(self.on_step, self.on_stepped, optimizer=optimizer, first=self._guard is None)]
         if self._guard is not None:
             self._hooks.append(EveryStep(self._before_guard, lambda _: None, optimizer=optimizer, first=True))
@@ -226,7 +222,7 @@ class Monitor(Recorder):
             self._tell(f"Monitor.report() failed: {type(error).__name__}: {error}. The record is in {record}")
             return None
 
-    def close(self, *, exit_code: int = 0, interrupted: bool = False) -> None:
+    def close(self, exit_code: int | None = 0, interrupted: bool = False) -> None:
         """Write what is left and the last line, close what was opened here, and stop; a second call does nothing.
 
         Args:
@@ -272,89 +268,82 @@ class Monitor(Recorder):
         """Look at the gradients before the guard writes to them."""
         if evaluation == 0:
             parameters = self._parameters(optimizer)
-            measures = self._guard_tells_2_norms()
-            spread, shared = self._joined(parameters) if measures else super()._joined(parameters)
+            told = self._guard_tells_2_norms()
+            spread, shared = self._joined(parameters) if told else super()._joined(parameters)
             with_grad = parameters if spread else [p for p in parameters if p.grad is not None]
-            self._look_before_guard(with_grad, None if measures or spread else with_grad, shared)
+            self._look_before_guard(with_grad, shared, not (told or spread))
 
     @safely
-    def _look_before_guard(
-        self, parameters: list[Tensor], measured: list[Tensor] | None, shared: Shared | None
-    ) -> None:
-        now = None if shared is None else shared.norms
-        if measured is not None:
-            now = gradient_norms([p.grad for p in measured if p.grad is not None])
-        self._thread.before_guard = parameters, self._clips.take(grads_of(parameters)), now, shared
+    def _look_before_guard(self, parameters: list[Tensor], shared: Shared | None, measures: bool) -> None:
+        gradients, norms = grads_of(parameters), None if shared is None else shared.norms
+        if measures:
+            norms = gradient_norms([gradient for gradient in gradients if gradient is not None])
+        self._before = _BeforeGuard(parameters, self._clips.take(gradients), norms, shared)
 
     def _guard_tells_2_norms(self) -> bool:
         orders = getattr(getattr(self._guard, "clipper", None), "orders", None)
         return orders is None or orders() == {2.0}
 
-    def _measured(
-        self, optimizer: Optimizer, given: StepGradients, clipped: StepClips | None = None
-    ) -> StepMeasurement | None:
-        if self._guard is not None:
-            if (step := self._guarded(optimizer)) is not None:
-                return step
-            parameters, clipped, _, shared = self._thread.before_guard
-            given = StepGradients(parameters, grads_of(parameters), given.spread, shared)
-        nobody_measured = given.spread and given.shared is None
-        return None if nobody_measured else super()._measured(optimizer, given, clipped)
+    def _measured(self, optimizer: Optimizer, given: StepGradients) -> tuple[GradientNorms, Clips, Skip] | None:
+        before, clipped = self._before, None
+        if before is not None:
+            if (seen := self._guarded(optimizer, before)) is not None:
+                return seen
+            given = StepGradients(before.parameters, grads_of(before.parameters), given.spread, before.shared)
+            clipped = before.clips
+        if given.spread and given.shared is None:  # nobody has measured
+            return None
+        gradients, clips = self._clips.step(optimizer, given, clipped=clipped)
+        return self._placed(optimizer, given.parameters, gradients), clips, Skip()
+
+    def _guarded(self, optimizer: Optimizer, before: "_BeforeGuard") -> tuple[GradientNorms, Clips, Skip] | None:
+        """Return the guard's outcome at this step; None if it has none."""
+        event, self._guard_event = self._guard_event, None
+        result = getattr(self._guard, "last", None)
+        if result is None or result is self._result:
+            return None
+        self._result = result
+        told, now = self._guard_tells_2_norms(), before.norms
+        if told:
+            scale = getattr(optimizer, "grad_scale", None)  # which the guard has taken off, and others have not
+            now = result.tensor_norms if scale is None else result.tensor_norms * scale
+        if now is None:
+            return None
+        if not told or len(before.parameters) == len(result.names):
+            given = StepGradients(before.parameters, [], shared=before.shared)
+            gradients, clips = self._clips.step(optimizer, given, now=now, clipped=before.clips)
+            gradients = self._placed(optimizer, before.parameters, gradients)
+        else:
+            nowhere, late = [-1] * len(result.names), not result.tensor_norms.is_cpu
+            gradients, clips = GradientNorms(result.tensor_norms, nowhere, late=late), Clips()
+        if told and not clips.script:
+            gradients = gradients._replace(total=result.norm)
+        rule = rule_of(getattr(self._guard, "clipper", self._guard))
+        clips = clips._replace(guard=ScriptClip(rule, copied(result.threshold), None, result.coefficient))
+        return gradients, *((clips, Skip()) if event is None else told_by_guard(clips, Skip(), event))
+
+    def _begun(self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip) -> StepMeasurement:
+        if skip.by_scaler is not None and self._guard_event is not None:  # the scaler left it out; the guard said so
+            clips, skip = told_by_guard(clips, skip, self._guard_event)
+            self._guard_event, self._result = None, getattr(self._guard, "last", None)
+        step = super()._begun(optimizer, gradients, clips, skip)
+        before, self._factor = self._factor, None if step.scale is None else step.scale.factor
+        if before is not None and self._factor is not None:
+            self._lines.add(scale_update(self._last_step, before, self._factor))
+        return step
 
     def _is_open(self, optimizer: Optimizer) -> bool:
         del optimizer
         self._hooks[0].act_last()  # to see what a `ClipUpdate` that came later has left of the step
         return True
 
-    def _label(self, step: StepMeasurement, optimizer: Optimizer) -> None:
-        del optimizer
-        if self._amp_scale is not None and step.amp_scale is not None:
-            scales = self._amp_scale, step.amp_scale
-            self._lines.add(scale_update(self._last_step, *scales))
-        self._amp_scale = step.amp_scale
-        if step.found_inf is not None and self._guard_event is not None:  # the scaler left it out; the guard said so
-            note_guard(step, self._guard_event)
-            self._guard_event, self._result = None, getattr(self._guard, "last", None)
-
-    def _guarded(self, optimizer: Optimizer) -> StepMeasurement | None:
-        """Return the guard's outcome at this step; None without a guard."""
-        event, self._guard_event = self._guard_event, None
-        result = getattr(self._guard, "last", None)
-        if result is None or result is self._result:
-            return None
-        self._result = result
-        parameters, clipped, now, shared = self._thread.before_guard
-        told, names = self._guard_tells_2_norms(), result.names
-        if told:
-            scale = getattr(optimizer, "grad_scale", None)  # which the guard has taken off, and others have not
-            now = result.tensor_norms if scale is None else result.tensor_norms * scale
-        if now is None:
-            return None
-        if not told or len(parameters) == len(names):
-            given = StepGradients(parameters, [], shared=shared)
-            step = self._clips.step(self._steps, optimizer, given, now=now, clipped=clipped)
-            step.places = self._all_places.of(optimizer, parameters)
-        else:
-            late = not result.tensor_norms.is_cpu
-            step = StepMeasurement(self._steps, result.tensor_norms, array("q", [-1] * len(names)), late=late)
-        if told and not step.clips:
-            step.total = result.norm
-        rule = rule_of(getattr(self._guard, "clipper", self._guard))
-        step.guard = ScriptClip(rule, copied(result.threshold), coefficient=result.coefficient)
-        if event is not None:
-            note_guard(step, event)
-        return step
-
-    def _complete(self, step: StepMeasurement) -> None:
-        self._logged.give(step)
+    def _completed(self, step: StepMeasurement) -> StepMeasurement:
+        return self._logged.given_to(step)
 
     def _hears(self, parameters: Sequence[Tensor]) -> bool:
         """Clips of some of the optimizer's parameters; it may have got some since this was made."""
         optimizer = self._optimizer()
         return optimizer is not None and not set(map(id, parameters_of(optimizer))).isdisjoint(map(id, parameters))
-
-    def _knows(self, optimizer: Optimizer) -> bool:
-        return optimizer is self._optimizer()
 
     def _note(self, event: ClipEvent) -> None:
         if self._guard is None:
@@ -366,12 +355,28 @@ class Monitor(Recorder):
     def _take(self, known: dict[str, Any], scalars: dict[str, Any]) -> None:
         if self._guard is not None and known.pop("norm") is not None:
             self._tell("Monitor.log(norm=...) is not needed with a Guard, which says the norm itself")
-        self._logged.add(self._lines.newest, known, scalars)
+        self._logged.add(self._lines, known, scalars)
 
     def _tell(self, message: str) -> None:
         if message not in self._complained:
             self._complained.add(message)
             warnings.warn(message, RuntimeWarning, stacklevel=5)
+
+
+class _BeforeGuard(NamedTuple):
+    """The gradients of a step before its guard acts.
+
+    Attributes:
+        parameters: Those that have gradients; all where processes hold parts.
+        clips: The clips before the guard.
+        norms: Their norms, where the guard will not tell them.
+        shared: Norms that processes have measured together.
+    """
+
+    parameters: list[Tensor]
+    clips: StepClips
+    norms: Norms | None
+    shared: Shared | None
 
 
 def _if_living(method: weakref.WeakMethod, *args: Any) -> None:
@@ -391,26 +396,25 @@ class Logged:
         self._coming: list[dict[str, Any]] = []  # for the step to come
         self.comes_before: bool | None = None  # whether it is called before its step; None until it is called
 
-    def add(self, newest: StepMeasurement | None, known: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
-        """Take what one call logged: for the step to come, or for ``newest``, the step that was."""
+    def add(self, buffer: RecordBuffer, known: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
+        """Take what one call logged: for the step to come, or for the one that was, which may wait in ``buffer``."""
         if self.comes_before is None:
-            self.comes_before = newest is None
+            self.comes_before = not buffer.has_newest
         values = {key: value for key, given in known.items() if (value := self._number(key, given)) is not None}
         for key, given in scalars.items():
             if key in OWN_NAMES:
                 self._warn(f"Monitor.log({key}=...) is left out: the record has a field {key!r} of its own")
             elif (value := self._number(key, given)) is not None:
                 values[key] = value
-        if self.comes_before or newest is None:
+        if self.comes_before or not buffer.has_newest:
             self._coming.append(values)
-        elif not (newest.losses and "loss" in values):  # else of an iteration that had no step
-            _give(newest, values)
+        else:  # a second loss is of an iteration that had no step
+            buffer.amend(lambda step: step if step.losses and "loss" in values else _given(step, values))
 
-    def give(self, step: StepMeasurement) -> None:
-        """Add to ``step`` what was logged for it."""
+    def given_to(self, step: StepMeasurement) -> StepMeasurement:
+        """Return ``step`` with what was logged for it."""
         coming, self._coming = self._coming, []
-        for values in coming:
-            _give(step, values)
+        return functools.reduce(_given, coming, step)
 
     def _number(self, key: str, value: Any) -> Any:
         """The value as a number, or a copy of a tensor of one element, which is read later; None for anything else."""
@@ -430,10 +434,10 @@ def _shown(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _give(step: StepMeasurement, values: Mapping[str, Any]) -> None:
-    step.scalars |= values
-    if (loss := step.scalars.pop("loss", None)) is not None:
-        step.losses = [*step.losses, loss]
+def _given(step: StepMeasurement, values: Mapping[str, Any]) -> StepMeasurement:
+    logged = {**step.logged, **values}
+    losses = [*step.losses, logged.pop("loss")] if "loss" in logged else step.losses
+    return step._replace(losses=losses, logged=logged)
 
 
 def unwrap_optimizer(source: Any) -> tuple[Optimizer, Any]:

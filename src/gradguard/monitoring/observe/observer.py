@@ -1,56 +1,117 @@
-"""The observer: one row for each optimizer step of a process, without a change in the script or in its numbers."""
+"""The observer: one row for each optimizer step of a process, without a change in the script or in its numbers.
+
+It hears of every step; a `Monitor` is one that hears of those of one optimizer.
+"""
 
 import functools
 import math
 import os
+import threading
+import time
 import weakref
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
+from itertools import repeat
+from operator import is_not
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradguard.distributed.placements import is_sharded, local_part, placement_of
-from gradguard.errors import GradguardError
-from gradguard.listeners import ClipEvent
+from gradguard.errors import GradguardError, InvalidTypeError
+from gradguard.grad_scaler import ScalerStep
+from gradguard.listeners import ClipCall, ClipEvent, Listener, RecoveryEvent
 from gradguard.monitoring.judge.health import Finding
-from gradguard.monitoring.observe.clips import AppliedClip, StepClips, StepGradients
+from gradguard.monitoring.observe.clips import AppliedClip, HeardClips, StepGradients, told_by_guard
 from gradguard.monitoring.observe.graph_facts import GraphFacts, origin_of
-from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, Unowned
-from gradguard.monitoring.observe.meta import (
-    Places,
-    living_modules,
-    living_optimizers,
-    meta_line,
-    name_parameters,
-    parameters_of,
-)
-from gradguard.monitoring.observe.record_buffer import RecordBuffer
-from gradguard.monitoring.observe.recorder import Recorder, safely
+from gradguard.monitoring.observe.kept_gradients import STEPS as KEPT_STEPS
+from gradguard.monitoring.observe.kept_gradients import KeptGradients
+from gradguard.monitoring.observe.loop_setup import IDLE_STEPS, IdleOptimizers, Unowned
+from gradguard.monitoring.observe.losses import Losses
+from gradguard.monitoring.observe.measure import measure_diagnostics, measure_update
+from gradguard.monitoring.observe.meta import Places, living_modules, living_optimizers, meta_line, name_parameters
+from gradguard.monitoring.observe.record_buffer import FLUSH_SECONDS, RecordBuffer
 from gradguard.monitoring.observe.schedule import EVERY, Schedule
-from gradguard.monitoring.observe.shared_norms import is_captured
-from gradguard.monitoring.observe.step import ScriptClip, StepMeasurement, scale_update
+from gradguard.monitoring.observe.shared_norms import Shared, SharedNorms, is_captured
+from gradguard.monitoring.observe.step import (
+    Clips,
+    GradientNorms,
+    LossScale,
+    ScriptClip,
+    Skip,
+    StepMeasurement,
+    copied,
+    recovery,
+    scale_update,
+)
+from gradguard.monitoring.observe.updates import FREE, SHARE, Movements, Moving
 from gradguard.monitoring.record.file import SCHEMA
+from gradguard.monitoring.record.redaction import redacted
 from gradguard.monitoring.record.text import on_stderr
 from gradguard.monitoring.show.sinks import Sinks
-from gradguard.script_events import listening
+from gradguard.optimizer_hooks import parameters_of
 from gradguard.tensors.layout import are_readable
+from gradguard.torch_private import grads_of, never_compiled
 
 
 class EnoughSteps(SystemExit):
     """Ends a program after as many optimizer steps as were asked for: what cleans up on the way out does so."""
 
 
-class Observer(Recorder):
-    """Writes the record of a run. Use `observe`.
+def safely(method: Callable) -> Callable:
+    """Time what an observer does, keep its failures away from training; in a forked child do nothing, or begin anew."""
+
+    @functools.wraps(method)
+    def safe(self: "Observer", *args: Any) -> Any:
+        if not self._active or (os.getpid() != self._process and not self._begins_in_child()):
+            return None
+        outermost = self._begin_time()
+        try:
+            return method(self, *args)
+        except Exception as error:
+            self._fail(error)
+            return None
+        finally:
+            if outermost:
+                self._end_time()
+
+    return never_compiled(safe)  # a script that compiles its step would wait for a compiler of our code, in our time
+
+
+class _Running(threading.local):
+    """A step, as far as it runs in this thread.
+
+    Attributes:
+        step: The step that is open; None outside one.
+        optimizer: Its optimizer, not kept alive.
+        moving: Some of the weights before it.
+        scale: The GradScaler's part while its ``scaler.step`` runs.
+        reached: Whether that has reached the optimizer.
+        began: When what is timed began; None while nothing is.
+    """
+
+    def __init__(self) -> None:
+        self.step: StepMeasurement | None = None
+        self.optimizer: Callable[[], Optimizer | None] = lambda: None
+        self.moving: Moving | None = None
+        self.scale: LossScale | None = None
+        self.reached = False
+        self.began: float | None = None
+
+
+class Observer(Listener):
+    """Makes one row of each optimizer step that it is told of, and writes the record of a run.
+
+    **Guarantees**: it writes to no tensor of the training (unless it was given a clip to apply), draws no random
+    number, waits for no device, and swallows its own failures: after one it notes an event and stops measuring.
 
     Args:
         path: The record; None to write nothing; or a function that gives one of these at the first step.
         meta: Fields of the first line besides versions and parameters.
-        clip: A clip to apply before each step.
+        clip: A clip to apply before each step; what it raises ends the run.
         every: Write the norm of each parameter every so many steps; by default so that a step takes
             some 200 bytes, and half as often from step 100,000 on, a quarter as often from 200,000, and so on.
         diagnostics_every: Steps between two measurements of what is too costly for each; 0 for none.
@@ -74,25 +135,48 @@ class Observer(Recorder):
         on_finding: Callable[[Finding], object] | None = None,
         in_child: Callable[["Observer"], Path | None] | None = None,
     ) -> None:
-        super().__init__(Schedule(diagnostics_every), clip)
-        self._diagnostics_every, self._in_child = diagnostics_every, in_child
-        self._meta, self._every, self._path, self._on_finding = meta, every, path, on_finding
+        self._path, self._meta, self._applied, self._every = path, meta, clip, every
+        self._diagnostics_every, self._left, self._on_finding = diagnostics_every, last_step, on_finding
+        self._in_child = in_child
+        self._process, self._started, self._overhead = os.getpid(), time.perf_counter(), 0.0
+        self._active, self._lock, self._thread = True, threading.RLock(), _Running()
+        self._ending: int | None = None
+        self._ended = threading.Event()  # the thread that writes the end, and whether it has
+        # What is trained, once it is known.
+        self._places: Places | None = None
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._count = 0  # optimizers but one
-        self._losses, self._left = Losses(), last_step
-        self._graph, self._origin, self._looks_for_origin = GraphFacts(), None, True
+        # What was seen.
+        self._steps = self._backwards = 0  # of backwards up to as many as matter
+        self._turns = Counter[int]()  # steps of each optimizer: one that takes every second turn has its schedule too
+        self._last_steps: dict[int, int] = {}  # the number of the last one of each optimizer
         self._steps_at_update = -1
+        self._losses, self._clips, self._shared = Losses(), HeardClips(), SharedNorms()
+        self._logits: dict[str, Tensor] = {}  # the largest of each attention since the last step
+        self._graph, self._origin, self._looks_for_origin = GraphFacts(), None, True
+        self._unowned: Unowned | None = None
+        self._idle, self._kept = IdleOptimizers(), KeptGradients()
+        self._schedule, self._movements = Schedule(diagnostics_every), Movements()
+        self._watching_updates = 0.0  # seconds
         self.path: Path | None = None
-        self._buffer = None if callable(path) else self._open(path)
+        self._buffer = None if callable(path) else self._open(path)  # once it is known where to write
 
-    def close(self, exit_code: int | None, interrupted: bool) -> None:
-        """Write what is left and the last line; harmless in a forked child and when repeated."""
-        if self._buffer is not None and not self._buffer.has_begun and os.getpid() == self._process:
-            with suppress(Exception):
-                self._write_meta([], [])
-        self._end(exit_code, interrupted)
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps seen."""
+        return self._steps
 
-    # --- what the script does -----------------------------------------------------------------------------------------
+    @property
+    def clip_calls(self) -> int:
+        """Number of clips of the script seen."""
+        return self._clips.count
+
+    @property
+    def overhead(self) -> float:
+        """Seconds that watching took so far."""
+        return self._overhead
+
+    # --- a backward ---------------------------------------------------------------------------------------------------
 
     @safely
     def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Callable[[], None] | None:
@@ -128,6 +212,229 @@ class Observer(Recorder):
     def _after_backward(self) -> None:
         self._kept.after_backward()
 
+    # --- clips --------------------------------------------------------------------------------------------------------
+
+    def on_clip(self, call: ClipCall, parameters: Sequence[Tensor]) -> None:
+        """Measure before a clip changes anything, unless it measures for both of us."""
+        if not (parameters and is_captured(parameters[0])) and self._hears(parameters):
+            listed = list(parameters)
+            self._begin_clip(call, listed, *self._joined(listed))
+
+    @safely
+    def _begin_clip(self, call: ClipCall, parameters: list[Tensor], spread: bool, shared: Shared | None) -> None:
+        if self._clips.begin(call, parameters, spread, shared):
+            self._losses.keep_last()  # those before belong to the backward passes whose step never came
+
+    @safely
+    def on_clipped(self, event: ClipEvent) -> None:
+        """Keep what a clip tells: of one before a step, or within it."""
+        if event.optimizer is not None:
+            self._note(event)
+        elif self._hears(event.parameters):
+            self._clips.end(event)
+
+    def _note(self, event: ClipEvent) -> None:
+        """Keep what a clip within a step tells."""
+        step = self._thread.step
+        if step is not None and self._thread.optimizer() is event.optimizer:
+            clips, skip = told_by_guard(step.clips, step.skip, event)
+            self._thread.step = step._replace(clips=clips, skip=skip)
+
+    @safely
+    def on_logits(self, name: str, largest: Tensor) -> None:
+        """Keep the largest attention logit until the next step."""
+        known = self._logits.get(name)
+        largest = largest.detach().amax()
+        self._logits[name] = largest if known is None else torch.maximum(known, largest)
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
+        """Measure the gradients that an optimizer is about to use, and apply a clip of our own."""
+        self._thread.reached = True
+        parameters = self._parameters(optimizer)
+        if evaluation:  # the first one of a closure has the weights of this step
+            self._forget(parameters)
+            self._clip(optimizer)
+            return
+        spread, shared = self._joined(parameters)
+        given = _given(parameters, spread, shared)
+        self._measure_step(optimizer, given, parameters)
+        self._note_applied(self._clip(optimizer))
+        self._look_at_weights(optimizer, given.parameters, spread)
+
+    def _parameters(self, optimizer: Optimizer) -> list[Tensor]:
+        try:
+            return parameters_of(optimizer)
+        except Exception as error:  # an optimizer without the usual groups
+            self._fail(error)
+            return []
+
+    @never_compiled
+    def _joined(self, parameters: Sequence[Tensor]) -> tuple[bool, Shared | None]:
+        """Take part in what processes measure together, also where nothing is written, or watching has failed."""
+        outermost = self._begin_time()
+        try:
+            return self._shared.join(parameters, self._fail)
+        finally:
+            if outermost:
+                self._end_time()
+
+    def _begin_time(self) -> bool:
+        """Tell whether this is within nothing else of ours, so that its time is to be added to `overhead`."""
+        if self._thread.began is not None:
+            return False
+        self._thread.began = time.perf_counter()
+        return True
+
+    def _end_time(self) -> None:
+        began, self._thread.began = self._thread.began, None
+        self._overhead += time.perf_counter() - (began or 0.0)
+
+    @safely
+    def _measure_step(self, optimizer: Optimizer, given: StepGradients, parameters: list[Tensor]) -> None:
+        self._thread.step = None  # of a step that raised
+        if parameters and is_captured(parameters[0]):
+            return
+        if not self._is_open(optimizer):
+            self._forget(given.parameters)
+        elif (seen := self._measured(optimizer, given)) is not None:
+            gradients, clips, skip = seen
+            logits, self._logits = self._logits, {}
+            step = self._begun(optimizer, gradients, clips, skip)
+            kept = self._kept.before_step(optimizer) if self._kept.looks else None
+            self._thread.step = step._replace(logits=logits, kept_gradients=kept)
+            self._thread.optimizer = weakref.ref(optimizer)
+        if self._buffer is not None and (self._unowned is not None or id(optimizer) not in self._idle.alive):
+            self._look_at_setup(self._buffer, optimizer, parameters, bool(given.parameters))
+
+    def _measured(self, optimizer: Optimizer, given: StepGradients) -> tuple[GradientNorms, Clips, Skip] | None:
+        """Return the facts known before a step; None if the step is not recorded."""
+        if self._places is None or not given.parameters:  # it has nothing to do yet
+            return None
+        gradients, clips = self._clips.step(optimizer, given)
+        return self._placed(optimizer, given.parameters, gradients), clips, Skip()
+
+    def _placed(self, optimizer: Optimizer, parameters: Sequence[Tensor], gradients: GradientNorms) -> GradientNorms:
+        assert self._places is not None
+        places = self._places.of(optimizer, parameters) if len(gradients.norms) else ()
+        return gradients._replace(places=places)
+
+    def _begun(self, optimizer: Optimizer, gradients: GradientNorms, clips: Clips, skip: Skip) -> StepMeasurement:
+        """Return a step that begins, with what is known beside its gradients."""
+        origin, self._origin = self._origin, None
+        return StepMeasurement(
+            self._steps,
+            gradients,
+            clips,
+            skip,
+            self._thread.scale,  # each optimizer may have a scaler of its own
+            optimizer=self._place_of(optimizer),
+            losses=self._losses.take(),
+            lr=copied(optimizer.param_groups[0].get("lr")),
+            origin=origin,
+        )
+
+    def _look_at_setup(
+        self, buffer: RecordBuffer, optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool
+    ) -> None:
+        place, sure, last = self._place_of(optimizer), self._backwards >= IDLE_STEPS, self._last_step
+        events = list(self._idle.before_step(optimizer, place, parameters, has_gradients, sure, last))
+        if self._unowned is not None:
+            events += self._unowned.before_step(optimizer, parameters, last)
+            self._unowned = None if self._unowned.is_over else self._unowned
+        for event in events:
+            buffer.add(event)
+
+    @property
+    def _last_step(self) -> int:
+        return max(self._steps - 1, 0)
+
+    def _clip(self, optimizer: Optimizer) -> ClipEvent | None:
+        """Apply a clip of our own. Not guarded: one that was asked for and cannot be made must stop the run."""
+        return None if self._applied is None else self._applied(optimizer, living_modules)
+
+    @safely
+    def _note_applied(self, event: ClipEvent | None) -> None:
+        if event is not None and (step := self._thread.step) is not None:
+            self._thread.step = step._replace(clips=step.clips._replace(applied=ScriptClip.told(event)))
+
+    @safely
+    def _look_at_weights(self, optimizer: Optimizer, parameters: list[Tensor], spread: bool) -> None:
+        """Measure what is costlier, as often as it is due, and keep some of the weights until the step is done."""
+        step, self._thread.moving = self._thread.step, None
+        if step is None or not parameters:
+            return
+        now = time.perf_counter()
+        elapsed = now - self._started
+        measurable = not spread and step.gradients.total is None  # of a part, or scaled, diagnostics would be wrong
+        if measurable and self._schedule.due(self._turns[step.optimizer or 0], elapsed):
+            found = measure_diagnostics(parameters)
+            step = step._replace(diagnostics=found._replace(seconds=time.perf_counter() - now))
+            self._thread.step = step
+        if step.diagnostics is not None or self._watching_updates <= FREE + SHARE * elapsed:
+            began = time.perf_counter()  # a look at the thread's own time would be a call of the system
+            self._thread.moving = self._movements.before_step(optimizer, parameters)
+            self._watching_updates += time.perf_counter() - began
+
+    def on_stepped(self, optimizer: Optimizer) -> None:
+        """Add the row of the step that is done; end the program after the last step that was asked for."""
+        self._end_step(optimizer)
+        if self._left is not None and os.getpid() == self._process:  # counted also where nothing is recorded
+            self._left -= 1
+            if self._left <= 0:
+                raise EnoughSteps
+
+    @safely
+    def _end_step(self, optimizer: Optimizer) -> None:
+        step, moving = self._thread.step, self._thread.moving
+        self._thread.step = self._thread.moving = None
+        if step is None or self._buffer is None:
+            return
+        moved, diagnostics = None, step.diagnostics
+        if moving is not None:
+            began, moved = time.perf_counter(), moving.moved()
+            self._watching_updates += time.perf_counter() - began
+        now = time.perf_counter()
+        if diagnostics is not None:
+            diagnostics = measure_update(diagnostics)
+            self._schedule.spent(diagnostics.seconds + time.perf_counter() - now)
+        found_inf = getattr(optimizer, "found_inf", None)
+        skip = step.skip if found_inf is None else step.skip._replace(by_scaler=copied(found_inf))
+        step = step._replace(skip=skip, diagnostics=diagnostics, moved=moved, wall=now - self._started)
+        self._add(self._buffer, step)
+        if self._backwards and self._turns[step.optimizer or 0] <= KEPT_STEPS:
+            self._kept.after_step(optimizer)
+
+    def _add(self, buffer: RecordBuffer, step: StepMeasurement) -> None:
+        with self._lock:  # several threads may train at once
+            optimizer = step.optimizer or 0
+            buffer.add(self._completed(step._replace(number=self._steps, turn=self._turns[optimizer])))
+            self._last_steps[optimizer] = self._steps
+            self._steps += 1
+            self._turns[optimizer] += 1
+        self._active = self._active and not buffer.sinks.lost
+
+    def _completed(self, step: StepMeasurement) -> StepMeasurement:
+        """Add what somebody has told of a step."""
+        return step
+
+    @safely
+    def _forget(self, parameters: list[Tensor]) -> None:
+        """Forget what another evaluation of a closure told: it belongs to this step, and the next one would get it."""
+        self._clips.forget(parameters)
+        self._losses.clear()
+
+    @safely
+    def on_recover(self, event: RecoveryEvent) -> None:
+        """Note behind the last step of an optimizer what was done about spikes."""
+        if self._buffer is not None and event.optimizer in self._optimizers:
+            place = self._place_of(event.optimizer)
+            if (index := self._last_steps.get(place or 0)) is not None:
+                self._buffer.add(recovery(index, event, place))
+
+    # --- a GradScaler -------------------------------------------------------------------------------------------------
+
     @safely
     def on_scale(self, loss: Any, scaled: Any) -> None:
         """Remember which loss a scaled loss came from."""
@@ -143,77 +450,41 @@ class Observer(Recorder):
         if before is not None and after is not None and self._buffer is not None:
             self._buffer.add(scale_update(self._last_step, before, after))
 
-    def on_stepped(self, optimizer: Optimizer) -> None:
-        """Add the row of the step that is done; end the program after the last step that was asked for."""
-        super().on_stepped(optimizer)
-        if self._left is not None and os.getpid() == self._process:  # counted also where nothing is recorded
-            self._left -= 1
-            if self._left <= 0:
-                raise EnoughSteps
+    @safely
+    def on_scaler_step(self, optimizer: Optimizer, step: ScalerStep) -> None:
+        """Note the loss scale."""
+        del optimizer
+        self._thread.scale = LossScale(copied(step.loss_scale), step.scale is not None)
+        self._thread.reached = False
 
-    # --- what differs from other recorders ----------------------------------------------------------------------------
+    @safely
+    def on_scaler_stepped(self, optimizer: Optimizer, step: ScalerStep) -> None:
+        """A step that a GradScaler leaves out never reaches the optimizer; it is a step all the same, a skipped one."""
+        skipped = None if self._thread.reached else step.skipped
+        if skipped is not None and bool(skipped):  # the scaler has waited for it already
+            if self._is_open(optimizer) and self._buffer is not None:
+                left_out = GradientNorms([], total=math.inf), Clips(), Skip(by_guard=True, by_scaler=1.0)
+                its = self._begun(optimizer, *left_out)
+                self._add(self._buffer, its._replace(wall=time.perf_counter() - self._started))
+            self._forget(self._parameters(optimizer))
+        self._thread.scale, self._thread.reached = None, True
 
-    def _measured(
-        self, optimizer: Optimizer, given: StepGradients, clipped: StepClips | None = None
-    ) -> StepMeasurement | None:
-        return super()._measured(optimizer, given, clipped) if given.parameters else None  # it has nothing to do yet
-
-    def _begins_in_child(self) -> bool:
-        """Begin anew: hooks and patches are there, and lead to this object; all else was the parent's."""
-        if self._in_child is None:
-            return False
-        path = functools.partial(self._in_child, self)
-        self.__init__(path, self._meta, self._applied, self._every, self._diagnostics_every, in_child=self._in_child)
-        return True
-
-    def _is_open(self, optimizer: Optimizer) -> bool:
-        if self._places is None:
-            with self._lock:
-                if self._places is None:  # else another thread has
-                    self._begin(optimizer)
-        return self._buffer is not None and not self._buffer.sinks.empty
-
-    def _label(self, step: StepMeasurement, optimizer: Optimizer) -> None:
-        step.losses, step.optimizer = self._losses.take(), self._place_of(optimizer)
-        step.origin, self._origin = self._origin, None
+    # --- what is trained ----------------------------------------------------------------------------------------------
 
     def _hears(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether a clip of ``parameters`` concerns us."""
         del parameters
         return True
 
-    def _knows(self, optimizer: Optimizer) -> bool:
-        return optimizer in self._optimizers
-
-    def _clip(self, optimizer: Optimizer, first: bool) -> None:
-        """Not guarded, because a clip that was asked for and cannot be made must stop the run."""
-        if self._applied is not None:
-            event = self._applied(optimizer, living_modules)
-            if first:
-                self._note_applied(event)
-
-    @safely
-    def _note_applied(self, event: ClipEvent) -> None:
-        if (step := self._thread.step) is not None:
-            step.applied = ScriptClip.told(event)
-
-    @safely
-    def _forget(self, parameters: list[Tensor]) -> None:
-        super()._forget(parameters)
-        self._losses.clear()
-
-    def _on_replaced(self) -> None:
-        self._losses.keep_last()  # those before belong to the backward passes whose step never came
-
-    def _tell(self, message: str) -> None:
-        on_stderr(message)
-
-    def _place_of(self, optimizer: Optimizer) -> int | None:
-        """Which optimizer this is, where the script has several; one that came later gets a number of its own."""
-        if (place := self._optimizers.get(optimizer)) is None:
-            place = self._optimizers[optimizer] = self._count = self._count + 1
-        return place if self._count > 0 else None
-
-    # --- the record ---------------------------------------------------------------------------------------------------
+    def _is_open(self, optimizer: Optimizer) -> bool:
+        """Whether anybody takes what would be recorded of it."""
+        if self._places is None:
+            with self._lock:
+                if self._places is None:  # else another thread has
+                    if self._buffer is None and callable(self._path):
+                        self._buffer = self._open(self._path())
+                    self._begin(living_optimizers(optimizer), living_modules(), self._graph)
+        return self._buffer is not None and not self._buffer.sinks.empty
 
     def _open(self, path: Path | None) -> RecordBuffer:
         sinks = Sinks([], on_stderr)
@@ -223,17 +494,11 @@ class Observer(Recorder):
                 self.path = sinks.record
         except GradguardError as error:
             on_stderr(f"{error} The program runs without a record.")
-        return RecordBuffer(
-            sinks, self._every, self._fail, in_background=True,
-            on_finding=self._on_finding if path is not None else None,
-        )  # fmt: skip
+        on_finding = self._on_finding if path is not None else None
+        return RecordBuffer(sinks, self._every, self._fail, in_background=True, on_finding=on_finding)
 
-    def _begin(self, optimizer: Optimizer) -> None:
-        if self._buffer is None and callable(self._path):
-            self._buffer = self._open(self._path())
-        self._write_meta(living_optimizers(optimizer), living_modules())
-
-    def _write_meta(self, optimizers: list[Optimizer], modules: list[nn.Module]) -> None:
+    def _begin(self, optimizers: list[Optimizer], modules: list[nn.Module], graph: GraphFacts | None) -> None:
+        """Write the first line."""
         parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)]
         names = name_parameters(parameters, modules)
         for place, optimizer in enumerate(optimizers):
@@ -241,84 +506,114 @@ class Observer(Recorder):
         self._count = len(optimizers) - 1
         self._places = Places(parameters)
         if self._buffer is not None:
-            self._buffer.begin(meta_line(self._meta, optimizers, parameters, names, self._graph))
+            self._buffer.begin(meta_line(self._meta, optimizers, parameters, names, graph))
         self._graph = GraphFacts()
         with suppress(Exception):  # somebody's half-built module must not end the watch
             self._unowned = Unowned(modules, parameters)
+
+    def _place_of(self, optimizer: Optimizer) -> int | None:
+        """Which optimizer this is, where the script has several; one that came later gets a number of its own."""
+        if (place := self._optimizers.get(optimizer)) is None:
+            place = self._optimizers[optimizer] = self._count = self._count + 1
+        return place if self._count > 0 else None
+
+    def _begins_in_child(self) -> bool:
+        """Begin anew in a forked child, if that has a record of its own: all but hooks and patches was the parent's."""
+        if self._in_child is None:
+            return False
+        path = functools.partial(self._in_child, self)
+        self.__init__(path, self._meta, self._applied, self._every, self._diagnostics_every, in_child=self._in_child)
+        return True
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    @safely
+    def flush(self) -> None:
+        """Write everything that has been seen, the last step included; the host waits for the device."""
+        if self._buffer is not None:
+            self._buffer.flush(wait=True)
+
+    def close(self, exit_code: int | None, interrupted: bool) -> None:
+        """Write what is left and the last line; harmless in a forked child and when repeated."""
+        if self._buffer is not None and not self._buffer.has_begun and os.getpid() == self._process:
+            with suppress(Exception):
+                self._begin([], [], self._graph)
+        self._end(exit_code, interrupted)
+
+    def _end(self, exit_code: int | None, interrupted: bool) -> None:
+        if self._ending is not None:
+            if self._ending != threading.get_ident():  # a function for findings may end it, in a thread of its own
+                self._ended.wait(FLUSH_SECONDS)
+            return
+        self._ending = threading.get_ident()
+        try:
+            self._write_end(exit_code, interrupted)
+        finally:
+            self._ended.set()
+
+    def _write_end(self, exit_code: int | None, interrupted: bool) -> None:
+        buffer, self._buffer = self._buffer, None
+        active, self._active = self._active, False
+        if buffer is None or os.getpid() != self._process:
+            return
+        with suppress(Exception):  # a failure while describing the set-up must not prevent the `end` line
+            if active and buffer.has_begun:
+                left = () if self._unowned is None else self._unowned.end(self._last_step)
+                for event in [*left, *self._idle.end(self._last_step)]:
+                    buffer.add(event)
+        with suppress(Exception):  # nothing here may change how the training ends
+            buffer.close(
+                {
+                    "t": "end",
+                    "steps": self._steps,
+                    "wall": time.perf_counter() - self._started,
+                    "overhead_ms": 1e3 * (self._overhead + buffer.seconds),
+                    "exit": exit_code,
+                    "interrupted": interrupted,
+                    "clips": self._clips.count if not self._steps and self._clips.count else None,
+                    "idle_steps": self._idle.steps or None,
+                }
+            )
+
+    def _fail(self, error: Exception) -> None:
+        """Stop measuring, and say so in the record and to the user rather than in the training."""
+        active, self._active = self._active, False
+        if active:
+            words = f"stopped measuring: {type(error).__name__}: {error}"
+            with suppress(Exception):
+                if self._buffer is not None:
+                    self._write_failure(self._buffer, f"gradguard {words}")
+                self._tell(f"{words}. Training goes on untouched.")
 
     def _write_failure(self, buffer: RecordBuffer, message: str) -> None:
         if not buffer.has_begun:  # a record without its first line could not be read
             self._places = Places([])
             buffer.begin({"t": "meta", "schema": SCHEMA, **self._meta, "params": []})
-        super()._write_failure(buffer, message)
+        advice = "training itself goes on untouched; please report this with the script"
+        event = {"t": "event", "i": self._steps, "kind": "observer_failed", "severity": "error"}
+        buffer.write(event | {"message": redacted(message), "advice": advice})
+
+    def _tell(self, message: str) -> None:
+        """Let the user know that something was lost."""
+        on_stderr(message)
 
 
-def observe(observer: Observer) -> AbstractContextManager[None]:
-    """Let ``observer`` see everything that runs inside the block; closing it is up to the caller."""
-    return listening(observer)
+def _given(parameters: list[Tensor], spread: bool, shared: Shared | None) -> StepGradients:
+    """Return the parameters that have gradients, with these; all of them where processes hold parts."""
+    gradients = grads_of(parameters)
+    if not spread and not all(map(is_not, gradients, repeat(None))):
+        parameters = [p for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+        gradients = grads_of(parameters)
+    return StepGradients(parameters, gradients, spread, shared)
 
 
-MOST_LOSSES = 1000
-MOST_SCALED = 16
+def check_callable(on_finding: Any) -> None:
+    """Refuse what cannot be called with a finding.
 
-
-class Losses:
-    """The losses of the backwards: numbers on the CPU, copies on a device."""
-
-    def __init__(self) -> None:
-        self._losses: deque[Any] = deque(maxlen=MOST_LOSSES)
-        self.scales = False  # whether a GradScaler is at work, and the last losses that it scaled
-        self._scaled: deque[tuple[weakref.ref, Tensor]] = deque(maxlen=MOST_SCALED)
-
-    def add(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> None:
-        """Keep the loss of a backward: the weighted sum of those that it starts from; left out if one is not known."""
-        pairs = zip(losses, weights, strict=True)
-        numbers = [number for loss, weight in pairs if (number := self._number(loss, weight)) is not None]
-        if numbers and len(numbers) == len(losses):
-            self._losses.append(sum(numbers[1:], start=numbers[0]))
-
-    def _number(self, loss: Tensor, weight: Tensor | None) -> Any:
-        """Return ``loss`` as it was before a GradScaler scaled it, weighted; None if that is not known or no scalar."""
-        plain: Tensor | None = loss
-        if self.scales:
-            plain = next((its for scaled, its in self._scaled if scaled() is loss), None)
-        if plain is None or weight is None or plain.numel() != 1 or not _is_whole(plain):
-            return None
-        plain, weight = local_part(plain), local_part(weight)
-        if are_readable(plain, weight):
-            return plain.item() * weight.item()
-        return plain.detach().reshape(()) * weight.detach().reshape(())
-
-    def scaled(self, loss: Any, scaled: Any) -> None:
-        """Remember which loss a scaled one came from."""
-        self.scales = True
-        if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
-            self._scaled.append((weakref.ref(scaled), loss.detach()))
-        elif isinstance(loss, list | tuple):
-            for one, its_scaled in zip(loss, scaled, strict=True):
-                self.scaled(one, its_scaled)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a loss is kept whose step has not come."""
-        return bool(self._losses)
-
-    def keep_last(self) -> None:
-        """Forget all but the last: the step of the others never came."""
-        while len(self._losses) > 1:
-            self._losses.popleft()
-
-    def take(self) -> list[Any]:
-        """Return all and forget them."""
-        found = list(self._losses)
-        self._losses.clear()
-        return found
-
-    clear = take
-
-
-def _is_whole(loss: Any) -> bool:
-    """Tell whether this process holds all of a loss: to read parts of it would need every process."""
-    if not is_sharded(loss):
-        return True
-    return placement_of(loss).is_whole and not any(placement.is_partial() for placement in loss.placements)
+    Raises:
+        InvalidTypeError: If so.
+    """
+    if on_finding is not None and not callable(on_finding):
+        raise InvalidTypeError(
+            f"on_finding is {type(on_finding).__name__}: expected a function of one argument, as in on_finding=print."
+        )

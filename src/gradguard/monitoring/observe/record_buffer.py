@@ -3,9 +3,8 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.judge.live import Judge
@@ -13,7 +12,7 @@ from gradguard.monitoring.observe.record_copy import AsyncHostCopy
 from gradguard.monitoring.observe.shared_norms import refuse_lost
 from gradguard.monitoring.observe.step import Entry, ParameterTable, StepMeasurement, lines_of
 from gradguard.monitoring.record.file import Line
-from gradguard.monitoring.record.record_lines import known_fields, without_none
+from gradguard.monitoring.record.record_lines import known_fields
 from gradguard.monitoring.show.alerts import Alerts
 from gradguard.monitoring.show.sinks import Sinks
 
@@ -106,10 +105,18 @@ class RecordBuffer:
         elif due or self._sent:
             self._write_arrived()
 
+    def amend(self, change: Callable[[StepMeasurement], StepMeasurement]) -> None:
+        """Change the last step, while it waits; nothing happens if it does not."""
+        with self._lock:
+            for place in reversed(range(len(self._waiting))):
+                if isinstance(entry := self._waiting[place], StepMeasurement):
+                    self._waiting[place] = change(entry)
+                    return
+
     @property
-    def newest(self) -> StepMeasurement | None:
-        """The last step, while something may still be added to it."""
-        return next((entry for entry in reversed(self._waiting) if isinstance(entry, StepMeasurement)), None)
+    def has_newest(self) -> bool:
+        """Whether a step waits, to which something may still be added."""
+        return any(isinstance(entry, StepMeasurement) for entry in self._waiting)
 
     def flush(self, wait: bool = False) -> None:
         """Send for all steps, and write those that are here; ``wait`` for the others."""
@@ -150,7 +157,7 @@ class RecordBuffer:
             return
         waiting, self._waiting = self._waiting, []
         if waiting:
-            copy = AsyncHostCopy(_holders(waiting)) if any([entry.late for entry in waiting]) else None
+            copy = AsyncHostCopy(waiting) if any([entry.late for entry in waiting]) else None
             self._on_device = self._on_device or (copy is not None and copy.waits)
             self._sent.append((waiting, copy))
         self._flushed = time.perf_counter()
@@ -161,10 +168,8 @@ class RecordBuffer:
                 self._write_sent(*self._sent.popleft())
 
     def _write_sent(self, entries: list[Entry], copy: AsyncHostCopy | None) -> None:
-        if copy is not None:
-            copy.fill()
         lines: list[Line] = []
-        for entry in entries:
+        for entry in entries if copy is None else copy.with_numbers():
             lines += self._lines_of(entry)
             if threading.current_thread() is self._thread:
                 time.sleep(0)  # the thread that trains goes first
@@ -180,7 +185,7 @@ class RecordBuffer:
         lines: list[Line] = []
         try:
             if isinstance(entry, StepMeasurement):
-                refuse_lost(entry.lost)
+                refuse_lost(entry.gradients.lost)
             for line in lines_of(entry, self._table, self._every):
                 lines += self._judge.follow(line)
         except Exception as error:  # one bad step must not take the others, or the end, with it
@@ -194,10 +199,3 @@ class RecordBuffer:
             with suppress(Exception):
                 self.write_late()
             self.seconds = time.thread_time()
-
-
-def _holders(entries: Sequence[Entry]) -> Iterator[Any]:
-    for entry in entries:
-        yield entry
-        if isinstance(entry, StepMeasurement):
-            yield from without_none((entry.diagnostics, entry.moved, *entry.clips, entry.applied, entry.guard))

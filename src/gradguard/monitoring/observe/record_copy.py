@@ -4,8 +4,7 @@ Small tensors of many steps are put side by side, copied into pinned memory with
 when the event behind the copy has completed, not earlier: a number that is read too early is some old number.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,23 +15,24 @@ from gradguard.tensors.layout import are_readable, wide_dtype
 
 
 class AsyncHostCopy:
-    """A copy of the tensors in some steps to the host, under way; the numbers then take the tensors' place.
+    """A copy of the tensors in some steps to the host, under way.
 
     Args:
-        holders: The holders of the tensors: objects with slots, whose fields are tensors, or lists or dictionaries with
-            tensors. Those that Python may read at no cost are read where they are.
+        entries: The steps: tuples, lists and dictionaries of tensors and of anything else. Tensors that Python may read
+            at no cost are read where they are, by `with_numbers`.
     """
 
-    def __init__(self, holders: Iterable[Any]) -> None:
-        by_device: dict[torch.device | None, list[_Place]] = {}
-        for place in (place for holder in holders for place in _places_in(holder)):
-            device = None if are_readable(place[0]) else place[0].device
-            by_device.setdefault(device, []).append(place)
-        self._here = by_device.pop(None, [])
+    def __init__(self, entries: Sequence[Any]) -> None:
+        self._entries, self._tensors = entries, list[Tensor]()
+        _replaced(entries, self._tensors.append)
+        by_device: dict[torch.device, list[int]] = {}
+        for k, tensor in enumerate(self._tensors):
+            if not are_readable(tensor):
+                by_device.setdefault(tensor.device, []).append(k)
         self._copies = []
         for device, places in by_device.items():
-            wide = wide_dtype(device)  # type: ignore[arg-type]
-            flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor, _ in places])
+            wide = wide_dtype(device)
+            flat = torch.cat([self._tensors[k].detach().reshape(-1).to(wide) for k in places])
             self._copies.append((places, *copy_to_host(flat)))
 
     @property
@@ -41,33 +41,32 @@ class AsyncHostCopy:
         return any(event is not None for _, _, event in self._copies)
 
     def arrived(self) -> bool:
-        """Return whether `fill` would not wait."""
+        """Return whether `with_numbers` would not wait."""
         return all(event is None or event.query() for _, _, event in self._copies)
 
-    def fill(self) -> None:
-        """Put a number, or a list of numbers, in the place of each tensor; waits if it must."""
-        for tensor, put in self._here:
-            put(tensor.tolist())
+    def with_numbers(self) -> list[Any]:
+        """Return the steps with a number, or a list of numbers, in the place of each tensor; waits if it must."""
+        found: list[Any] = list(self._tensors)
         for places, host, event in self._copies:
             if event is not None:
                 event.synchronize()
-            pieces = host.split([tensor.numel() for tensor, _ in places])
-            for (tensor, put), piece in zip(places, pieces, strict=True):
-                put(piece.view(tensor.shape).tolist())
+            pieces = host.split([found[k].numel() for k in places])
+            for k, piece in zip(places, pieces, strict=True):
+                found[k] = piece.view(found[k].shape)
+        numbers = (tensor.tolist() for tensor in found)
+        return _replaced(self._entries, lambda _: next(numbers))
 
 
-_Place = tuple[Tensor, Callable[[Any], None]]
-"""A tensor, and what puts another value in its place."""
-
-_SEARCHED = {"losses", "scalars", "rates", "logits", "numbers"}
-"""The fields whose entries are looked at; others may be long (one for each parameter) or not to be read (weights)."""
+_NUMBERS = {float, int}
 
 
-def _places_in(holder: Any) -> Iterator[_Place]:
-    for name in type(holder).__slots__:
-        value = getattr(holder, name)
-        if isinstance(value, Tensor):
-            yield value, partial(setattr, holder, name)
-        elif name in _SEARCHED:
-            entries = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from ((entry, partial(value.__setitem__, key)) for key, entry in entries if isinstance(entry, Tensor))
+def _replaced(value: Any, instead: Callable[[Tensor], Any]) -> Any:
+    """Return ``value`` with what ``instead`` gives for each tensor in it, in their order."""
+    if isinstance(value, Tensor):
+        return instead(value)
+    if isinstance(value, dict):
+        return {key: _replaced(one, instead) for key, one in value.items()}
+    if not isinstance(value, tuple | list) or _NUMBERS.issuperset(map(type, value)):
+        return value
+    found = [_replaced(one, instead) for one in value]
+    return type(value)(*found) if hasattr(value, "_fields") else found

@@ -6,7 +6,6 @@ The one place where tensors become numbers.
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -45,8 +44,7 @@ def copied(value: Any) -> Any:
     return None if is_sharded(value) else value.detach().clone()
 
 
-@dataclass(slots=True)
-class ScriptClip:
+class ScriptClip(NamedTuple):
     """One clip, before the step or within it.
 
     Attributes:
@@ -65,102 +63,149 @@ class ScriptClip:
     @classmethod
     def told(cls, event: ClipEvent) -> Self:
         """Return what a clip of gradguard's tells, without its norm, which a clip within a step has no use for."""
-        coefficient = copied(event.coefficient)
-        return cls(event.rule, copied(event.threshold), coefficient=coefficient)
+        return cls(event.rule, copied(event.threshold), None, copied(event.coefficient))
 
 
-@dataclass(slots=True)
-class StepMeasurement:
-    """One optimizer step as it was seen; what is not on the CPU stays a tensor on its device until it is sent for.
+class GradientNorms(NamedTuple):
+    """The gradients of a step, measured before any clip.
 
     Attributes:
-        index: Number of the step.
-        norms: 2-norm of each gradient before any clip; empty where only `total` is known.
+        norms: 2-norm of each; empty where only `total` is known.
         places: The parameter that each norm belongs to, as a place in the names; -1 if it is not among them.
-        post: 2-norm of all gradients after the clips, where that does not follow from what one of them told.
-        losses: Losses that backward was called on since the step before.
-        lr: Learning rate of the first parameter group: a number, or a copy of the script's tensor.
-        clips: The script's own clips, in their order.
-        reach: The places in ``norms`` that each acted on; empty where all acted on all of them.
-        applied: The clip that the watcher applies itself, behind them.
-        guard: The clip of a `Guard` that acted within the step; None if none did.
-        skipped: Whether a guard left the step out.
-        spike: Whether it did because the step was a finite spike.
-        norm_after: Whether ``norms`` are those after the clip, of which nobody knows what was before.
-        amp_scale: Loss scale.
-        optimizer: Which optimizer, where the script has several.
-        turn: Number of the step among those of its optimizer.
-        wall: Seconds since the start.
-        found_inf: GradScaler's flag for a fused optimizer: 1 means that the step was skipped.
-        total: 2-norm of all gradients before any clip, where it does not follow from ``norms``.
-        diagnostics: Measurements that are made now and then.
-        moved: The change of the weights in the step, as often as that is measured.
-        scaled: Whether the gradients still had a GradScaler's loss scale when ``scaler.step`` began.
-        kept_gradients: Whether they contain those of the step before: nobody cleared them; None if not looked at.
-        late: Whether it holds tensors on a device, so that its numbers are known only when they have come.
+        total: 2-norm of all, where it does not follow from ``norms``.
+        post: 2-norm of all after the clips, where that does not follow from what one of them told.
+        are_after: Whether ``norms`` are those after the clip, of which nobody knows what was before.
         lost: Where processes measured together: above 0 if one of them could not.
-        origin: Where the forward first had a number that is not finite, and its dtype.
-        logits: The largest logit of each attention that a `LogitWatch` has seen since the step before.
-        scalars: Other numbers that the user logged, by name: numbers, or tensors until they have been read. ``norm`` is
-            what the user's own clip returned, and ``max_norm`` its threshold.
+        late: Whether there are tensors on a device, so that numbers are known only when they have come.
     """
 
-    index: int
     norms: Norms
-    places: Sequence[int]
+    places: Sequence[int] = ()
+    total: Any = None
     post: Tensor | float | None = None
-    losses: Sequence[Any] = ()
-    lr: Any = None
-    clips: Sequence[ScriptClip] = ()
+    are_after: bool = False
+    lost: Any = None
+    late: bool = False
+
+    @property
+    def whole(self) -> float:
+        """2-norm of all gradients before any clip."""
+        return math.hypot(*_numbers(self.norms)) if self.total is None else float(self.total)
+
+
+class Clips(NamedTuple):
+    """The clips of a step.
+
+    Attributes:
+        script: The script's own, in their order.
+        reach: The places in `GradientNorms.norms` that each of these acted on; empty where all acted on all of them.
+        applied: The clip that the watcher applies itself, behind them.
+        guard: The clip of a `Guard` that acted within the step; None if none did.
+    """
+
+    script: Sequence[ScriptClip] = ()
     reach: Sequence[Sequence[int]] = ()
     applied: ScriptClip | None = None
     guard: ScriptClip | None = None
-    skipped: Any = None
-    spike: Any = None
-    norm_after: bool = False
-    amp_scale: Tensor | None = None
-    optimizer: int | None = None
-    turn: int = 0
-    wall: float = 0.0
-    found_inf: Any = None
-    total: Any = None
-    diagnostics: Diagnostics | None = None
-    moved: Moved | None = None
-    scaled: bool = False
-    kept_gradients: Any = None
-    late: bool = False
-    lost: Any = None
-    origin: tuple[str, str] | None = None
-    logits: dict[str, Any] = field(default_factory=dict)
-    scalars: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def acts_apart(self) -> bool:
+    def act_apart(self) -> bool:
         """Whether several clips acted, and not all of them on all gradients."""
         return len(self.reach) > 1
 
 
-@dataclass(slots=True)
-class Event:
+class Skip(NamedTuple):
+    """Whether a step was left out, each a flag: a number, or a tensor until it has been read.
+
+    Attributes:
+        by_guard: Whether a guard did it.
+        spike: Whether it did because the step was a finite spike.
+        by_scaler: GradScaler's flag for a fused optimizer: 1 means that the step was skipped.
+    """
+
+    by_guard: Any = None
+    spike: Any = None
+    by_scaler: Any = None
+
+
+class LossScale(NamedTuple):
+    """A GradScaler's part in a step.
+
+    Attributes:
+        factor: The number that it multiplied the loss by.
+        is_on: Whether the gradients still had that factor when ``scaler.step`` began.
+    """
+
+    factor: Tensor | None
+    is_on: bool = False
+
+
+class StepMeasurement(NamedTuple):
+    """One optimizer step as it was seen; what is not on the CPU stays a tensor on its device until it is sent for.
+
+    Attributes:
+        number: Number of the step.
+        gradients: Its gradients.
+        clips: Its clips.
+        skip: Whether it was left out.
+        scale: The loss scale; None where no GradScaler is at work.
+        diagnostics: The weights and their change in full; None on a step on which that is not due.
+        moved: The change of a sample of the weights; None likewise.
+        optimizer: Which optimizer, where the script has several.
+        turn: Number of the step among those of its optimizer.
+        wall: Seconds since the start.
+        losses: Losses that backward was called on since the step before.
+        lr: Learning rate of the first parameter group: a number, or a copy of the script's tensor.
+        kept_gradients: Whether they contain those of the step before: nobody cleared them; None if not looked at.
+        origin: Where the forward first had a number that is not finite, and its dtype.
+        logits: The largest logit of each attention that a `LogitWatch` has seen since the step before.
+        logged: Other numbers that the user logged, by name: numbers, or tensors until they have been read. ``norm`` is
+            what the user's own clip returned, and ``max_norm`` its threshold.
+    """
+
+    number: int
+    gradients: GradientNorms
+    clips: Clips = Clips()
+    skip: Skip = Skip()
+    scale: LossScale | None = None
+    diagnostics: Diagnostics | None = None
+    moved: Moved | None = None
+    optimizer: int | None = None
+    turn: int = 0
+    wall: float = 0.0
+    losses: Sequence[Any] = ()
+    lr: Any = None
+    kept_gradients: Any = None
+    origin: tuple[str, str] | None = None
+    logits: Mapping[str, Any] = {}
+    logged: Mapping[str, Any] = {}
+
+    @property
+    def late(self) -> bool:
+        """Whether its numbers are known only when they have come from a device."""
+        return self.gradients.late
+
+
+class Event(NamedTuple):
     """Something behind the step of this number.
 
     Attributes:
-        index: Number of the step.
+        number: Number of the step.
         lines: Makes its lines, of the record's parameters and of `numbers`.
         numbers: Numbers, or tensors until these have been read.
         late: Whether it holds tensors on a device.
     """
 
-    index: int
-    lines: "Callable[[ParameterTable, list[Any]], Iterable[Line]]"
-    numbers: list[Any] = field(default_factory=list)
+    number: int
+    lines: "Callable[[ParameterTable, Sequence[Any]], Iterable[Line]]"
+    numbers: Sequence[Any] = ()
     late: bool = False
 
 
 def scale_update(index: int, before: Tensor, after: Tensor) -> Event:
     """Return the event of a loss scale before and after the update that followed a step; no line if it did not fall."""
 
-    def lines(table: ParameterTable, numbers: list[Any]) -> Iterable[Line]:
+    def lines(table: ParameterTable, numbers: Sequence[Any]) -> Iterable[Line]:
         del table
         old, new = map(float, numbers)
         message = f"the loss scale fell from {old:g} to {new:g}: gradients overflowed, a step was skipped"
@@ -193,7 +238,7 @@ def setup_event(
     """
     unchanged = [] if named is None else [torch.stack(list(named.values()))]
 
-    def lines(table: ParameterTable, numbers: list[Any]) -> Iterable[Line]:
+    def lines(table: ParameterTable, numbers: Sequence[Any]) -> Iterable[Line]:
         if named is None:
             names = table.names_of(optimizer)
         else:
@@ -293,56 +338,52 @@ def _every(turn: int, parameters: int) -> int:
 
 
 def _lines_of_step(step: StepMeasurement, table: ParameterTable, every: int | None) -> Iterator[Line]:
-    user_max_norm = _user_threshold(step)
-    norms = _numbers(step.norms)
+    step, user_max_norm = _with_user_clip(step)
+    norms, places = _numbers(step.gradients.norms), step.gradients.places
     line = _step_line(step, norms, user_max_norm)
     yield line
     every = every or _every(step.turn, len(table.names))
     due = step.turn % every == 0 or step.diagnostics is not None
-    if due and max(step.places, default=-1) >= 0:  # else it is not known whose norms they are
-        if step.turn % (2 * every) and step.diagnostics is None:
-            step.moved = None  # the step line has what it is all together
-        yield _tensors_line(step, norms, table)
-    finite = (step.total is None and math.isfinite(line["norm"])) or all(map(math.isfinite, norms))
-    if not finite and not _flag(step.found_inf):  # a scaler's search for its scale is an amp_skip
+    if due and max(places, default=-1) >= 0:  # else it is not known whose norms they are
+        # on the others the step line has what moved all together
+        moves = step.diagnostics is not None or step.turn % (2 * every) == 0
+        yield _tensors_line(step, norms, table, step.moved if moves else None)
+    finite = (step.gradients.total is None and math.isfinite(line["norm"])) or all(map(math.isfinite, norms))
+    if not finite and not _flag(step.skip.by_scaler):  # a scaler's search for its scale is an amp_skip
         yield _nonfinite_line(step, norms, table.names)
 
 
-def _user_threshold(step: StepMeasurement) -> Any:
-    """Return the threshold of the script's last clip.
+def _with_user_clip(step: StepMeasurement) -> tuple[StepMeasurement, Any]:
+    """Return the step with the clip that the user logged, and the threshold of the script's last clip.
 
     Where the user logged the norm before their own clip, what was measured at the step is the norm after it.
     """
-    norm, max_norm = step.scalars.pop("norm", None), step.scalars.pop("max_norm", None)
-    if step.clips or step.guard is not None:  # which tell more
-        return step.clips[-1].threshold if step.clips and not step.acts_apart else None
-    if norm is not None:
-        before, after = float(norm), total_of(step)
-        step.total, step.clips = before, [ScriptClip("norm", max_norm, before)]
-        if math.isfinite(before) and math.isfinite(after):
-            step.post = after
-            if after > 0:  # a norm clip multiplied all gradients by one number
-                step.norms = [norm * (before / after) for norm in _numbers(step.norms)]
-    return max_norm
+    clips, norm, max_norm = step.clips, step.logged.get("norm"), step.logged.get("max_norm")
+    if clips.script or clips.guard is not None:  # which tell more
+        return step, clips.script[-1].threshold if clips.script and not clips.act_apart else None
+    if norm is None:
+        return step, max_norm
+    before, after = float(norm), step.gradients.whole
+    gradients = step.gradients._replace(total=before)
+    if math.isfinite(before) and math.isfinite(after):
+        gradients = gradients._replace(post=after)
+        if after > 0:  # a norm clip multiplied all gradients by one number
+            gradients = gradients._replace(norms=[norm * (before / after) for norm in _numbers(gradients.norms)])
+    clips = clips._replace(script=[ScriptClip("norm", max_norm, before)])
+    return step._replace(gradients=gradients, clips=clips), max_norm
 
 
-def total_of(step: StepMeasurement) -> float:
-    """Return the 2-norm of all gradients of ``step`` before any clip."""
-    return math.hypot(*_numbers(step.norms)) if step.total is None else float(step.total)
-
-
-def _tensors_line(step: StepMeasurement, norms: list[float], table: ParameterTable) -> Line:
-    line: Line = {"t": "tensors", "i": step.index, "optimizer": step.optimizer}
-    line["norm"] = table.array(step.places, norms)
-    line["absent"] = table.absent(step.optimizer, step.places) or None
-    if step.moved is not None and len(step.moved.counts) == len(step.places):
-        line["moved"] = _root_mean_squares(step.moved, step.places, table)
-        line["rates"] = [_number(rate) for rate in step.moved.rates] if len(step.moved.rates) > 1 else None
-    found = step.diagnostics
+def _tensors_line(step: StepMeasurement, norms: list[float], table: ParameterTable, moved: Moved | None) -> Line:
+    places, found = step.gradients.places, step.diagnostics
+    line: Line = {"t": "tensors", "i": step.number, "optimizer": step.optimizer}
+    line["norm"] = table.array(places, norms)
+    line["absent"] = table.absent(step.optimizer, places) or None
+    if moved is not None and len(moved.counts) == len(places):
+        line["moved"] = _root_mean_squares(moved, places, table)
+        line["rates"] = [_number(rate) for rate in moved.rates] if len(moved.rates) > 1 else None
     if found is not None:
-        line["weight"] = table.array(step.places, found.weight)
-        if found.update is not None:
-            line["update"] = table.array(step.places, found.update)
+        line["weight"] = table.array(places, found.weight)
+        line["update"] = None if found.update is None else table.array(places, found.update)
     return line
 
 
@@ -363,38 +404,39 @@ def _update_of(moved: Moved | None) -> float | None:
 
 
 def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any) -> Line:
-    total = total_of(step)
+    total = step.gradients.whole
     clips, coefficient, within = _clips_of(step, total)
     binding = min(clips, key=_strength) if clips else _Clip(None, None, None)
+    is_scaled = step.scale is not None and step.scale.is_on
     attention = max(step.logits, key=lambda name: float(step.logits[name]), default=None)
     return {
         "t": "step",
-        "i": step.index,
+        "i": step.number,
         "wall": step.wall,
         "loss": _mean([float(x) for x in step.losses]),
         "backwards": len(step.losses) if len(step.losses) > 1 else None,
         "origin": None if step.origin is None else list(step.origin),
         "lr": _number(step.lr),
         "norm": total,
-        "post_norm": None if coefficient is None else total * (within if step.norm_after else coefficient),
+        "post_norm": None if coefficient is None else total * (within if step.gradients.are_after else coefficient),
         "coefficient": coefficient,
-        "threshold": None if step.acts_apart else binding.threshold,
+        "threshold": None if step.clips.act_apart else binding.threshold,
         "rule": binding.rule,
         "clips": [[clip.rule, clip.threshold, clip.coefficient] for clip in clips] if len(clips) > 1 else None,
-        "clips_disjoint": _flag(_are_disjoint(step)),
+        "clips_disjoint": _flag(_are_disjoint(step.clips)),
         "user_max_norm": _number(user_max_norm),
-        "amp_scale": _number(step.amp_scale),
-        "skipped": _flag(step.found_inf) or _flag(step.skipped),
-        "spike": _flag(step.spike),
+        "amp_scale": None if step.scale is None else _number(step.scale.factor),
+        "skipped": _flag(step.skip.by_scaler) or _flag(step.skip.by_guard),
+        "spike": _flag(step.skip.spike),
         "update": _update_of(step.moved),
         "logit": None if attention is None else float(step.logits[attention]),
         "logit_of": attention,
         "nonfinite": 0 if total < math.inf else sum(not math.isfinite(n) for n in norms) or 1,
-        "top": _dominant(step, norms, total),
+        "top": _dominant(step.gradients.places, norms, total),
         "optimizer": step.optimizer,
-        "scaled_clip": _flag(step.scaled and any([clip.rule in FIXED for clip in step.clips])),
+        "scaled_clip": _flag(is_scaled and any([clip.rule in FIXED for clip in step.clips.script])),
         "kept_gradients": _flag(step.kept_gradients),
-        **{name: float(value) for name, value in step.scalars.items()},
+        **{name: float(value) for name, value in step.logged.items() if name not in _USER_CLIP},
     }
 
 
@@ -413,20 +455,24 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
         The clips that acted: the script's own, the one that the watcher applies, the guard's; what gradients were
         multiplied by in all, if that is known; and by those of them that acted within the step.
     """
-    clips = [_Clip(clip.rule, _finite(clip.threshold), _of_clip(clip, step, total)) for clip in step.clips]
-    inner = without_none((step.applied, step.guard))
+    of_script, apart, post = step.clips.script, step.clips.act_apart, step.gradients.post
+    clips = [
+        _Clip(clip.rule, _finite(clip.threshold), _of_clip(clip, total, alone=len(of_script) == 1))
+        for clip in of_script
+    ]
+    inner = without_none((step.clips.applied, step.clips.guard))
     known = math.prod(clip.coefficient for clip in clips if clip.coefficient is not None)
     unknown = [k for k, clip in enumerate(clips) if clip.coefficient is None]
     coefficient = None
-    if clips and not unknown and (known >= 1 or (step.post is None and not step.acts_apart)):
+    if clips and not unknown and (known >= 1 or (post is None and not apart)):
         coefficient = known  # two measured norms would differ by their rounding
-    elif clips and step.post is not None:
-        coefficient = min(1.0, float(step.post) / total) if total > 0 else 1.0
-    if coefficient is not None and len(unknown) == 1 and known > 0 and not step.acts_apart:
+    elif clips and post is not None:
+        coefficient = min(1.0, float(post) / total) if total > 0 else 1.0
+    if coefficient is not None and len(unknown) == 1 and known > 0 and not apart:
         own = min(1.0, coefficient / known)
         if len(clips) > 1 and own > 1 - ROUNDING:
             own, coefficient = 1.0, known
-        if not (step.reach and inner):  # else each row of the record has a factor of its own gradients, not of all
+        if not (step.clips.reach and inner):  # else a row of the record has a factor of its own gradients, not of all
             clips[unknown[0]] = clips[unknown[0]]._replace(coefficient=own)
     within = 1.0
     for clip in inner:
@@ -439,11 +485,11 @@ def _clips_of(step: StepMeasurement, total: float) -> tuple[list[_Clip], float |
     return clips, coefficient, within
 
 
-def _are_disjoint(step: StepMeasurement) -> bool:
+def _are_disjoint(clips: Clips) -> bool:
     """Tell whether several clips acted, each on parameters of its own."""
-    if not step.acts_apart or step.applied is not None or step.guard is not None:  # those two act on all of them
+    if not clips.act_apart or clips.applied is not None or clips.guard is not None:  # those two act on all of them
         return False
-    return len(set().union(*step.reach)) == sum(len(set(places)) for places in step.reach)
+    return len(set().union(*clips.reach)) == sum(len(set(places)) for places in clips.reach)
 
 
 def _finite(value: Any) -> float | None:
@@ -451,14 +497,14 @@ def _finite(value: Any) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def _of_clip(clip: ScriptClip, step: StepMeasurement, total: float) -> float | None:
-    """Return the factor of a clip of the script, if the clip reported it or its norm."""
+def _of_clip(clip: ScriptClip, total: float, alone: bool) -> float | None:
+    """Return the factor of a clip of the script, if the clip reported it or its norm, or is ``alone``."""
     coefficient, norm, threshold = _number(clip.coefficient), _number(clip.norm), _number(clip.threshold)
     if coefficient is not None:
         return coefficient
     if clip.rule != "norm" or threshold is None:
         return None
-    norm = total if norm is None and len(step.clips) == 1 else norm
+    norm = total if norm is None and alone else norm
     return None if norm is None or not math.isfinite(norm) else min(1.0, threshold / (norm + EPSILON))
 
 
@@ -467,24 +513,21 @@ def _strength(clip: _Clip) -> float:
     return math.inf if clip.coefficient is None else clip.coefficient
 
 
-def _dominant(step: StepMeasurement, norms: Sequence[float], total: float) -> list[float] | None:
-    """The parameter with the largest share of the squared norm, and that share."""
+def _dominant(places: Sequence[int], norms: Sequence[float], total: float) -> list[float] | None:
+    """Return the parameter with the largest share of the squared norm, and that share."""
     if not norms or not 0 < total < math.inf:
         return None
     norm = max(norms)
-    if norms.count(norm) == 1:
-        place = step.places[norms.index(norm)]
-    else:
-        place = max([p for n, p in zip(norms, step.places, strict=True) if n == norm])
+    place = places[len(norms) - 1 - norms[::-1].index(norm)]  # of several, the last
     return [place, (norm / total) ** 2] if place >= 0 else None
 
 
 def _nonfinite_line(step: StepMeasurement, norms: Sequence[float], names: Sequence[str]) -> Line:
-    bad = [place for place, norm in zip(step.places, norms, strict=True) if not math.isfinite(norm)]
+    bad = [place for place, norm in zip(step.gradients.places, norms, strict=True) if not math.isfinite(norm)]
     shown = listed([names[place] if place >= 0 else "unnamed" for place in bad], _NAMED_AT_MOST)
     return {
         "t": "event",
-        "i": step.index,
+        "i": step.number,
         "kind": "nonfinite",
         "severity": "error",
         "message": f"gradients of {shown} are not finite",
@@ -513,5 +556,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-OWN_NAMES = frozenset(_step_line(StepMeasurement(0, [0.0], [0]), [0.0], None))
+_USER_CLIP = ("norm", "max_norm")
+
+OWN_NAMES = frozenset(_step_line(StepMeasurement(0, GradientNorms([0.0], [0])), [0.0], None))
 """The fields of a ``step`` line."""

@@ -4,8 +4,8 @@ A tensor of more than `ELEMENTS` is judged by about so many, evenly spread, and 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ _ORDINARY = (Tensor, Parameter)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclass(slots=True)
-class Moved:
+class Moved(NamedTuple):
     """The change that a step made to the weights, in the elements that are looked at.
 
     Attributes:
@@ -46,30 +45,57 @@ class Moved:
     rates: list[Any]
 
 
-class Moving:
-    """A sample of the weights that a step is about to change; of weights on several devices, those on the first.
+class Movements:
+    """Keeps where the samples of each optimizer's weights are, as long as these stay where they are in memory."""
 
-    Args:
-        optimizer: Whose step it is.
-        parameters: Those that have a gradient, at least one.
-    """
+    def __init__(self) -> None:
+        self._last: WeakKeyDictionary[Optimizer, tuple[list[int], list[Tensor], list[int]]] = WeakKeyDictionary()
 
     @torch.no_grad()
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        device = parameters[0].device
-        self._samples = [_sample(p, device) for p in parameters]
-        self._sizes = [p.numel() for p in parameters]
+    def before_step(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> "Moving":
+        """Take a sample of the weights that a step is about to change; of several devices, those on the first.
+
+        Args:
+            optimizer: Whose step it is.
+            parameters: Those that have a gradient, at least one.
+
+        Returns:
+            The sample.
+        """
+        ordinary = all(kind in _ORDINARY for kind in set(map(type, parameters)))
+        places = list(map(Tensor.data_ptr, parameters)) if ordinary else []
+        known, samples, sizes = self._last.get(optimizer) or ([], [], [])
+        if not ordinary or known != places:
+            samples = [_sample(p, parameters[0].device) for p in parameters]
+            sizes = [p.numel() for p in parameters]
+            self._last[optimizer] = places, samples, sizes
         rates = [group.get("lr") for group in optimizer.param_groups]
-        self._rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
-        self._before = torch.cat(self._samples)  # in the widest of their dtypes
+        rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
+        return Moving(samples, sizes, rates, torch.cat(samples))
+
+
+class Moving(NamedTuple):
+    """A sample of the weights before a step.
+
+    Attributes:
+        samples: Some elements of each parameter, which share its memory.
+        sizes: How many elements each has.
+        rates: The learning rate of each group of the optimizer.
+        before: Copies of the samples, in the widest of their dtypes.
+    """
+
+    samples: list[Tensor]
+    sizes: list[int]
+    rates: list[Any]
+    before: Tensor
 
     @torch.no_grad()
     def moved(self) -> Moved:
         """Return what the step has done."""
-        counts = [sample.numel() for sample in self._samples]
-        change = torch.cat(self._samples).sub_(self._before)
-        update, weight = (gradient_norms(whole.split(counts)) for whole in (change, self._before))
-        return Moved(update, weight, counts, self._sizes, self._rates)
+        counts = [sample.numel() for sample in self.samples]
+        change = torch.cat(self.samples).sub_(self.before)
+        update, weight = (gradient_norms(whole.split(counts)) for whole in (change, self.before))
+        return Moved(update, weight, counts, self.sizes, self.rates)
 
 
 def _sample(parameter: Tensor, device: torch.device) -> Tensor:

@@ -15,10 +15,10 @@ from gradguard.arguments import check_whole
 from gradguard.errors import InvalidTypeError, RecordError
 from gradguard.monitoring.judge.health import Finding
 from gradguard.monitoring.observe.meta import OWNER, program_facts, rank_and_world
-from gradguard.monitoring.observe.observer import Observer, observe
-from gradguard.monitoring.observe.recorder import check_callable
+from gradguard.monitoring.observe.observer import Observer, check_callable
 from gradguard.monitoring.observe.termination import before_signals
 from gradguard.monitoring.record.file import FILE_NAME, first_line, read_record
+from gradguard.script_events import listening
 
 VARIABLE = "GRADGUARD"
 """The environment variable that holds the path of the record, as `start_up` has it, which is installed beside us."""
@@ -40,7 +40,7 @@ class Watch:
 
     def __init__(self, observer: Observer, whole_process: bool = False) -> None:
         self._observer, self._stack, self._whole_process = observer, ExitStack(), whole_process
-        self._stack.enter_context(observe(observer))
+        self._stack.enter_context(listening(observer))
         atexit.register(self.close)
         self._give_back: Callable[[], None] = lambda: None
         if not whole_process:

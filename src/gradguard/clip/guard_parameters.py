@@ -1,0 +1,64 @@
+"""The parameters of a guarded optimizer: what its clipper is shown of them, and their gradients at a step."""
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from gradguard.clip.clipper import Clipper, ListedParameters
+from gradguard.clip.gradients import Gradients, Stages, gradients_of
+from gradguard.clip.optimizer_names import names_in, names_of
+from gradguard.clip.optimizer_proxy import OptimizerProxy
+from gradguard.clip.reach import with_reach
+from gradguard.optimizer_hooks import parameters_of
+from gradguard.policies import GuardPolicy
+
+
+class GuardedParameters:
+    """The parameters of an optimizer, which may get new ones.
+
+    Args:
+        optimizer: The optimizer.
+        clipper: Learns of the parameters, and may refuse them.
+        model: Names them; None for the names that the optimizer has.
+        stages: The pipeline stages along which they differ.
+
+    Attributes:
+        parameters: Those of the last look.
+        model: As given.
+        stages: As given.
+    """
+
+    def __init__(self, optimizer: Optimizer, clipper: Clipper, model: nn.Module | None, stages: Stages) -> None:
+        self.model, self.stages, self.parameters = model, stages, list[Tensor]()
+        self._optimizer, self._clipper = optimizer, clipper
+        self._model_names, self._names = names_in(model, optimizer), list[str]()
+        self._stages_learned = False
+        self._look()
+
+    def gradients(self, proxy: OptimizerProxy | None, policy: GuardPolicy) -> Gradients:
+        """Return the gradients as the clipper compares them.
+
+        Args:
+            proxy: Lays them out for a fused kernel; None for an optimizer without one.
+            policy: The guard's policy for gradients that are not finite.
+        """
+        new = self._look()
+        grads = gradients_of(self._names, self.parameters, self.stages, self.model)
+        if proxy is not None and proxy.is_fused():
+            grads = replace(grads, gradients=proxy.lay_out(grads.parameters, grads.gradients))
+        if self.stages.group is not None and (new or not self._stages_learned):
+            self._clipper.learn(ListedParameters(grads, self.model))  # those of all stages
+            self._stages_learned = True
+        return self._clipper.compared(with_reach(grads, self._clipper, self._optimizer), policy)
+
+    def _look(self) -> bool:
+        """Return whether the optimizer has got new parameters, which the clipper is shown."""
+        parameters = parameters_of(self._optimizer)
+        if list(map(id, parameters)) == list(map(id, self.parameters)):
+            return False
+        self.parameters, self._names = parameters, names_of(self._optimizer, self._model_names)
+        if self.stages.group is None:
+            named = list(zip(self._names, parameters, strict=True))
+            self._clipper.learn(named if self.model is None else self.model)
+        return True

@@ -1,0 +1,76 @@
+"""The losses that a script calls backward on, as they were before a GradScaler scaled them."""
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradguard.distributed.placements import is_sharded, local_part, placement_of
+from gradguard.tensors.layout import are_readable
+
+MOST_LOSSES = 1000
+MOST_SCALED = 16
+
+
+class Losses:
+    """The losses of the backwards: numbers on the CPU, copies on a device."""
+
+    def __init__(self) -> None:
+        self._losses: deque[Any] = deque(maxlen=MOST_LOSSES)
+        self.scales = False  # whether a GradScaler is at work, and the last losses that it scaled
+        self._scaled: deque[tuple[weakref.ref, Tensor]] = deque(maxlen=MOST_SCALED)
+
+    def add(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> None:
+        """Keep the loss of a backward: the weighted sum of those that it starts from; left out if one is not known."""
+        pairs = zip(losses, weights, strict=True)
+        numbers = [number for loss, weight in pairs if (number := self._number(loss, weight)) is not None]
+        if numbers and len(numbers) == len(losses):
+            self._losses.append(sum(numbers[1:], start=numbers[0]))
+
+    def _number(self, loss: Tensor, weight: Tensor | None) -> Any:
+        """Return ``loss`` as it was before a GradScaler scaled it, weighted; None if that is not known or no scalar."""
+        plain: Tensor | None = loss
+        if self.scales:
+            plain = next((its for scaled, its in self._scaled if scaled() is loss), None)
+        if plain is None or weight is None or plain.numel() != 1 or not _is_whole(plain):
+            return None
+        plain, weight = local_part(plain), local_part(weight)
+        if are_readable(plain, weight):
+            return plain.item() * weight.item()
+        return plain.detach().reshape(()) * weight.detach().reshape(())
+
+    def scaled(self, loss: Any, scaled: Any) -> None:
+        """Remember which loss a scaled one came from."""
+        self.scales = True
+        if isinstance(loss, Tensor) and isinstance(scaled, Tensor):
+            self._scaled.append((weakref.ref(scaled), loss.detach()))
+        elif isinstance(loss, list | tuple):
+            for one, its_scaled in zip(loss, scaled, strict=True):
+                self.scaled(one, its_scaled)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a loss is kept whose step has not come."""
+        return bool(self._losses)
+
+    def keep_last(self) -> None:
+        """Forget all but the last: the step of the others never came."""
+        while len(self._losses) > 1:
+            self._losses.popleft()
+
+    def take(self) -> list[Any]:
+        """Return all and forget them."""
+        found = list(self._losses)
+        self._losses.clear()
+        return found
+
+    clear = take
+
+
+def _is_whole(loss: Any) -> bool:
+    """Tell whether this process holds all of a loss: to read parts of it would need every process."""
+    if not is_sharded(loss):
+        return True
+    return placement_of(loss).is_whole and not any(placement.is_partial() for placement in loss.placements)
