@@ -70,7 +70,8 @@ class Job:
         state = self._loaded
         if state is None and self._model is run.model:
             state = copy.deepcopy(self.state_dict())
-        self.end()
+        if self._acting:
+            self.end()
         if not state and self._begun:
             for rule, at_first in self._at_first:
                 rule.load_state_dict(copy.deepcopy(at_first))
