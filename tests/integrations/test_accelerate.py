@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError, UnsupportedVersionError
 from gradguard.integrations.accelerate import guard, inner_optimizer
-from gradguard.integrations.one_clip import wrap_once
+from gradguard.integrations.adapter import wrap_once
 
 BATCHES = torch.randn(24, 4, 3, generator=torch.Generator().manual_seed(1)) * 3
 

@@ -164,13 +164,20 @@ def test_another_clip_beside_it_is_refused(tmp_path):
 def test_the_model_is_given_back_and_trains_again(tmp_path):
     callback = SampleNormsCallback()
     done = trained(tmp_path, [callback], bf16=True)
-    assert callback.clipper is None
     assert not done.model._forward_hooks
     assert not done.model._forward_pre_hooks
     assert not any(m._forward_hooks for m in done.model.modules())
     gg.PerSampleGradientClipper(done.model, gg.FlatNormClipper(1.0)).detach()  # nobody follows it any more
     done.train()
     assert callback.steps[-1].step == 3
+
+
+def test_the_precision_is_the_trainers(tmp_path):
+    """The derivatives of the loss by the first outputs are those without the callback, and not those in float32."""
+    ours = trained(tmp_path, [SampleNormsCallback()], bf16=True).seen[0][2]
+    own, exact = (trained(tmp_path, [], bf16=half).seen[0][2] for half in (True, False))
+    torch.testing.assert_close(ours, own, rtol=0, atol=0)
+    assert not torch.allclose(ours, exact, rtol=1e-4, atol=1e-6)
 
 
 def test_a_copy_has_measured_nothing(tmp_path):

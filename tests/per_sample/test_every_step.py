@@ -815,3 +815,38 @@ def test_another_length_is_tried_out_a_few_times_and_no_more():
     assert runs[0] > alone  # tried out
     assert max(runs[1:]) <= alone
     assert min(runs[8:]) == 1  # not even that
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.last, self.reentrant = nn.Linear(4, 3), nn.Linear(3, 2), reentrant
+        self.block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        if self.reentrant is None:
+            return self.last(self.block(h))
+        return self.last(torch.utils.checkpoint.checkpoint(self.block, h, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 3, 3), (4, 4, 4, 3), (4, 3, 4, 3)])
+@pytest.mark.parametrize(("reentrant", "frozen"), [(False, "first"), (False, "block"), (True, "block")])
+def test_a_layer_at_a_checkpoint_freezes_in_the_step_with_another_batch_size(reentrant, frozen, sizes):
+    """The backward runs the checkpoint again, which must do there what it did in the forward."""
+    model = Checkpointed(reentrant)
+    clipper = clipper_of(model)
+    for number, size in enumerate(sizes):
+        if number == 2:
+            getattr(model, frozen).requires_grad_(False)
+        x = torch.randn(size, 4)
+        model.zero_grad()
+        squares(model(x)).mean().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        twin = Checkpointed(None)
+        twin.load_state_dict(model.state_dict())
+        rows = per_sample_gradients(twin, lambda s, twin=twin: squares(twin(s)).sum(), x.split(1))
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                torch.testing.assert_close(p.grad, rows[name].mean(0).to(p.grad), rtol=1e-5, atol=1e-6)

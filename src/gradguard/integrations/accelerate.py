@@ -8,7 +8,7 @@ from torch import nn
 
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
-from gradguard.integrations.one_clip import OnlyGuard, OnlyRecovery
+from gradguard.integrations.guard_job import OnlyGuard, OnlyRecovery
 from gradguard.integrations.versions import require
 
 require("accelerate", "1.15", "2", "accelerate")

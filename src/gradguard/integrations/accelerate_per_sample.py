@@ -6,20 +6,17 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.integrations.one_clip import refuse_beside_a_guard, wrap_once
-from gradguard.integrations.per_sample import check_norm_clipper, undo_division
-from gradguard.integrations.versions import require
-
-require("accelerate", "1.15", "2", "accelerate")
-
-from accelerate import Accelerator  # noqa: E402
-from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
-from accelerate.utils import DistributedType  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from gradguard.integrations.adapter import wrap_once
+from gradguard.integrations.guard_job import refuse_beside_a_guard
+from gradguard.integrations.sample_jobs import check_norm_clipper, undo_division
 
 _ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 

@@ -4,20 +4,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import DataLoader
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError
 from gradguard.integrations.accelerate_per_sample import PerSampleClip, check_prepared
-from gradguard.integrations.versions import require
-
-require("accelerate", "1.15", "2", "accelerate")
-
-from accelerate import Accelerator  # noqa: E402
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard  # noqa: E402
-from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
-from accelerate.utils import send_to_device  # noqa: E402
 
 
 class PrivateClip(PerSampleClip):

@@ -11,7 +11,7 @@ import torch
 
 import gradguard as gg
 from gradguard.errors import InvalidValueError
-from gradguard.integrations.one_clip import check_clipper
+from gradguard.integrations.guard_job import check_clipper
 from gradguard.policies import NonFinitePolicy, check_policy
 
 ClippingType = Literal["norm", "value", "adaptive"]

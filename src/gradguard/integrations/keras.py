@@ -13,7 +13,8 @@ from torch import Tensor
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, MissingPackageError, NonFiniteGradientError
-from gradguard.integrations.one_clip import check_clipper, replaced
+from gradguard.integrations.adapter import replaced
+from gradguard.integrations.guard_job import check_clipper
 from gradguard.integrations.versions import require
 from gradguard.policies import GuardPolicy, check_guard_options
 

@@ -1,40 +1,41 @@
 """gradguard in Lightning: callbacks for the Trainer, for the batch or for samples, and one call for Fabric."""
 
-import copy
-import io
-from collections.abc import Callable, Mapping
+# ruff: noqa: E402  (the version comes first, so that it is what an error is about)
+
+from collections.abc import Callable
 from typing import Any
 
 from gradguard.integrations.versions import require
 
 require("lightning", "2.6", "2.7", "lightning")
 
-import torch  # noqa: E402
-from lightning.fabric import Fabric  # noqa: E402
-from lightning.fabric.wrappers import is_wrapped  # noqa: E402
-from lightning.pytorch import LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.plugins.precision import Precision  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.optim import Optimizer  # noqa: E402
+from lightning.fabric import Fabric
+from lightning.fabric.wrappers import is_wrapped
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-import gradguard as gg  # noqa: E402
-from gradguard.integrations.clipper_for_each import Clippers, checked, one_for_each  # noqa: E402
-from gradguard.integrations.lightning_clip import TrainersClip  # noqa: E402
-from gradguard.integrations.lightning_per_sample import PerSampleCallback  # noqa: E402
-from gradguard.integrations.lightning_private import PrivateCallback  # noqa: E402
-from gradguard.integrations.one_clip import (  # noqa: E402
+import gradguard as gg
+from gradguard.integrations.adapter import Run, wrap_once
+from gradguard.integrations.guard_job import (
+    Clippers,
+    GuardJob,
     OnlyGuard,
-    ResilienceClips,
+    ResilienceJob,
+    check_clippers,
     refuse_beside_a_guard,
-    wrap_once,
 )
-from gradguard.policies import GuardPolicy, check_guard_options  # noqa: E402
-from gradguard.torch_private import is_fsdp1  # noqa: E402
+from gradguard.integrations.lightning_clip import TrainersClip
+from gradguard.integrations.lightning_per_sample import PerSampleCallback
+from gradguard.integrations.lightning_private import PrivateCallback
+from gradguard.policies import GuardPolicy
+from gradguard.torch_private import is_fsdp1
 
 __all__ = ["GradGuardCallback", "PerSampleCallback", "PrivateCallback", "ResilienceCallback", "guard_fabric"]
 
 
-class GradGuardCallback(TrainersClip):
+class GradGuardCallback(GuardJob, TrainersClip):
     """Clip at each optimizer step of a Lightning Trainer, log what the clip did, and resume with the checkpoint.
 
     It attaches a `Guard` to each optimizer. That acts after ``on_before_optimizer_step`` of all callbacks and of the
@@ -64,7 +65,8 @@ class GradGuardCallback(TrainersClip):
     several optimizers, one clipper              an error says what to pass: two histories must not mix
     ``configure_optimizers`` returns None        an error: there is nothing to attach to
     DeepSpeedStrategy                            an error: its engine owns the gradients
-    copied, pickled                              the copy has the state, and no guards until its own training begins
+    ``fit`` again                                the history goes on with the same module, and begins anew with another
+    copied, pickled                              the copy has no guards, and begins anew with its own ``fit``
     optimizers replaced while training           the new ones are guarded from the next batch on
     16-mixed, overflow                           the scaler skips the step; ``guards[0].skipped_steps`` counts it
     ``training_step`` returns None               nothing is clipped: there are no new gradients
@@ -73,9 +75,9 @@ class GradGuardCallback(TrainersClip):
     ===========================================  =================================================================
 
     Args:
-        clipper: The rule. For several optimizers: one for each in a list, in the order of ``configure_optimizers``; or
-            by that position, ``{0: clipper, 1: None}``; or a function without arguments that makes one for each, such
-            as the class ``gg.ClipByMedian``. None leaves an optimizer alone.
+        clipper: The rule. For several optimizers: one for each in a list, in the order of ``configure_optimizers``,
+            with None for one that is left alone; or a function without arguments that makes one for each, such as the
+            class ``gg.ClipByMedian``.
         nonfinite: As for `Guard`: ``"skip"``, ``"propagate"``, ``"raise"`` or ``"zero"``.
         max_consecutive_skips: As for `Guard`.
         log: First part of the names that are logged after each step, as Lightning logs (``log_every_n_steps``):
@@ -116,40 +118,31 @@ class GradGuardCallback(TrainersClip):
         max_consecutive_skips: int | None = 20,
         log: str | None = "gradients",
     ) -> None:
-        super().__init__()
-        self._clippers = checked(clipper)
-        check_guard_options(nonfinite, max_consecutive_skips)
-        self._options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}
+        check_clippers(clipper)
+        super().__init__(clipper, nonfinite, max_consecutive_skips)
         self._prefix = log
-        self._loaded: dict[str, Any] | None = None  # a state that came before there were optimizers
 
-    guards: dict[int, gg.Guard]
     _logged: dict[int, int]  # steps of each guard when it was last logged
     _optimizers: list[Optimizer]  # all that are guarded or left alone on purpose
 
     def _not_begun(self) -> dict[str, Any]:
-        return {"guards": {}, "_logged": {}, "_optimizers": []}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy begins with: the state of the guards, without guards, which sit on these optimizers."""
-        memory = io.BytesIO()  # bytes, since tensors that only this holds are gone before a spawned process opens them
-        torch.save(self.state_dict(), memory)
-        return {**super().__getstate__(), "_loaded": memory.getvalue()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        loaded = torch.load(io.BytesIO(state["_loaded"]), map_location="cpu", weights_only=True)
-        vars(self).update({**state, "_loaded": loaded})
+        return {**super()._not_begun(), "_logged": {}, "_optimizers": []}
 
     # -- hooks of Lightning -----------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the optimizers, which the strategy has made by now."""
-        self._attach(trainer, pl_module)
+        _refuse_no_optimizer(trainer, pl_module)
+        self._optimizers, self._logged = list(trainer.optimizers), {}
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        model = _model_to_name(pl_module, trainer.strategy.model)
+        self.begin(Run(pl_module, model, self._optimizers, schedulers, _scaler_of(trainer)))
+        wrap_once(Precision, "clip_gradients", _clip_of_the_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Attach to optimizers that have come in the meantime, which other callbacks may make."""
         if list(map(id, trainer.optimizers)) != list(map(id, self._optimizers)):
-            self._attach(trainer, pl_module)
+            self.on_fit_start(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Refuse a ``gradient_clip_val`` that has been set since; the guard clips once this has returned."""
@@ -163,61 +156,9 @@ class GradGuardCallback(TrainersClip):
                 self._logged[position] = guard.steps
                 self._log(pl_module, position, guard.last)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of all guards, for the checkpoint; Lightning calls this."""
-        if not self.guards:
-            return self._loaded or {}
-        return {
-            "guards": {position: guard.state_dict() for position, guard in self.guards.items()},
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; Lightning calls this, before or after there are optimizers.
-
-        Raises:
-            InvalidValueError: If it is the state of other optimizers.
-        """
-        if not self.guards:
-            self._loaded = state_dict
-            return
-        if sorted(state_dict["guards"]) != sorted(self.guards):
-            raise gg.errors.InvalidValueError(
-                f"the state is that of guards on the optimizers {sorted(state_dict['guards'])}, by position in "
-                f"configure_optimizers, and here they are on {sorted(self.guards)}: expected the same ones. "
-                "Give GradGuardCallback the clippers of the run that is resumed, or start a new run with a new one."
-            )
-        for position, guard in self.guards.items():
-            guard.load_state_dict(state_dict["guards"][position])
-
-    # -- inside -----------------------------------------------------------------------------------------------------
-
-    def _attach(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _refuse_no_optimizer(trainer, pl_module)
-        state = copy.deepcopy(self.state_dict())  # of the last fit too: this one goes on from there
-        self._detach()
-        vars(self).update(self._not_begun(), _loaded=None)
-        self._optimizers = list(trainer.optimizers)
-        clippers = one_for_each(self._clippers, self._optimizers)
-        model = _model_to_name(pl_module, trainer.strategy.model)
-        for position, (optimizer, clipper) in enumerate(zip(self._optimizers, clippers, strict=True)):
-            if clipper is not None:
-                self.guards[position] = self._guard(trainer, model, optimizer, clipper)
-        if state:
-            self.load_state_dict(state)
-        wrap_once(Precision, "clip_gradients", _clip_of_the_module)
-
-    def _guard(self, trainer: Trainer, model: Any, optimizer: Optimizer, clipper: gg.rules.Clipper) -> gg.Guard:
-        del trainer
-        return OnlyGuard(optimizer, clipper, model=model, **self._options)
-
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
         super()._refuse(trainer, module)
         _refuse_engine(trainer.strategy)
-
-    def _detach(self) -> None:
-        for guard in self.guards.values():
-            guard.detach()
-        self._optimizers = []
 
     def _log(self, pl_module: LightningModule, position: int, result: gg.results.ClipResult) -> None:
         name = self._prefix if len(self._optimizers) == 1 else f"{self._prefix}/{position}"
@@ -230,7 +171,7 @@ class GradGuardCallback(TrainersClip):
             pl_module.log(f"{name}/{key}", value, on_step=True, on_epoch=False)
 
 
-class ResilienceCallback(ResilienceClips, GradGuardCallback):
+class ResilienceCallback(ResilienceJob, GradGuardCallback):
     """A `GradGuardCallback` with `gradguard.SpikeRecovery`: spikes are skipped, bursts undone.
 
     It hears the loss of each backward, and acts at the end of each batch; schedulers keep their place when weights go
@@ -259,15 +200,6 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
         >>> trainer = Trainer(max_epochs=1, callbacks=[callback])
     """
 
-    def __init__(
-        self,
-        clipper: gg.rules.Clipper | None = None,
-        options: Mapping[str, Any] | None = None,
-        **of_guard: Any,
-    ) -> None:
-        super().__init__(gg.ClipByMedian() if clipper is None else clipper, **of_guard)
-        self._set_options(options)
-
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Take the loss of a micro-batch, which Lightning has divided by their number where it steps by itself."""
         if self.resilience is not None and _scaler_of(trainer) is None:
@@ -283,38 +215,6 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
         super().on_train_batch_end(trainer, pl_module)
         if self.resilience is not None:
             self.resilience.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the guard, and the counts and events of the recovery, for the checkpoint."""
-        state = super().state_dict()
-        if self.resilience is None:
-            return state
-        own = self.resilience.state_dict()
-        del own["guard"]  # which is among "guards"
-        return {**state, "resilience": own}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, before or after there are optimizers.
-
-        Raises:
-            InvalidValueError: If it is the state of other optimizers.
-        """
-        super().load_state_dict(state_dict)
-        if self.resilience is not None:
-            self.resilience.load_state_dict({**state_dict["resilience"], "guard": state_dict["guards"][0]})
-
-    def _guard(self, trainer: Trainer, model: Any, optimizer: Optimizer, clipper: gg.rules.Clipper) -> gg.Guard:
-        if len(trainer.optimizers) > 1:
-            raise gg.errors.InvalidValueError(
-                f"configure_optimizers returned {len(trainer.optimizers)} optimizers, and a spike would be skipped by "
-                "one and taken by another: expected one. Put all parameters into one optimizer, with groups."
-            )
-        found = [*(config.scheduler for config in trainer.lr_scheduler_configs), _scaler_of(trainer)]
-        return self._resilient(model, optimizer, clipper, found, self._options)
-
-    def _detach(self) -> None:
-        super()._detach()
-        self._end_resilience()
 
 
 def guard_fabric(

@@ -2,20 +2,17 @@
 
 from typing import Any
 
+from lightning.pytorch import Callback, LightningModule, Trainer
+
 from gradguard.errors import InvalidValueError
-from gradguard.integrations.one_clip import OnlyClip
-from gradguard.integrations.versions import require
-
-require("lightning", "2.6", "2.7", "lightning")
-
-from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from gradguard.integrations.adapter import Job
 
 
-class TrainersClip(OnlyClip, Callback):
+class TrainersClip(Job, Callback):
     """A callback that clips in the place of its Trainer.
 
-    A subclass says what it refuses (``_refuse``), what a callback has whose training has not begun (``_not_begun``),
-    and how the module and the optimizers are given back (``_detach``).
+    A subclass is of one of the jobs too, begins it at the event by which there is what the job needs, and says what
+    else it refuses (``_refuse``).
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -29,14 +26,11 @@ class TrainersClip(OnlyClip, Callback):
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
         """Give module and optimizers back; what was learned and counted can still be read and saved."""
-        self._detach()
+        self.end()
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
         """Give module and optimizers back: Lightning calls no ``teardown`` after an error."""
-        self._detach()
-
-    def _detach(self) -> None:
-        raise NotImplementedError
+        self.end()
 
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
         del module

@@ -2,22 +2,20 @@
 
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS
+
 import gradguard as gg
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.integrations.adapter import Run
 from gradguard.integrations.lightning_clip import TrainersClip
-from gradguard.integrations.per_sample import PerSampleClips, check_norm_clipper, refuse_other_clips, undo_division
-from gradguard.integrations.versions import require
-
-require("lightning", "2.6", "2.7", "lightning")
-
-from lightning.pytorch import LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from torch.optim import LBFGS  # noqa: E402
+from gradguard.integrations.sample_jobs import PerSampleJob, check_norm_clipper, undo_division
 
 
-class PerSampleCallback(PerSampleClips, TrainersClip):
+class PerSampleCallback(PerSampleJob, TrainersClip):
     r"""Clip the gradient of each sample by ``norm_clipper`` in a Lightning Trainer, before they are summed.
 
     .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i
@@ -90,11 +88,7 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
         batch_first: bool = True,
         mode: str = "fast",
     ) -> None:
-        check_norm_clipper(norm_clipper)
-        super().__init__()
-        self.norm_clipper = norm_clipper
-        self._options: dict[str, Any] = {"loss_reduction": loss_reduction, "batch_first": batch_first, "mode": mode}
-        self._loaded: dict[str, Any] | None = None  # from a checkpoint, until there is a clipper
+        super().__init__(norm_clipper, loss_reduction=loss_reduction, batch_first=batch_first, mode=mode)
 
     _strategy: Strategy | None  # some of whose methods are replaced
 
@@ -108,12 +102,8 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
             UnsupportedGradientError: If an optimizer asks for gradients several times in a step.
         """
         refuse_optimizers(trainer)
-        self._detach()
-        model = self._take_in(trainer, pl_module)
-        self.clipper = gg.PerSampleGradientClipper(model, self.norm_clipper, **self._options)
-        state, self._loaded = self._loaded, None
-        if state:
-            self.clipper.load_state_dict(state)
+        self.end()
+        self.begin(Run(pl_module, self._take_in(trainer, pl_module), trainer.optimizers))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Undo Lightning's division by the number of accumulated batches: it is part of no sample's own loss."""
@@ -123,22 +113,12 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
 
     def on_after_backward(self, *args: Any, **kwargs: Any) -> None:
         """Clip the samples of this batch, and add them up."""
-        self._clips.clip_and_accumulate()
-        self._summed = True
+        self.after_backward()
 
     def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Fill in the gradients of the step."""
         if self._summed:
-            self._clips.pre_step()
-            self._summed = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the norm clipper has learned; Lightning calls this for a checkpoint."""
-        return {} if self.clipper is None else self.clipper.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; Lightning calls this."""
-        self._loaded = state_dict
+            self.before_step()
 
     def _take_in(self, trainer: Trainer, module: LightningModule) -> nn.Module:
         """Return what the clipper is given: under DDP the wrapped module, so that it finds the other processes.
@@ -161,15 +141,16 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
 
     def _refuse(self, trainer: Trainer, module: LightningModule) -> None:
         super()._refuse(trainer, module)
-        refuse_other_clips(self, trainer.callbacks)  # type: ignore[attr-defined]
+        self._refuse_others(trainer.callbacks)  # type: ignore[attr-defined]
         _refuse(self, trainer, module)
 
-    def _detach(self) -> None:
+    def end(self) -> None:
+        """Give module and strategy back; what was learned can still be read. May be repeated."""
+        super().end()
         if self._strategy is not None:
             for name in ("training_step", "process_dataloader"):
                 vars(self._strategy).pop(name, None)
             self._strategy = None
-        self._give_back()
 
 
 def _refuse(callback: PerSampleCallback, trainer: Trainer, module: LightningModule) -> None:

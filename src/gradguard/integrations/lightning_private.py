@@ -2,18 +2,16 @@
 
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
+from gradguard.integrations.adapter import Run
 from gradguard.integrations.lightning_per_sample import PerSampleCallback, refuse_optimizers
-from gradguard.integrations.private_run import PrivateBatches, PrivateClips, private_options
-from gradguard.integrations.versions import require
-
-require("lightning", "2.6", "2.7", "lightning")
-
-from lightning.pytorch import LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: E402
+from gradguard.integrations.sample_jobs import PrivateBatches, PrivateJob, private_options
 
 
-class PrivateCallback(PrivateClips, PerSampleCallback):
+class PrivateCallback(PrivateJob, PerSampleCallback):
     r"""Make the training of a Lightning Trainer differentially private: `gradguard.private.make_private` in one line.
 
     .. math:: \text{grad} = \frac{1}{qN} \Bigl(\sum_{i \in \text{batch}} c_i g_i + N(0, \sigma^2 S^2)\Bigr)
@@ -86,9 +84,9 @@ class PrivateCallback(PrivateClips, PerSampleCallback):
     def __init__(
         self, *, loss_reduction: str = "mean", batch_first: bool = True, mode: str = "fast", **options: Any
     ) -> None:
-        of_samples: dict[str, Any] = {"loss_reduction": loss_reduction, "batch_first": batch_first, "mode": mode}
-        self._private = private_options(**options) | of_samples
-        super().__init__(self._private["norm_clipper"], **of_samples)
+        rest = private_options(**options)
+        super().__init__(rest.pop("norm_clipper"), loss_reduction=loss_reduction, batch_first=batch_first, mode=mode)
+        self._options |= rest
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before anything is trained, what cannot be right, and take the loader's place."""
@@ -124,24 +122,16 @@ class PrivateCallback(PrivateClips, PerSampleCallback):
                 "limit_train_batches to a multiple, or leave it out."
             )
         model, steps = self._take_in(trainer, pl_module), trainer.estimated_stepping_batches
-        self.clipper = self._begin_private(model, trainer.optimizers[0], steps, trainer.global_step).clipper
+        self.begin(Run(pl_module, model, trainer.optimizers, steps=steps, done=trainer.global_step))
 
     def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Add the noise, and fill in the gradients of the step."""
-        self._clips.pre_step()
+        self.before_step()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what was spent."""
         del trainer
         pl_module.log("epsilon", self._clips.epsilon())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the steps that were counted and what the norm clipper has learned; Lightning calls this."""
-        return self._counted()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; Lightning calls this."""
-        self._resumed = state_dict or None
 
     def _replace_batches(self, trainer: Trainer) -> None:
         """Let the strategy, which is asked about each loader, give Poisson batches for the training loader."""

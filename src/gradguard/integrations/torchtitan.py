@@ -9,7 +9,7 @@ from torch import Tensor
 
 import gradguard as gg
 from gradguard.errors import InvalidValueError
-from gradguard.integrations.one_clip import check_clipper
+from gradguard.integrations.guard_job import check_clipper
 from gradguard.integrations.versions import require
 from gradguard.policies import NonFinitePolicy, check_policy
 

@@ -1,28 +1,29 @@
 """Hugging Face Transformers: callbacks that take the place of the Trainer's own clip, for the batch or for samples."""
 
-import copy
+# ruff: noqa: E402  (the version comes first, so that it is what an error is about)
+
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
+
+from gradguard.integrations.versions import require
+
+require("transformers", "5.23", "6", "transformers")
 
 import torch
 from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
 
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
 from gradguard.integrations.accelerate import inner_optimizer
-from gradguard.integrations.one_clip import ResilienceClips, check_clipper
+from gradguard.integrations.adapter import Run
+from gradguard.integrations.guard_job import GuardJob, ResilienceJob, check_clipper
 from gradguard.integrations.transformers_clip import TrainersClip
 from gradguard.integrations.transformers_per_sample import PerSampleCallback
 from gradguard.integrations.transformers_private import PrivateCallback
 from gradguard.integrations.transformers_shares import LoudestSample, SampleNorms, SampleNormsCallback
-from gradguard.integrations.versions import require
-from gradguard.policies import GuardPolicy, check_guard_options
-from gradguard.spikes.spike_policy import Detector
-
-require("transformers", "5.23", "6", "transformers")
-
-from transformers import Trainer, TrainingArguments  # noqa: E402
+from gradguard.policies import GuardPolicy
 
 __all__ = [
     "GradGuardCallback",
@@ -38,7 +39,7 @@ __all__ = [
 _BLOCK = 1000
 
 
-class GradGuardCallback(TrainersClip):
+class GradGuardCallback(GuardJob, TrainersClip):
     """Let ``clipper`` clip once at each real step of a `transformers.Trainer`, instead of the Trainer.
 
     Pass it to the Trainer (``callbacks=[GradGuardCallback(clipper)]`` or ``trainer.add_callback``); nothing else
@@ -75,10 +76,9 @@ class GradGuardCallback(TrainersClip):
     a step is skipped, no GradScaler      ``global_step`` and the scheduler go on, as after any step
     resuming where no state was saved     a warning if the clipper has one; it begins anew
     ``save_only_model``                   the state is not saved, as the optimizer's is not
-    ``train()`` again                     the history goes on with the same optimizer, and begins anew with another
+    ``train()`` again                     the history goes on with the same model, and begins anew with another
     added while training                  it clips from that step on
-    removed between steps                 the Trainer clips from that step on
-    removed within a step                 an error: nobody would clip it
+    removed while training                an error
     copied, pickled                       the copy has no guard, and its history begins anew with its own training
     a Trainer with its own                an error at the first step, unless it calls ``super()``
     ``_clip_grad_norm``
@@ -119,42 +119,41 @@ class GradGuardCallback(TrainersClip):
         self, clipper: gg.rules.Clipper, *, nonfinite: GuardPolicy = "skip", max_consecutive_skips: int | None = 20
     ) -> None:
         check_clipper(clipper)
-        check_guard_options(nonfinite, max_consecutive_skips)
-        super().__init__()
+        super().__init__(clipper, nonfinite, max_consecutive_skips)
         self.clipper = clipper
-        self._options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}
-        self._at_first = copy.deepcopy(clipper.state_dict())
-        self._begun = False
 
     state_file = "gradguard.pt"
-    guard: gg.Guard | None
-    _window: "_Window"
-    _steps: int  # of the guard, when the Trainer's last step was counted
-    _acting: bool
+    _steps = 0  # of the guard, when the Trainer's last step was counted
 
     def _not_begun(self) -> dict[str, Any]:
-        fresh = {"guard": None, "_window": _Window(), "_steps": 0, "_acting": False}
-        return {**super()._not_begun(), **fresh}
+        return {**super()._not_begun(), "_window": _Window()}
+
+    @property
+    def guard(self) -> gg.Guard | None:
+        """The guard of the current or the last training; None before the first."""
+        return self.guards.get(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the guard, for a checkpoint."""
+        return self._attached[0].state_dict() if self._attached else {}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._attached[0].load_state_dict(state)
 
     # -- events of the Trainer --------------------------------------------------------------------------------------
 
-    def on_init_end(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
-        """Refuse what cannot work, before the work begins.
-
-        Raises:
-            InvalidValueError: If ``max_grad_norm`` was set.
-            UnsupportedGradientError: If the optimizer steps where no guard can act.
-        """
-        self._refuse_arguments(args)
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, *args: Any, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None, **kwargs: Any
+    ) -> None:
         """Attach a guard to the optimizer, with the state of the checkpoint if training resumes.
 
         Raises:
             InvalidValueError: If the checkpoint's state is of another clipper.
         """
         self._norm, self._window = None, _Window()
-        self._begin(**kwargs)
+        scaler = getattr(optimizer, "scaler", None)
+        self.begin(Run(model, model, [inner_optimizer(optimizer)], [lr_scheduler], scaler))
+        self._steps = self.guards[0].steps
 
     def on_pre_optimizer_step(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
         """Make sure that the Trainer has left the gradients alone, and that there is a guard.
@@ -164,8 +163,10 @@ class GradGuardCallback(TrainersClip):
             UnsupportedGradientError: If the Trainer has not left the gradients alone, or may not have.
         """
         if not self._acting:  # it was added while training
+            norm = self._norm
             self._refuse_arguments(args)
-            self._begin(**kwargs)
+            self.on_train_begin(**kwargs)
+            self._norm = norm
         super().on_pre_optimizer_step()
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -188,50 +189,7 @@ class GradGuardCallback(TrainersClip):
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Take the guard off the optimizer; what it has counted can still be read."""
-        self._release()
-
-    def _begin(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None, **others: Any
-    ) -> None:
-        scaler = getattr(optimizer, "scaler", None)
-        before, optimizer = self.guard, inner_optimizer(optimizer)
-        self._release()
-        state = None
-        if before is not None and before.optimizer is optimizer:
-            state = self._state()
-        if self._folder is not None:
-            state = self._loaded
-            if state is None:
-                self._warn_that_it_begins_anew(self._folder)
-        if state is None and self._begun:
-            self._forget()
-        self._folder, self._loaded = None, None
-        self.guard = self._guard(model, optimizer, [lr_scheduler, scaler])
-        if state is not None:
-            self._load(state)
-        self._steps, self._begun, self._acting = self.guard.steps, True, True
-
-    def _forget(self) -> None:
-        """Let the rule be as it was when the callback was made."""
-        self.clipper.load_state_dict(copy.deepcopy(self._at_first))
-
-    def _guard(self, model: nn.Module, optimizer: torch.optim.Optimizer, stateful: list[Any]) -> gg.Guard:
-        """Attach a guard; ``stateful`` are the Trainer's scheduler and its GradScaler, each None if there is none."""
-        del stateful
-        return gg.Guard(optimizer, self.clipper, model=model, **self._options)
-
-    def _release(self) -> None:
-        self._acting = False
-        if self.guard is not None:
-            self.guard.detach()
-
-    def _warn_that_it_begins_anew(self, folder: str) -> None:
-        if _holds_something(self.clipper.state_dict()):
-            warnings.warn(
-                f"{folder} has no {self.state_file}: it was saved without a GradGuardCallback, or with "
-                f"save_only_model. {type(self.clipper).__name__} begins anew, as at the first step of training.",
-                stacklevel=2,
-            )
+        self.end()
 
     # -- what the Trainer does instead of its own -------------------------------------------------------------------
 
@@ -258,20 +216,22 @@ class GradGuardCallback(TrainersClip):
     def _logged(self) -> dict[str, float]:
         return self._window.read()
 
-    def _state(self) -> dict[str, Any] | None:
-        return None if self.guard is None else self.guard.state_dict()
-
-    def _load(self, state: dict[str, Any]) -> None:
-        assert self.guard is not None
-        self.guard.load_state_dict(state)
+    def _begins_anew(self, checkpoint: str) -> None:
+        if any(leaf.state_dict() for leaf in self.clipper.leaves()):
+            warnings.warn(
+                f"{checkpoint} has no {self.state_file}: it was saved without a GradGuardCallback, or with "
+                f"save_only_model. {type(self.clipper).__name__} begins anew, as at the first step of training.",
+                stacklevel=2,
+            )
 
     def _after_saving(self, state: dict[str, Any]) -> None:
-        if self.guard is not None and self.guard.steps != state["steps"]:
-            self.guard.load_state_dict(state)  # saving a sharded SGD takes steps, with zeros, to find that it has none
-            self._steps = self.guard.steps
+        guard, before = self.guards[0], state.get("guard", state)
+        if guard.steps != before["steps"]:
+            guard.load_state_dict(before)  # saving a sharded SGD takes steps, with zeros, to find that it has none
+            self._steps = guard.steps
 
 
-class ResilienceCallback(ResilienceClips, GradGuardCallback):
+class ResilienceCallback(ResilienceJob, GradGuardCallback):
     """A `GradGuardCallback` with `gradguard.SpikeRecovery`: spikes are skipped, bursts undone.
 
     The loss of each micro-batch is the one that ``Trainer.training_step`` returns, times the number of micro-batches in
@@ -299,18 +259,6 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
         >>> # Trainer(model, arguments, train_dataset=data, callbacks=[callback])
     """
 
-    def __init__(
-        self,
-        clipper: gg.rules.Clipper | None = None,
-        options: Mapping[str, Any] | None = None,
-        **of_guard: Any,
-    ) -> None:
-        super().__init__(gg.ClipByMedian() if clipper is None else clipper, **of_guard)
-        self._set_options(options)
-        detector = self._resilience_options.get("detector")
-        known = isinstance(detector, Detector)  # SpikeRecovery refuses anything else
-        self._detector_at_first = copy.deepcopy(detector.state_dict()) if known else None
-
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Act on what was measured some steps ago.
 
@@ -328,54 +276,25 @@ class ResilienceCallback(ResilienceClips, GradGuardCallback):
             self.resilience.record_loss(loss.detach() * trainer.current_gradient_accumulation_steps)
         return loss
 
-    def _forget(self) -> None:
-        super()._forget()
-        if self._detector_at_first is not None:
-            self._resilience_options["detector"].load_state_dict(copy.deepcopy(self._detector_at_first))
-
-    def _guard(self, model: nn.Module, optimizer: torch.optim.Optimizer, stateful: list[Any]) -> gg.Guard:
-        return self._resilient(model, optimizer, self.clipper, stateful, self._options)
-
-    def _state(self) -> dict[str, Any] | None:
-        return None if self.resilience is None else self.resilience.state_dict()
-
-    def _load(self, state: dict[str, Any]) -> None:
-        assert self.resilience is not None
-        self.resilience.load_state_dict(state)
-
-    def _after_saving(self, state: dict[str, Any]) -> None:
-        super()._after_saving(state["guard"])
-
-    def _release(self) -> None:
-        super()._release()
-        self._end_resilience()
-
 
 class _Window:
     """Clips since the last log; the numbers stay on their device until they are read."""
 
     def __init__(self) -> None:
-        self._rows: list[Tensor] = []  # [norm, coefficient, clipped], a step each
-        self._blocks: list[Tensor] = []  # many of them in one: a row takes a kilobyte by itself
+        self._rows: list[Tensor] = []  # [steps, 3]: norm, coefficient, clipped
 
     def add(self, result: gg.results.ClipResult) -> None:
         numbers = (result.norm, result.coefficient, result.clipped)
-        self._rows.append(torch.stack([number.to(result.norm.dtype) for number in numbers]))
+        self._rows.append(torch.stack([number.to(result.norm.dtype) for number in numbers])[None])
         if len(self._rows) == _BLOCK:
-            self._pack()
-
-    def _pack(self) -> None:
-        if self._rows:
-            self._blocks.append(torch.stack(self._rows))
-            self._rows = []
+            self._rows = [torch.cat(self._rows)]  # a row takes a kilobyte by itself
 
     def read(self) -> dict[str, float]:
         """Return what to log, and begin anew. The host waits."""
-        self._pack()
-        if not self._blocks:
+        if not self._rows:
             return {}
-        rows = torch.cat(self._blocks).cpu().double()
-        self._blocks = []
+        rows = torch.cat(self._rows).cpu().double()
+        self._rows = []
         finite = rows[rows[:, 0].isfinite()]
         norms, coefficients, clipped = finite.unbind(1)
         read: dict[str, float] = {}
@@ -385,7 +304,3 @@ class _Window:
         if len(finite):
             read |= {"clip_coefficient": float(coefficients.mean()), "clip_binding_share": float(clipped.mean())}
         return {**read, "grad_nonfinite_steps": len(rows) - len(finite)}
-
-
-def _holds_something(state: object) -> bool:
-    return any(map(_holds_something, state.values())) if isinstance(state, dict) else True

@@ -7,18 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import trainer as trainer_module
+from transformers.trainer_callback import CallbackHandler
 
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.integrations.one_clip import OnlyClip, wrap_once
-from gradguard.integrations.per_sample import refuse_other_clips
-from gradguard.integrations.private_run import PrivateBatches
-from gradguard.integrations.versions import require
-
-require("transformers", "5.23", "6", "transformers")
-
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
-from transformers import trainer as trainer_module  # noqa: E402
-from transformers.trainer_callback import CallbackHandler  # noqa: E402
+from gradguard.integrations.adapter import Job, wrap_once
+from gradguard.integrations.sample_jobs import PrivateBatches
 
 _ASKED = (
     "training_step",
@@ -33,11 +28,11 @@ _ASKED = (
 """Methods of the Trainer for which a callback may have one of its own, called by the name with one underscore."""
 
 
-class TrainersClip(OnlyClip, TrainerCallback):
+class TrainersClip(Job, TrainerCallback):
     """A callback that clips in the place of its Trainer, whose methods ask it.
 
-    A subclass says who clips (``_clip_grad_norm``, ``_get_grad_norm``), what a checkpoint holds (``_state``), what is
-    logged (``_logged``), what is refused (``_refuse``), and how the Trainer gets its own clip back (``_release``).
+    A subclass is of one of the jobs too, and says who clips (``_clip_grad_norm``, ``_get_grad_norm``), what is logged
+    (``_logged``) and what else is refused (``_refuse``).
     """
 
     state_file: str
@@ -46,15 +41,13 @@ class TrainersClip(OnlyClip, TrainerCallback):
     """Those of the Trainer beside which it clips: none, and the default, which nobody may have asked for; None: any."""
 
     _norm: Tensor | None  # what the Trainer is given as the norm of this step, from its clip until its step
-    _folder: str | None = None  # the checkpoint from which training resumes, until it has begun
-    _loaded: dict[str, Any] | None = None  # what that checkpoint holds
 
     def __init__(self) -> None:
         super().__init__()
         watch_trainers()
 
     def _not_begun(self) -> dict[str, Any]:
-        return {"_norm": None}
+        return {**super()._not_begun(), "_norm": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -74,7 +67,7 @@ class TrainersClip(OnlyClip, TrainerCallback):
             )
 
     def _refuse(self, trainer: Trainer) -> None:
-        refuse_other_clips(self, trainer.callback_handler.callbacks)
+        self._refuse_others(trainer.callback_handler.callbacks)
         self._refuse_arguments(trainer.args)
 
     def _refuse_arguments(self, args: TrainingArguments) -> None:
@@ -92,14 +85,8 @@ class TrainersClip(OnlyClip, TrainerCallback):
                 '"adamw_torch_fused".'
             )
 
-    def _is_within_a_step(self) -> bool:
-        return self._norm is not None
-
-    def _release(self) -> None:
-        raise NotImplementedError
-
-    def _state(self) -> dict[str, Any] | None:
-        raise NotImplementedError
+    def _begins_anew(self, checkpoint: str) -> None:
+        """Do what is due where training resumes from a checkpoint without a state."""
 
     def _after_saving(self, state: dict[str, Any]) -> None:
         """Do what is due when the optimizer has been saved; ``state`` is from before."""
@@ -115,9 +102,9 @@ class TrainersClip(OnlyClip, TrainerCallback):
         return original(trainer, logs, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, original: Callable[..., Any], trainer: Trainer, output_dir: str) -> Any:
-        state = self._state()
+        state = self.state_dict()
         done = original(trainer, output_dir)
-        if state is not None:
+        if state:
             self._after_saving(state)
             if trainer.args.should_save:
                 torch.save(state, Path(output_dir) / self.state_file)
@@ -129,8 +116,9 @@ class TrainersClip(OnlyClip, TrainerCallback):
         done = original(trainer, checkpoint)
         if checkpoint is not None:
             path = Path(checkpoint) / self.state_file
-            self._folder = checkpoint
-            self._loaded = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else None
+            self._loaded = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
+            if not self._loaded:
+                self._begins_anew(checkpoint)
         return done
 
 
@@ -159,28 +147,24 @@ def _ask(name: str, original: Callable[..., Any], trainer: Trainer, *args: Any, 
 def _train(original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
     for clip in _clips_of(trainer.callback_handler):
         clip._refuse(trainer)
-        clip._folder = clip._loaded = None  # left by a training that failed before it began
+        clip._loaded = None  # left by a training that failed before it began
     try:
         return original(trainer, *args, **kwargs)
     finally:
         for clip in _clips_of(trainer.callback_handler):  # on_train_end is not reached by a training that fails
-            clip._release()
+            clip.end()
 
 
 def _take_out(original: Callable[..., Any], handler: CallbackHandler, *args: Any, **kwargs: Any) -> Any:
     before = list(handler.callbacks)
-    clips = _clips_of(handler)
     done = original(handler, *args, **kwargs)
-    for clip in clips:
-        if clip in handler.callbacks:
-            continue
-        if clip._is_within_a_step():
+    for clip in before:
+        if isinstance(clip, TrainersClip) and clip._acting and clip not in handler.callbacks:
             handler.callbacks[:] = before
             raise InvalidValueError(
-                f"a {type(clip).__name__} was removed within an optimizer step, after the Trainer had left gradients "
-                "to it and before the step: nobody would clip them. Remove it between steps, as in on_step_end."
+                f"a {type(clip).__name__} was removed while training, which would go on with another clip or with "
+                "none. Remove it when train() has returned."
             )
-        clip._release()  # from here on the Trainer clips
     return done
 
 

@@ -1,33 +1,29 @@
 """Hugging Face Transformers: a callback that clips each sample's gradient, under the Trainer's own loop."""
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType, convert_to_fp32
 from torch import Tensor, nn
+from transformers import Trainer
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
-from gradguard.integrations.one_clip import replaced
-from gradguard.integrations.per_sample import PerSampleClips, check_norm_clipper
+from gradguard.integrations.accelerate import inner_optimizer
+from gradguard.integrations.adapter import Run, replaced
+from gradguard.integrations.sample_jobs import PerSampleJob
 from gradguard.integrations.sample_losses import sample_losses
 from gradguard.integrations.transformers_clip import TrainersClip
-from gradguard.integrations.versions import require
-
-require("transformers", "5.23", "6", "transformers")
-
-from accelerate.utils import DistributedType, convert_to_fp32  # noqa: E402
-from transformers import Trainer  # noqa: E402
-from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
 
 _AGREEMENT = {torch.float32: 1e-4, torch.float64: 1e-9}  # in half precision the two losses round differently
 
 SampleLosses = Callable[[Any, Mapping[str, Any]], Tensor]
 
 
-class PerSampleCallback(PerSampleClips, TrainersClip):
+class PerSampleCallback(PerSampleJob, TrainersClip):
     r"""Clip the gradient of each sample by ``norm_clipper`` in a `transformers.Trainer`, before they are summed.
 
     .. math:: \bar g = \frac1N \sum_{i=1}^{N} c_i\, \nabla \ell_i, \qquad
@@ -67,7 +63,7 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
     a Trainer's own ``compute_loss``        the same
     a Trainer's own ``training_step``       the same
     training stops within a step            what was accumulated is dropped
-    removed within a step                   an error
+    removed while training                  an error
     several processes or GPUs               an error
     DeepSpeed, FSDP, ``torch_compile``      an error
     optimizers that step inside backward    an error
@@ -114,50 +110,26 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
         loss: SampleLosses | None = None,
         mode: str = "fast",
     ) -> None:
-        check_norm_clipper(norm_clipper)
         if loss is not None and not callable(loss):
             raise InvalidTypeError(f"loss: expected a function of outputs and inputs, or None, got {loss!r}.")
-        super().__init__()
-        self.norm_clipper, self.loss = norm_clipper, loss
-        self._mode = mode
-        self._at_first = copy.deepcopy(norm_clipper.state_dict())
-        self._begun = False
+        super().__init__(norm_clipper, mode=mode)
+        self.loss = loss
 
     state_file = "gradguard_per_sample.pt"
-    _attached: bool
     _in_step: bool  # within the forward and backward of a batch
     _compared: bool  # with the model's own loss
 
     def _not_begun(self) -> dict[str, Any]:
-        return {**super()._not_begun(), **dict.fromkeys(("_attached", "_in_step", "_compared"), False)}
+        return {**super()._not_begun(), "_in_step": False, "_compared": False}
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Begin anew: the gradients were used."""
         self._norm = None
 
-    # -- what makes the gradients of a step, and what is saved of it -------------------------------------------------
-
-    def _make_clipper(self, trainer: Trainer, model: nn.Module) -> gg.PerSampleGradientClipper:
-        state, self._loaded = self._loaded, None
-        if state is None and self._begun:
-            self.norm_clipper.load_state_dict(copy.deepcopy(self._at_first))
-        clipper = gg.PerSampleGradientClipper(
-            model, self.norm_clipper, mode=self._mode, scaler=trainer.accelerator.scaler
-        )
-        if state is not None:
-            clipper.load_state_dict(state)
-        return clipper
-
-    def _state(self) -> dict[str, Any] | None:
-        return None if self.clipper is None else self.clipper.state_dict()
-
     def _refuse(self, trainer: Trainer) -> None:
         super()._refuse(trainer)
         _refuse_other_losses(type(self).__name__, trainer)
         refuse_unfollowed(type(self).__name__, trainer)
-
-    def _is_within_a_step(self) -> bool:
-        return self._summed or self._in_step or super()._is_within_a_step()
 
     # -- what the Trainer does instead of its own -------------------------------------------------------------------
 
@@ -167,16 +139,16 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
         """Forward and backward of one batch, of the mean of its samples' losses; then clip and sum."""
         # The Trainer would divide the loss by the number of accumulated batches.
         with without_autocast_in_forward(model), replaced(trainer, "loss_is_scaled_for_ga", True):
-            if not self._attached:
-                self._attach(trainer, model)
-            assert self.clipper is not None
+            if not self._acting:
+                self._refuse(trainer)
+                self._compared, self._norm = False, None
+                self.begin(run_of(trainer, model))
             self._in_step = True
             try:
                 loss = original(trainer, model, *args, **kwargs)
             finally:
                 self._in_step = False
-            self._clips.clip_and_accumulate()
-            self._summed = True
+            self.after_backward()
         return loss / trainer.current_gradient_accumulation_steps  # which the Trainer adds up to log
 
     def _compute_loss(
@@ -232,17 +204,6 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
             "loss for each sample."
         )
 
-    def _attach(self, trainer: Trainer, model: nn.Module) -> None:
-        self._refuse(trainer)
-        self.clipper = self._make_clipper(trainer, model)
-        self._attached = self._begun = True
-        self._compared, self._norm = False, None
-
-    def _release(self) -> None:
-        if self._attached:
-            self._give_back()
-        self._attached, self._norm = False, None
-
     def _clip_grad_norm(self, original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Tensor:
         """Fill in the gradients of the optimizer step, once, and return their norm."""
         if self._norm is None:
@@ -251,8 +212,7 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
                     f"nothing was clipped in this step: the {type(self).__name__} was added after its first backward. "
                     "Add it before training, or between steps as in on_step_end."
                 )
-            self._clips.pre_step()
-            self._summed = False
+            self.before_step()
             scaler = trainer.accelerator.scaler
             scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
             gradients = [p.grad for p in self.clipper.trained.values() if p.grad is not None]
@@ -260,6 +220,22 @@ class PerSampleCallback(PerSampleClips, TrainersClip):
         return self._norm
 
     _get_grad_norm = _clip_grad_norm
+
+
+def run_of(trainer: Trainer, model: nn.Module) -> Run:
+    """Return the run of a Trainer that has made its optimizer.
+
+    Args:
+        trainer: The Trainer.
+        model: The model as it trains it.
+
+    Returns:
+        The run.
+    """
+    optimizer, state = inner_optimizer(trainer.optimizer), trainer.state  # type: ignore[arg-type]
+    return Run(
+        model, model, [optimizer], scaler=trainer.accelerator.scaler, steps=state.max_steps, done=state.global_step
+    )
 
 
 def _losses_of(trainer: Trainer, outputs: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

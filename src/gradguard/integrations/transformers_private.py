@@ -3,22 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from transformers import Trainer
 
 import gradguard as gg
 from gradguard.errors import UnsupportedGradientError
-from gradguard.integrations.accelerate import inner_optimizer
-from gradguard.integrations.one_clip import replaced
-from gradguard.integrations.private_run import PrivateBatches, PrivateClips, private_options
-from gradguard.integrations.transformers_per_sample import PerSampleCallback, SampleLosses
-from gradguard.integrations.versions import require
-
-require("transformers", "5.23", "6", "transformers")
-
-from transformers import Trainer  # noqa: E402
+from gradguard.integrations.adapter import replaced
+from gradguard.integrations.sample_jobs import PrivateBatches, PrivateJob, private_options
+from gradguard.integrations.transformers_per_sample import PerSampleCallback, SampleLosses, run_of
 
 
-class PrivateCallback(PrivateClips, PerSampleCallback):
+class PrivateCallback(PrivateJob, PerSampleCallback):
     r"""Make the training of a `transformers.Trainer` differentially private: `make_private` in one line.
 
     .. math:: \text{grad} = \frac{1}{qN} \Bigl(\sum_{i \in \text{batch}} c_i g_i + N(0, \sigma^2 S^2)\Bigr)
@@ -93,20 +87,11 @@ class PrivateCallback(PrivateClips, PerSampleCallback):
     """
 
     state_file = "gradguard_private.pt"
-    _running: bool
 
     def __init__(self, *, loss: SampleLosses | None = None, mode: str = "fast", **options: Any) -> None:
-        self._private = private_options(**options) | {"mode": mode}
-        super().__init__(self._private["norm_clipper"], loss=loss, mode=mode)
-
-    def _not_begun(self) -> dict[str, Any]:
-        return {**super()._not_begun(), "_running": False}
-
-    def _make_clipper(self, trainer: Trainer, model: nn.Module) -> gg.PerSampleGradientClipper:
-        return self._begin(trainer).clipper
-
-    def _state(self) -> dict[str, Any] | None:
-        return self._counted() or None
+        rest = private_options(**options)
+        super().__init__(rest.pop("norm_clipper"), loss=loss, mode=mode)
+        self._options |= rest
 
     def _logged(self) -> dict[str, float]:
         return {} if self.private is None else {"epsilon": self.private.epsilon()}
@@ -129,20 +114,12 @@ class PrivateCallback(PrivateClips, PerSampleCallback):
         with replaced(trainer.accelerator, "prepare", lambda loader: loader):
             loader = original(trainer)
         parts = trainer.args.gradient_accumulation_steps
-        self._batches = PrivateBatches(loader, parts, 1, lambda: self._begin(trainer))
+        self._batches = PrivateBatches(loader, parts, 1, lambda: self._started(trainer))
         return self._batches
 
-    def _begin(self, trainer: Trainer) -> gg.private.PrivateTraining:
+    def _started(self, trainer: Trainer) -> gg.private.PrivateTraining:
         """Begin when the first batch is asked for: the model is wrapped then, and the checkpoint is read."""
-        if not self._running:
-            self._resumed, self._loaded, state = self._loaded or None, None, trainer.state
-            optimizer, model = inner_optimizer(trainer.optimizer), trainer.model_wrapped  # type: ignore[arg-type]
-            self._begin_private(model, optimizer, state.max_steps, state.global_step)  # type: ignore[arg-type]
-            self._running = True
+        if not self._acting:
+            self.begin(run_of(trainer, trainer.model_wrapped))  # type: ignore[arg-type]
         assert self.private is not None
         return self.private
-
-    def _release(self) -> None:
-        super()._release()
-        self._give_back()
-        self._running = False

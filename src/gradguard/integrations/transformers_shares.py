@@ -8,21 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
+from transformers import Trainer
 
 import gradguard as gg
 from gradguard.arguments import check_whole
 from gradguard.errors import UnsupportedGradientError
-from gradguard.integrations.one_clip import replaced
-from gradguard.integrations.per_sample import PerSampleClips
+from gradguard.integrations.adapter import Run, replaced
+from gradguard.integrations.sample_jobs import PerSampleJob
 from gradguard.integrations.transformers_clip import TrainersClip
-from gradguard.integrations.transformers_per_sample import refuse_unfollowed, without_autocast_in_forward
-from gradguard.integrations.versions import require
-
-require("transformers", "5.23", "6", "transformers")
-
-from accelerate.utils import convert_to_fp32  # noqa: E402
-from transformers import Trainer  # noqa: E402
+from gradguard.integrations.transformers_per_sample import refuse_unfollowed, run_of, without_autocast_in_forward
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class SampleNorms:
         return [i for i, norms in enumerate(self.norms) if not bool((norms.isfinite() & (norms > 0)).any())]
 
 
-class SampleNormsCallback(PerSampleClips, TrainersClip):
+class SampleNormsCallback(PerSampleJob, TrainersClip):
     r"""Measure how much each sample adds to the steps of a `transformers.Trainer`: which sequence made the spike?
 
     .. math:: g = \sum_{i=1}^{N} g_i, \qquad
@@ -141,42 +137,44 @@ class SampleNormsCallback(PerSampleClips, TrainersClip):
     _max_grad_norms = None
 
     def __init__(self, *, keep: int = 1) -> None:
-        self.norm_clipper, self._keep = gg.FlatNormClipper(math.inf), check_whole("keep", keep, 1)
-        super().__init__()
+        self._keep = check_whole("keep", keep, 1)
+        super().__init__(gg.FlatNormClipper(math.inf), loss_reduction="share")
 
     def _not_begun(self) -> dict[str, Any]:
         own = {"steps": deque(maxlen=self._keep), "_measured": [], "_inputs": {}, "_hooks": ExitStack()}
-        return {**super()._not_begun(), **own}
+        return {**super()._not_begun(), **own, "_autocast": None}
 
     steps: deque[SampleNorms]
     _measured: list[tuple[Tensor, Mapping[str, Tensor]]]  # of the batches of this step
     _inputs: Mapping[str, Any]  # what the loss of this batch is computed from
     _hooks: ExitStack
+    _autocast: Callable[..., Any] | None  # the Trainer's precision, if it is mixed
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Begin anew: the gradients were used."""
         self._norm = None
 
-    def _state(self) -> dict[str, Any] | None:
-        return None
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: nothing is learned."""
+        return {}
 
     def _refuse(self, trainer: Trainer) -> None:
         super()._refuse(trainer)
         refuse_unfollowed(type(self).__name__, trainer)
 
-    def _is_within_a_step(self) -> bool:
-        return self._summed or super()._is_within_a_step()
+    def _attach(self, run: Run) -> None:
+        if self._autocast is not None:
+            self._hooks.enter_context(_autocast_outside(run.model, self._autocast))
+        super()._attach(run)
 
     def _training_step(
         self, original: Callable[..., Any], trainer: Trainer, model: nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
         """Forward and backward of one batch, as the Trainer does them; then measure."""
-        if self.clipper is None:
+        if not self._acting:
             self._refuse(trainer)
-            scaler = trainer.accelerator.scaler
-            if trainer.accelerator.native_amp:
-                self._hooks.enter_context(_autocast_outside(model, trainer))
-            self.clipper = gg.PerSampleGradientClipper(model, self.norm_clipper, loss_reduction="share", scaler=scaler)
+            self._autocast = trainer.accelerator.autocast if trainer.accelerator.native_amp else None
+            self.begin(run_of(trainer, model))
         loss_of = trainer.compute_loss
 
         def seen(model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -186,8 +184,8 @@ class SampleNormsCallback(PerSampleClips, TrainersClip):
 
         with replaced(trainer, "compute_loss", seen):
             loss = original(trainer, model, *args, **kwargs)
-        self.clipper.clip_and_accumulate()
-        self._summed = True
+        self.after_backward()
+        assert self.clipper is not None
         assert self.clipper.statistics is not None
         norms = self.clipper.statistics.norms
         self._measured.append((norms, _row(self._inputs, norms)))
@@ -197,12 +195,11 @@ class SampleNormsCallback(PerSampleClips, TrainersClip):
     def _clip_grad_norm(self, original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
         """Fill in the gradients, once, and let the Trainer clip them."""
         if self._summed:
-            assert self.clipper is not None
-            self.clipper.pre_step()
+            self.before_step()
             norms, inputs = zip(*self._measured, strict=True)
             self._spoil(torch.cat(norms).isfinite().all())
             self.steps.append(SampleNorms(trainer.state.global_step + 1, norms, inputs))
-            self._summed, self._measured = False, []
+            self._measured = []
             self._norm = original(trainer, *args, **kwargs)
             return self._norm
         if self._norm is None:
@@ -231,23 +228,25 @@ class SampleNormsCallback(PerSampleClips, TrainersClip):
             "sample_norm_max_row": loudest.row,
         }
 
-    def _release(self) -> None:
-        self._give_back()
+    def end(self) -> None:
+        """Give the model back; what was measured of a step that did not come is dropped. May be repeated."""
+        super().end()
         self._hooks.close()
-        self.clipper, self._norm, self._measured, self._inputs = None, None, [], {}
+        self._norm, self._measured, self._inputs = None, [], {}
 
 
 @contextmanager
-def _autocast_outside(model: nn.Module, trainer: Trainer) -> Iterator[None]:
+def _autocast_outside(model: nn.Module, autocast: Callable[..., Any]) -> Iterator[None]:
     """Let autocast begin before the clipper looks at a call of the model, which has its own forward back."""
-    running = ExitStack()
+    running: list[Any] = []  # calls of the model within each other: the clipper tries it out in its first call
 
     def begin(*_: Any) -> None:
-        running.enter_context(trainer.accelerator.autocast())
+        running.append(autocast())
+        running[-1].__enter__()
 
     def end(module: nn.Module, arguments: Any, outputs: Any) -> Any:
         del module, arguments
-        running.close()
+        running.pop().__exit__(None, None, None)
         return convert_to_fp32(outputs)
 
     first = model.register_forward_pre_hook(begin, prepend=True)

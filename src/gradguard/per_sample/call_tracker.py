@@ -181,13 +181,15 @@ class CallTracker:
     def collect_separately(self, pattern: CallPattern) -> Iterator[GradientCollector]:
         """Gather into another `GradientCollector` in a block that calls the module in one way for another purpose."""
         capture = self._capture
-        before = capture.collector, dict(self.last_calls), capture.batch_size, list(self._unverified)
+        before = capture.collector, dict(self.last_calls), list(self._unverified)
+        size, verifying = capture.batch_size, capture.verifying  # which a checkpoint needs again in backward
         capture.collector = GradientCollector(before[0].shared | self.planner.shared)
         self._rehearsed = pattern
         try:
             yield capture.collector
         finally:
-            capture.collector, self.last_calls, capture.batch_size, self._unverified = before
+            capture.collector, self.last_calls, self._unverified = before
+            capture.batch_size, capture.verifying = size, verifying
             self._rehearsed = None
 
     @contextmanager
@@ -374,7 +376,6 @@ class CallTracker:
             rehearse(self, call)
             self.planner.restart()
             self._unverified.append(call)
-            self._capture.batch_size, self._capture.verifying = size, True
         if fresh:
             self.planner.patterns[kind, self._state.passed()] = pattern
             if self.witness is not None:

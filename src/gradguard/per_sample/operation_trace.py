@@ -137,7 +137,7 @@ class OperationTrace(TorchFunctionMode):
             if node is None:
                 if not value.requires_grad:
                     self.numbers.append(changes_of(value))
-                return None
+                return value.requires_grad
             since = len(self.events) - self._made.get(node, len(self.events))
             own = isinstance(node, BackwardCFunction) and type(node).__name__ != "TapBackward"
             return since, value.output_nr, type(node) if own else None

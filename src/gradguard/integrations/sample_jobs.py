@@ -1,16 +1,68 @@
-"""Private training under a trainer's own loop: begun when the model is there, in batches instead of the trainer's."""
+"""The jobs that clip each sample of a trainer's batches, and that make its training private."""
 
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 import gradguard as gg
-from gradguard.errors import InvalidValueError, UnsupportedGradientError
-from gradguard.integrations.per_sample import PerSampleClips
+from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
+from gradguard.integrations.adapter import Job, Run
+
+
+class PerSampleJob(Job):
+    """Clip each sample of a trainer's batches; each trainer's own callback is a subclass.
+
+    Attributes:
+        norm_clipper: The rule.
+        clipper: The `gradguard.PerSampleGradientClipper` of the current or the last training; None before it begins.
+    """
+
+    clipper: gg.PerSampleGradientClipper | None
+    _clips: Any  # the object that clips after each backward and fills in the gradients before each step
+    _summed: bool  # samples of this optimizer step were accumulated
+
+    def __init__(self, norm_clipper: gg.rules.NormClipper, **options: Any) -> None:
+        check_norm_clipper(norm_clipper)
+        super().__init__()
+        self.norm_clipper, self._options = norm_clipper, options
+        self._remember(norm_clipper)
+
+    def _not_begun(self) -> dict[str, Any]:
+        return {**super()._not_begun(), "clipper": None, "_clips": None, "_summed": False}
+
+    def _attach(self, run: Run) -> None:
+        assert run.wrapped is not None
+        self.clipper = self._clips = gg.PerSampleGradientClipper(
+            run.wrapped, self.norm_clipper, scaler=run.scaler, **self._options
+        )
+
+    def after_backward(self) -> None:
+        """Clip the samples of this batch, and add them up."""
+        self._clips.clip_and_accumulate()
+        self._summed = True
+
+    def before_step(self) -> None:
+        """Fill in the gradients of the step."""
+        self._clips.pre_step()
+        self._summed = False
+
+    def end(self) -> None:
+        """Give the model back; what was accumulated for a step that did not come is dropped. May be repeated."""
+        super().end()
+        if self.clipper is not None:
+            self.clipper.discard()
+            self._clips.detach()
+        self._summed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the norm clipper has learned and, of a private training, the steps that were counted."""
+        return {} if self._clips is None else self._clips.state_dict()
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._clips.load_state_dict(state)
 
 
 class PrivateBatches:
@@ -63,45 +115,27 @@ class PrivateBatches:
         """Take back what `state_dict` returned."""
 
 
-class PrivateClips(PerSampleClips):
-    """A trainer's callback for private training; each trainer's own callback is a subclass.
+class PrivateJob(PerSampleJob):
+    """Make a trainer's training private; each trainer's own callback is a subclass.
 
     Attributes:
         private: The `gradguard.private.PrivateTraining` of the current or the last training; None before it begins.
     """
 
     private: gg.private.PrivateTraining | None
-    _private: dict[str, Any]  # options of `gradguard.private.make_private`
     _batches: PrivateBatches | None
-    _resumed: dict[str, Any] | None  # the state in a checkpoint, until training begins
 
     def _not_begun(self) -> dict[str, Any]:
-        return {**super()._not_begun(), **dict.fromkeys(("private", "_batches", "_resumed"))}
+        return {**super()._not_begun(), "private": None, "_batches": None}
 
-    @property
-    def _clips(self) -> gg.private.PrivateTraining:
-        assert self.private is not None
-        return self.private
-
-    def _begin_private(
-        self, model: nn.Module, optimizer: Optimizer, steps: float, done: int
-    ) -> gg.private.PrivateTraining:
-        """Make the training.
-
-        Args:
-            model: The model, as the trainer has wrapped it.
-            optimizer: Its optimizer, as PyTorch has it.
-            steps: How many the trainer will take in all; infinite where it does not know.
-            done: How many it has taken before, in the training that it resumes.
-
-        Returns:
-            The training.
+    def begin(self, run: Run) -> None:
+        """Begin the training, with what a checkpoint has counted.
 
         Raises:
             InvalidValueError: If steps that were taken before would not be counted, or not known how many will be.
             UnsupportedGradientError: If the trainer loops over batches of its own.
         """
-        name, options = type(self).__name__, dict(self._private)
+        name, options, resumed = type(self).__name__, dict(self._options), self._loaded
         if self._batches is None:
             raise UnsupportedGradientError(
                 f"the trainer has a loader of its own, which {name} could not replace: its batches are no "
@@ -113,40 +147,40 @@ class PrivateClips(PerSampleClips):
                 "adds up. Resume from a checkpoint to go on, or make another one for another training, and count the "
                 "steps of this one there if both saw the same records: callback.private.accountant.step(...)."
             )
-        if done and self._resumed is None:
+        if run.done and not resumed:
             raise InvalidValueError(
-                f"training resumes after {done} steps, and the checkpoint has no state of a {name}: what those "
+                f"training resumes after {run.done} steps, and the checkpoint has no state of a {name}: what those "
                 "steps have cost is not known. Load the weights alone if they were trained on other records."
             )
         if options["target_epsilon"] is not None:
-            if not math.isfinite(steps):
+            if not math.isfinite(run.steps):
                 raise InvalidValueError(
                     "target_epsilon needs a trainer that knows how many steps it will take: set its number of epochs "
                     "or of steps."
                 )
-            options["steps"] = int(steps)
-        self.private = private = gg.private.make_private(
-            model, optimizer, self._batches.loader, gradient_accumulation_steps=self._batches.parts, **options
+            options["steps"] = int(run.steps)
+        assert run.wrapped is not None
+        self.private = self._clips = private = gg.private.make_private(
+            run.wrapped,
+            run.optimizers[0],
+            self._batches.loader,
+            norm_clipper=self.norm_clipper,
+            gradient_accumulation_steps=self._batches.parts,
+            **options,
         )
-        if self._resumed is not None:
-            private.load_state_dict(self._resumed)
-            self._resumed = None
-        if private.steps != done:
+        self.clipper, self._loaded, self._acting = private.clipper, None, True
+        if resumed:
+            private.load_state_dict(resumed)
+        if private.steps != run.done:
             raise InvalidValueError(
-                f"the trainer resumes after {done} steps, and the private training after {private.steps}: the "
+                f"the trainer resumes after {run.done} steps, and the private training after {private.steps}: the "
                 "checkpoint is of two trainings."
             )
-        return private
 
-    def _counted(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold; nothing before the first batch."""
-        return {} if self.private is None else self.private.state_dict()
-
-    def _give_back(self) -> None:
-        super()._give_back()
+    def end(self) -> None:
+        """Give model and optimizer back; what was counted can still be read. May be repeated."""
+        super().end()
         self._batches = None
-        if self.private is not None:
-            self.private.detach()
 
 
 def private_options(
@@ -184,3 +218,43 @@ def private_options(
         "secure": secure,
         "seed": seed,
     }
+
+
+def check_norm_clipper(norm_clipper: object, processes: int = 1) -> None:
+    """Raise if it is no rule for samples, or one that would differ between processes.
+
+    Args:
+        norm_clipper: The argument of the user.
+        processes: How many train together.
+
+    Raises:
+        InvalidTypeError: If it is no `gradguard.rules.NormClipper`.
+        UnsupportedGradientError: If it learns from the samples of one process, and there are several.
+    """
+    if not isinstance(norm_clipper, gg.rules.NormClipper):
+        raise InvalidTypeError(
+            f"norm_clipper: expected a NormClipper such as gg.FlatNormClipper(1.0), got {norm_clipper!r}."
+        )
+    if processes > 1 and isinstance(norm_clipper, gg.QuantileNormClipper):
+        raise UnsupportedGradientError(
+            f"QuantileNormClipper counts the samples of one process, so thresholds would differ between {processes} "
+            "processes: use gg.FlatNormClipper or gg.AutoNormClipper."
+        )
+
+
+def undo_division(clipper: gg.PerSampleGradientClipper, loss: Tensor, parts: int) -> None:
+    """Take a trainer's division by the number of accumulated batches out of the backward of ``loss``.
+
+    It is part of no sample's own loss. Of shares it is, and stays. Call it with the loss that the trainer divides, or
+    has divided.
+
+    Args:
+        clipper: Who follows that backward.
+        loss: Whose backward is next.
+        parts: The number that the trainer divides by.
+    """
+    if clipper.loss_reduction == "share":
+        return
+    clipper.loss_divisor = float(parts)
+    if parts > 1 and loss.requires_grad:
+        loss.register_hook(lambda grad: grad * parts)

@@ -1,0 +1,253 @@
+"""One clip and not two: the jobs that guard a trainer's optimizers, beside which the trainer's own clip is refused."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+import gradguard as gg
+from gradguard.errors import InvalidTypeError, InvalidValueError
+from gradguard.integrations.adapter import Job, Run
+from gradguard.policies import GuardPolicy, check_guard_options
+from gradguard.spikes.spike_policy import Detector
+
+Clippers = gg.rules.Clipper | Sequence[gg.rules.Clipper | None] | Callable[[], gg.rules.Clipper]
+"""One, one for each optimizer by position, or a function that makes one for each."""
+
+
+class OnlyGuard(gg.Guard):
+    """A `gradguard.Guard` that `refuse_beside_a_guard` knows of while it is attached.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from gradguard.integrations.guard_job import OnlyGuard, refuse_beside_a_guard
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> with OnlyGuard(torch.optim.SGD(layer.parameters(), lr=0.1), gg.ClipByMedian()):
+        ...     refuse_beside_a_guard("trainer.clip", layer.parameters())
+        Traceback (most recent call last):
+        gradguard.errors.InvalidValueError: trainer.clip was called with gradients that a Guard clips at optimizer...
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _guards.add(self)
+
+    def detach(self) -> None:
+        """Stop acting, at once and for good, and let the trainer clip again. May be repeated."""
+        _guards.discard(self)
+        super().detach()
+
+
+class OnlyRecovery(gg.SpikeRecovery):
+    """A `gradguard.SpikeRecovery` whose guard is an `OnlyGuard`.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> from gradguard.integrations.guard_job import OnlyGuard, OnlyRecovery
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> resilience = OnlyRecovery(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+        >>> isinstance(resilience.guard, OnlyGuard)
+        True
+    """
+
+    _guard_type = OnlyGuard
+
+
+class GuardJob(Job):
+    """Attach a `gradguard.Guard` to each optimizer of a trainer; each trainer's own callback is a subclass."""
+
+    _attached: dict[int, Any]  # the Guard or SpikeRecovery of each optimizer, by position
+
+    def __init__(self, clippers: Clippers, nonfinite: GuardPolicy, max_consecutive_skips: int | None) -> None:
+        check_guard_options(nonfinite, max_consecutive_skips)
+        super().__init__()
+        self._clippers = clippers
+        self._options: dict[str, Any] = {"nonfinite": nonfinite, "max_consecutive_skips": max_consecutive_skips}
+        given = clippers if isinstance(clippers, Sequence) else [clippers]
+        self._remember(*(one for one in given if isinstance(one, gg.rules.Clipper)))
+
+    def _not_begun(self) -> dict[str, Any]:
+        return {**super()._not_begun(), "_attached": {}}
+
+    @property
+    def guards(self) -> dict[int, gg.Guard]:
+        """The `gradguard.Guard` of each optimizer by position, once training has begun, also afterwards."""
+        return {place: getattr(one, "guard", one) for place, one in self._attached.items()}
+
+    def _attach(self, run: Run) -> None:
+        self._attached = {}
+        clippers = one_for_each(self._clippers, run.optimizers)
+        for place, (optimizer, clipper) in enumerate(zip(run.optimizers, clippers, strict=True)):
+            if clipper is not None:
+                self._attached[place] = self._guard(run, optimizer, clipper)
+
+    def _guard(self, run: Run, optimizer: Optimizer, clipper: gg.rules.Clipper) -> Any:
+        return OnlyGuard(optimizer, clipper, model=run.wrapped, **self._options)
+
+    def end(self) -> None:
+        """Take the guards off the optimizers; what they have counted can still be read. May be repeated."""
+        super().end()
+        for one in self._attached.values():
+            one.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all guards, for a checkpoint."""
+        if self._loaded is not None or not self._attached:
+            return self._loaded or {}
+        return {"guards": {place: one.state_dict() for place, one in self._attached.items()}}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if sorted(state["guards"]) != sorted(self._attached):
+            raise InvalidValueError(
+                f"the state is that of guards on the optimizers {sorted(state['guards'])}, by position in "
+                f"configure_optimizers, and here they are on {sorted(self._attached)}: expected the same ones. "
+                "Give GradGuardCallback the clippers of the run that is resumed, or start a new run with a new one."
+            )
+        for place, one in self._attached.items():
+            one.load_state_dict(state["guards"][place])
+
+
+class ResilienceJob(GuardJob):
+    """Clip through a `gradguard.SpikeRecovery`; each trainer's own callback is a subclass.
+
+    Raises:
+        InvalidValueError: If ``options`` has a name that `gradguard.SpikeRecovery` does not take, or that the callback
+            gives it another way.
+    """
+
+    def __init__(
+        self,
+        clipper: gg.rules.Clipper | None = None,
+        options: Mapping[str, Any] | None = None,
+        **of_guard: Any,
+    ) -> None:
+        super().__init__(gg.ClipByMedian() if clipper is None else clipper, **of_guard)
+        self._resilience_options = dict(options or {})
+        own = {"model", "optimizer", "clipper", "guard_options"}
+        known = inspect.signature(gg.SpikeRecovery).parameters.keys() - own
+        if unknown := sorted(self._resilience_options.keys() - known):
+            raise InvalidValueError(
+                f"options has {', '.join(map(repr, unknown))}: expected names of gradguard.SpikeRecovery's arguments, "
+                f"{', '.join(sorted(known))}. The clipper and what a Guard takes are arguments of the callback."
+            )
+        detector = self._resilience_options.get("detector")
+        if isinstance(detector, Detector):  # SpikeRecovery refuses anything else
+            self._remember(detector)
+
+    @property
+    def resilience(self) -> gg.SpikeRecovery | None:
+        """The `gradguard.SpikeRecovery` of the current or the last training; None before the first."""
+        return self._attached.get(0)
+
+    def _guard(self, run: Run, optimizer: Optimizer, clipper: gg.rules.Clipper) -> gg.SpikeRecovery:
+        if len(run.optimizers) > 1:
+            raise InvalidValueError(
+                f"configure_optimizers returned {len(run.optimizers)} optimizers, and a spike would be skipped by "
+                "one and taken by another: expected one. Put all parameters into one optimizer, with groups."
+            )
+        assert run.wrapped is not None
+        options = dict(self._resilience_options)
+        extra = [*run.schedulers, run.scaler, *options.pop("extra_state", ())]
+        extra = [one for one in extra if one is not None]
+        return OnlyRecovery(run.wrapped, optimizer, clipper, extra_state=extra, guard_options=self._options, **options)
+
+
+def check_clipper(clipper: object) -> None:
+    """Raise if it is no rule for whole gradients.
+
+    Args:
+        clipper: The argument of the user.
+
+    Raises:
+        InvalidTypeError: If it is none; of a rule for samples it says who takes it.
+    """
+    if not isinstance(clipper, gg.rules.Clipper):
+        shown = f"the class {clipper.__name__}" if isinstance(clipper, type) else type(clipper).__name__
+        if isinstance(clipper, gg.rules.NormClipper):
+            shown += ", a rule for each sample's gradient, which PerSampleCallback takes"
+        raise InvalidTypeError(f"clipper is {shown}: expected a clipper, such as gg.ClipByMedian().")
+
+
+def check_clippers(clippers: object) -> None:
+    """Raise if it is none of `Clippers`.
+
+    Args:
+        clippers: The argument of the user.
+
+    Raises:
+        InvalidTypeError: If one of them is no clipper.
+    """
+    if isinstance(clippers, list | tuple) and clippers:
+        for one in clippers:
+            if one is not None:
+                check_clipper(one)
+    elif not callable(clippers):  # a clipper is
+        check_clipper(clippers)
+
+
+def one_for_each(clippers: Clippers, optimizers: Sequence[Optimizer]) -> Sequence[gg.rules.Clipper | None]:
+    """Return the clipper of each optimizer, None for one that is left alone.
+
+    Args:
+        clippers: As `check_clippers` has found them good.
+        optimizers: The optimizers, by position.
+
+    Returns:
+        As many as there are optimizers.
+
+    Raises:
+        InvalidValueError: If there is not one for each.
+        InvalidTypeError: If a function returned something else.
+
+    Example:
+        >>> import gradguard as gg
+        >>> from gradguard.integrations.guard_job import one_for_each
+        >>> [type(clipper).__name__ for clipper in one_for_each(gg.ClipByMedian, ["two", "optimizers"])]
+        ['ClipByMedian', 'ClipByMedian']
+    """
+    count = len(optimizers)
+    if isinstance(clippers, Sequence):
+        if len(clippers) != count:
+            raise InvalidValueError(
+                f"there are {len(clippers)} clippers, and configure_optimizers returned {count} optimizers: expected "
+                "one for each, None for one to be left alone."
+            )
+        return clippers
+    if isinstance(clippers, gg.rules.Clipper):
+        if count > 1:
+            name = type(clippers).__name__
+            raise InvalidValueError(
+                f"one {name} for {count} optimizers: expected one for each, or histories would mix. Pass a function "
+                f"that makes one for each, as in GradGuardCallback(lambda: gg.{name}(...)), or a list of {count} "
+                "clippers in the order of configure_optimizers."
+            )
+        return [clippers]
+    made = [clippers() for _ in optimizers]
+    if not all(isinstance(one, gg.rules.Clipper) for one in made):
+        raise InvalidTypeError(f"the function for clippers returned {made}: expected a new clipper at each call.")
+    return made
+
+
+_guards: "WeakSet[OnlyGuard]" = WeakSet()
+
+
+def refuse_beside_a_guard(call: str, parameters: Iterable[Tensor]) -> None:
+    """Raise if an `OnlyGuard` clips one of ``parameters``: a clip before a clip would go unseen.
+
+    Args:
+        call: The call of the user, for the message.
+        parameters: Whose gradients it would clip.
+
+    Raises:
+        InvalidValueError: If there is such a guard.
+    """
+    owned = {id(p) for guard in _guards for group in guard.optimizer.param_groups for p in group["params"]}
+    if any(id(p) in owned for p in parameters):
+        raise InvalidValueError(
+            f"{call} was called with gradients that a Guard clips at optimizer.step(): one would be done after the "
+            "other. Remove the call; the norm before the clip is guard.last.norm after the step. To clip by hand "
+            "instead, call guard.detach()."
+        )
