@@ -387,6 +387,7 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
         "skipped": _flag(step.found_inf) or _flag(step.skipped),
         "spike": _flag(step.spike),
         "update": _update_of(step.moved),
+        "over_rule": None if step.moved is None else _finite(step.moved.over_rule),
         "logit": None if attention is None else float(step.logits[attention]),
         "logit_of": attention,
         "nonfinite": 0 if total < math.inf else sum(not math.isfinite(n) for n in norms) or 1,

@@ -4,6 +4,7 @@ A tensor of more than `ELEMENTS` is judged by about so many, evenly spread, and 
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from gradguard.distributed.placements import local_part
 from gradguard.monitoring.judge.detectors.update_sizes import ELEMENTS
 from gradguard.monitoring.observe.measure import Norms, every_so_many, gradient_norms
+from gradguard.monitoring.observe.step_rules import rule_of
 from gradguard.tensors.layout import flat, is_dense
 
 SHARE = 0.01
@@ -22,6 +24,10 @@ SHARE = 0.01
 
 FREE = 0.1
 """Seconds of them that no share limits."""
+
+OF_RULE, ROUNDING, APART = 8, 0.01, 0.05
+"""The most tensors of which the step is compared with the optimizer's rule, the share of a step, or of what the rule
+makes, by which rounding may change it, and how far the factor between them is from 1 where it is told."""
 
 _ORDINARY = (Tensor, Parameter)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -37,6 +43,8 @@ class Moved:
         counts: How many elements are looked at; 0 where none can be.
         sizes: How many elements there are.
         rates: The learning rate of each group of the optimizer.
+        over_rule: What the step did over what the rule of the optimizer makes of its state and gradients, where these
+            are one factor times each other that is not 1; else NaN, or None where the rule is not known.
     """
 
     update: Norms
@@ -44,6 +52,7 @@ class Moved:
     counts: list[int]
     sizes: list[int]
     rates: list[Any]
+    over_rule: Tensor | None = None
 
 
 class Moving:
@@ -57,9 +66,9 @@ class Moving:
     @torch.no_grad()
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         device = parameters[0].device
+        self._optimizer, self._parameters = optimizer, parameters
         self._samples = [_sample(p, device) for p in parameters]
-        self._sizes = [p.numel() for p in parameters]
-        rates = [group.get("lr") for group in optimizer.param_groups]
+        rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
         self._rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
         self._before = torch.cat(self._samples)  # in the widest of their dtypes
 
@@ -68,8 +77,43 @@ class Moving:
         """Return what the step has done."""
         counts = [sample.numel() for sample in self._samples]
         change = torch.cat(self._samples).sub_(self._before)
-        update, weight = (gradient_norms(whole.split(counts)) for whole in (change, self._before))
-        return Moved(update, weight, counts, self._sizes, self._rates)
+        changes, weights = change.split(counts), self._before.split(counts)
+        found = Moved(
+            gradient_norms(changes),
+            gradient_norms(weights),
+            counts,
+            [p.numel() for p in self._parameters],
+            self._rates,
+        )
+        with suppress(Exception):  # a subclass may keep another state, or other settings
+            found.over_rule = self._over_rule(changes, weights)
+        return found
+
+    def _over_rule(self, changes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
+        """Return the factor between what was done and what the rule makes, of tensors of the first group; else NaN."""
+        rule, group, rate = rule_of(self._optimizer), self._optimizer.param_groups[0], self._rates[0]
+        own = set(map(id, group["params"]))
+        done, made, rounding = [], [], []
+        for p, change, weight in zip(self._parameters, changes, weights, strict=True):
+            if rule is None or id(p) not in own or p.grad is None or not weight.numel() or len(done) == OF_RULE:
+                continue
+            state = {
+                key: _sample(value, p.device) if isinstance(value, Tensor) and value.shape == p.shape else value
+                for key, value in self._optimizer.state[p].items()
+            }
+            step = rule(group, state, _sample(p.grad, p.device), weight, p.shape)
+            if step is not None:
+                done.append(-change)
+                made.append(step.mul(rate))
+                rounding.append(weight * torch.finfo(p.dtype).eps)
+        if not done:
+            return None
+        done, made, rounding = (torch.cat(parts).to(self._before.dtype) for parts in (done, made, rounding))
+        lengths = [torch.linalg.vector_norm(one) for one in (done, made, rounding)]
+        factor = torch.dot(done, made) / lengths[1].square()
+        is_known = lengths[2] < ROUNDING * torch.minimum(*lengths[:2])
+        is_one = torch.linalg.vector_norm(done - factor * made) < 2 * ROUNDING * lengths[0]
+        return torch.where(is_known & is_one & ((factor - 1).abs() > APART), factor, torch.nan)
 
 
 def _sample(parameter: Tensor, device: torch.device) -> Tensor:

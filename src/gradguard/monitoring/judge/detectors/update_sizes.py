@@ -44,12 +44,9 @@ AT_FLOOR, SAME, ABOVE, IS_ABOVE = 0.25, 0.002, 1.05, 0.15
 """The share of updates that have the smallest size to within `SAME`, and the share that is more than `ABOVE` times it,
 where a bound from below acts in place of one from above."""
 
-RATES = 6.0
-"""The largest learning rate over the smallest, from which on it is seen how updates follow it."""
-
-SQUARED, OFF_LINE = 0.35, 0.2
-"""How far from 2 the exponent of the learning rate may be, and the deviation from the line, in logarithms: of updates,
-and of updates over the gradients that they are made of, since gradients may fall with the learning rate."""
+FACTORS, STEADY = 20, 0.02
+"""Measured steps in a row that are one factor times what the optimizer's rule makes, and how much the factor, or the
+factor over the learning rate, may vary in them."""
 
 ONLY_DECAY, IMPOSSIBLE, SHRUNK = 0.7, 1.25, 0.5
 """The share of a step that is weight decay, that from which on the learning rate of the group is not the one which acts
@@ -62,7 +59,7 @@ logits takes one position alone, unless another one is as large."""
 ELEMENTS = 4096
 """Of longer tensors `moved` is an estimate from about so many elements."""
 
-_WINDOW, _KEPT, _LINES_BETWEEN, _POINTS, _FEWEST_POINTS = 64, 32, 8, 200, 64
+_WINDOW, _KEPT, _LINES_BETWEEN = 64, 32, 8
 _LINES_OF_DECAY, _STEPS_OF_DECAY = 4, 150
 
 
@@ -147,7 +144,7 @@ class Logits:
 
 
 class Rule:
-    """Whether updates are what no rule makes of gradients: of one length, bounded from below, of a squared rate, decay.
+    """Whether updates are not what a rule makes: of one length, bounded from below, a factor off, decay alone.
 
     Args:
         log: Where faults go.
@@ -160,39 +157,26 @@ class Rule:
         self._roots = [math.sqrt(one.get("numel") or 0) for one in params]
         self._are_small = all((one.get("numel") or 0) <= ELEMENTS for one in params)
         self._lines: deque[tuple[float, dict[int, float]]] = deque(maxlen=_KEPT)  # norm of gradients, sizes of updates
-        self._points: list[tuple[float, float, float]] = []  # logarithms
-        self._every, self._count, self._followed = 1, 0, 0
+        self._factors: deque[tuple[float, float]] = deque(maxlen=FACTORS)
+        self._followed = 0
         self._decays = Lasting(log, self._names, _LINES_OF_DECAY, _STEPS_OF_DECAY)
         self._weights: dict[int, tuple[int, float]] = {}
 
-    def step(self, i: int, update: float, rate: float, gradient: float) -> None:
+    def step(self, i: int, factor: float | None, rate: float) -> None:
         """Follow a step.
 
         Args:
             i: The step.
-            update: The norm of what it changed over that of the weights.
+            factor: What it did over what the optimizer's rule makes, where that is another number than 1.
             rate: The learning rate.
-            gradient: The norm of the gradients that the optimizer got.
         """
-        self._count += 1
-        if self._count <= SETTLED or self._count % self._every or not (update > 0 and rate > 0 and gradient > 0):
+        if factor is None or not rate > 0:
+            self._factors.clear()
             return
-        self._points.append((math.log(rate), math.log(update), math.log(update / gradient)))
-        if len(self._points) >= _POINTS:
-            self._points, self._every = self._points[1::2], 2 * self._every
-        if len(self._points) >= _FEWEST_POINTS and len(self._points) % LINES == 0 and self._is_squared():
-            self._tell("squared", i)
-
-    def _is_squared(self) -> bool:
-        rates, *of_updates = zip(*self._points, strict=True)
-        if max(rates) - min(rates) < math.log(RATES):
-            return False
-        lines = [statistics.linear_regression(rates, updates) for updates in of_updates]
-        if any(abs(line.slope - 2) > SQUARED for line in lines):
-            return False
-        pairs = zip(lines, of_updates, strict=True)
-        off = [_off(line.slope, rates, updates) for line, updates in pairs]
-        return min(off) < OFF_LINE
+        self._factors.append((factor, factor / rate))
+        columns = zip(*self._factors, strict=True)
+        if len(self._factors) == FACTORS and any(max(one) - min(one) < STEADY * abs(max(one)) for one in columns):
+            self._tell("factor", i, factor=factor)
 
     def tensors(self, i: int, line: dict[str, Any], rate: float | None, gradient: float) -> None:
         """Follow a line with the update of each tensor.
@@ -216,7 +200,7 @@ class Rule:
             if self._is_one_length():
                 self._tell("one length", i)
             elif (floor := self._floor()) is not None:
-                self._tell("floor", i, floor=floor)
+                self._tell("floor", i, factor=floor)
 
     def _rate(self, place: int, rates: Numbers) -> float:
         group = self._params[place].get("group") or 0
@@ -271,13 +255,8 @@ class Rule:
         self._decays.begin(DECAY, i, new, share=min(1.0, max((shares[place] for place in new), default=0.0)))
 
     def _tell(self, which: str, i: int, **numbers: float) -> None:
-        if self._log.goes_on(which, i) is None:
-            self._log.begin(which, RULE, i, i, text=which, numbers=numbers)
-
-
-def _off(slope: float, rates: Sequence[float], updates: Sequence[float]) -> float:
-    """How far updates are from a line of this slope, as a standard deviation."""
-    return _deviation([update - slope * rate for rate, update in zip(rates, updates, strict=True)])
+        if self._log.goes_on("rule", i) is None:
+            self._log.begin("rule", RULE, i, i, text=which, numbers=numbers)
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -291,16 +270,16 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def _rule(found: Episode) -> Words:
+    factor = number(found.numbers.get("factor", 0.0))
     if found.text == "one length":
         message = "all updates of a step together have one length on every step, whatever the gradients are"
         advice = "a clip divides the update by its own norm: clip the gradients that the optimizer gets instead"
     elif found.text == "floor":
-        size = number(found.numbers["floor"])
-        message = f"updates have a root mean square of {size} times the learning rate or more, and never less"
+        message = f"updates have a root mean square of {factor} times the learning rate or more, and never less"
         advice = "a clip of updates is inverted: it makes small ones larger; divide by max(1, rms / threshold)"
     else:
-        message = "updates follow the square of the learning rate"
-        advice = "the learning rate is multiplied in twice: once in the update, once where it is subtracted"
+        message = f"each step is {factor} times what the optimizer's rule makes of its learning rate and gradients"
+        advice = "the learning rate is multiplied in twice, or a clip divides each update by its own norm"
     return "warning", message, advice
 
 
