@@ -43,7 +43,7 @@ class Moved:
         counts: How many elements are looked at; 0 where none can be.
         sizes: How many elements there are.
         rates: The learning rate of each group of the optimizer.
-        over_rule: What the step did over what the rule of the optimizer makes of its state and gradients, where these
+        over_rule: The step over what the rule of the optimizer makes of its state and gradients, where these
             are one factor times each other that is not 1; else NaN, or None where the rule is not known.
     """
 

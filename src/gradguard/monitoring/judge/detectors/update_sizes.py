@@ -167,7 +167,7 @@ class Rule:
 
         Args:
             i: The step.
-            factor: What it did over what the optimizer's rule makes, where that is another number than 1.
+            factor: The step over what the optimizer's rule makes, where that is another number than 1.
             rate: The learning rate.
         """
         if factor is None or not rate > 0:
