@@ -1,4 +1,4 @@
-"""What the rules of `torch.optim` make of a state and a gradient: the step over the learning rate, of some elements.
+"""Rules of `torch.optim`: the step over the learning rate, of some elements, from a state and a gradient.
 
 A rule is called after the step, with the state that this has left, so that only what became of it is computed again.
 """
