@@ -268,7 +268,7 @@ class Recorder(Listener):
             step.diagnostics.seconds = time.perf_counter() - now
         if step.diagnostics is not None or self._watching_updates <= FREE + SHARE * elapsed:
             began = time.thread_time()  # which other programs do not make longer
-            self._thread.moving = Moving(optimizer, parameters)
+            self._thread.moving = Moving(optimizer, parameters, self._turns[step.optimizer or 0])
             self._watching_updates += time.thread_time() - began
 
     @safely

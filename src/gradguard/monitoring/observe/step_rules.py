@@ -5,77 +5,92 @@ A rule is called after the step, with the state that this has left, so that only
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, Muon, Optimizer, RMSprop
 
-Rule = Callable[[Mapping[str, Any], Mapping[str, Any], Tensor, Tensor, torch.Size], Tensor | None]
-"""Called with the group, the state after the step, the gradient, the weight before the step, and the parameter's shape;
-all but the shape in the elements that are looked at. None where these are too few."""
+
+class Taken(NamedTuple):
+    """A step of one parameter, in the elements that are looked at.
+
+    Attributes:
+        group: The settings.
+        state: The state after the step.
+        gradient: The gradient.
+        weight: The weight before the step.
+        shape: The parameter's shape.
+    """
+
+    group: Mapping[str, Any]
+    state: Mapping[str, Any]
+    gradient: Tensor
+    weight: Tensor
+    shape: torch.Size
+
+    @property
+    def decay(self) -> Tensor:
+        """The weight decay that is added, to the gradient or, decoupled, to the step."""
+        return self.group["weight_decay"] * self.weight
+
+    @property
+    def decayed(self) -> Tensor:
+        """The gradient that is descended, with weight decay."""
+        return (-self.gradient if self.group["maximize"] else self.gradient) + self.decay
 
 
-def rule_of(optimizer: Optimizer) -> Rule | None:
+def rule_of(optimizer: Optimizer) -> Callable[[Taken], Tensor | None] | None:
     """Return the rule of an optimizer of these classes, or of a subclass, which may do something else."""
     return next((rule for kind, rule in _RULES.items() if isinstance(optimizer, kind)), None)
 
 
-def _adam(
-    group: Mapping[str, Any], state: Mapping[str, Any], gradient: Tensor, weight: Tensor, shape: torch.Size
-) -> Tensor:
-    del gradient, shape
+def _adam(taken: Taken) -> Tensor:
+    group, state = taken.group, taken.state
     first, second = ((1 - beta ** state["step"]) for beta in group["betas"])
     squares = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
     step = state["exp_avg"] / first / ((squares / second).sqrt() + group["eps"])
-    return step + group["weight_decay"] * weight if group["decoupled_weight_decay"] else step
+    return step + taken.decay if group["decoupled_weight_decay"] else step
 
 
-def _sgd(
-    group: Mapping[str, Any], state: Mapping[str, Any], gradient: Tensor, weight: Tensor, shape: torch.Size
-) -> Tensor:
-    del shape
-    gradient = _decayed(group, gradient, weight)
-    if not group["momentum"]:
-        return gradient
-    mean = state["momentum_buffer"]
-    return gradient + group["momentum"] * mean if group["nesterov"] else mean
+def _sgd(taken: Taken) -> Tensor:
+    momentum = taken.group["momentum"]
+    if not momentum:
+        return taken.decayed
+    mean = taken.state["momentum_buffer"]
+    return taken.decayed + momentum * mean if taken.group["nesterov"] else mean
 
 
-def _rmsprop(
-    group: Mapping[str, Any], state: Mapping[str, Any], gradient: Tensor, weight: Tensor, shape: torch.Size
-) -> Tensor:
-    del shape
+def _rmsprop(taken: Taken) -> Tensor:
+    group, state = taken.group, taken.state
     if group["momentum"] > 0:
         return state["momentum_buffer"]
     squares = state["square_avg"] - state["grad_avg"].square() if group["centered"] else state["square_avg"]
-    return _decayed(group, gradient, weight) / (squares.sqrt() + group["eps"])
+    return taken.decayed / (squares.sqrt() + group["eps"])
 
 
-def _muon(
-    group: Mapping[str, Any], state: Mapping[str, Any], gradient: Tensor, weight: Tensor, shape: torch.Size
-) -> Tensor | None:
-    if weight.numel() != shape.numel():
+def _muon(taken: Taken) -> Tensor | None:
+    group, (rows, columns) = taken.group, taken.shape
+    if taken.weight.numel() != rows * columns:
         return None  # an orthogonalisation needs the whole matrix
-    mean = state["momentum_buffer"]
-    mean = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
-    matrix = mean.view(shape).bfloat16()
-    matrix = matrix.T if shape[0] > shape[1] else matrix
+    mean = taken.state["momentum_buffer"]
+    mean = taken.gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+    matrix = mean.view(rows, columns).bfloat16()
+    matrix = matrix.T if rows > columns else matrix
     matrix = matrix / matrix.norm().clamp(min=group["eps"])
     a, b, c = group["ns_coefficients"]
     for _ in range(group["ns_steps"]):
         gram = matrix @ matrix.T
         matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
-    matrix = matrix.T if shape[0] > shape[1] else matrix
-    if group["adjust_lr_fn"] == "match_rms_adamw":
-        ratio = 0.2 * math.sqrt(max(shape))
-    else:
-        ratio = math.sqrt(max(1, shape[0] / shape[1]))
-    return ratio * matrix.reshape(-1).to(weight.dtype) + group["weight_decay"] * weight
+    matrix = matrix.T if rows > columns else matrix
+    by_size = 0.2 * math.sqrt(max(rows, columns)), math.sqrt(max(1, rows / columns))
+    ratio = by_size[group["adjust_lr_fn"] != "match_rms_adamw"]
+    return ratio * matrix.reshape(-1).to(taken.weight.dtype) + taken.decay
 
 
-def _decayed(group: Mapping[str, Any], gradient: Tensor, weight: Tensor) -> Tensor:
-    return (-gradient if group["maximize"] else gradient) + group["weight_decay"] * weight
-
-
-_RULES: dict[type[Optimizer], Rule] = {Adam: _adam, SGD: _sgd, RMSprop: _rmsprop, Muon: _muon}
+_RULES: dict[type[Optimizer], Callable[[Taken], Tensor | None]] = {
+    Adam: _adam,
+    SGD: _sgd,
+    RMSprop: _rmsprop,
+    Muon: _muon,
+}

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gradguard.distributed.placements import local_part
 from gradguard.monitoring.judge.detectors.update_sizes import ELEMENTS
 from gradguard.monitoring.observe.measure import Norms, every_so_many, gradient_norms
-from gradguard.monitoring.observe.step_rules import rule_of
+from gradguard.monitoring.observe.step_rules import Taken, rule_of
 from gradguard.tensors.layout import flat, is_dense
 
 SHARE = 0.01
@@ -25,9 +25,9 @@ SHARE = 0.01
 FREE = 0.1
 """Seconds of them that no share limits."""
 
-OF_RULE, ROUNDING, APART = 8, 0.01, 0.05
-"""The most tensors of which the step is compared with the optimizer's rule, the share of a step, or of what the rule
-makes, by which rounding may change it, and how far the factor between them is from 1 where it is told."""
+RULE_EVERY, OF_RULE, ROUNDING = 8, 3, 0.01
+"""How often a step is compared with the optimizer's rule, the most tensors that are, and the share of a step, or of
+what the rule makes, by which rounding may change it."""
 
 _ORDINARY = (Tensor, Parameter)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -44,7 +44,7 @@ class Moved:
         sizes: How many elements there are.
         rates: The learning rate of each group of the optimizer.
         over_rule: The step over what the rule of the optimizer makes of its state and gradients, where these
-            are one factor times each other that is not 1; else NaN, or None where the rule is not known.
+            are one factor times each other; else NaN, or None where that is not looked at.
     """
 
     update: Norms
@@ -61,12 +61,14 @@ class Moving:
     Args:
         optimizer: Whose step it is.
         parameters: Those that have a gradient, at least one.
+        step: How many steps of this optimizer came before.
     """
 
     @torch.no_grad()
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], step: int = 0) -> None:
         device = parameters[0].device
         self._optimizer, self._parameters = optimizer, parameters
+        self._rule = None if step % RULE_EVERY else rule_of(optimizer)
         self._samples = [_sample(p, device) for p in parameters]
         rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
         self._rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
@@ -91,7 +93,7 @@ class Moving:
 
     def _over_rule(self, changes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
         """Return the factor between what was done and what the rule makes, of tensors of the first group; else NaN."""
-        rule, group, rate = rule_of(self._optimizer), self._optimizer.param_groups[0], self._rates[0]
+        rule, group, rate = self._rule, self._optimizer.param_groups[0], self._rates[0]
         own = set(map(id, group["params"]))
         done, made, rounding = [], [], []
         for p, change, weight in zip(self._parameters, changes, weights, strict=True):
@@ -101,7 +103,7 @@ class Moving:
                 key: _sample(value, p.device) if isinstance(value, Tensor) and value.shape == p.shape else value
                 for key, value in self._optimizer.state[p].items()
             }
-            step = rule(group, state, _sample(p.grad, p.device), weight, p.shape)
+            step = rule(Taken(group, state, _sample(p.grad, p.device), weight, p.shape))
             if step is not None:
                 done.append(-change)
                 made.append(step.mul(rate))
@@ -113,7 +115,7 @@ class Moving:
         factor = torch.dot(done, made) / lengths[1].square()
         is_known = lengths[2] < ROUNDING * torch.minimum(*lengths[:2])
         is_one = torch.linalg.vector_norm(done - factor * made) < 2 * ROUNDING * lengths[0]
-        return torch.where(is_known & is_one & ((factor - 1).abs() > APART), factor, torch.nan)
+        return torch.where(is_known & is_one, factor, torch.nan)
 
 
 def _sample(parameter: Tensor, device: torch.device) -> Tensor:

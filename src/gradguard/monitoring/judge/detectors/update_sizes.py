@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from gradguard.monitoring.judge.findings import Episode, Kind, Lasting, Log, Words, said
-from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.findings import Kind, Lasting, Log, said
 from gradguard.monitoring.record.record_lines import Numbers
 from gradguard.threshold_rules import SortedWindow, upper_median_distance
 
@@ -44,9 +43,9 @@ AT_FLOOR, SAME, ABOVE, IS_ABOVE = 0.25, 0.002, 1.05, 0.15
 """The share of updates that have the smallest size to within `SAME`, and the share that is more than `ABOVE` times it,
 where a bound from below acts in place of one from above."""
 
-FACTORS, STEADY = 20, 0.02
-"""Measured steps in a row that are one factor times what the optimizer's rule makes, and how much the factor, or the
-factor over the learning rate, may vary in them."""
+APART, FACTORS, STEADY = 0.05, 6, 0.02
+"""How far from 1 the factor between a step and what the optimizer's rule makes may be; so many steps in a row where it
+is further; and how much the factor, or the factor over the learning rate, may vary in them."""
 
 ONLY_DECAY, IMPOSSIBLE, SHRUNK = 0.7, 1.25, 0.5
 """The share of a step that is weight decay, that from which on the learning rate of the group is not the one which acts
@@ -167,16 +166,18 @@ class Rule:
 
         Args:
             i: The step.
-            factor: The step over what the optimizer's rule makes, where that is another number than 1.
+            factor: The step over what the optimizer's rule makes, where they were compared and are proportional.
             rate: The learning rate.
         """
         if factor is None or not rate > 0:
+            return
+        if abs(factor - 1) < APART:
             self._factors.clear()
             return
         self._factors.append((factor, factor / rate))
         columns = zip(*self._factors, strict=True)
         if len(self._factors) == FACTORS and any(max(one) - min(one) < STEADY * abs(max(one)) for one in columns):
-            self._tell("factor", i, factor=factor)
+            self._tell(FACTOR, i, factor)
 
     def tensors(self, i: int, line: dict[str, Any], rate: float | None, gradient: float) -> None:
         """Follow a line with the update of each tensor.
@@ -198,9 +199,9 @@ class Rule:
         self._followed += 1
         if len(self._lines) >= LINES and self._followed % _LINES_BETWEEN == 0:
             if self._is_one_length():
-                self._tell("one length", i)
+                self._tell(ONE_LENGTH, i)
             elif (floor := self._floor()) is not None:
-                self._tell("floor", i, factor=floor)
+                self._tell(FLOOR, i, floor)
 
     def _rate(self, place: int, rates: Numbers) -> float:
         group = self._params[place].get("group") or 0
@@ -254,9 +255,9 @@ class Rule:
         new = self._decays.follow(i, places)
         self._decays.begin(DECAY, i, new, share=min(1.0, max((shares[place] for place in new), default=0.0)))
 
-    def _tell(self, which: str, i: int, **numbers: float) -> None:
+    def _tell(self, kind: Kind, i: int, size: float = 0.0) -> None:
         if self._log.goes_on("rule", i) is None:
-            self._log.begin("rule", RULE, i, i, text=which, numbers=numbers)
+            self._log.begin("rule", kind, i, i, numbers={"size": size})
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -267,20 +268,6 @@ def _spread(values: Sequence[float]) -> float:
 def _deviation(values: Sequence[float]) -> float:
     mean = statistics.fmean(values)
     return math.sqrt(statistics.fmean([(value - mean) ** 2 for value in values]))  # `pstdev` adds fractions
-
-
-def _rule(found: Episode) -> Words:
-    factor = number(found.numbers.get("factor", 0.0))
-    if found.text == "one length":
-        message = "all updates of a step together have one length on every step, whatever the gradients are"
-        advice = "a clip divides the update by its own norm: clip the gradients that the optimizer gets instead"
-    elif found.text == "floor":
-        message = f"updates have a root mean square of {factor} times the learning rate or more, and never less"
-        advice = "a clip of updates is inverted: it makes small ones larger; divide by max(1, rms / threshold)"
-    else:
-        message = f"each step is {factor} times what the optimizer's rule makes of its learning rate and gradients"
-        advice = "the learning rate is multiplied in twice, or a clip divides each update by its own norm"
-    return "warning", message, advice
 
 
 SPIKE = Kind(
@@ -306,7 +293,23 @@ LOGITS_GROW = Kind(
     value="largest",
     confidence="medium",
 )
-RULE = Kind("update_rule", _rule, of_layers=True)
+ONE_LENGTH, FLOOR, FACTOR = (
+    Kind("update_rule", said("warning", message, advice), of_layers=True)
+    for message, advice in (
+        (
+            "all updates of a step together have one length on every step, whatever the gradients are",
+            "a clip divides the update by its own norm: clip the gradients that the optimizer gets instead",
+        ),
+        (
+            "updates have a root mean square of {size} times the learning rate or more, and never less",
+            "a clip of updates is inverted: it makes small ones larger; divide by max(1, rms / threshold)",
+        ),
+        (
+            "each step is {size} times what the optimizer's rule makes of its learning rate and gradients",
+            "the learning rate is multiplied in twice, or a clip divides each update by its own norm",
+        ),
+    )
+)
 DECAY = Kind(
     "update_rule",
     said(
@@ -317,4 +320,4 @@ DECAY = Kind(
     value="share",
     of_layers=True,
 )
-KINDS = (SPIKE, RULE, LOGITS_GROW)
+KINDS = (SPIKE, DECAY, LOGITS_GROW)
