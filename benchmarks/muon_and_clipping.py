@@ -1,4 +1,4 @@
-"""What each way of clipping does to runs under Muon and AdamW: eight small scenarios, six columns. Prints a table.
+"""What each way of clipping does to runs under Muon and AdamW: eight small scenarios, seven columns. Prints a table.
 
 python benchmarks/muon_and_clipping.py [--seeds 3] [--scenarios NAME ...]
 python benchmarks/muon_and_clipping.py --scenarios "a loud embedding" "a quiet matrix" "one batch in ten is bad"
@@ -11,6 +11,8 @@ those within 2 % of it, or within the spread of the best over seeds, are marked 
 
     none            no clip
     all             one norm over the gradients of the whole model, threshold 1.0
+    sensitive       one norm over the gradients of the groups whose step depends on their size, as
+                    `scale_sensitive_groups` measures: of Muon and AdamW none, so that nothing is clipped
     AdamW only      one norm over the gradients of AdamW, threshold 1.0; Muon's are left alone
     per tensor      AdaGC on both, without its global threshold at the start: each tensor against its own past
     update          ClipUpdate with ClipByRMS(1.0) on both: what a step does to the weights
@@ -220,9 +222,15 @@ def of_each(rule: Callable[[Optimizer], object], kinds: type | tuple[type, ...] 
     return attach
 
 
+def clip_of_sensitive(one: Optimizer) -> object:
+    groups = gg.scale_sensitive_groups(one)
+    return gg.Guard(one, gg.Groups([(groups, gg.ClipByGlobalNorm(1.0))], rest=None)) if groups else None
+
+
 COLUMNS: dict[str, Callable[[nn.Module, list[Optimizer]], object]] = {
     "none": lambda model, optimizers: None,
     "all": clip_of_all,
+    "sensitive": of_each(clip_of_sensitive),
     "AdamW only": of_each(lambda one: gg.Guard(one, gg.ClipByGlobalNorm(1.0)), AdamW),
     "per tensor": of_each(lambda one: gg.Guard(one, gg.AdaGC(absolute=math.inf))),
     "update": of_each(lambda one: gg.ClipUpdate(one)),

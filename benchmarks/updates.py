@@ -10,8 +10,8 @@ the last 50 (1.3 times under `logits`).
              whose loss breaks. How many steps before that an `update_spike` was told
     healthy  the eight scenarios of `muon_and_clipping.py` without a clip, five seeds each: what was told of updates
              while a run went on, and what stands as a warning on its page, which knows the whole run
-    rules    updates that are not what their rule makes of gradients, the two public bugs first, each beside its twin
-    limits   faults of updates that are not told under every schedule of the learning rate: in how many runs they are
+    rules    updates that are not what their rule makes of gradients, the two public bugs first, each beside its twin,
+             at a learning rate that is constant after a warm-up; the next to last is one that is not told
     price    a GPT of 10.8 million parameters: processor time of a step that measures its update over one that does not
     logits   Muon moves queries and keys too far, the first ten seeds whose loss breaks: whether `logits_grow` was told
              50 steps before or more; and ten healthy twins
@@ -153,6 +153,19 @@ class Adafactor(Optimizer):
                 p -= group["lr"] * update / self.clip(update.square().mean().sqrt())
 
 
+class WithMomentum(Adafactor):
+    """Takes a running mean of the updates that its clip returns."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        own = [p for group in self.param_groups for p in group["params"]]
+        before = [p.clone() for p in own]
+        super().step(closure)
+        for p, start in zip(own, before, strict=True):
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p - start, 0.1)
+            p.copy_(start + mean)
+
+
 def twice(kind: type[Optimizer]) -> Any:
     class Twice(kind):  # type: ignore[misc, valid-type]
         """Multiplies by the learning rate where it makes the update, and again where it subtracts it."""
@@ -185,6 +198,9 @@ RULES: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "AdamW": lambda m: [AdamW(m.parameters(), lr=5e-3, weight_decay=0.1)],
     "the learning rate twice, SGD": lambda m: [twice(torch.optim.SGD)(m.parameters(), lr=0.1, momentum=0.9)],
     "SGD": lambda m: [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)],
+    "an inverted clip of updates in front of a momentum": lambda m: [
+        WithMomentum(m.parameters(), 5e-3, lambda rms: rms.clamp(max=1.0))
+    ],
     "weight decay of 20, AdamW": lambda m: [AdamW(m.parameters(), lr=1e-3, weight_decay=20.0)],
 }
 
@@ -193,49 +209,10 @@ def rules(_: int) -> None:
     print("| optimizer | told on step | words |\n|---|---|---|")
     for name, make in RULES.items():
         model, loss = language(0)
-        _, events = trained(model, make(model), loss, 300, cosine(300))
+        _, events = trained(model, make(model), loss, 300, warm_up)
         told = next((one for one in events if one["kind"] == "update_rule"), None)
         print(f"| {name} | {told['i'] if told else ''} | {told['message'] if told else 'none'} |", flush=True)
     print()
-
-
-SCHEDULES: dict[str, Callable[[int], float]] = {
-    "warm-up, then constant": warm_up,
-    "cosine to a hundredth": cosine(300),
-    "cosine to a fifth": lambda step: 0.2 + 0.8 * cosine(300)(step),
-}
-
-
-class WithMomentum(Adafactor):
-    """Takes a running mean of the updates that its clip returns."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        own = [p for group in self.param_groups for p in group["params"]]
-        before = [p.clone() for p in own]
-        super().step(closure)
-        for p, start in zip(own, before, strict=True):
-            mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p - start, 0.1)
-            p.copy_(start + mean)
-
-
-def limits(seeds: int) -> None:
-    print("| fault | schedule | runs | told in |\n|---|---|---|---|")
-    faults: dict[str, Callable[[nn.Module], Optimizer]] = {
-        "the learning rate twice, AdamW": lambda m: twice(AdamW)(m.parameters(), lr=5e-3),
-        "the learning rate twice, SGD": lambda m: twice(torch.optim.SGD)(m.parameters(), lr=0.1, momentum=0.9),
-        "an inverted clip of updates in front of a momentum": lambda m: WithMomentum(
-            m.parameters(), 5e-3, lambda rms: rms.clamp(max=1.0)
-        ),
-    }
-    for fault, make in faults.items():
-        for words, schedule in SCHEDULES.items():
-            told = 0
-            for seed in range(seeds):
-                model, loss = language(seed)
-                events = trained(model, [make(model)], loss, 300, schedule)[1]
-                told += first(events, "update_rule") is not None
-            print(f"| {fault} | {words} | {seeds} | {told} |", flush=True)
 
 
 def of_logits(seed: int, rate: float, normalised: bool) -> tuple[list[float], list[Event]]:
@@ -309,7 +286,6 @@ PARTS: dict[str, Callable[[int], None]] = {
     "healthy": healthy,
     "rules": rules,
     "logits": logits,
-    "limits": limits,
     "price": price,
 }
 

@@ -32,6 +32,7 @@ _PUBLIC = {  # the module that holds them: public names
     "gradguard.clip.thresholds.median": "ClipByMedian",
     "gradguard.clip.thresholds.zclip": "ZClip",
     "gradguard.clip.update": "ClipUpdate",
+    "gradguard.clip.update_size": "scale_sensitive_groups",
     "gradguard.monitoring.observe.monitor": "Monitor",
     "gradguard.monitoring.observe.watch": "watch",
     "gradguard.parity.save": "save_gradients",

@@ -40,6 +40,7 @@ from gradguard.clip.thresholds.clip_fraction import ClipFraction as ClipFraction
 from gradguard.clip.thresholds.median import ClipByMedian as ClipByMedian
 from gradguard.clip.thresholds.zclip import ZClip as ZClip
 from gradguard.clip.update import ClipUpdate as ClipUpdate
+from gradguard.clip.update_size import scale_sensitive_groups as scale_sensitive_groups
 from gradguard.monitoring.observe.monitor import Monitor as Monitor
 from gradguard.monitoring.observe.watch import watch as watch
 from gradguard.parity.save import save_gradients as save_gradients
@@ -107,6 +108,7 @@ __all__ = [
     "results",
     "rules",
     "save_gradients",
+    "scale_sensitive_groups",
     "testing",
     "watch",
 ]

@@ -183,14 +183,22 @@ def test_weights_whose_gradients_have_another_dtype():
     assert torch.equal(second.detach(), torch.full((8,), 1 - 0.3 * 0.7, dtype=torch.bfloat16))
 
 
-def test_float16_updates_of_a_small_rate_do_not_overflow():
+@pytest.mark.parametrize("rule", [gg.ClipByRMS, gg.ClipByValue, lambda bound: gg.ClipByGlobalNorm(2 * bound)])
+def test_float16_updates_beyond_65504_rates_are_clipped_as_others(rule):
     weight = nn.Parameter(torch.zeros(4, dtype=torch.float16))
     optimizer = torch.optim.SGD([weight], lr=1e-4)
-    update = gg.ClipUpdate(optimizer)
-    weight.grad = torch.full_like(weight, 60000.0)  # an update of 6, which is 60,000 rates
+    update = gg.ClipUpdate(optimizer, rule(1000.0))
+
+    def leap(optimizer, *_):
+        weight.data.sub_(80.0)  # 800,000 rates: a number that float16 does not have
+
+    optimizer.register_step_pre_hook(leap)
+    weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    torch.testing.assert_close(weight, torch.full_like(weight, -1e-4), rtol=2e-3, atol=0)
+    torch.testing.assert_close(weight, torch.full_like(weight, -0.1), rtol=2e-3, atol=0)
     assert not bool(update.last.nonfinite)
+    assert float(update.last.norm) == pytest.approx(2 * 8e5, rel=1e-3)
+    assert weight.grad.dtype == weight.grad_dtype == torch.float16
 
 
 def test_the_scheduler_s_rate_of_each_step_counts():

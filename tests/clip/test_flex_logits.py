@@ -1,10 +1,11 @@
-"""`LogitWatch` on FlexAttention, whose kernel tells the largest logit: against logits by hand."""
+"""`LogitWatch` and `QKClip` on FlexAttention, whose kernel tells the largest logit: against logits by hand."""
 
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from attentions import KINDS, PROJECTIONS, WIDTH, largest_logits, rescale
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -62,6 +63,7 @@ class Attention(nn.Module):
 def _trained_on_a_cpu(monkeypatch):
     """Torch refuses the backward of FlexAttention on a CPU, where code that is not compiled to kernels has one."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    torch.compiler.reset()  # which compiles a function anew only so many times
 
 
 def batch(seed=0):
@@ -154,8 +156,55 @@ def test_logits_that_do_not_change_and_empty_batches_are_not_seen():
     assert watch.max_logits == {}
 
 
-def test_qk_clip_refuses_it():
-    model = made()
+@pytest.mark.parametrize("score_mod", [with_a_slope, capped])
+def test_qk_clip_refuses_a_score_mod(score_mod):
+    model = made(score_mod=score_mod)
     gg.QKClip(torch.optim.SGD(model.parameters(), 0.1), model)
-    with pytest.raises(UnsupportedGradientError, match=r"0 was trained, and no call of .*FlexAttention"):
+    with pytest.raises(UnsupportedGradientError, match="1 calls flex_attention with a score_mod"):
         model(batch())
+
+
+def with_flex(kind, attend):
+    """An attention of `attentions.py` that calls FlexAttention, behind a block mask where it is causal."""
+    attention = KINDS[kind]()
+    mask = create_block_mask(causal, None, None, 6, 6, device="cpu") if attention.settings.get("is_causal") else None
+
+    def forward(x):
+        more = {key: attention.settings[key] for key in ("scale", "enable_gqa") if key in attention.settings}
+        made = attend(*(one.contiguous() for one in attention.vectors(x)), block_mask=mask, **more)
+        return made.transpose(1, 2).flatten(2)
+
+    attention.forward = forward
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("kind", "attend"),
+    [("separate, causal", "eager"), ("one key head", "eager"), ("fused and grouped", "compiled"), ("latent", "eager")],
+)
+def test_qk_clip_is_that_of_the_published_rule(kind, attend):
+    torch.manual_seed(0)
+    model, twin, clipped = with_flex(kind, ATTEND[attend]()), KINDS[kind]().double(), 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 2 / math.sqrt(WIDTH))
+    told = {"": PROJECTIONS["latent"]} if kind == "latent" else None
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    clip = gg.QKClip(optimizer, model, 0.5, projections=told)
+    for step in range(3):
+        x = torch.randn(3, 6, WIDTH, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        made = model(x)
+        (made * torch.linspace(-1, 1, made.shape[-1])).sum().backward()
+        twin.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+        largest = largest_logits(twin, x.double())
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                q.sub_(0.01 * p.grad.double())
+        optimizer.step()
+        rescale(twin, largest, 0.5, 0.5)
+        torch.testing.assert_close(clip.last[""], largest, rtol=1e-6, atol=0)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.double(), q, rtol=1e-6, atol=1e-7)
+        clipped += int((largest > 0.5).sum())
+    assert clipped > 0, "a case that clips nothing shows nothing"

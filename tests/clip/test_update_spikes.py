@@ -7,6 +7,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gradguard as gg
+from gradguard.errors import InvalidTypeError
 
 WARMUP = 12
 
@@ -201,3 +202,50 @@ def test_under_a_loss_scale_the_signal_is_that_of_the_unscaled_step(fused):
             torch.testing.assert_close(spikes.detector.state["history"][-1, seed], moved, rtol=1e-6, atol=0)
     assert guard.last_skip == "spike"
     assert moved == 0
+
+
+class Mixed(torch.optim.Optimizer):
+    """Two rules in one optimizer, by a setting of the group."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * (p.grad.sign() if group["by_sign"] else p.grad))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_sensitive"),
+    [
+        ("SGD", True),
+        ("ASGD", True),
+        *((name, False) for name in ("Adam", "AdamW", "NAdam", "Adafactor", "RMSprop", "Muon")),
+    ],
+)
+@pytest.mark.parametrize("rate", [1e-3, 0.0])
+def test_groups_whose_step_depends_on_the_size_of_gradients_are_measured(name, is_sensitive, rate):
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    optimizer = getattr(torch.optim, name)([weight], lr=rate, weight_decay=0.1)
+    before = weight.detach().clone()
+    assert gg.scale_sensitive_groups(optimizer) == (optimizer.param_groups if is_sensitive else [])
+    assert torch.equal(weight, before)
+    assert weight.grad is None
+    assert not optimizer.state
+
+
+def test_a_clip_acts_on_the_groups_that_were_measured_alone():
+    one, other = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    optimizer = Mixed([{"params": [one], "by_sign": True}, {"params": [other], "by_sign": False}], {"lr": 1.0})
+    (group,) = groups = gg.scale_sensitive_groups(optimizer)
+    assert group["params"] == [other]
+    gg.Guard(optimizer, gg.Groups([(groups, gg.ClipByGlobalNorm(1.0))], rest=None))
+    one.grad, other.grad = torch.full((4,), 50.0), torch.full((4,), 50.0)
+    optimizer.step()
+    torch.testing.assert_close(one.grad, torch.full((4,), 50.0))
+    torch.testing.assert_close(other.detach(), torch.full((4,), -0.5))
+
+
+def test_an_optimizer_that_cannot_be_stepped_on_a_copy_is_refused():
+    optimizer = torch.optim.LBFGS([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(InvalidTypeError, match="a step of this LBFGS on a copy of one tensor is not possible"):
+        gg.scale_sensitive_groups(optimizer)

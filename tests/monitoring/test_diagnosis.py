@@ -425,8 +425,8 @@ CASES = {
         "healthy", "losses were not judged"),
     "a learning rate that is multiplied in twice": (
         changed(run(falling(), lr=[0.1 * 0.99**i for i in range(COUNT)]),
-                lambda step: step.update(update=0.1 * step["lr"] ** 2)),
-        "update_rule", "square of the learning rate.*multiplied in twice"),
+                lambda step: step.update(update=0.1 * step["lr"] ** 2, over_rule=step["lr"])),
+        "update_rule", "what the optimizer's rule makes.*multiplied in twice"),
     "micro-batches summed, and numbers that were lost at once": (
         lost(run([2.0, 5.0, 20.0, *flat(397, 3.0)], backwards=8), 4), "accumulation", "8 micro-batches"),
 }  # fmt: skip

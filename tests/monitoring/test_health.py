@@ -164,8 +164,8 @@ FAULTS = [
         lambda i, place: math.sqrt(0.5 + 0.2 * math.sin(i) * (-1) ** place))),
     ("update_rule", "warning", "root mean square of 1.00 times the learning rate or more, and never less", updating(
         lambda i, place: max(1.0, 1 + 0.3 * math.sin(1.7 * i + place)))),
-    ("update_rule", "warning", "updates follow the square of the learning rate", run(steps=[
-        step | {"lr": 0.1 * 0.99 ** step["i"], "update": 1e-3 * 0.98 ** step["i"]} for step in steps_of(CALM)])),
+    ("update_rule", "warning", "each step is 0.150 times what the optimizer's rule makes of its learning rate", run(
+        steps=[step | {"lr": 0.1, "update": 1e-3, "over_rule": 0.15} for step in steps_of(CALM)])),
     ("update_rule", "warning", "90 % of each step of layers.2.weight is weight decay, and the weights fall with it",
      updating(lambda i, place: 1.0, of_matrix=2)),
     ("logits_grow", "warning", "the largest attention logit grew from 2.20 to 96.4, in blocks.1.attn", run(steps=[

@@ -165,14 +165,17 @@ class Adafactor(torch.optim.Optimizer):
             p -= self.param_groups[0]["lr"] * update / self.clip(update.square().mean().sqrt())
 
 
-class Twice(torch.optim.SGD):
-    """The learning rate, twice."""
+def twice(kind):
+    """Multiplies by the learning rate twice."""
 
-    def step(self, closure=None):
-        (group,) = self.param_groups
-        rate, group["lr"] = group["lr"], 10 * group["lr"] ** 2
-        super().step(closure)
-        group["lr"] = rate
+    class Twice(kind):
+        def step(self, closure=None):
+            (group,) = self.param_groups
+            rate, group["lr"] = group["lr"], 10 * group["lr"] ** 2
+            super().step(closure)
+            group["lr"] = rate
+
+    return Twice
 
 
 def muon(parameters):
@@ -194,7 +197,7 @@ BROKEN = {
     "its twin": (lambda p: Adafactor(p, lambda rms: rms.clamp(min=1.0)), None),
     "an update divided by its norm": (by_norm, "one length on every step"),
     "Muon": (muon, None),
-    "the rate twice": (lambda p: Twice(p, lr=0.1), "the square of the learning rate"),
+    "the rate twice": (lambda p: twice(torch.optim.SGD)(p, lr=0.05), "times what the optimizer's rule makes"),
     "once": (lambda p: torch.optim.SGD(p, lr=0.1), None),
     "a decay of 30": (decayed(30.0), "is weight decay, and the weights fall with it"),
     "a decay of 0.1": (decayed(0.1), None),
@@ -212,6 +215,129 @@ def test_a_rule_that_is_broken_is_told_and_its_twin_is_not(name):
     told = [line["message"] for line in lines if line["t"] == "event" and line["kind"] == "update_rule"]
     assert len(told) == (words is not None), told
     assert words is None or words in told[0]
+
+
+KNOWN = {
+    "Adam": lambda kind, p: kind(torch.optim.Adam)(p, lr=1e-2, amsgrad=True, weight_decay=0.1, fused=True),
+    "AdamW": lambda kind, p: kind(torch.optim.AdamW)(p, lr=1e-2, weight_decay=1.0),
+    "AdamW, maximize": lambda kind, p: kind(torch.optim.AdamW)(p, lr=1e-2, maximize=True),
+    "SGD": lambda kind, p: kind(torch.optim.SGD)(p, lr=1e-2, weight_decay=0.1, maximize=True),
+    "SGD, momentum": lambda kind, p: kind(torch.optim.SGD)(p, lr=1e-2, momentum=0.9, dampening=0.2, fused=True),
+    "SGD, nesterov": lambda kind, p: kind(torch.optim.SGD)(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "RMSprop": lambda kind, p: kind(torch.optim.RMSprop)(p, lr=1e-2, centered=True, weight_decay=0.1),
+    "RMSprop, momentum": lambda kind, p: kind(torch.optim.RMSprop)(p, lr=1e-2, momentum=0.9),
+    "Muon": lambda kind, p: kind(torch.optim.Muon)([q for q in p if q.dim() == 2], lr=1e-2),
+    "Muon, plain": lambda kind, p: kind(torch.optim.Muon)(
+        [q for q in p if q.dim() == 2], lr=1e-2, nesterov=False, adjust_lr_fn="match_rms_adamw"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", [lambda i: 1.0, lambda i: 0.97**i], ids=["constant", "falling"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_step_that_is_a_factor_off_its_rule_is_told_at_any_schedule_and_its_twin_is_not(name, schedule):
+    def factors(kind):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        lines, *_ = watched(model, KNOWN[name](kind, list(model.parameters())), 48, rate=schedule)
+        steps = [line for line in lines if line["t"] == "step"]
+        compared = [step for step in steps if "over_rule" in step]
+        return [(step["lr"], step["over_rule"]) for step in compared], kinds(lines, "update_rule")
+
+    found, told = factors(twice)
+    assert told == ["update_rule"]
+    assert len(found) == 6
+    assert all(factor == pytest.approx(10 * rate, rel=0.01) for rate, factor in found)
+    found, told = factors(lambda kind: kind)
+    assert not told
+    assert [factor for _, factor in found] == pytest.approx([1.0] * 6, rel=1e-3)
+
+
+STOCK = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop"),
+    *("Rprop", "SGD"),
+)
+HEALTHY = {
+    **{name: lambda p, name=name: getattr(torch.optim, name)(p, lr=1e-3) for name in STOCK},
+    "Muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=1e-2),
+    "SGD, clipped": lambda p: gg.Guard(torch.optim.SGD(p, lr=0.1, momentum=0.9), gg.ClipByGlobalNorm(0.01)).optimizer,
+    "AdamW, clipped and fused": lambda p: gg.Guard(
+        torch.optim.AdamW(p, fused=True), gg.ClipByGlobalNorm(0.01)).optimizer,
+    "SGD, clipped and fused": lambda p: gg.Guard(
+        torch.optim.SGD(p, lr=0.1, fused=True), gg.ClipByGlobalNorm(0.01)).optimizer,
+    "AdamW, its update clipped": lambda p: gg.ClipUpdate(torch.optim.AdamW(p, lr=1e-2)).optimizer,
+    "two groups": lambda p: torch.optim.AdamW([{"params": p[:2], "lr": 1e-2}, {"params": p[2:], "weight_decay": 1.0}]),
+}  # fmt: skip
+WAYS = ("plain", "closure", "scaler", "compiled", "bfloat16")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.sampled(30)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", HEALTHY)
+def test_no_step_of_a_healthy_run_is_said_to_break_its_rule(name, way):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    model = model.bfloat16() if way == "bfloat16" else model
+    optimizer = HEALTHY[name](list(model.parameters()))
+    lines, scaler = [], torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=7, enabled=way == "scaler")
+    torch.compiler.reset()
+    run = torch.compile(optimizer.step, backend="eager") if way == "compiled" else optimizer.step
+    with gg.Monitor(optimizer, lines.append, model=model):
+        for i in range(60):
+
+            def closure(i=i):
+                optimizer.zero_grad()
+                loss = default_loss(model, i)
+                scaler.scale(loss).backward()
+                return loss
+
+            if name == "LBFGS" or way == "closure":
+                optimizer.step(closure)
+                continue
+            closure()
+            if way == "scaler":
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                run()
+    assert sum(line["t"] == "step" for line in lines) == 60
+    assert all(line.get("over_rule", 1.0) == pytest.approx(1.0, abs=0.02) for line in lines if "clipped" not in name)
+    assert not kinds(lines, "update_rule", "observer_failed")
+
+
+def test_no_step_with_sparse_gradients_is_said_to_break_its_rule():
+    model = nn.Embedding(30, 4, sparse=True)
+    for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SparseAdam(model.parameters())):
+        lines, *_ = watched(model, optimizer, 30, loss=lambda model, i: model(torch.tensor([i % 30, 2])).square().sum())
+        assert not kinds(lines, "update_rule", "observer_failed")
+
+
+class Cautious(torch.optim.AdamW):
+    """Another rule than its parent's, on purpose: elements whose update turns against the gradient stay."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        before = [p.clone() for p in self.param_groups[0]["params"]]
+        super().step(closure)
+        for p, was in zip(self.param_groups[0]["params"], before, strict=True):
+            p.copy_(torch.where((was - p) * p.grad > 0, p, was))
+
+
+class WithoutState(torch.optim.Adam):
+    """Another state than its parent's."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(0.1 * self.param_groups[0]["lr"] * p.grad)
+
+
+@pytest.mark.parametrize("kind", [Cautious, WithoutState])
+def test_nothing_is_claimed_of_a_subclass_with_a_rule_of_its_own(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    lines, *_ = watched(model, kind(model.parameters(), lr=1e-2), 60)
+    assert not kinds(lines, "update_rule", "observer_failed")
 
 
 # --- attention logits -------------------------------------------------------------------------------------------------

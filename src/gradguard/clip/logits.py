@@ -31,7 +31,7 @@ _BLOCK = 1 << 22
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of a call of `scaled_dot_product_attention`, apart from dropout.
+    """The arguments of a call of `scaled_dot_product_attention` or FlexAttention, apart from dropout.
 
     Attributes:
         query: Of shape (..., heads, L, E).
@@ -40,6 +40,8 @@ class AttentionCall(NamedTuple):
         mask: ``attn_mask``.
         causal: ``is_causal``.
         scale: The factor of the products.
+        told: The largest logit of each head, where the kernel tells it.
+        is_changed: Whether a ``score_mod`` makes something else of the products.
     """
 
     query: Tensor
@@ -48,6 +50,8 @@ class AttentionCall(NamedTuple):
     mask: Tensor | None
     causal: bool
     scale: float
+    told: Tensor | None = None
+    is_changed: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -55,7 +59,8 @@ class AttentionCall(NamedTuple):
         return not (self.query.numel() and self.key.numel())
 
 
-def call_of(
+def _call_of(
+    attention: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -65,12 +70,18 @@ def call_of(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionCall:
-    """Return the arguments of a call.
+    """Return the arguments of a call of `scaled_dot_product_attention`.
 
     Raises:
-        UnsupportedGradientError: If they are nested tensors or DTensors.
+        UnsupportedGradientError: If it is not torch's own function, or gets nested tensors or parts of the sequence.
     """
     del dropout_p, enable_gqa  # which shapes tell
+    if not isinstance(attention, BuiltinFunctionType):
+        raise UnsupportedGradientError(
+            "torch.nn.functional.scaled_dot_product_attention was replaced by a function of "
+            f"{getattr(attention, '__module__', None)}, as context_parallel does, where queries and keys are parts "
+            "of the sequence: the largest logit is not known. Attend without it, or detach() the watch."
+        )
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if query.is_nested or key.is_nested or any_sharded([query, key, attn_mask]):
         raise UnsupportedGradientError(
@@ -89,14 +100,16 @@ def largest_logits(call: AttentionCall, exact: bool = True) -> Tensor:
 
     Args:
         call: The call.
-        exact: Whether to compute it, a block of queries after the other, in float32 (float64 from float64);
-            otherwise the bound :math:`\max_b |s| \max_i \lVert q_{bhi} \rVert \max_j \lVert k_{bhj} \rVert`, of all
-            positions.
+        exact: Whether to compute it, a block of queries after the other, in float32 (float64 from float64), where the
+            kernel has not told it; otherwise the bound
+            :math:`\max_b |s| \max_i \lVert q_{bhi} \rVert \max_j \lVert k_{bhj} \rVert`, of all positions.
 
     Returns:
         One number for each head; one for all where a query has less than four dimensions, which do not tell heads
         from a batch. An additive mask counts as masked where it is -1e4 or less, and adds nothing elsewhere.
     """
+    if call.told is not None:
+        return call.told
     wide = torch.float64 if call.query.dtype == torch.float64 else torch.float32
     with torch.autocast(call.query.device.type, enabled=False), full_float32("product"):
         query, key = call.query.to(wide) * call.scale, call.key.to(wide)
@@ -141,12 +154,12 @@ class _Stack(threading.local):
 
     Attributes:
         open: The modules, outermost first: who listens, name, if in training, what ends listening.
-        largest: The largest logits of calls of FlexAttention that have not been told yet; None where it cannot tell.
+        waiting: Calls of FlexAttention that have not been told yet.
     """
 
     def __init__(self) -> None:
         self.open: list[tuple[AttentionListener, str, bool, Callable[[], None]]] = []
-        self.largest: list[Tensor | None] = []
+        self.waiting: list[tuple[Any, ...]] = []
 
 
 _running = _Stack()
@@ -163,16 +176,10 @@ class AttentionListener:
     Args:
         model: The model.
         heard: Called with the names of the modules that are running, the outermost first, and the call.
-        heard_largest: Called with these names and the largest logit of each head, for a call of FlexAttention.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        heard: Callable[[Sequence[str], AttentionCall], None],
-        heard_largest: Callable[[Sequence[str], Tensor], None] | None = None,
-    ) -> None:
-        self._heard, self._heard_largest = heard, heard_largest
+    def __init__(self, model: nn.Module, heard: Callable[[Sequence[str], AttentionCall], None]) -> None:
+        self._heard = heard
         self._hooks: list[RemovableHandle] = []
         for name, module in model.named_modules():
             if not _never_attends(module):
@@ -188,64 +195,41 @@ class AttentionListener:
     @never_compiled
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         del args
-        _tell_largest()
+        tell_waiting()
         _running.open.append((self, name, module.training, once(_attention.use(), _flex_attention.use())))
 
     @never_compiled
     def _leave(self, name: str, module: nn.Module, args: Any, result: Any) -> None:
         del module, args, result
         try:
-            _tell_largest()  # may refuse a kernel that does not tell
+            tell_waiting()  # may refuse a kernel that does not tell
         finally:
             places = [i for i, one in enumerate(_running.open) if one[:2] == (self, name)]
             if places:  # else another hook raised before this module was entered
                 *_, end = _running.open.pop(places[-1])
                 end()
 
-    def tell(self, attention: Callable[..., Tensor], args: Any, kwargs: Any) -> None:
-        """Tell a call of ``attention`` that is made now.
+    def tell(self, call_in: Callable[[str], AttentionCall]) -> None:
+        """Tell a call that the innermost module of the model makes, unless that is in eval mode.
 
-        Raises:
-            UnsupportedGradientError: If it is not torch's own function, or is called with parts of the sequence.
+        Args:
+            call_in: Returns the call, or raises, with the name of that module.
         """
-        names = self._names_in_training()
-        if not (names and torch.is_grad_enabled()):
-            return
-        if not isinstance(attention, BuiltinFunctionType):
-            raise UnsupportedGradientError(
-                "torch.nn.functional.scaled_dot_product_attention was replaced by a function of "
-                f"{getattr(attention, '__module__', None)}, as context_parallel does, where queries and keys are parts "
-                "of the sequence: the largest logit is not known. Attend without it, or detach() the watch."
-            )
-        self._heard(names, call_of(*args, **kwargs))
-
-    def tell_largest(self, largest: Tensor | None) -> None:
-        """Tell the largest logit of each head of a call of FlexAttention; None if its kernel cannot tell.
-
-        Raises:
-            UnsupportedGradientError: If it cannot tell.
-        """
-        names = self._names_in_training()
-        if self._heard_largest is None or not names:
-            return
-        if largest is None:
-            raise UnsupportedGradientError(
-                f"{names[-1] or 'the model'} calls flex_attention with the kernel 'FLASH' or on a device for which no "
-                "kernel of it tells the largest logit. Expected kernel_options without BACKEND='FLASH', or detach() "
-                "the watch."
-            )
-        self._heard_largest(names, largest)
-
-    def _names_in_training(self) -> Sequence[str]:
-        """Return the names of the modules of the model that run now; none if the innermost is in eval mode."""
         running = [one[1:3] for one in _running.open if one[0] is self]
-        return [name for name, _ in running] if running[-1][1] else ()
+        if running[-1][1]:
+            names = [name for name, _ in running]
+            self._heard(names, call_in(names[-1] or "the model"))
+
+
+def _tell(call_in: Callable[[str], AttentionCall]) -> None:
+    """Tell a call to those who listen to a module that is running."""
+    for listener in dict.fromkeys(one[0] for one in _running.open):
+        listener.tell(call_in)
 
 
 def _tell_and_attend(attention: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Attend, and tell the call to those who listen to a module that is running."""
-    for listener in dict.fromkeys(one[0] for one in _running.open):
-        listener.tell(attention, args, kwargs)
+    if torch.is_grad_enabled():
+        _tell(lambda _: _call_of(attention, *args, **kwargs))
     return attention(*args, **kwargs)
 
 
@@ -263,7 +247,14 @@ def _asking(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(replacement)
     def ask_and_attend(
-        query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any, scale: float, options: Any, *more: Any
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Any,
+        mask: Any,
+        scale: float,
+        options: Any,
+        *more: Any,
     ) -> Any:
         if not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad) and query.numel()):
             return attention(query, key, value, score_mod, mask, scale, options, *more)
@@ -271,7 +262,8 @@ def _asking(replacement: Callable[..., Any]) -> Callable[..., Any]:
         options = {**options, "OUTPUT_MAX": options["OUTPUT_MAX"] or tells}
         result = attention(query, key, value, score_mod, mask, scale, options, *more)
         largest = result[2].detach().amax((0, 2)) * math.log(2) if tells else None  # the kernel counts in powers of two
-        _running.largest.append(largest)
+        is_changed = score_mod.__name__ != "_identity"  # the name of what torch puts in place of None
+        _running.waiting.append((query.detach(), key.detach(), value.detach(), None, False, scale, largest, is_changed))
         return result
 
     return ask_and_attend
@@ -285,12 +277,24 @@ _flex_attention = Replacement(
 )
 
 
-def _tell_largest() -> None:
-    """Tell the calls of FlexAttention since the last module began or ended."""
-    told, _running.largest = _running.largest, []
-    for largest in told:
-        for listener in dict.fromkeys(one[0] for one in _running.open):
-            listener.tell_largest(largest)
+def tell_waiting() -> None:
+    """Tell the calls of FlexAttention since the last module began or ended.
+
+    Raises:
+        UnsupportedGradientError: If a kernel does not tell the largest logit.
+    """
+    waiting, _running.waiting = _running.waiting, []
+    for call in waiting:
+        _tell(functools.partial(_call_of_flex, AttentionCall(*call)))
+
+
+def _call_of_flex(call: AttentionCall, name: str) -> AttentionCall:
+    if call.told is None:
+        raise UnsupportedGradientError(
+            f"{name} calls flex_attention with the kernel 'FLASH' or on a device for which no kernel of it tells the "
+            "largest logit. Expected kernel_options without BACKEND='FLASH', or detach() the watch."
+        )
+    return call
 
 
 def _never_attends(module: nn.Module) -> bool:
@@ -365,7 +369,7 @@ class LogitWatch:
     def __init__(self, model: nn.Module, *, exact: bool = True) -> None:
         self._exact = exact
         self._largest: dict[str, Tensor] = {}
-        self._listener = AttentionListener(model, self._heard, self._join)
+        self._listener = AttentionListener(model, self._heard)
 
     @property
     def max_logits(self) -> dict[str, Tensor]:
@@ -381,11 +385,9 @@ class LogitWatch:
         self._listener.remove()
 
     def _heard(self, names: Sequence[str], call: AttentionCall) -> None:
-        if not call.is_empty:
-            self._join(names, largest_logits(call, self._exact))
-
-    def _join(self, names: Sequence[str], largest: Tensor) -> None:
-        known = self._largest.get(names[-1])
+        if call.is_empty:
+            return
+        largest, known = largest_logits(call, self._exact), self._largest.get(names[-1])
         tell_logits(names[-1], largest)
         if known is not None and known.shape != largest.shape:
             raise UnsupportedGradientError(

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from gradguard.arguments import check_number, check_whole
 from gradguard.clip.guard import check_hookable, guard_of
 from gradguard.clip.guard_counts import LateReader
-from gradguard.clip.logits import AttentionCall, AttentionListener, largest_logits
+from gradguard.clip.logits import AttentionCall, AttentionListener, largest_logits, tell_waiting
 from gradguard.distributed.placements import gradient_of, is_sharded, local_part, shard_like
 from gradguard.distributed.processes import largest_over, numbers_of_all
 from gradguard.errors import InvalidTypeError, InvalidValueError, UnsupportedGradientError
@@ -59,7 +59,8 @@ class QKClip:
       constant, so that one rescaling may come of it; a call in which the ratio differs is an error before its step.
     * On an accelerator these two are read without a wait: what they say is rescaled on no step, and the error comes at
       one of the next steps.
-    * An attention that calls `scaled_dot_product_attention` and is told by no projections is an error. So is a training
+    * An attention that calls `scaled_dot_product_attention` or `flex_attention` and is told by no projections is an
+      error. So is a training
       forward of a known attention that attends otherwise, at once, and a step with gradients of a weight of one of
       which no such forward was seen.
     * At each step weights must be those that were found, trained and plain, and in each forward layers; otherwise an
@@ -85,7 +86,9 @@ class QKClip:
     FSDP1, QK-norm, weight_norm,        an error that says so, as under ``context_parallel``
     spectral_norm, tied weights,
     frozen projections,
-    ``need_weights``, FlexAttention,
+    ``need_weights``, FlexAttention
+    with a ``score_mod`` or a kernel
+    that does not tell, as FLASH,
     ``add_bias_kv``, a second QKClip,
     a factor that is learned or
     depends on the length
@@ -416,6 +419,7 @@ class _Attention:
     @never_compiled
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         del args, result
+        tell_waiting()
         unheard = bool(self._outputs) if self.layers() else not self._heard
         self._outputs = []
         if not (module.training and torch.is_grad_enabled()):
@@ -425,10 +429,10 @@ class _Attention:
 
     def _refuse_unheard(self) -> NoReturn:
         raise UnsupportedGradientError(
-            f"{self.title} was trained, and no call of torch.nn.functional.scaled_dot_product_attention was seen in it "
-            "while it was in training mode: its logits are not known. Expected calls of that function (of "
-            "torch.nn.MultiheadAttention: need_weights=False), model.train(), and the QKClip attached before "
-            "torch.compile; FlexAttention and other kernels are not seen. Or leave it alone with "
+            f"{self.title} was trained, and no call of torch.nn.functional.scaled_dot_product_attention or "
+            "flex_attention was seen in it while it was in training mode: its logits are not known. Expected calls of "
+            "these functions (of torch.nn.MultiheadAttention: need_weights=False), model.train(), and the QKClip "
+            "attached before torch.compile; other kernels are not seen. Or leave it alone with "
             f"{self.left_alone}. {_NOTHING_DONE}."
         )
 
@@ -454,6 +458,12 @@ class _Attention:
             self.is_seen = True
             return
         self._require(call.query.dim() == 4, "attends with batch and heads in one dimension")
+        if call.is_changed:
+            raise UnsupportedGradientError(
+                f"{self.title} calls flex_attention with a score_mod: the largest logit is not that of its queries and "
+                "keys, and a rescaling of these need not lower it. Attend without it (a block_mask may stay), or leave "
+                f"the attention alone with {self.left_alone}. {_NOTHING_DONE}."
+            )
         layers, outputs = self.layers(), dict(kept)
         self._require(
             len(outputs) == len(layers) == len(kept),

@@ -55,17 +55,20 @@ class ClipUpdate:
     a rate that changes in the step     u is taken with the rate that the step began with
     a step that a `Guard` skips         is an update of 0, which ``last`` tells and the clipper counts
     groups of several learning rates    u is taken with the rate of each
-    NaN or inf in an update, or a u     as the rule does for a gradient; the weights hold it. A `Guard` keeps such
-    beyond the dtype's largest number   gradients from the optimizer
+    NaN or inf in an update             as the rule does for a gradient; the weights hold it. A `Guard` keeps such
+                                        gradients from the optimizer
     weights kept twice (a master copy)  only those that the optimizer has are held back, until it copies the others
     ``copy.deepcopy(optimizer)``        the copy is not clipped; attach another `ClipUpdate`
     weights of 16 bits                  a clipped element is rounded once more
+    weights of float16                  u is clipped in float32, and ``grad_dtype`` is then set to float16: set it anew
+                                        where such a model is converted later
     a group without ``lr``              an error when it is made
     several evaluations of a closure    the whole step is one update
     ==================================  ========================================================================
 
-    **Memory.** Twice the weights of this process, as long as it acts. While it clips, some three times the largest
-    tensor, and another copy of the weights for a rule that looks at them or is one of your own.
+    **Memory.** Twice the weights of this process (three times those of float16), as long as it acts. While it clips,
+    some three times the largest tensor, and another copy of the weights for a rule that looks at them or is one of your
+    own.
 
     Args:
         optimizer: Any `torch.optim.Optimizer`. Of a wrapper pass the one inside, ``wrapper.optimizer``.
@@ -227,8 +230,9 @@ class _Moving:
 
     @staticmethod
     def of(parameter: Tensor) -> "_Moving":
-        """Return memory for one; the update is of the dtype that its gradient may have."""
+        """Return memory for one; the update of float16 is in float32, whose range a change over a small rate needs."""
         dtype = parameter.grad_dtype or parameter.dtype
+        dtype = torch.float32 if dtype == torch.float16 else dtype
         return _Moving(parameter, torch.empty_like(parameter), torch.empty_like(parameter, dtype=dtype))
 
     def fits(self) -> bool:
@@ -249,20 +253,27 @@ class _Moving:
 
     def _over(self, rate: float | Tensor) -> Tensor:
         update = local_part(self.update)
-        return torch.sub(local_part(self.before), local_part(self.parameter)).to(update.dtype).div_(rate)
+        return torch.sub(local_part(self.before).to(update.dtype), local_part(self.parameter)).div_(rate)
 
 
 @contextmanager
 def _in_place_of_gradients(moving: Sequence[_Moving]) -> Iterator[None]:
     """Let the updates stand where the gradients do: a `Chain` looks there again after a member has written."""
-    gradients = [one.parameter.grad for one in moving]
+    gradients = [(one.parameter, one.parameter.grad, one.parameter.grad_dtype) for one in moving]
     try:
         for one in moving:
-            one.parameter.grad = one.update
+            _set_gradient(one.parameter, one.update, one.update.dtype)
         yield
     finally:
-        for one, gradient in zip(moving, gradients, strict=True):
-            one.parameter.grad = gradient
+        for parameter, gradient, dtype in gradients:
+            _set_gradient(parameter, gradient, dtype)
+
+
+def _set_gradient(parameter: Tensor, gradient: Tensor | None, dtype: torch.dtype | None) -> None:
+    if parameter.grad_dtype != dtype:
+        parameter.grad = None
+        parameter.grad_dtype = dtype
+    parameter.grad = gradient
 
 
 @contextmanager

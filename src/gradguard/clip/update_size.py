@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from inspect import unwrap
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from gradguard.clip.gradients import Gradients
 from gradguard.distributed.placements import local_part
+from gradguard.errors import InvalidTypeError
 from gradguard.tensors.norms import norm_of_norms, tensor_norms
 from gradguard.tensors.scaling import scale_
 
@@ -31,23 +33,79 @@ def rehearsed_update(optimizer: Optimizer, coefficient: Tensor) -> Tensor:
         0-dim, on the device of the gradients.
     """
     norms: list[Tensor] = []
-    step = unwrap(type(optimizer).step)  # without what calls hooks
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            moved = parameter.detach().clone().requires_grad_()
-            moved.grad = parameter.grad.detach().clone()
-            scale_([moved.grad], coefficient)
+            gradient = parameter.grad.detach().clone()
+            scale_([gradient], coefficient)
             known = optimizer.state.get(parameter, {})
             state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in known.items()}
-            rehearsal = object.__new__(type(optimizer))
-            vars(rehearsal).update(vars(optimizer))
-            rehearsal.param_groups = [{**group, "params": [moved]}]
-            rehearsal.state = defaultdict(dict, {moved: state} if state else {})
-            step(rehearsal)
-            norms.append(tensor_norms([moved.detach() - parameter.detach()]))
+            norms.append(tensor_norms([_rehearsed(optimizer, group, parameter, gradient, state)]))
     return norm_of_norms(torch.cat(norms)) if norms else torch.zeros_like(coefficient)
+
+
+def _rehearsed(
+    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, gradient: Tensor, state: dict[str, Any]
+) -> Tensor:
+    """Return what a step with this gradient adds to a copy of the parameter."""
+    moved = parameter.detach().clone().requires_grad_()
+    moved.grad = gradient
+    rehearsal = object.__new__(type(optimizer))
+    vars(rehearsal).update(vars(optimizer))
+    rehearsal.param_groups = [{**group, "params": [moved]}]
+    rehearsal.state = defaultdict(dict, {moved: state} if state else {})
+    unwrap(type(optimizer).step)(rehearsal)  # without what calls hooks
+    return moved.detach() - parameter.detach()
+
+
+@torch.no_grad()
+def scale_sensitive_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    r"""Return the parameter groups of ``optimizer`` whose step depends on the size of gradients; nothing changes.
+
+    .. math:: \lVert \mathrm{step}(2 g) - \mathrm{step}(g) \rVert > \tfrac{1}{10} \lVert \mathrm{step}(g) \rVert
+
+    Measured, not told by a name: of each group one tensor is stepped as a copy, with gradients of 1 and of 2, each from
+    a fresh state, without weight decay and at a learning rate of 1. A factor that all gradients of a run have doubles
+    the steps of SGD, and changes none of Adam, Adafactor, Lion or Muon. A clip of a *few* steps changes theirs as well,
+    by what it leaves in their averages: this says where a clip bounds the step itself.
+
+    Args:
+        optimizer: The optimizer; its step may be called without a closure.
+
+    Returns:
+        The entries of ``optimizer.param_groups``, for `Groups`. None may be.
+
+    Raises:
+        InvalidTypeError: If a step on a copy of one tensor is not possible.
+
+    Example:
+        >>> import gradguard as gg, torch
+        >>> first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+        >>> optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "momentum": 0.9}], lr=0.1)
+        >>> len(gg.scale_sensitive_groups(optimizer)), gg.scale_sensitive_groups(torch.optim.AdamW([first]))
+        (2, [])
+        >>> clip = gg.Groups([(gg.scale_sensitive_groups(optimizer), gg.ClipByGlobalNorm(1.0))], rest=None)
+    """
+    found = []
+    for group in optimizer.param_groups:
+        parameter = next((p for p in group["params"] if p.numel()), None)
+        if parameter is None:
+            continue
+        settings = {**group, "lr": 1.0, "weight_decay": 0.0} if "weight_decay" in group else {**group, "lr": 1.0}
+        try:
+            once, twice = (
+                local_part(_rehearsed(optimizer, settings, parameter, torch.full_like(parameter, size), {}))
+                for size in (1.0, 2.0)
+            )
+        except Exception as error:
+            raise InvalidTypeError(
+                f"a step of this {type(optimizer).__name__} on a copy of one tensor is not possible: {error}. Name the "
+                "groups that a clip is to act on, gg.Groups([(optimizer.param_groups[0], ...)], rest=None)."
+            ) from error
+        if torch.linalg.vector_norm(twice - once) > 0.1 * torch.linalg.vector_norm(once):
+            found.append(group)
+    return found
 
 
 class UpdateSize:

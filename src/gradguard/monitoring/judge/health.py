@@ -41,7 +41,7 @@ def findings(record: Record) -> list[Finding]:
     update_ratio        warning   updates above a tenth of their weight, or below a millionth while others' are not, on
                                   5 measurements over 200 steps
     update_spike        info      steps 1.5 times as long as usual at their learning rate, on 3 measured ones in a row
-    update_rule         warning   updates of one length, bounded from below, of a squared learning rate, or weight decay
+    update_rule         warning   updates of one length, bounded from below, a factor off their rule, or weight decay
     logits_grow         warning   the largest attention logit above 50 and 4 times its lowest, as medians of 20 steps
     dominating_layer    warning   one of at least 8 tensors has 95 % of the squared norm on 80 of 100 steps
     amp_scale_collapse  error     the loss scale is below 1, or 12 steps in a row were skipped

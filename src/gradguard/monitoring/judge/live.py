@@ -140,7 +140,7 @@ class Track:
             self.logits.follow(i, logit, step.get("logit_of") or "")
         if update := step.get("update"):
             self.update_spikes.follow(i, update, self.used[0], loss)
-            self.rule.step(i, update, *self.used)
+            self.rule.step(i, step.get("over_rule"), self.used[0])
 
     def tensors(self, line: dict[str, Any]) -> None:
         """Follow a line of per-tensor numbers."""

@@ -429,6 +429,7 @@ def _step_line(step: StepMeasurement, norms: Sequence[float], user_max_norm: Any
         "skipped": _flag(step.skip.by_scaler) or _flag(step.skip.by_guard),
         "spike": _flag(step.skip.spike),
         "update": _update_of(step.moved),
+        "over_rule": None if step.moved is None else _finite(step.moved.over_rule),
         "logit": None if attention is None else float(step.logits[attention]),
         "logit_of": attention,
         "nonfinite": 0 if total < math.inf else sum(not math.isfinite(n) for n in norms) or 1,

@@ -4,8 +4,8 @@ A tensor of more than `ELEMENTS` is judged by about so many, evenly spread, and 
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from gradguard.distributed.placements import local_part
 from gradguard.monitoring.judge.detectors.update_sizes import ELEMENTS
 from gradguard.monitoring.observe.measure import Norms, every_so_many, gradient_norms
+from gradguard.monitoring.observe.step_rules import Taken, rule_of
 from gradguard.tensors.layout import flat, is_dense
 
 SHARE = 0.01
@@ -22,6 +23,10 @@ SHARE = 0.01
 
 FREE = 0.1
 """Seconds of them that no share limits."""
+
+RULE_EVERY, OF_RULE, ROUNDING = 8, 3, 0.01
+"""How often a step is compared with the optimizer's rule, the most tensors that are, and the share of a step, or of
+what the rule makes, by which rounding may change it."""
 
 _ORDINARY = (Tensor, Parameter)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,6 +41,8 @@ class Moved(NamedTuple):
         counts: How many elements are looked at; 0 where none can be.
         sizes: How many elements there are.
         rates: The learning rate of each group of the optimizer.
+        over_rule: The step over what the rule of the optimizer makes of its state and gradients, where these
+            are one factor times each other; else NaN, or None where that is not looked at.
     """
 
     update: Norms
@@ -43,59 +50,70 @@ class Moved(NamedTuple):
     counts: list[int]
     sizes: list[int]
     rates: list[Any]
+    over_rule: Tensor | None = None
 
 
-class Movements:
-    """Keeps where the samples of each optimizer's weights are, as long as these stay where they are in memory."""
+class Moving:
+    """A sample of the weights that a step is about to change; of weights on several devices, those on the first.
 
-    def __init__(self) -> None:
-        self._last: WeakKeyDictionary[Optimizer, tuple[list[int], list[Tensor], list[int]]] = WeakKeyDictionary()
-
-    @torch.no_grad()
-    def before_step(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> "Moving":
-        """Take a sample of the weights that a step is about to change; of several devices, those on the first.
-
-        Args:
-            optimizer: Whose step it is.
-            parameters: Those that have a gradient, at least one.
-
-        Returns:
-            The sample.
-        """
-        ordinary = all(kind in _ORDINARY for kind in set(map(type, parameters)))
-        places = list(map(Tensor.data_ptr, parameters)) if ordinary else []
-        known, samples, sizes = self._last.get(optimizer) or ([], [], [])
-        if not ordinary or known != places:
-            samples = [_sample(p, parameters[0].device) for p in parameters]
-            sizes = [p.numel() for p in parameters]
-            self._last[optimizer] = places, samples, sizes
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
-        return Moving(samples, sizes, rates, torch.cat(samples))
-
-
-class Moving(NamedTuple):
-    """A sample of the weights before a step.
-
-    Attributes:
-        samples: Some elements of each parameter, which share its memory.
-        sizes: How many elements each has.
-        rates: The learning rate of each group of the optimizer.
-        before: Copies of the samples, in the widest of their dtypes.
+    Args:
+        optimizer: Whose step it is.
+        parameters: Those that have a gradient, at least one.
+        step: How many steps of this optimizer came before.
     """
 
-    samples: list[Tensor]
-    sizes: list[int]
-    rates: list[Any]
-    before: Tensor
+    @torch.no_grad()
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], step: int = 0) -> None:
+        device = parameters[0].device
+        self._optimizer, self._parameters = optimizer, parameters
+        self._rule = None if step % RULE_EVERY else rule_of(optimizer)
+        self._samples = [_sample(p, device) for p in parameters]
+        rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
+        self._rates = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
+        self._before = torch.cat(self._samples)  # in the widest of their dtypes
 
     @torch.no_grad()
     def moved(self) -> Moved:
         """Return what the step has done."""
-        counts = [sample.numel() for sample in self.samples]
-        change = torch.cat(self.samples).sub_(self.before)
-        update, weight = (gradient_norms(whole.split(counts)) for whole in (change, self.before))
-        return Moved(update, weight, counts, self.sizes, self.rates)
+        counts = [sample.numel() for sample in self._samples]
+        change = torch.cat(self._samples).sub_(self._before)
+        changes, weights = change.split(counts), self._before.split(counts)
+        found = Moved(
+            gradient_norms(changes),
+            gradient_norms(weights),
+            counts,
+            [p.numel() for p in self._parameters],
+            self._rates,
+        )
+        with suppress(Exception):  # a subclass may keep another state, or other settings
+            return found._replace(over_rule=self._over_rule(changes, weights))
+        return found
+
+    def _over_rule(self, changes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
+        """Return the factor between what was done and what the rule makes, of tensors of the first group; else NaN."""
+        rule, group, rate = self._rule, self._optimizer.param_groups[0], self._rates[0]
+        own = set(map(id, group["params"]))
+        done, made, rounding = [], [], []
+        for p, change, weight in zip(self._parameters, changes, weights, strict=True):
+            if rule is None or id(p) not in own or p.grad is None or not weight.numel() or len(done) == OF_RULE:
+                continue
+            state = {
+                key: _sample(value, p.device) if isinstance(value, Tensor) and value.shape == p.shape else value
+                for key, value in self._optimizer.state[p].items()
+            }
+            step = rule(Taken(group, state, _sample(p.grad, p.device), weight, p.shape))
+            if step is not None:
+                done.append(-change)
+                made.append(step.mul(rate))
+                rounding.append(weight * torch.finfo(p.dtype).eps)
+        if not done:
+            return None
+        done, made, rounding = (torch.cat(parts).to(self._before.dtype) for parts in (done, made, rounding))
+        lengths = [torch.linalg.vector_norm(one) for one in (done, made, rounding)]
+        factor = torch.dot(done, made) / lengths[1].square()
+        is_known = lengths[2] < ROUNDING * torch.minimum(*lengths[:2])
+        is_one = torch.linalg.vector_norm(done - factor * made) < 2 * ROUNDING * lengths[0]
+        return torch.where(is_known & is_one, factor, torch.nan)
 
 
 def _sample(parameter: Tensor, device: torch.device) -> Tensor:

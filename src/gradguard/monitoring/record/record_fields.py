@@ -242,6 +242,7 @@ _TABLES: Mapping[str, Mapping[str, Rule]] = {
         "amp_scale": _amount,
         "skipped": truth,
         "update": _amount,
+        "over_rule": _number,
         "logit": _number,
         "logit_of": _word,
         "spike": truth,

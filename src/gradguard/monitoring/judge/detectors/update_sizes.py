@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from gradguard.monitoring.judge.findings import Episode, Kind, Lasting, Log, Words, said
-from gradguard.monitoring.judge.numbers import number
+from gradguard.monitoring.judge.findings import Kind, Lasting, Log, said
 from gradguard.monitoring.record.record_lines import Numbers
 from gradguard.threshold_rules import SortedWindow, upper_median_distance
 
@@ -44,12 +43,9 @@ AT_FLOOR, SAME, ABOVE, IS_ABOVE = 0.25, 0.002, 1.05, 0.15
 """The share of updates that have the smallest size to within `SAME`, and the share that is more than `ABOVE` times it,
 where a bound from below acts in place of one from above."""
 
-RATES = 6.0
-"""The largest learning rate over the smallest, from which on it is seen how updates follow it."""
-
-SQUARED, OFF_LINE = 0.35, 0.2
-"""How far from 2 the exponent of the learning rate may be, and the deviation from the line, in logarithms: of updates,
-and of updates over the gradients that they are made of, since gradients may fall with the learning rate."""
+APART, FACTORS, STEADY = 0.05, 6, 0.02
+"""How far from 1 the factor between a step and what the optimizer's rule makes may be; so many steps in a row where it
+is further; and how much the factor, or the factor over the learning rate, may vary in them."""
 
 ONLY_DECAY, IMPOSSIBLE, SHRUNK = 0.7, 1.25, 0.5
 """The share of a step that is weight decay, that from which on the learning rate of the group is not the one which acts
@@ -62,7 +58,7 @@ logits takes one position alone, unless another one is as large."""
 ELEMENTS = 4096
 """Of longer tensors `moved` is an estimate from about so many elements."""
 
-_WINDOW, _KEPT, _LINES_BETWEEN, _POINTS, _FEWEST_POINTS = 64, 32, 8, 200, 64
+_WINDOW, _KEPT, _LINES_BETWEEN = 64, 32, 8
 _LINES_OF_DECAY, _STEPS_OF_DECAY = 4, 150
 
 
@@ -147,7 +143,7 @@ class Logits:
 
 
 class Rule:
-    """Whether updates are what no rule makes of gradients: of one length, bounded from below, of a squared rate, decay.
+    """Whether updates are not what a rule makes: of one length, bounded from below, a factor off, decay alone.
 
     Args:
         log: Where faults go.
@@ -160,39 +156,28 @@ class Rule:
         self._roots = [math.sqrt(one.get("numel") or 0) for one in params]
         self._are_small = all((one.get("numel") or 0) <= ELEMENTS for one in params)
         self._lines: deque[tuple[float, dict[int, float]]] = deque(maxlen=_KEPT)  # norm of gradients, sizes of updates
-        self._points: list[tuple[float, float, float]] = []  # logarithms
-        self._every, self._count, self._followed = 1, 0, 0
+        self._factors: deque[tuple[float, float]] = deque(maxlen=FACTORS)
+        self._followed = 0
         self._decays = Lasting(log, self._names, _LINES_OF_DECAY, _STEPS_OF_DECAY)
         self._weights: dict[int, tuple[int, float]] = {}
 
-    def step(self, i: int, update: float, rate: float, gradient: float) -> None:
+    def step(self, i: int, factor: float | None, rate: float) -> None:
         """Follow a step.
 
         Args:
             i: The step.
-            update: The norm of what it changed over that of the weights.
+            factor: The step over what the optimizer's rule makes, where they were compared and are proportional.
             rate: The learning rate.
-            gradient: The norm of the gradients that the optimizer got.
         """
-        self._count += 1
-        if self._count <= SETTLED or self._count % self._every or not (update > 0 and rate > 0 and gradient > 0):
+        if factor is None or not rate > 0:
             return
-        self._points.append((math.log(rate), math.log(update), math.log(update / gradient)))
-        if len(self._points) >= _POINTS:
-            self._points, self._every = self._points[1::2], 2 * self._every
-        if len(self._points) >= _FEWEST_POINTS and len(self._points) % LINES == 0 and self._is_squared():
-            self._tell("squared", i)
-
-    def _is_squared(self) -> bool:
-        rates, *of_updates = zip(*self._points, strict=True)
-        if max(rates) - min(rates) < math.log(RATES):
-            return False
-        lines = [statistics.linear_regression(rates, updates) for updates in of_updates]
-        if any(abs(line.slope - 2) > SQUARED for line in lines):
-            return False
-        pairs = zip(lines, of_updates, strict=True)
-        off = [_off(line.slope, rates, updates) for line, updates in pairs]
-        return min(off) < OFF_LINE
+        if abs(factor - 1) < APART:
+            self._factors.clear()
+            return
+        self._factors.append((factor, factor / rate))
+        columns = zip(*self._factors, strict=True)
+        if len(self._factors) == FACTORS and any(max(one) - min(one) < STEADY * abs(max(one)) for one in columns):
+            self._tell(FACTOR, i, factor)
 
     def tensors(self, i: int, line: dict[str, Any], rate: float | None, gradient: float) -> None:
         """Follow a line with the update of each tensor.
@@ -214,9 +199,9 @@ class Rule:
         self._followed += 1
         if len(self._lines) >= LINES and self._followed % _LINES_BETWEEN == 0:
             if self._is_one_length():
-                self._tell("one length", i)
+                self._tell(ONE_LENGTH, i)
             elif (floor := self._floor()) is not None:
-                self._tell("floor", i, floor=floor)
+                self._tell(FLOOR, i, floor)
 
     def _rate(self, place: int, rates: Numbers) -> float:
         group = self._params[place].get("group") or 0
@@ -270,14 +255,9 @@ class Rule:
         new = self._decays.follow(i, places)
         self._decays.begin(DECAY, i, new, share=min(1.0, max((shares[place] for place in new), default=0.0)))
 
-    def _tell(self, which: str, i: int, **numbers: float) -> None:
-        if self._log.goes_on(which, i) is None:
-            self._log.begin(which, RULE, i, i, text=which, numbers=numbers)
-
-
-def _off(slope: float, rates: Sequence[float], updates: Sequence[float]) -> float:
-    """How far updates are from a line of this slope, as a standard deviation."""
-    return _deviation([update - slope * rate for rate, update in zip(rates, updates, strict=True)])
+    def _tell(self, kind: Kind, i: int, size: float = 0.0) -> None:
+        if self._log.goes_on("rule", i) is None:
+            self._log.begin("rule", kind, i, i, numbers={"size": size})
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -288,20 +268,6 @@ def _spread(values: Sequence[float]) -> float:
 def _deviation(values: Sequence[float]) -> float:
     mean = statistics.fmean(values)
     return math.sqrt(statistics.fmean([(value - mean) ** 2 for value in values]))  # `pstdev` adds fractions
-
-
-def _rule(found: Episode) -> Words:
-    if found.text == "one length":
-        message = "all updates of a step together have one length on every step, whatever the gradients are"
-        advice = "a clip divides the update by its own norm: clip the gradients that the optimizer gets instead"
-    elif found.text == "floor":
-        size = number(found.numbers["floor"])
-        message = f"updates have a root mean square of {size} times the learning rate or more, and never less"
-        advice = "a clip of updates is inverted: it makes small ones larger; divide by max(1, rms / threshold)"
-    else:
-        message = "updates follow the square of the learning rate"
-        advice = "the learning rate is multiplied in twice: once in the update, once where it is subtracted"
-    return "warning", message, advice
 
 
 SPIKE = Kind(
@@ -327,7 +293,23 @@ LOGITS_GROW = Kind(
     value="largest",
     confidence="medium",
 )
-RULE = Kind("update_rule", _rule, of_layers=True)
+ONE_LENGTH, FLOOR, FACTOR = (
+    Kind("update_rule", said("warning", message, advice), of_layers=True)
+    for message, advice in (
+        (
+            "all updates of a step together have one length on every step, whatever the gradients are",
+            "a clip divides the update by its own norm: clip the gradients that the optimizer gets instead",
+        ),
+        (
+            "updates have a root mean square of {size} times the learning rate or more, and never less",
+            "a clip of updates is inverted: it makes small ones larger; divide by max(1, rms / threshold)",
+        ),
+        (
+            "each step is {size} times what the optimizer's rule makes of its learning rate and gradients",
+            "the learning rate is multiplied in twice, or a clip divides each update by its own norm",
+        ),
+    )
+)
 DECAY = Kind(
     "update_rule",
     said(
@@ -338,4 +320,4 @@ DECAY = Kind(
     value="share",
     of_layers=True,
 )
-KINDS = (SPIKE, RULE, LOGITS_GROW)
+KINDS = (SPIKE, DECAY, LOGITS_GROW)

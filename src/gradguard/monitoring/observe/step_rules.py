@@ -1,0 +1,96 @@
+"""Rules of `torch.optim`: the step over the learning rate, of some elements, from a state and a gradient.
+
+A rule is called after the step, with the state that this has left, so that only what became of it is computed again.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, Muon, Optimizer, RMSprop
+
+
+class Taken(NamedTuple):
+    """A step of one parameter, in the elements that are looked at.
+
+    Attributes:
+        group: The settings.
+        state: The state after the step.
+        gradient: The gradient.
+        weight: The weight before the step.
+        shape: The parameter's shape.
+    """
+
+    group: Mapping[str, Any]
+    state: Mapping[str, Any]
+    gradient: Tensor
+    weight: Tensor
+    shape: torch.Size
+
+    @property
+    def decay(self) -> Tensor:
+        """The weight decay that is added, to the gradient or, decoupled, to the step."""
+        return self.group["weight_decay"] * self.weight
+
+    @property
+    def decayed(self) -> Tensor:
+        """The gradient that is descended, with weight decay."""
+        return (-self.gradient if self.group["maximize"] else self.gradient) + self.decay
+
+
+def rule_of(optimizer: Optimizer) -> Callable[[Taken], Tensor | None] | None:
+    """Return the rule of an optimizer of these classes, or of a subclass, which may do something else."""
+    return next((rule for kind, rule in _RULES.items() if isinstance(optimizer, kind)), None)
+
+
+def _adam(taken: Taken) -> Tensor:
+    group, state = taken.group, taken.state
+    first, second = ((1 - beta ** state["step"]) for beta in group["betas"])
+    squares = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+    step = state["exp_avg"] / first / ((squares / second).sqrt() + group["eps"])
+    return step + taken.decay if group["decoupled_weight_decay"] else step
+
+
+def _sgd(taken: Taken) -> Tensor:
+    momentum = taken.group["momentum"]
+    if not momentum:
+        return taken.decayed
+    mean = taken.state["momentum_buffer"]
+    return taken.decayed + momentum * mean if taken.group["nesterov"] else mean
+
+
+def _rmsprop(taken: Taken) -> Tensor:
+    group, state = taken.group, taken.state
+    if group["momentum"] > 0:
+        return state["momentum_buffer"]
+    squares = state["square_avg"] - state["grad_avg"].square() if group["centered"] else state["square_avg"]
+    return taken.decayed / (squares.sqrt() + group["eps"])
+
+
+def _muon(taken: Taken) -> Tensor | None:
+    group, (rows, columns) = taken.group, taken.shape
+    if taken.weight.numel() != rows * columns:
+        return None  # an orthogonalisation needs the whole matrix
+    mean = taken.state["momentum_buffer"]
+    mean = taken.gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+    matrix = mean.view(rows, columns).bfloat16()
+    matrix = matrix.T if rows > columns else matrix
+    matrix = matrix / matrix.norm().clamp(min=group["eps"])
+    a, b, c = group["ns_coefficients"]
+    for _ in range(group["ns_steps"]):
+        gram = matrix @ matrix.T
+        matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
+    matrix = matrix.T if rows > columns else matrix
+    by_size = 0.2 * math.sqrt(max(rows, columns)), math.sqrt(max(1, rows / columns))
+    ratio = by_size[group["adjust_lr_fn"] != "match_rms_adamw"]
+    return ratio * matrix.reshape(-1).to(taken.weight.dtype) + taken.decay
+
+
+_RULES: dict[type[Optimizer], Callable[[Taken], Tensor | None]] = {
+    Adam: _adam,
+    SGD: _sgd,
+    RMSprop: _rmsprop,
+    Muon: _muon,
+}
