@@ -43,7 +43,7 @@ def meet_under(name: str) -> None:
         for store, rank, world in original(*args, **kwargs):
             yield dist.PrefixStore(name, store), rank, world
 
-    Replacement("torch.distributed.distributed_c10d", "rendezvous", apart).use()
+    Replacement("torch.distributed.rendezvous", "rendezvous", apart, everywhere=True).use()
 
 
 def number_of_processes(group: Any = None) -> int:

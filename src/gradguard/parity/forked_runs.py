@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
@@ -24,7 +25,7 @@ from gradguard.replacements import Replacement
 _SAME = 1e-9  # sketches of the same weights differ by what the order of additions does
 
 _NO_FORK_AFTER = (
-    ("torch.distributed.distributed_c10d", "init_process_group"),  # connections
+    ("torch.distributed", "init_process_group"),  # connections
     ("multiprocessing.synchronize", "SemLock.__init__"),  # a queue to a worker
     ("multiprocessing.process", "BaseProcess.__init__"),
     ("threading", "Thread.start"),
@@ -101,7 +102,7 @@ class ForkedRuns:
 
     @property
     def ended_early(self) -> str:
-        """What is said of a script that ends before the steps that are saved."""
+        """The words for a script that ends before the steps that are saved."""
         return (
             f"the script ended before its optimizer step {self._as_it_is.last} was over, so there is nothing to save."
         )
@@ -136,7 +137,9 @@ class ForkedRuns:
             stream.flush()
         with open(self._folder / f"{number}.lock", "wb") as lock, tempfile.TemporaryFile() as said:
             fcntl.flock(lock, fcntl.LOCK_SH)
-            if not (child := os.fork()):
+            with warnings.catch_warnings(action="ignore"):  # of threads: OpenBLAS' are ready for a fork
+                child = os.fork()
+            if not child:
                 self._begin(file, how, number, said.fileno())
                 raise _IsForked
             try:
