@@ -691,6 +691,28 @@ def test_a_script_is_started_once_and_cleans_up_once(tmp_path, how):
     assert len(read(tmp_path / "file").sketches["gradient"]) == 3
 
 
+_READS = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with open("data", "rb", buffering=0) as data:
+    for step in range(4):
+        x = torch.tensor(list(data.read(3))) / 100
+        model(x).square().mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_each_run_reads_an_open_file_from_the_same_place(tmp_path):
+    tmp_path.joinpath("train.py").write_text(_READS, encoding="utf-8")
+    tmp_path.joinpath("data").write_bytes(bytes(range(7, 250, 5)))
+    done = gradguard(tmp_path, "run", "--steps", "2", "--perturbed", "1", "--save-gradients", "file", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert compare(tmp_path / "file", tmp_path / "file").power < 1e-4
+
+
 def test_a_script_that_fails_before_the_step_leaves_a_line(tmp_path):
     script, file = tmp_path / "train.py", tmp_path / "file"
     script.write_text(_SWALLOWS.replace("except BaseException", "except ZeroDivisionError").replace(

@@ -3,6 +3,7 @@
 import multiprocessing.synchronize  # noqa: F401 - where it is replaced
 import os
 import signal
+import stat
 import sys
 import tempfile
 import warnings
@@ -91,14 +92,13 @@ class ForkedRuns:
             torch.set_num_threads(self._threads)
             return self._how
         except RecordError as error:
-            self._code, self.refusal = 2, str(error)
-        except RunFailedError as failed:
-            sys.stderr.write(failed.said)
-            self._code = failed.code if failed.code >= 0 else 128 - failed.code
-            if not self._code:
-                self._code, self.refusal = 2, self.ended_early
-        self.is_over = True
-        raise SystemExit(self._code)
+            raise self._stopped(2, str(error)) from error
+        raise self._stopped(0)
+
+    def _stopped(self, code: int, refusal: str = "") -> SystemExit:
+        """Return the error that ends the script in the process that began, which cleans up."""
+        self.is_over, self._code, self.refusal = True, code, refusal
+        return SystemExit(code)
 
     @property
     def ended_early(self) -> str:
@@ -112,8 +112,7 @@ class ForkedRuns:
         if self.is_over:  # the script has caught what should have ended it
             _end(self._code)
         if self._file is None:  # the script cannot be followed to its first forward pass
-            self.is_over, self._code, self.refusal = True, 2, refusal
-            raise SystemExit(2)
+            raise self._stopped(2, refusal)
         if saved is not None:
             write(self._file, saved)
         else:
@@ -137,6 +136,7 @@ class ForkedRuns:
             stream.flush()
         with open(self._folder / f"{number}.lock", "wb") as lock, tempfile.TemporaryFile() as said:
             fcntl.flock(lock, fcntl.LOCK_SH)
+            offsets = _offsets()
             with warnings.catch_warnings(action="ignore"):  # of threads: OpenBLAS' are ready for a fork
                 child = os.fork()
             if not child:
@@ -148,10 +148,12 @@ class ForkedRuns:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 raise
-            said.seek(0)
-            text = said.read().decode(errors="replace")
+            for descriptor, offset in offsets.items():
+                os.lseek(descriptor, offset, os.SEEK_SET)
             if code or not file.exists():
-                raise RunFailedError(code, text)
+                said.seek(0)
+                sys.stderr.write(said.read().decode(errors="replace"))
+                raise self._stopped(code if code > 0 else 128 - code if code else 2, "" if code else self.ended_early)
             fcntl.flock(lock, fcntl.LOCK_EX)  # when those of all processes have ended
         return read(file)
 
@@ -170,23 +172,28 @@ class _IsForked(BaseException):
     """Leads a fork back to where the script goes on."""
 
 
-class RunFailedError(Exception):
-    """A run of the script has saved nothing.
-
-    Args:
-        code: Its exit code; 0 if it has ended well without a step.
-        said: Its output on stderr, where nobody has seen that.
-    """
-
-    def __init__(self, code: int, said: str) -> None:
-        super().__init__(code, said)
-        self.code, self.said = code, said
-
-
 def _has_accelerator() -> bool:
     """Tell whether there is an accelerator, without a call of its driver."""
     kind = torch.accelerator.current_accelerator()
     return kind is not None and (kind.type != "cuda" or torch.cuda.device_count() > 0)
+
+
+def _offsets() -> dict[int, int]:
+    """Return where each open file of the script stands, which forks share; streams stay where they are."""
+    found, streams = {}, [os.fstat(stream) for stream in range(3) if _is_open(stream)]
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        about = os.fstat(descriptor) if _is_open(descriptor) else None
+        if about and stat.S_ISREG(about.st_mode) and not any(os.path.samestat(about, one) for one in streams):
+            found[descriptor] = os.lseek(descriptor, 0, os.SEEK_CUR)
+    return found
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _end(code: int) -> NoReturn:
