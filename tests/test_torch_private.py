@@ -907,7 +907,8 @@ OTHERS = {
     "optimizer_hooks.py": {"_getframe"},  # Python's
     "errors.py": {"_getframe"},  # Python's
     "per_sample/layers/recurrent.py": {"_l", "_reverse"},  # in the names of parameters
-    "parity/script_pair.py": {"_exit"},  # of os, documented
+    "cli/save_gradients.py": {"_exit"},  # of os, documented
+    "parity/forked_runs.py": {"_exit"},
     "monitoring/observe/script.py": {"_threading_atexits", "_threads_queues"},  # Python's
 }  # fmt: skip
 """Names with an underscore that are neither torch's nor gradguard's own, by file."""

@@ -1,7 +1,7 @@
-"""GRPO's norm spikes ever higher under accumulation, while the reward goes on rising.
+"""GRPO learns worse with gradient accumulation, and worse the more of it.
 
-huggingface/trl#2980 names no cause. One way to it, in the loss of its day (huggingface/trl#2995): each micro-batch is
-divided by its own tokens, so that those of a micro-batch of short completions weigh most::
+huggingface/trl#3021: each micro-batch is divided by its own tokens, so that those of a micro-batch of short completions
+weigh most::
 
     python short_completions_weigh_most.py && gradguard parity reference.safetensors new.safetensors
     python short_completions_weigh_most.py --healthy && gradguard parity reference.safetensors new.safetensors

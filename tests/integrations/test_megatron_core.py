@@ -12,8 +12,9 @@ from gradguard.audit.in_script import AuditDone, ScriptAudit
 from gradguard.parity.compare import compare
 from gradguard.parity.saved import read
 from gradguard.parity.scales import ScriptRun
-from gradguard.parity.script_pair import Saved, ScriptGradients
+from gradguard.parity.script_pair import ScriptGradients
 from gradguard.script_events import listening
+from one_run import InThisProcess
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -74,7 +75,7 @@ def trained(clip, listener):
             optimizer.step()
             optimizer.zero_grad()
 
-    with listening(watch), contextlib.suppress(AuditDone, Saved):
+    with listening(watch), contextlib.suppress(AuditDone, SystemExit):
         train()
     return watch
 
@@ -91,8 +92,8 @@ def test_its_clip_is_audited(clip, times, verdict, words):
 def test_parity_sees_gradients_before_its_clip(clip, tmp_path):
     def saved(threshold):
         file = tmp_path / f"{threshold}"
-        run = ScriptRun(steps=1)
-        trained(lambda p: clip(p, threshold), lambda m, o: ScriptGradients(file, lambda: [m], lambda: [o], run))
+        run = InThisProcess(file, ScriptRun(steps=1))
+        trained(lambda p: clip(p, threshold), lambda m, o: ScriptGradients(run, lambda: [m], lambda: [o]))
         return read(file).sketches["gradient"]
 
     assert saved(1e-3) == saved(1e3)

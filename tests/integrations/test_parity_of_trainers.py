@@ -18,6 +18,7 @@ from gradguard.parity.saved import read
 from gradguard.parity.scales import ScriptRun
 from gradguard.parity.script_pair import ScriptGradients
 from gradguard.script_events import listening
+from one_run import InThisProcess
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 
@@ -34,11 +35,12 @@ def saved_from(script, folder, steps=0):
         gc.collect()
         left = [*living_modules(), *all_optimizers()]  # held, so that nothing new gets one of their identities
         old = {id(one) for one in left}
+        how = ScriptRun(steps=steps, epsilon=runs[0].epsilon if runs else 0.0, change=max(0, k - 1))
+        run = InThisProcess(folder / "file", how)
         watch = ScriptGradients(
-            folder / "file",
+            run,
             lambda old=old: [m for m in living_modules() if id(m) not in old],
             lambda old=old: [o for o in all_optimizers() if id(o) not in old],
-            ScriptRun(steps=steps, epsilon=runs[0].epsilon if runs else 0.0, change=max(0, k - 1)),
         )
         try:
             with listening(watch):
@@ -46,7 +48,7 @@ def saved_from(script, folder, steps=0):
                 watch.finish()
         except SystemExit:
             pass
-        assert watch.done, watch.refusal
+        assert run.done, run.refusal
         runs.append(read(folder / "file"))
     return merged(runs)
 

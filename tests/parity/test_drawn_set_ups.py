@@ -1,6 +1,10 @@
-"""Drawn comparisons: healthy set-ups of many models and lengths never fail, planted bugs do not pass."""
+"""Drawn comparisons: healthy set-ups of many models and lengths never fail, planted bugs do not pass.
+
+More of them: HEALTHY_PAIRS=1600 python -m pytest -m "" -k healthy tests/parity/test_drawn_set_ups.py
+"""
 
 import copy
+import os
 import random
 
 import pytest
@@ -12,6 +16,7 @@ import gradguard as gg
 from gradguard.parity.compare import compare
 
 WIDTH = 8
+HEALTHY_PAIRS = int(os.environ.get("HEALTHY_PAIRS", "320"))
 
 
 class RMSNorm(nn.Module):
@@ -164,7 +169,7 @@ def rows(cases, quick):
     return [pytest.param(*case, marks=[] if i < quick else pytest.mark.exhaustive) for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize(("kind", "times", "how", "seed"), rows(healthy_cases(320), quick=12))
+@pytest.mark.parametrize(("kind", "times", "how", "seed"), rows(healthy_cases(HEALTHY_PAIRS), quick=12))
 def test_a_healthy_set_up_passes(kind, times, how, seed):
     model, x, y = made(kind, times, seed)
     other = copy.deepcopy(model)

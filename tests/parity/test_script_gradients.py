@@ -18,13 +18,14 @@ from gradguard.cli import main
 from gradguard.cli.program import cut
 from gradguard.errors import RecordError
 from gradguard.parity.compare import compare
+from gradguard.parity.forked_runs import check_same
 from gradguard.parity.judge import bar_of
-from gradguard.parity.repeated import saved_runs
-from gradguard.parity.rounding_runs import merged
+from gradguard.parity.rounding_runs import merged, with_rounding
 from gradguard.parity.saved import read
 from gradguard.parity.scales import ScriptRun
 from gradguard.parity.script_pair import ScriptGradients
 from gradguard.script_events import listening
+from one_run import InThisProcess
 
 
 class Alone:
@@ -33,15 +34,16 @@ class Alone:
     def __init__(self, script):
         self.modules, self.optimizers, self.script = [], [], script
 
-    def saved(self, file, run):
-        watch = ScriptGradients(file, lambda: self.modules, lambda: self.optimizers, run)
+    def saved(self, file, how):
+        run = InThisProcess(file, how)
+        watch = ScriptGradients(run, lambda: self.modules, lambda: self.optimizers)
         try:
             with listening(watch):
                 self.script(self)
                 watch.finish()
         except SystemExit:
             pass
-        return watch
+        return run
 
 
 def refusal(script, tmp_path, **how):
@@ -51,18 +53,16 @@ def refusal(script, tmp_path, **how):
 
 
 def saved_from(script, tmp_path, perturbed=2, used=None, **steps):
-    """What `saved_runs` makes of a script, each run of which is a call here."""
+    """What `ForkedRuns` makes of a script, each run of which is a call here."""
 
-    def run(command, file, how, again=False):
+    def run(how):
         watch = Alone(script).saved(tmp_path / "file", how)
         assert watch.done, watch.refusal
         if used is not None:
             used.append(how.scale)
         return read(tmp_path / "file")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gradguard.parity.repeated._run", run)
-        return saved_runs([], perturbed, ScriptRun(**steps))
+    return with_rounding(run, ScriptRun(**steps), perturbed, check_same)
 
 
 def training(
@@ -655,6 +655,62 @@ def test_a_script_that_catches_all_is_ended_at_its_next_step(tmp_path):
     done = gradguard(tmp_path, "run", "--perturbed", "0", "--save-gradients", file, script)
     assert (done.returncode, done.stdout.split()) == (0, ["swallowed", "0"])
     assert len(read(file).parameters) == 2
+
+
+_ONCE = """
+import os, sys, tempfile, threading, torch
+from torch.utils.data import DataLoader, TensorDataset
+open("starts", "a").write("x")
+how = sys.argv[1]
+torch.manual_seed(0)
+with tempfile.TemporaryDirectory() as folder:
+    if how == "OpenMP":
+        torch.set_num_threads(2)
+    if how == "thread":
+        threading.Thread(target=print).start()
+    a = torch.randn(600, 600)
+    torch.save(torch.randn(4, 3) + (a @ a).sign().mean(), f"{folder}/x")
+    model = torch.nn.Sequential(torch.nn.Linear(3, 600), torch.nn.Linear(600, 600))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, in DataLoader(TensorDataset(torch.load(f"{folder}/x")), 4, num_workers=how == "worker"):
+        (model(x) @ a).square().mean().backward()
+        optimizer.step()
+print(os.path.exists(folder))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["plain", "OpenMP", "thread", "worker"])
+def test_a_script_is_started_once_and_cleans_up_once(tmp_path, how):
+    """What it has made before the first forward pass is there for each run; none waits for threads that are not."""
+    tmp_path.joinpath("train.py").write_text(_ONCE, encoding="utf-8")
+    done = gradguard(tmp_path, "run", "--perturbed", "1", "--save-gradients", "file", "train.py", how)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == ["gradguard: the gradients of step 1 are in file"]
+    assert (tmp_path / "starts").read_text() == "x"
+    assert len(read(tmp_path / "file").sketches["gradient"]) == 3
+
+
+_READS = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with open("data", "rb", buffering=0) as data:
+    for step in range(4):
+        x = torch.tensor(list(data.read(3))) / 100
+        model(x).square().mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_each_run_reads_an_open_file_from_the_same_place(tmp_path):
+    tmp_path.joinpath("train.py").write_text(_READS, encoding="utf-8")
+    tmp_path.joinpath("data").write_bytes(bytes(range(7, 250, 5)))
+    done = gradguard(tmp_path, "run", "--steps", "2", "--perturbed", "1", "--save-gradients", "file", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert compare(tmp_path / "file", tmp_path / "file").power < 1e-4
 
 
 def test_a_script_that_fails_before_the_step_leaves_a_line(tmp_path):

@@ -38,16 +38,16 @@ _CLIP_HELP = (
 )
 
 _SAVE_HELP = (
-    "save the gradients of the first optimizer step for `gradguard parity`: the script is run up to "
-    "that step, again, and with weights that differ by rounding, six times in all. With --at N those of step N, with "
-    "--steps K whole steps: what a clip leaves, the optimizer's state and the weights; then eight times. With another "
+    "save the gradients of the first optimizer step for `gradguard parity`: the script is started once, and forks "
+    "for each of six runs that differ by rounding. With --at N those of step N, with "
+    "--steps K whole steps: what a clip leaves, the optimizer's state and the weights; then eight runs. With another "
     "option, such as --out, it is then run as without this one"
 )
 
 _STEPS_HELP = "end the script after N optimizer steps; with --save-gradients, save N whole steps"
 
 _LAUNCH_HELP = (
-    "with --save-gradients: start each run with this command, such as 'torchrun --nproc-per-node 8', or "
+    "with --save-gradients: start the processes with this command, such as 'torchrun --nproc-per-node 8', or "
     "'mpirun -n 8 python'"
 )
 

@@ -1,11 +1,12 @@
 """`gradguard run --save-gradients`: the gradients of a script's step, or whole steps, for `gradguard parity`."""
 
 import argparse
-import json
 import os
 import shlex
 import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from gradguard.cli.program import ProgramLine
@@ -13,10 +14,12 @@ from gradguard.errors import CommandError
 from gradguard.monitoring.record.text import on_stderr
 
 _DEFAULT_RUNS = 4
+_FOLDER = "GRADGUARD_SAVE_GRADIENTS"
+"""The environment variable that names the folder which the processes of a launch share."""
 
 
 def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others: str) -> int:
-    """Run the program as often as it takes, or once where a process that does so has asked.
+    """Run the program up to the steps that are saved, which forks as often as it takes; or launch those who do.
 
     Args:
         options: Those of ``gradguard run``.
@@ -29,46 +32,57 @@ def save_gradients_of(options: argparse.Namespace, program: ProgramLine, others:
     Raises:
         CommandError: If that cannot be done, or the program makes no step.
     """
-    from gradguard.parity.repeated import VARIABLE, RunFailedError, saved_runs
-    from gradguard.parity.saved import write
-    from gradguard.parity.scales import ScriptRun
-
-    if (asked := os.environ.get(VARIABLE)) is not None:
-        return _one_run(json.loads(Path(asked).read_text(encoding="utf-8")), options, program)
     perturbed = _DEFAULT_RUNS if options.perturbed is None else options.perturbed
     if perturbed < 0:
         raise CommandError(f"--perturbed {perturbed}: expected a number of runs, 0 or more.")
-    launcher = _launcher(options, perturbed)
+    launched = os.environ.pop(_FOLDER, None)  # what the script starts is no run of its own
+    launcher = [] if launched else _launcher(options, perturbed)
     if others and (launcher or int(os.environ.get("WORLD_SIZE", "1")) > 1):
         raise CommandError(
-            f"{others} with --save-gradients of several processes: these are started once for each run. Type a command "
+            f"{others} with --save-gradients of several processes: these run the script once. Type a command "
             f"of its own with {others}."
         )
     file = options.save_gradients.absolute()
     if not file.parent.is_dir():
         raise CommandError(f"--save-gradients {file}: there is no folder {file.parent}.")
-    wanted = ScriptRun(options.at or 1, options.steps or 0)
-    seed = [] if options.seed is None else ["--seed", str(options.seed)]
-    ours = [*(launcher or [sys.executable]), "-m", "gradguard", "run", "--save-gradients", str(file)]
-    first = int(os.environ.get("RANK", "0")) == 0
+    if not hasattr(os, "fork"):
+        raise CommandError(
+            "--save-gradients doubles the process of the script, which this system cannot. Call "
+            "gradguard.save_gradients(file, model, step) in the script."
+        )
+    if launched:
+        return _saved(file, perturbed, Path(launched), options, program)
+    with tempfile.TemporaryDirectory(prefix="gradguard-") as folder:
+        if launcher:
+            return _launched(launcher, file, perturbed, folder, options, program)
+        if not others:
+            return _saved(file, perturbed, Path(folder), options, program)
+        if not (child := os.fork()):  # this process runs the program afterwards, from its first line
+            code = 2
+            try:
+                code = _saved(file, perturbed, Path(folder), options, program)
+            except CommandError as error:
+                on_stderr(str(error))
+            sys.stdout.flush()
+            os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _launched(
+    launcher: list[str], file: Path, perturbed: int, folder: str, options: argparse.Namespace, program: ProgramLine
+) -> int:
+    """Start the processes, once; each of them forks for each run."""
+    given = {"perturbed": perturbed, "at": options.at, "steps": options.steps, "seed": options.seed}
+    words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    command = [*launcher, "-m", "gradguard", "run", "--save-gradients", str(file), *words, *program.typed]
     from gradguard.monitoring.observe.termination import SignalHandlers
 
-    try:
-        with SignalHandlers():
-            saved = saved_runs([*ours, *seed, *program.typed], perturbed, wanted)
-            if first:
-                write(file, saved)
-    except RunFailedError as failed:
-        sys.stderr.write(failed.said)
-        if failed.code == 0:
-            raise CommandError(
-                f"the script ended before its optimizer step {wanted.last} was over, so there is nothing to save."
-            ) from None
-        return failed.code if failed.code > 0 else 128 - failed.code
-    if first:
-        what = f"steps {wanted.at} to {wanted.last}" if wanted.steps else f"the gradients of step {wanted.at}"
-        on_stderr(f"{what} are in {os.path.relpath(file, Path.cwd())}")
-    return 0
+    with SignalHandlers(), subprocess.Popen(command, env={**os.environ, _FOLDER: folder}) as process:
+        try:
+            code = process.wait()
+        finally:
+            process.terminate()
+    return code if code >= 0 else 128 - code
 
 
 def _launcher(options: argparse.Namespace, perturbed: int) -> list[str]:
@@ -94,26 +108,42 @@ def _launcher(options: argparse.Namespace, perturbed: int) -> list[str]:
     return launcher
 
 
-def _one_run(asked: dict, options: argparse.Namespace, program: ProgramLine) -> int:
+def _saved(file: Path, perturbed: int, folder: Path, options: argparse.Namespace, program: ProgramLine) -> int:
     from gradguard.monitoring.observe.meta import all_optimizers, living_modules
     from gradguard.monitoring.observe.script import load, run, seed_generators
+    from gradguard.parity.forked_runs import ForkedRuns
+    from gradguard.parity.saved import SavedGradients, write
     from gradguard.parity.scales import ScriptRun
     from gradguard.parity.script_pair import ScriptGradients
     from gradguard.script_events import listening
 
-    os.environ.pop("GRADGUARD_SAVE_GRADIENTS")  # what the script starts is no run of its own
     loaded = load(program.words, program.is_module)
-    file, how = asked.pop("file"), ScriptRun(**asked)
-    gradients = ScriptGradients(file, living_modules, all_optimizers, how)
+    wanted = ScriptRun(options.at or 1, options.steps or 0)
+
+    def keep(saved: SavedGradients) -> None:
+        if int(os.environ.get("RANK", "0")) == 0:
+            write(file, saved)
+            what = f"steps {wanted.at} to {wanted.last}" if wanted.steps else f"the gradients of step {wanted.at}"
+            on_stderr(f"{what} are in {os.path.relpath(file, start)}")
+
+    start, runs = Path.cwd(), ForkedRuns(perturbed, wanted, folder, keep)
+    gradients = ScriptGradients(runs, living_modules, all_optimizers)
     seed_generators(options.seed)
-    with listening(gradients):
-        code = run(loaded)
-        if code == 0:
-            gradients.finish()
-    if gradients.refusal:
-        raise CommandError(gradients.refusal)
-    if code and not gradients.done:
+    code = 0
+    try:
+        if not runs.fork_late:
+            runs.which()
+        with listening(gradients):
+            code = run(loaded)
+            if code == 0:
+                gradients.finish()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    if code and not runs.is_over:
         on_stderr(
-            f"the script ended with exit code {code} before its optimizer step {how.last} was over: nothing is saved"
+            f"the script ended with exit code {code} before its optimizer step {wanted.last} was over: nothing is saved"
         )
+    runs.leave(code)
+    if runs.refusal or not (code or runs.is_over):
+        raise CommandError(runs.refusal or runs.ended_early)
     return code

@@ -3,7 +3,7 @@
 Only this folder talks to other processes; the others ask here. A collective waits as long as its process group allows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from gradguard.distributed.agreement import device_of, gather_objects, together
 from gradguard.distributed.reduction_group import ReductionGroup, check_alive, several_processes
 from gradguard.errors import InvalidValueError
+from gradguard.replacements import Replacement
 from gradguard.tensors.layout import move
 
 
@@ -29,6 +30,20 @@ def rank_and_size(group: Any = None) -> tuple[int, int]:
     if group is None and not several_processes():
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
+
+
+def meet_under(name: str) -> None:
+    """Let this process meet others under keys of that name: a launcher's store may hold those of an earlier meeting.
+
+    Args:
+        name: Put in front of each key; the others must use the same one.
+    """
+
+    def apart(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        for store, rank, world in original(*args, **kwargs):
+            yield dist.PrefixStore(name, store), rank, world
+
+    Replacement("torch.distributed.rendezvous", "rendezvous", apart, everywhere=True).use()
 
 
 def number_of_processes(group: Any = None) -> int:

@@ -90,7 +90,8 @@ class SampleNormsCallback(PerSampleJob, TrainersClip):
     * Norms stay on the device until they are asked for, or the Trainer logs.
 
     **What the Trainer logs**, of the step that is logged: ``sample_norm_max``, ``sample_norm_median`` over its finite
-    samples, ``sample_norm_max_micro_batch`` and ``sample_norm_max_row``.
+    samples, ``sample_norm_max_micro_batch`` and ``sample_norm_max_row``; and ``sample_norm_empty_micro_batches``, the
+    number of its batches that add nothing, and count in the average where the loss is divided by their number.
 
     ======================================  ====================================================================
     Edge case                               What happens
@@ -226,6 +227,7 @@ class SampleNormsCallback(PerSampleJob, TrainersClip):
             "sample_norm_median": float(norms[norms.isfinite()].median()),
             "sample_norm_max_micro_batch": loudest.micro_batch,
             "sample_norm_max_row": loudest.row,
+            "sample_norm_empty_micro_batches": len(self.steps[-1].without_a_share),
         }
 
     def end(self) -> None:

@@ -1,13 +1,11 @@
 """One step of a script, or several, seen from outside: the part that one of its processes writes down."""
 
-import os
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from gradguard.errors import GradguardError, UnsupportedGradientError
 from gradguard.listeners import ClipCall, ClipEvent, Listener
 from gradguard.optimizer_hooks import EveryStep, parameters_of, runs_hooks
 from gradguard.parity.backward_replay import add_signs, flip_weights, precision_of, scale_gradients
-from gradguard.parity.saved import GRADIENT, START, SavedParameter, write
+from gradguard.parity.saved import GRADIENT, START, SavedGradients, SavedParameter
 from gradguard.parity.scales import ScriptRun
 from gradguard.parity.shards import LocalParameter, gathered, gathered_settings, gathered_words, local_parameters
 from gradguard.parity.step_parity import ComparedStages, Noted, StepNotes, scale_between
@@ -29,8 +27,16 @@ from gradguard.state.generators import generator_states, have_drawn
 from gradguard.torch_private import never_compiled
 
 
-class Saved(SystemExit):
-    """Ends the script once its gradients are saved: what cleans up on the way out does so."""
+class Runs(Protocol):
+    """Which of several runs of the script this process is, and how that ends."""
+
+    def which(self) -> ScriptRun:
+        """Return how this run differs from the others; asked at the first forward pass."""
+        ...
+
+    def end(self, saved: SavedGradients | None, refusal: str = "") -> NoReturn:
+        """End the script: with what was saved of it, or with why nothing was."""
+        ...
 
 
 @dataclass
@@ -69,24 +75,19 @@ class ScriptGradients(Listener):
     the next forward pass in which gradients are recorded, or the script's end.
 
     Args:
-        file: Where this process writes; all write the same.
+        runs: Which steps, how this run differs from the others, and how it ends.
         modules: Returns the root modules that exist.
         optimizers: Returns the optimizers that exist.
-        run: Which steps, and how this run differs from the others.
-
-    Attributes:
-        refusal: Why nothing was saved, once it is known.
-        done: Whether ``file`` is written.
     """
 
     def __init__(
         self,
-        file: str | os.PathLike[str],
+        runs: Runs,
         modules: Callable[[], Sequence[nn.Module]],
         optimizers: Callable[[], Sequence[Optimizer]],
-        run: ScriptRun = ScriptRun(),  # noqa: B008 - frozen
     ) -> None:
-        self._file, self._modules, self._optimizers, self._run = file, modules, optimizers, run
+        self._runs, self._modules, self._optimizers = runs, modules, optimizers
+        self._run = ScriptRun()
         self._local: list[LocalParameter] = []
         self._notes = StepNotes([], [], [])
         self._known: list[Optimizer] = []
@@ -95,13 +96,12 @@ class ScriptGradients(Listener):
         self._dtypes: list[set[torch.dtype]] = []
         self._stack, self._forward, self._depth = ExitStack(), ExitStack(), 0
         self._raised = True  # gradients are multiplied by the scale
-        self._number, self._step = 2 - run.at, _Step()  # 1 is the one that is saved
+        self._number, self._step = 1, _Step()  # 1 is the one that is saved
         self._first: _Step | None = None
         self._weights: dict[str, Tensor] = {}
         self._weights_then: dict[str, Tensor] = {}
         self._noted: dict[str, Noted] = {}
         self._facts: dict[str, float] = {}
-        self.refusal, self.done = "", False
 
     def on_begin(self) -> None:
         """Wait for the first forward pass."""
@@ -114,9 +114,8 @@ class ScriptGradients(Listener):
 
     def finish(self) -> None:
         """Save what is known where the script has ended well: its last step may not be one of each optimizer."""
-        if self._step.stepped and not self.done and not self.refusal and self._number >= 1:
-            with suppress(SystemExit):
-                self._refused(self._end_step if self._run.steps else self._save)
+        if self._step.stepped and self._number >= 1:
+            self._refused(self._end_step)
 
     # Forward passes: the first, and the first one after each step.
 
@@ -143,6 +142,8 @@ class ScriptGradients(Listener):
         trained = self._trained()
         if not trained:
             return  # a forward pass before there is an optimizer
+        self._run = self._runs.which()
+        self._number = 2 - self._run.at
         named = _named([m for m in self._modules() if not trained.isdisjoint(_ids_of(m))])
         self._local = [p for _, _, own in named for p in own]
         self._states = generator_states()
@@ -176,9 +177,8 @@ class ScriptGradients(Listener):
             self._noted |= self._notes.end(self._number, calls)
         if self._number == 1:
             self._first = step
-        if self._number == self._run.steps and self._number >= 1:
-            self._save()
-            raise Saved
+        if self._number == max(self._run.steps, 1):
+            self._save(self._first or step)
         self._number, self._step = self._number + 1, _Step()
         self._start_step()
 
@@ -187,7 +187,6 @@ class ScriptGradients(Listener):
     def on_backward(self, losses: Sequence[Tensor], weights: Sequence[Tensor | None]) -> None:
         """Count micro-batches; what was looked at before a clip is no longer all."""
         del losses, weights
-        self._leave_if_over()
         if self._step.is_over:  # a forward pass of no module
             self._refused(self._end_step)
         step = self._step
@@ -268,7 +267,6 @@ class ScriptGradients(Listener):
 
     def on_step(self, optimizer: Optimizer, evaluation: int) -> None:
         """Take the gradients of an optimizer's step."""
-        self._leave_if_over()
         if evaluation == 0:
             self._refused(lambda: self._take(optimizer))
         else:
@@ -309,8 +307,7 @@ class ScriptGradients(Listener):
         step.stepped.append(optimizer)
         step.is_taken = True
         if self._number == 1 and not self._run.steps and self._is_whole():
-            self._save()
-            raise Saved
+            self._end_step()  # before weights change
 
     def _look_at_weights(self, own: Sequence[LocalParameter]) -> None:
         """Take the weights that the first step begins with, without this run's change."""
@@ -321,8 +318,7 @@ class ScriptGradients(Listener):
 
     def _second_step(self, optimizer: Optimizer) -> None:
         if self._run.is_first_step_alone:
-            self._save()
-            raise Saved
+            self._end_step()
         raise UnsupportedGradientError(
             f"{type(optimizer).__name__} is about to make a second step before each trained parameter has had one, so "
             "that steps cannot be counted from outside. Leave --at and --steps away, which gives the gradients of the "
@@ -372,9 +368,8 @@ class ScriptGradients(Listener):
 
     # The file.
 
-    def _save(self) -> None:
+    def _save(self, first: _Step) -> NoReturn:
         """One all-reduce for each kind of number: every process comes here after the same step."""
-        first = self._first or self._step
         local = [p for p in self._local if p.name in first.about]
         whole = WholeParameters(local)
         parameters = whole.about([*first.about.values()], first.backwards)
@@ -400,8 +395,7 @@ class ScriptGradients(Listener):
             stages=stages.saved(run, epsilon),
             left_out=gathered_words(self._notes.left_out | self._not_stepped(first)),
         )
-        write(self._file, saved)
-        self.done = True
+        self._runs.end(saved)
 
     def _not_stepped(self, step: _Step) -> dict[str, None]:
         """Return the trained parameters that are in no optimizer, in words."""
@@ -415,24 +409,13 @@ class ScriptGradients(Listener):
         copies = [one for one in others if (own := _shapes_of(one)) and own in shapes]
         return [(f"the weights of a second model, {type(one).__name__} (an average, a target?)", one) for one in copies]
 
-    def _leave_if_over(self) -> None:
-        """End the process if the script has caught what should have ended it, and goes on."""
-        if not (self.done or self.refusal):
-            return
-        if self.refusal:
-            sys.stderr.write(f"gradguard: {self.refusal}\n")
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(0 if self.done else 2)
-
     def _refused(self, act: Callable[[], None]) -> None:
-        """Run ``act``; what it refuses ends the script, and is said once behind it."""
+        """Run ``act``; what it refuses ends the script."""
         try:
             act()
         except GradguardError as error:
             rank, world = rank_and_size()
-            self.refusal = f"rank {rank}: {error}" if world > 1 else str(error)
-            raise SystemExit(2) from error
+            self._runs.end(None, f"rank {rank}: {error}" if world > 1 else str(error))
 
 
 def _shares(a: tuple[Any, Tensor] | None, b: tuple[Any, Tensor] | None) -> bool:

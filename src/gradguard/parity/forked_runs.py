@@ -1,0 +1,232 @@
+"""`gradguard run --save-gradients`: one start of a script, whose process forks once for each run of its first steps."""
+
+import multiprocessing.synchronize  # noqa: F401 - where it is replaced
+import os
+import signal
+import stat
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from gradguard.distributed.processes import meet_under
+from gradguard.errors import RecordError
+from gradguard.parity.rounding_runs import tables, with_rounding
+from gradguard.parity.saved import GRADIENT, UPDATE, SavedGradients, read, write
+from gradguard.parity.scales import ScriptRun, apart, same_twice
+from gradguard.parity.vectors import Vector, minus, norm
+from gradguard.replacements import Replacement
+
+_SAME = 1e-9  # sketches of the same weights differ by what the order of additions does
+
+_NO_FORK_AFTER = (
+    ("torch.distributed", "init_process_group"),  # connections
+    ("multiprocessing.synchronize", "SemLock.__init__"),  # a queue to a worker
+    ("multiprocessing.process", "BaseProcess.__init__"),
+    ("threading", "Thread.start"),
+    ("torch", "set_num_threads"),  # OpenMP's threads
+)
+
+
+class ForkedRuns:
+    """The runs of one script that rounding alone tells apart, each of which is a fork of the process that began it.
+
+    The fork is made as late as the process can be doubled: at the first forward pass of a model that is trained, or
+    before the script connects processes, starts threads or workers. Where there is an accelerator, whose driver no fork
+    survives, and where the system's libraries forbid it, `fork_late` is False: then before the script's first line.
+
+    A fork ends without cleaning up, since what it would remove was made for all of them; the first process cleans up.
+
+    Args:
+        perturbed: How many runs with changed weights.
+        as_it_is: The first run, which says what is saved.
+        folder: A folder that all processes of a launch share.
+        keep: Takes the gradients, with what rounding does, when all runs have ended.
+
+    Attributes:
+        refusal: Why nothing was saved, in words.
+        is_over: Whether this is the process that began, and all runs have ended.
+    """
+
+    def __init__(
+        self, perturbed: int, as_it_is: ScriptRun, folder: Path, keep: Callable[[SavedGradients], None]
+    ) -> None:
+        self._perturbed, self._as_it_is, self._folder, self._keep = perturbed, as_it_is, folder, keep
+        self._numbers, self._threads, self._stack = count(), torch.get_num_threads(), ExitStack()
+        self._file: Path | None = None  # of this process, if it is a fork
+        self._how = as_it_is
+        self.refusal, self.is_over, self._code = "", False, 0
+        self.fork_late = sys.platform == "linux" and not _has_accelerator()
+        torch.set_num_threads(1)  # OpenMP's threads are not there in a fork that waits for them
+        for module, name in _NO_FORK_AFTER:
+            self._stack.callback(Replacement(module, name, self._before, everywhere=name.islower()).use())
+        self._stack.callback(Replacement("torch.utils.data.dataloader", "DataLoader.__iter__", self._loading).use())
+
+    def _before(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.which()
+        return original(*args, **kwargs)
+
+    def _loading(self, original: Callable[..., Any], loader: Any) -> Any:
+        return self._before(original, loader) if loader.num_workers else original(loader)
+
+    def which(self) -> ScriptRun:
+        """Return how this process differs from the others, once it is a fork.
+
+        Raises:
+            SystemExit: In the process that began, when all runs have ended.
+        """
+        if self._file is not None:
+            return self._how
+        if self.is_over:  # the script has caught what should have ended it
+            _end(self._code)
+        self._stack.close()
+        try:
+            self._keep(with_rounding(self._run, self._as_it_is, self._perturbed, check_same))
+        except _IsForked:
+            torch.set_num_threads(self._threads)
+            return self._how
+        except RecordError as error:
+            raise self._stopped(2, str(error)) from error
+        raise self._stopped(0)
+
+    def _stopped(self, code: int, refusal: str = "") -> SystemExit:
+        """Return the error that ends the script in the process that began, which cleans up."""
+        self.is_over, self._code, self.refusal = True, code, refusal
+        return SystemExit(code)
+
+    @property
+    def ended_early(self) -> str:
+        """The words for a script that ends before the steps that are saved."""
+        return (
+            f"the script ended before its optimizer step {self._as_it_is.last} was over, so there is nothing to save."
+        )
+
+    def end(self, saved: SavedGradients | None, refusal: str = "") -> NoReturn:
+        """End this fork: with what it has saved, or with why it has not."""
+        if self.is_over:  # the script has caught what should have ended it
+            _end(self._code)
+        if self._file is None:  # the script cannot be followed to its first forward pass
+            raise self._stopped(2, refusal)
+        if saved is not None:
+            write(self._file, saved)
+        else:
+            sys.stderr.write(f"gradguard: {refusal}\n")
+        _end(2 if refusal else 0)
+
+    def leave(self, code: int) -> None:
+        """End this process if it is a fork, whose script has ended."""
+        if self._file is not None:
+            _end(code)
+        self._stack.close()
+        torch.set_num_threads(self._threads)
+
+    def _run(self, how: ScriptRun) -> SavedGradients:
+        """Fork, and return what the fork has saved."""
+        import fcntl  # which Windows has not
+
+        number = next(self._numbers)
+        file = self._folder / f"{os.environ.get('RANK', '0')}-{number}"
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        with open(self._folder / f"{number}.lock", "wb") as lock, tempfile.TemporaryFile() as said:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            offsets = _offsets()
+            with warnings.catch_warnings(action="ignore"):  # of threads: OpenBLAS' are ready for a fork
+                child = os.fork()
+            if not child:
+                self._begin(file, how, number, said.fileno())
+                raise _IsForked
+            try:
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            except BaseException:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                raise
+            for descriptor, offset in offsets.items():
+                os.lseek(descriptor, offset, os.SEEK_SET)
+            if code or not file.exists():
+                said.seek(0)
+                sys.stderr.write(said.read().decode(errors="replace"))
+                raise self._stopped(code if code > 0 else 128 - code if code else 2, "" if code else self.ended_early)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # when those of all processes have ended
+        return read(file)
+
+    def _begin(self, file: Path, how: ScriptRun, number: int, said: int) -> None:
+        """Be a run of the script: the first one prints, and each meets the other processes at a place of its own."""
+        self._file, self._how = file, how
+        meet_under(f"run {number}")
+        os.environ["TMPDIR"], tempfile.tempdir = str(self._folder), None  # what it leaves goes with the folder
+        if number:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for descriptor, instead in enumerate((nowhere, nowhere, said)):
+                os.dup2(instead, descriptor)
+
+
+class _IsForked(BaseException):
+    """Leads a fork back to where the script goes on."""
+
+
+def _has_accelerator() -> bool:
+    """Tell whether there is an accelerator, without a call of its driver."""
+    kind = torch.accelerator.current_accelerator()
+    return kind is not None and (kind.type != "cuda" or torch.cuda.device_count() > 0)
+
+
+def _offsets() -> dict[int, int]:
+    """Return where each open file of the script stands, which forks share; streams stay where they are."""
+    found, streams = {}, [os.fstat(stream) for stream in range(3) if _is_open(stream)]
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        about = os.fstat(descriptor) if _is_open(descriptor) else None
+        if about and stat.S_ISREG(about.st_mode) and not any(os.path.samestat(about, one) for one in streams):
+            found[descriptor] = os.lseek(descriptor, 0, os.SEEK_CUR)
+    return found
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _end(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def check_same(runs: Sequence[SavedGradients]) -> None:
+    """Refuse runs that are not of one script that begins with the same weights each time, and does the same twice.
+
+    Raises:
+        RecordError: If they are not.
+    """
+    first, second = runs[0], dict(tables(runs[1]))
+    for other in runs[1:]:
+        pairs = zip(first.parameters, first.sketches["weights"][0], other.sketches["weights"][0], strict=True)
+        if moved := [p.name for p, a, b in pairs if not _same(a, b)]:
+            raise RecordError(
+                f"the script has other weights at its first step from run to run (in {moved[0]}, say): seed it, as in "
+                "gradguard run --seed 0 --save-gradients ..., or let it load a checkpoint, and set no weights after "
+                "the first forward pass."
+            )
+    for name, one in tables(first):
+        a, b = (run.sketches["gradient"][0] for run in (one, second[name]))
+        if (not name or name.startswith((GRADIENT, UPDATE))) and not same_twice(a, b, first.epsilon):
+            what = f"what is in {name}" if name else "its gradients"
+            raise RecordError(
+                f"the script is not the same twice: half of {what} differ by {apart(a, b):.2g} or more of themselves "
+                "from run to run, with the same weights. Does it take other samples, or draw other random numbers? "
+                "Seed it, as in gradguard run --seed 0 --save-gradients ..., and its data loader."
+            )
+
+
+def _same(a: Vector, b: Vector) -> bool:
+    return list(a) == list(b) or norm(minus(a, b)) <= _SAME * norm(a)
