@@ -130,7 +130,7 @@ def too_short(signals: RunSignals) -> Sign | None:
     curve, rate, ratio, travel = signals.curve, signals.rate, signals.ratio, signals.travel
     if not rate or signals.ends_lost or signals.is_warming_up or travel is None:
         return None
-    if curve.fallen > 0.3 or travel > (TINY_MOVE if curve.is_known else NO_MOVE):
+    if curve.fallen > 0.3 or travel > (TINY_MOVE if curve.is_known else NO_MOVE) or signals.only_vectors_learn:
         return None
     end = f"the loss creeps from {number(curve.start)} to {number(curve.final)}"
     if not curve.is_known:
