@@ -271,7 +271,7 @@ def clipped_policy(run: Run) -> float:
 
     for _ in range(100):
         seen, did, got = play(24)
-        back = torch.stack([sum(0.9**j * got[k + j] for j in range(15 - k)) for k in range(15)])
+        back = torch.stack([torch.stack([0.9**j * got[k + j] for j in range(15 - k)]).sum(0) for k in range(15)])
         with torch.no_grad():
             before = policy(seen).log_softmax(-1).gather(-1, did[..., None])[..., 0]
             gain = back - 10 * value(seen)[..., 0]
@@ -396,9 +396,9 @@ class Spike(torch.autograd.Function):
         return (potential > 0).float()
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         (potential,) = ctx.saved_tensors
-        return gradient / (1 + ctx.narrow * potential.abs()) ** 2, None
+        return grad_outputs[0] / (1 + ctx.narrow * potential.abs()) ** 2, None
 
 
 @TASKS.add("vanishing__narrow")
