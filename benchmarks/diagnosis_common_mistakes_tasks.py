@@ -523,7 +523,7 @@ def spectral(run: Run) -> float:
         return float(loss_of(1000))
 
 
-@TASKS.add("rate_decayed__restart", "no_gradient__frozen", floor=5e-4)
+@TASKS.add("rate_leapt__restart", "no_gradient__frozen", floor=5e-4)
 def splats(run: Run) -> float:
     """A picture as 40 coloured blobs, random pixels of it, rates of their own for places and sizes; Adam."""
     g = fixed(run.seed)
@@ -547,7 +547,7 @@ def splats(run: Run) -> float:
     optimizer = torch.optim.Adam(groups)
 
     def factor(step: int) -> float:
-        if run.has("rate_decayed__restart") and step >= 330:  # resumed with another scheduler
+        if run.has("rate_leapt__restart") and step >= 330:  # resumed with another scheduler
             return 40.0
         return 0.995**step
 

@@ -148,7 +148,7 @@ CASES = {
         run([1.4 + 0.6 * math.exp(-i / 15) for i in range(COUNT)], lr=[0.1 / 2 ** (i // 10) for i in range(COUNT)]),
         "rate_decayed", "nearly 0 from step 60 on, while the loss was still falling"),
     "rate that leapt": (
-        run(falling(200) + flat(200, 3.0, 0.1), lr=[0.01] * 200 + [1.0] * 200), "rate_decayed",
+        run(falling(200) + flat(200, 3.0, 0.1), lr=[0.01] * 200 + [1.0] * 200), "rate_leapt",
         "leapt up, at step 200.*from 0.01 to 1"),
     "rate too high, thrown up": (
         run([2.0, 9.0, 30.0, 12.0, *flat(396, 2.4, 0.05)]), "rate_too_high",

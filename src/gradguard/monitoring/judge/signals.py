@@ -16,7 +16,7 @@ from gradguard.monitoring.judge.cause import Evidence
 from gradguard.monitoring.judge.detectors.update_ratios import LARGE_UPDATE
 from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.health import findings
-from gradguard.monitoring.judge.numbers import median, medians, only
+from gradguard.monitoring.judge.numbers import last_window, median, medians, number, only, window_means
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.record_lines import Numbers, without_none
@@ -281,6 +281,14 @@ class RunSignals:
         noise = _MAD_TO_SIGMA * statistics.median(steps[len(steps) // 2 :]) / math.sqrt(2)
         last = levels[-2:] if len(known) >= 2 * BLOCKS else levels[-1:]
         return Curve(start, levels, min(levels), statistics.median(last), max(known), noise, len(known))
+
+    @cached_property
+    def ends_at(self) -> str:
+        """The loss at the end in words: the ``final_loss`` of the summary, where it is finite."""
+        losses = list(compress(self.record.steps.column("loss"), self.record.steps.has("loss")))
+        width = last_window(losses)
+        final = window_means(losses[-width:], width)[-1] if losses else None
+        return number(self.curve.final if final is None else final)
 
     @property
     def learns(self) -> bool:

@@ -227,6 +227,6 @@ def stands_still(signals: RunSignals) -> Sign | None:
     # a run that had little left to learn stays where it was
     stays = signals.travel is not None and signals.travel < MOVED and not signals.only_vectors_learn
     blurred = 3 * curve.error > 0.5 * abs(curve.levels[0])  # a loss that halves would look flat as well
-    words = f"The loss was {number(curve.levels[0])} in the first steps and is {number(curve.final)} at the end"
+    words = f"The loss was {number(curve.levels[0])} in the first steps and is {signals.ends_at} at the end"
     seen = signals.seen(f"{words}, and gradients are there.")
     return Sign((seen,), {"count": f"{signals.count:,}"}, "possible" if stays or blurred else "likely")
