@@ -39,6 +39,7 @@ import torch._dynamo  # noqa: F401  (which the first step of an optimizer import
 from rich.console import Console
 from rich.table import Table
 
+import diagnosis_common_mistakes_tasks
 import diagnosis_fresh_tasks
 import diagnosis_held_out
 import diagnosis_more_tasks
@@ -59,6 +60,7 @@ SETS = {
     "unseen": diagnosis_unseen_tasks,
     "optimizers": diagnosis_optimizer_tasks,
     "new_fields": diagnosis_new_fields_tasks,
+    "common_mistakes": diagnosis_common_mistakes_tasks,
 }
 
 CLEARLY = 1.15

@@ -158,7 +158,7 @@ def test_links_and_pictures_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_option_that_is_shown_exists(page):
     shown = set(re.findall(r"^\$ gradguard [\w-]+ .*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
-    known = {"--out", "--force", "--every", "--clip", "--argv", "-o", "--output", "--text", "-m"}
+    known = {"--out", "--force", "--every", "--clip", "--argv", "-o", "--text", "-m"}
     known |= {"--input", "--seed", "--exhaustive", "--order", "--reference"}
     known |= {"--fail-on", "--rule", "--once", "--lines"}
     known |= {

@@ -148,7 +148,7 @@ CASES = {
         run([1.4 + 0.6 * math.exp(-i / 15) for i in range(COUNT)], lr=[0.1 / 2 ** (i // 10) for i in range(COUNT)]),
         "rate_decayed", "nearly 0 from step 60 on, while the loss was still falling"),
     "rate that leapt": (
-        run(falling(200) + flat(200, 3.0, 0.1), lr=[0.01] * 200 + [1.0] * 200), "rate_decayed",
+        run(falling(200) + flat(200, 3.0, 0.1), lr=[0.01] * 200 + [1.0] * 200), "rate_leapt",
         "leapt up, at step 200.*from 0.01 to 1"),
     "rate too high, thrown up": (
         run([2.0, 9.0, 30.0, 12.0, *flat(396, 2.4, 0.05)]), "rate_too_high",
@@ -256,6 +256,12 @@ CASES = {
     "half of the model cut off": (
         run(falling(), meta=FLAT_META, tensors=lines([0.0] * 5 + [0.1] * 5, absent=[0, 1, 2, 3, 4])), "no_gradient",
         r"5 of 10 parameters never get a gradient up to layers.4.weight.*detach\(\)"),
+    "a group of the optimizer that is frozen": (
+        run(falling(), meta={"params": [*params(NAMES[:9]), *params(NAMES[9:], group=1, frozen=True)]},
+            tensors=lines([0.1] * 9 + [0.0], absent=[9])), "no_gradient", "parameter groups 1"),
+    "classes in turn": (
+        run([2.0, *[9.0 - 8.7 * min(1.0, i % 66 / 30) if i >= 66 else 2.0 - i / 40 for i in range(1, COUNT)]]),
+        "data_shift", "one class only"),
     "dead from the start": (
         run(flat(), meta=FLAT_META, tensors=lines([0.0] * 9 + [0.1])), "not_started", "exactly 0 from the first step"),
     "a warm-up longer than the run": (

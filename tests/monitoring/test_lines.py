@@ -11,7 +11,7 @@ from test_fuzzed_records import damaged, sound  # noqa: F401 (a fixture)
 
 from gradguard.errors import RecordError
 from gradguard.monitoring.judge.health import HealthMonitor, findings
-from gradguard.monitoring.judge.judgement import window_means
+from gradguard.monitoring.judge.numbers import window_means
 from gradguard.monitoring.observe.step import GradientNorms, ParameterTable, StepMeasurement, lines_of
 from gradguard.monitoring.record.file import read_record
 from gradguard.monitoring.record.reader import JsonlReader

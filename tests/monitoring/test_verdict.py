@@ -5,7 +5,8 @@ from fractions import Fraction
 import pytest
 from synthetic import changed, log_normal, make_record, steps_of
 
-from gradguard.monitoring.judge.judgement import verdict, window_means
+from gradguard.monitoring.judge.judgement import verdict
+from gradguard.monitoring.judge.numbers import window_means
 from gradguard.monitoring.record.step_rows import by_optimizer
 
 CALM = log_normal(600, centre=0.42)

@@ -28,7 +28,7 @@ def add_to(commands) -> None:
     """Add the command to those of the parser."""
     report = commands.add_parser("report", help="draw the record of a run, or of several side by side")
     report.add_argument("records", nargs="+", type=Path, metavar="run.jsonl", help="a record, or the folder it is in")
-    report.add_argument("-o", "--output", type=Path, help=_OUTPUT_HELP)
+    report.add_argument("-o", "--out", dest="output", type=Path, metavar="PAGE", help=_OUTPUT_HELP)
     form = report.add_mutually_exclusive_group()
     form.add_argument("--text", dest="form", action="store_const", const="text", help=_TEXT_HELP)
     form.add_argument("--json", dest="form", action="store_const", const="json", help=_JSON_HELP)

@@ -147,7 +147,7 @@ def _progress(signals: RunSignals, cause: Cause) -> str:
     none = cause.key in ("healthy", "unknown", "not_started") or cause.certainty != "likely"
     if none or warned or not curve.has_fallen:
         return ""
-    went = f"from {number(curve.start)} to {number(curve.final)}"
+    went = f"from {number(curve.start)} to {signals.ends_at}"
     return f"Your run learns: its loss fell {went}, and no finding warns. What may stand in its way:"
 
 
@@ -194,7 +194,7 @@ def _well(signals: RunSignals, others: Sequence[Cause]) -> Cause:
     if not curve.is_known:
         words = f"Norms and layers are as they should be on {signals.count:,} steps; losses were not judged."
         return Cause("healthy", certainty, sentence, advice, (signals.seen(words),))
-    went = f"from {number(curve.start)} to {number(curve.final)}"
+    went = f"from {number(curve.start)} to {signals.ends_at}"
     if curve.has_fallen:
         shown = {cause.key for cause in others} | {found.kind for found in signals.found}
         if signals.outbursts or spikes_of(signals.record):

@@ -57,7 +57,7 @@ def helped(signals: RunSignals) -> str:
     if not curve.is_known or signals.takes_turns:
         return ""
     if before.get("lost"):
-        return f"Against {whose}, it helped: the loss is finite and ends at {number(curve.final)}."
+        return f"Against {whose}, it helped: the loss is finite and ends at {signals.ends_at}."
     if loss is None:
         return ""
     noise = math.hypot(curve.error, before.get("error") or 0.0)

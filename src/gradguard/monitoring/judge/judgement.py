@@ -1,16 +1,24 @@
 """One sentence with numbers about what clipping did to a run, and the numbers themselves."""
 
 from dataclasses import dataclass, replace
-from itertools import accumulate, compress
-from operator import methodcaller
+from itertools import compress
 
 from gradguard.monitoring.judge.acting_clips import ActingClip, acting_clips, shares_in_words
-from gradguard.monitoring.judge.numbers import capital, median, number, only, percent, plain_threshold
+from gradguard.monitoring.judge.numbers import (
+    capital,
+    last_window,
+    median,
+    number,
+    only,
+    percent,
+    plain_threshold,
+    window_means,
+)
 from gradguard.monitoring.judge.recoveries import Recoveries, recoveries
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.judge.spikes import spikes_of
 from gradguard.monitoring.record.file import Record, once
-from gradguard.monitoring.record.record_lines import Numbers, without_none
+from gradguard.monitoring.record.record_lines import without_none
 from gradguard.monitoring.record.step_rows import (
     bound_on,
     by_optimizer,
@@ -107,7 +115,7 @@ def _judge(record: Record) -> Verdict:
     used, norms = (without_none(steps.column(key)) for key in ("threshold", "norm"))
     several = sorted(clips, key=lambda clip: clip.bound or 0, reverse=True) if len(clips) > 1 else ()
     losses = list(compress(steps.column("loss"), steps.has("loss")))
-    means = window_means(losses, max(10, len(losses) // 20))
+    means = window_means(losses, last_window(losses))
     share = len(bound) / len(taken) if taken else None
     found = Verdict(
         sentence="",
@@ -150,40 +158,6 @@ def _together(whole: Verdict, parts: list[tuple[str, Verdict]]) -> Verdict:
         diverged=any(part.diverged for _, part in parts),
         parts=tuple(parts),
     )
-
-
-def window_means(values: Numbers, width: int) -> list[float | None]:
-    """Mean of every window of ``width`` values; None where a window holds None.
-
-    Args:
-        values: Numbers, None for a value that was not finite.
-        width: The window; a shorter sequence is one window.
-
-    Returns:
-        One mean per full window.
-
-    Example:
-        >>> window_means([1.0, 3.0, None, 5.0, 7.0], 2)
-        [2.0, None, None, 6.0]
-    """
-    width = min(width, len(values))
-    if not width:
-        return []
-    # As whole multiples of one power of two the values have exact sums: an outlier that has left leaves nothing behind.
-    filled, ratio = [value or 0.0 for value in values], methodcaller("as_integer_ratio")
-    unit = max(denominator for _, denominator in map(ratio, filled))
-    whole = (numerator * (unit // denominator) for numerator, denominator in map(ratio, filled))
-    totals = list(accumulate(whole, initial=0))
-    gaps = list(accumulate((value is None for value in values), initial=0))
-    places = range(len(values) - width + 1)
-    return [
-        None if gaps[k + width] > gaps[k] else (totals[k + width] - totals[k]) / (unit * _LARGER) / width * _LARGER
-        for k in places
-    ]
-
-
-_LARGER = 2**20
-"""A window of the largest floats has a sum that is divided by it; powers of two round nothing."""
 
 
 def _overhead_share(record: Record) -> float | None:

@@ -3,7 +3,11 @@
 import math
 import statistics
 from collections.abc import Collection, Sequence
+from itertools import accumulate
+from operator import methodcaller
 from typing import TypeVar
+
+from gradguard.monitoring.record.record_lines import Numbers
 
 _T = TypeVar("_T")
 
@@ -112,3 +116,46 @@ def only(values: Collection[_T]) -> _T | None:
         values: The values.
     """
     return next(iter(values)) if len(values) == 1 else None
+
+
+def last_window(losses: Sequence[float | None]) -> int:
+    """Return over how many losses the final one is a mean: the last 5 %, at least 10.
+
+    Args:
+        losses: All losses of a run.
+    """
+    return max(10, len(losses) // 20)
+
+
+def window_means(values: Numbers, width: int) -> list[float | None]:
+    """Mean of every window of ``width`` values; None where a window holds None.
+
+    Args:
+        values: Numbers, None for a value that was not finite.
+        width: The window; a shorter sequence is one window.
+
+    Returns:
+        One mean per full window.
+
+    Example:
+        >>> window_means([1.0, 3.0, None, 5.0, 7.0], 2)
+        [2.0, None, None, 6.0]
+    """
+    width = min(width, len(values))
+    if not width:
+        return []
+    # As whole multiples of one power of two the values have exact sums: an outlier that has left leaves nothing behind.
+    filled, ratio = [value or 0.0 for value in values], methodcaller("as_integer_ratio")
+    unit = max(denominator for _, denominator in map(ratio, filled))
+    whole = (numerator * (unit // denominator) for numerator, denominator in map(ratio, filled))
+    totals = list(accumulate(whole, initial=0))
+    gaps = list(accumulate((value is None for value in values), initial=0))
+    places = range(len(values) - width + 1)
+    return [
+        None if gaps[k + width] > gaps[k] else (totals[k + width] - totals[k]) / (unit * _LARGER) / width * _LARGER
+        for k in places
+    ]
+
+
+_LARGER = 2**20
+"""A window of the largest floats has a sum that is divided by it; powers of two round nothing."""

@@ -16,7 +16,7 @@ from gradguard.monitoring.judge.cause import Evidence
 from gradguard.monitoring.judge.detectors.update_ratios import LARGE_UPDATE
 from gradguard.monitoring.judge.findings import Finding
 from gradguard.monitoring.judge.health import findings
-from gradguard.monitoring.judge.numbers import median, medians, only
+from gradguard.monitoring.judge.numbers import last_window, median, medians, number, only, window_means
 from gradguard.monitoring.judge.scale_free import is_scale_free
 from gradguard.monitoring.record.file import Record, once
 from gradguard.monitoring.record.record_lines import Numbers, without_none
@@ -50,6 +50,7 @@ _LONGEST_TURN = 8  # losses of so many kinds in a row
 _ROUND_ZERO = 10.0  # times its noise: a loss that stays within is compared with a mean of its own
 _RECENT = 24  # values before a step that say what is usual at that step
 _MAD_TO_SIGMA = 1.4826
+_HARDLY, _MOVES = 0.05, 1e-3  # gradients of weights over those of vectors; and a step over its vector
 
 
 @dataclass(frozen=True)
@@ -280,6 +281,14 @@ class RunSignals:
         noise = _MAD_TO_SIGMA * statistics.median(steps[len(steps) // 2 :]) / math.sqrt(2)
         last = levels[-2:] if len(known) >= 2 * BLOCKS else levels[-1:]
         return Curve(start, levels, min(levels), statistics.median(last), max(known), noise, len(known))
+
+    @cached_property
+    def ends_at(self) -> str:
+        """The loss at the end in words: the ``final_loss`` of the summary, where it is finite."""
+        losses = list(compress(self.record.steps.column("loss"), self.record.steps.has("loss")))
+        width = last_window(losses)
+        final = window_means(losses[-width:], width)[-1] if losses else None
+        return number(self.curve.final if final is None else final)
 
     @property
     def learns(self) -> bool:
@@ -518,6 +527,16 @@ class RunSignals:
     def growth(self) -> float:
         """How many times its first norm the usual weight has at the end; 1 where that was not measured."""
         return median(self.growths) or 1.0
+
+    @cached_property
+    def only_vectors_learn(self) -> bool:
+        """Whether gradients of weights are nearly 0 beside those of biases, which move: hardly an input arrives."""
+        weights, vectors = self.layers, self.biases
+        if not vectors or len(weights) < 2 or any(len(self.shape(layer.place)) < 2 for layer in weights):
+            return False
+        pairs = [[layer.gradient * self.root(layer.place) for layer in some] for some in (weights, vectors)]
+        largest = max(vectors, key=lambda layer: layer.gradient)
+        return math.hypot(*pairs[0]) < _HARDLY * math.hypot(*pairs[1]) and (largest.ratio or 0.0) > _MOVES
 
     @property
     def follows_noise(self) -> bool:

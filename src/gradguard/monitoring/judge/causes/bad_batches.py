@@ -34,6 +34,12 @@ FASTER = 1.5
 SETTLES = 0.3
 """Of its growth in the second half: a weight that grew less settles."""
 
+AS_FAST = 1.7
+"""From the middle of the run to its end: a weight that grows as fast in both halves has twice that."""
+
+UNLEARNED = 1.5
+"""Times the first losses: more than an untrained model has, and less than one that has learned another class only."""
+
 RECENT, THROWN = 24, 1.5
 """Norms, and times the largest of them: what a gradient above that does to the loss is no change of the data."""
 
@@ -210,8 +216,10 @@ def _level_shift(signals: RunSignals) -> int | None:
             found.append((high / low, place))
     times, place = max(found, default=(0.0, 0))
     gaps = [after - before for before, after in pairwise(leaps)]
+    untaught = UNLEARNED * max(loss.known(0, 5), default=math.inf)
+    forgets = found and sum(loss.at(place) > untaught for place in leaps) >= FEWEST_OUTBURSTS  # classes in turn
     by_plan = len(gaps) >= 3 and max(gaps) < EQUAL * min(gaps)  # harder data, as sequences that grow every epoch
-    if by_plan or times <= (SEVERAL_TIMES if gaps else ONE_TIMES):
+    if not forgets and (by_plan or times <= (SEVERAL_TIMES if gaps else ONE_TIMES)):
         return None
     return next(
         first for _, first in found if place - first < signals.turn
@@ -268,7 +276,7 @@ def _rising_norms(signals: RunSignals) -> float | None:
 
 
 def _runs_away(signals: RunSignals, curve: Curve) -> str:
-    """Whether the loss falls below 0, in the end as fast as before or faster, while norms rise: nothing bounds it."""
+    """Whether the loss falls below 0, in the end as fast as before or faster, while norms or all weights grow."""
     levels = curve.levels[: curve.levels.index(curve.best) + 1]
     quarter = len(levels) // 4
     if curve.best >= 0 or quarter < 3:
@@ -277,9 +285,12 @@ def _runs_away(signals: RunSignals, curve: Curve) -> str:
     norms = [norm for norm in signals.norms[: signals.first_lost] if norm]
     size = max(1, len(norms) // 4)
     rose = statistics.median(norms[size : 2 * size]) * 1.2 < statistics.median(norms[-size:])
+    weights = [layer.weights for layer in signals.layers if len(layer.weights) > 3]
+    grew = bool(weights) and all(one[-1] > AS_FAST * one[len(one) // 2] for one in weights)
     faster = second > curve.error and last > FASTER * third > FASTER**2 * second
     as_fast = third > curve.error and last > 0.9 * third and -curve.best > 3 * abs(curve.start)
-    if not (faster or as_fast) or not rose:
+    if not (faster or as_fast) or not (rose or grew):
         return ""
     pace = "faster and faster" if faster else "no slower in the end"
-    return f"The loss falls below 0, {pace}, to {number(curve.best)}, while the norms of gradients rise."
+    grows = "norms of gradients rise" if rose else "weights grow"
+    return f"The loss falls below 0, {pace}, to {number(curve.best)}, while the {grows}."

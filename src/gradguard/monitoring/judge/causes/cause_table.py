@@ -33,6 +33,7 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "not_started": ("vanishing", "no_gradient"),
     "update_rule": (*_FALLS_BEHIND, "rate_too_high", "rate_decayed", "vanishing"),
     "rate_decayed": ("rate_too_high", *_FALLS_BEHIND, "data_shift", "bad_batches"),
+    "rate_leapt": ("rate_too_high", *_FALLS_BEHIND, "data_shift", "bad_batches"),
     "drift": ("nonfinite_growth", "rate_too_high", "data_shift"),
     "rate_too_high": ("vanishing", "drift", "not_started"),
     "rate_too_low": ("not_started", "drift"),
@@ -40,7 +41,7 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The causes that a cause produces by itself, in the order in which they lead."""
 
-_RATES = ("rate_too_high", "rate_too_low", "rate_decayed")
+_RATES = ("rate_too_high", "rate_too_low", "rate_decayed", "rate_leapt")
 EXCLUDES: Mapping[str, tuple[str, ...]] = {
     "nonfinite_data": ("rate_too_high", "nonfinite_growth"),
     "nonfinite_range": ("rate_too_high", "nonfinite_growth"),
@@ -50,6 +51,7 @@ EXCLUDES: Mapping[str, tuple[str, ...]] = {
     "exploding_time": ("bad_batches",),
     "vanishing": ("rate_too_low",),
     "rate_decayed": ("data_shift", "bad_batches"),
+    "rate_leapt": ("data_shift", "bad_batches"),
     "drift": ("bad_batches", "data_shift"),
     "rate_too_high": ("bad_batches",),
     "rate_too_low": ("vanishing",),
@@ -292,7 +294,7 @@ CAUSES = (
         "The model and the data are not the cause: the loss fell as long as there was a rate.",
     ),
     Row(
-        "rate_decayed", rate.leapt, "likely",
+        "rate_leapt", rate.leapt, "likely",
         "The loss broke where the learning rate leapt up, at step {step}.",
         "Look at the schedule at step {step}: a restart, a warm-up that ends too high, or a resumed scheduler.",
         "The data are not the cause: the loss follows the learning rate.",

@@ -15,6 +15,9 @@ MISSING_SHARE = 0.2
 MOVED = 1.0
 """Of itself: a weight that all steps together cannot have moved by that may be as good as it was meant to be."""
 
+STILL = 0.02
+"""Of the first loss: a level of the loss that is not lower by more has not begun to fall."""
+
 UNUSED_SHARE = 0.05
 """Of all elements: less than that without a gradient may be a head that is not used."""
 
@@ -50,7 +53,8 @@ def summed_micro_batches(signals: RunSignals) -> Sign | None:
     usual = round(statistics.median(several))
     if signals.record.meta.get("loss_factor", 1.0) <= 1.5 / usual:
         return None
-    sick = signals.ends_lost or curve.peak > 2 * curve.start or curve.fallen < 0.1
+    rises = curve.final - curve.best > 3 * curve.error
+    sick = signals.ends_lost or curve.peak > 2 * curve.start or curve.fallen < 0.1 or rises
     seen = signals.seen(f"For each step backward() was called {usual} times, and the loss was not divided by {usual}.")
     return Sign((seen,), {"count": usual}, "certain" if sick else "possible", rate_factor=1 / usual)
 
@@ -114,12 +118,18 @@ def frozen(signals: RunSignals) -> Sign | None:
     own, curve = signals.own, signals.curve
     still = [place for place in own if signals.params[place].get("frozen")]
     share = signals.elements(still) / max(1, signals.elements(own))
-    if share < MISSING_SHARE or not curve.is_known or curve.fallen > 0.3:
+    groups = {signals.params[place].get("group", 0) for place in own}
+    idle_groups = groups - {signals.params[place].get("group", 0) for place in own if place not in still}
+    if not idle_groups and (share < MISSING_SHARE or not curve.is_known or curve.fallen > 0.3):
         return None
     names = [signals.name(place) for place in still]
     words = f"{len(still)} of {len(own)} parameters of the optimizer have requires_grad=False: {named(names)}."
-    certainty = "likely" if share > 0.5 else "possible"
-    return Sign((signals.seen(words, names),), {"count": len(still), "all": len(own)}, certainty)
+    evidence = [signals.seen(words, names)]
+    if idle_groups:  # with a rate of its own, which moves nothing: nobody writes that on purpose
+        whole = ", ".join(map(str, sorted(idle_groups)))
+        evidence.append(signals.seen(f"Nothing is trained in the optimizer's parameter groups {whole}."))
+    certainty = "likely" if share > 0.5 or idle_groups else "possible"
+    return Sign(tuple(evidence), {"count": len(still), "all": len(own)}, certainty)
 
 
 def cut_off(signals: RunSignals) -> Sign | None:
@@ -127,6 +137,7 @@ def cut_off(signals: RunSignals) -> Sign | None:
     if not signals.lines:
         return None
     gone = frozenset.intersection(*(frozenset(line.get("absent", ())) for line in signals.lines))
+    gone |= _never_reached(signals)
     missing = [place for place in signals.own if place in gone and not signals.params[place].get("frozen")]
     if not missing:
         return None
@@ -143,6 +154,19 @@ def cut_off(signals: RunSignals) -> Sign | None:
     return Sign((signals.seen(words, names),), gaps, "likely" if lowest or share >= UNUSED_SHARE else "possible")
 
 
+def _never_reached(signals: RunSignals) -> frozenset[int]:
+    """The parameters of modules that begin with numbers and whose gradients are all exactly 0, on every line."""
+    zero = [not any(of_one) for of_one in zip(*(line["norm"] for line in signals.lines), strict=True)]
+    begins = signals.measured[0]["weight"] if signals.measured else [0.0] * len(zero)
+    modules: dict[str, list[int]] = {}
+    for place in signals.own:
+        modules.setdefault(signals.name(place).rpartition(".")[0], []).append(place)
+    if any(zero[places[0]] and not all(zero[place] for place in places) for places in modules.values()):
+        return frozenset()  # a weight beside a bias that learns: a dead activation below them lets nothing through
+    cut = [its for its in modules.values() if len(its) > 1 and all(zero[place] and begins[place] for place in its)]
+    return frozenset(place for places in cut for place in places)
+
+
 def rate_zero(signals: RunSignals) -> Sign | None:
     """Return whether the learning rate is 0 on nearly all steps."""
     known = without_none(signals.rates)
@@ -156,14 +180,33 @@ def rate_zero(signals: RunSignals) -> Sign | None:
 def zero_from_start(signals: RunSignals) -> Sign | None:
     """Return whether gradients of weights are exactly 0 from the first step on, though they are connected."""
     lines, zeros = signals.lines, []
-    if len(lines) < 3 or not signals.curve.is_known or signals.learns:
+    if len(lines) < 3 or not signals.curve.is_known:
         return None
+    if signals.learns:
+        return _saddle(signals)
     for place in signals.own:
         zero = sum(line["norm"][place] == 0 and place not in line.get("absent", ()) for line in lines)
         at_first = any(line["norm"][place] for line in lines[:2])
         if len(signals.shape(place)) > 1 and zero >= 0.95 * len(lines) and not at_first:
             zeros.append(signals.name(place))
     words = f"The gradient of {named(zeros)} was exactly 0 on every recorded step, from the first one on."
+    return Sign((signals.seen(words, zeros),), {"params": named(zeros)}) if zeros else None
+
+
+def _saddle(signals: RunSignals) -> Sign | None:
+    """Return whether weights that begin at 0 had gradients of exactly 0 while the loss stood still for a while."""
+    lines, measured, levels = signals.lines, signals.measured[:1], signals.curve.levels
+    still = sum(level > levels[0] - max(signals.curve.error, STILL * abs(levels[0])) for level in levels)
+    if not measured or still < 0.25 * len(levels):
+        return None
+    first = measured[0]["weight"]
+    zeros = [
+        signals.name(place)
+        for place in signals.own
+        if first[place] == 0 and len(signals.shape(place)) > 1 and place not in lines[0].get("absent", ())
+        and not any(line["norm"][place] for line in lines[:3])
+    ]  # fmt: skip
+    words = f"The gradient of {named(zeros)}, which begins at 0, was exactly 0 in the first steps."
     return Sign((signals.seen(words, zeros),), {"params": named(zeros)}) if zeros else None
 
 
@@ -182,8 +225,8 @@ def stands_still(signals: RunSignals) -> Sign | None:
     if signals.learns or not curve.stands_still or signals.count < 100:
         return None
     # a run that had little left to learn stays where it was
-    stays = signals.travel is not None and signals.travel < MOVED
+    stays = signals.travel is not None and signals.travel < MOVED and not signals.only_vectors_learn
     blurred = 3 * curve.error > 0.5 * abs(curve.levels[0])  # a loss that halves would look flat as well
-    words = f"The loss was {number(curve.levels[0])} in the first steps and is {number(curve.final)} at the end"
+    words = f"The loss was {number(curve.levels[0])} in the first steps and is {signals.ends_at} at the end"
     seen = signals.seen(f"{words}, and gradients are there.")
     return Sign((seen,), {"count": f"{signals.count:,}"}, "possible" if stays or blurred else "likely")

@@ -46,14 +46,14 @@ def too_long(signals: RunSignals) -> Sign | None:
     known += tuple(Evidence.of(found) for found in signals.found if found.kind in ("update_spike", "logits_grow"))
     sure = thrown or (len(known) >= 3 and len(signals.outbursts) < 3)
     fix = lower_rate(signals)
-    words = {"rate": f", {signals.rate:g}," if signals.rate else "", "end": _end(signals.curve), "advice": fix.advice}
+    words = {"rate": f", {signals.rate:g}," if signals.rate else "", "end": _end(signals), "advice": fix.advice}
     return Sign(known, words, "certain" if sure else "likely", fix.factor, fix.threshold)
 
 
-def _end(curve: Curve) -> str:
-    if not curve.is_known:
+def _end(signals: RunSignals) -> str:
+    if not signals.curve.is_known:
         return "the first steps threw the weights far from where they began"
-    return f"steps are too long, and the loss went from {number(curve.start)} to {number(curve.final)}"
+    return f"steps are too long, and the loss went from {number(signals.curve.start)} to {signals.ends_at}"
 
 
 def _thrown(signals: RunSignals) -> Evidence | None:
@@ -115,7 +115,7 @@ def _risen(signals: RunSignals, curve: Curve) -> Evidence | None:
     if rise <= enough or curve.fallen > 0.5:
         return None
     at = signals.named(curve.levels.index(curve.best) * max(1, curve.count // len(curve.levels)))
-    words = f"The loss was {number(curve.best)} at its best, near step {at}, and ends at {number(curve.final)}."
+    words = f"The loss was {number(curve.best)} at its best, near step {at}, and ends at {signals.ends_at}."
     return signals.seen(words, since=at)
 
 
@@ -130,9 +130,9 @@ def too_short(signals: RunSignals) -> Sign | None:
     curve, rate, ratio, travel = signals.curve, signals.rate, signals.ratio, signals.travel
     if not rate or signals.ends_lost or signals.is_warming_up or travel is None:
         return None
-    if curve.fallen > 0.3 or travel > (TINY_MOVE if curve.is_known else NO_MOVE):
+    if curve.fallen > 0.3 or travel > (TINY_MOVE if curve.is_known else NO_MOVE) or signals.only_vectors_learn:
         return None
-    end = f"the loss creeps from {number(curve.start)} to {number(curve.final)}"
+    end = f"the loss creeps from {number(curve.start)} to {signals.ends_at}"
     if not curve.is_known:
         end = f"after {signals.count:,} steps the weights are where they began"
     moved = f"all {signals.count:,} steps can have moved it by {100 * travel:.2g} % at most"
@@ -163,7 +163,7 @@ def gone(signals: RunSignals) -> Sign | None:
         f"The learning rate fell from {largest:g} to {signals.rates[place] or 0.0:.2g} by step {step}, and "
         f"{signals.count - place:,} of {signals.count:,} steps came after."
     )
-    words = {"step": step, "loss": number(signals.curve.final), "count": f"{signals.count:,}"}
+    words = {"step": step, "loss": signals.ends_at, "count": f"{signals.count:,}"}
     return Sign((signals.seen(seen, since=step),), words)
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from gradguard.monitoring.judge.findings import Kind, Lasting, Log, said
+from gradguard.monitoring.judge.findings import Kind, Log, said
 from gradguard.monitoring.record.record_lines import Numbers
 from gradguard.threshold_rules import SortedWindow, upper_median_distance
 
@@ -47,9 +47,12 @@ APART, FACTORS, STEADY = 0.05, 6, 0.02
 """How far from 1 the factor between a step and what the optimizer's rule makes may be; so many steps in a row where it
 is further; and how much the factor, or the factor over the learning rate, may vary in them."""
 
-ONLY_DECAY, IMPOSSIBLE, SHRUNK = 0.7, 1.25, 0.5
+ONLY_DECAY, IMPOSSIBLE, SHRUNK = 0.7, 1.25, 0.7
 """The share of a step that is weight decay, that from which on the learning rate of the group is not the one which acts
-(Prodigy's is multiplied by an estimate), and the share by which the norm of the weight really falls."""
+(Prodigy's is multiplied by an estimate), and what is left of the weight since its steps are mostly decay."""
+
+ROUNDED = 64.0
+"""Of the last digit of a weight: what a shorter update is was rounded with the weight."""
 
 LOGIT_STEPS, LARGE_LOGIT, LOGIT_TIMES = 20, 50.0, 4.0
 """Steps in a row whose median logit is so large, and so many times the lowest such median before: a softmax of such
@@ -59,7 +62,7 @@ ELEMENTS = 4096
 """Of longer tensors `moved` is an estimate from about so many elements."""
 
 _WINDOW, _KEPT, _LINES_BETWEEN = 64, 32, 8
-_LINES_OF_DECAY, _STEPS_OF_DECAY = 4, 150
+_LAST_DIGIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float64": 2.0**-53}
 
 
 class UpdateSpikes:
@@ -158,8 +161,9 @@ class Rule:
         self._lines: deque[tuple[float, dict[int, float]]] = deque(maxlen=_KEPT)  # norm of gradients, sizes of updates
         self._factors: deque[tuple[float, float]] = deque(maxlen=FACTORS)
         self._followed = 0
-        self._decays = Lasting(log, self._names, _LINES_OF_DECAY, _STEPS_OF_DECAY)
-        self._weights: dict[int, tuple[int, float]] = {}
+        self._decaying: dict[int, tuple[int, float, float]] = {}  # since which step, its weight then, and the share
+        self._shrunk = set[int]()
+        self._weights: Numbers = ()
 
     def step(self, i: int, factor: float | None, rate: float) -> None:
         """Follow a step.
@@ -191,6 +195,7 @@ class Rule:
         rates = line.get("rates") or [rate]
         of_each = [self._rate(place, rates) for place in range(len(self._names))]
         if line.get("weight") and line.get("update"):
+            self._weights = line["weight"]
             self._decay(i, line["weight"], line["update"], of_each)
         sizes = self._sizes(line, of_each)
         if len(sizes) < 2:
@@ -214,8 +219,15 @@ class Rule:
         else:
             pairs = zip(line.get("update") or (), self._roots, strict=False)
             found = [norm / root if norm is not None and root else None for norm, root in pairs]
-        pairs = enumerate(zip(found, rates, strict=False))
-        return {place: size / rate for place, (size, rate) in pairs if size and rate}
+        rows = enumerate(zip(found, rates, strict=False))
+        sizes = {place: size / rate for place, (size, rate) in rows if size and rate}
+        return {place: size for place, size in sizes.items() if not self._is_rounded(place, size * rates[place])}
+
+    def _is_rounded(self, place: int, size: float) -> bool:
+        """Whether an update is so short for its weight that the digits of the weight say how long it is."""
+        weight = self._weights[place] if place < len(self._weights) else None
+        digit = _LAST_DIGIT.get(self._params[place].get("dtype", ""), 2.0**-24)
+        return bool(weight) and size < ROUNDED * digit * weight / (self._roots[place] or 1.0)
 
     def _is_one_length(self) -> bool:
         """Whether all updates together have one length, while those of single tensors, and the gradients, vary."""
@@ -241,19 +253,24 @@ class Rule:
         return least if at > AT_FLOOR * len(sizes) and above > IS_ABOVE * len(sizes) else None
 
     def _decay(self, i: int, weights: Numbers, updates: Numbers, rates: Sequence[float]) -> None:
-        places, shares = [], {}
+        """Follow which share of a step is weight decay, and tell of weights that have lost much since it is most."""
+        decaying, shrunk = self._decaying, list[int]()
+        self._decaying = {}
         for place, (weight, update) in enumerate(zip(weights, updates, strict=False)):
             if place >= len(rates) or not weight or not update:
                 continue
-            before, norm = self._weights.get(place, (i, weight))
-            self._weights[place] = i, weight
+            since, before, most = decaying.get(place, (i, weight, 0.0))
+            if weight < SHRUNK * before and place not in self._shrunk:
+                shrunk.append(place)
             share = rates[place] * (self._params[place].get("weight_decay") or 0.0) * weight / update
-            falls = math.log(norm / weight) / ((i - before) * update / weight) if i > before else 0.0
-            if ONLY_DECAY < share < IMPOSSIBLE and falls > SHRUNK:
-                places.append(place)
-                shares[place] = share
-        new = self._decays.follow(i, places)
-        self._decays.begin(DECAY, i, new, share=min(1.0, max((shares[place] for place in new), default=0.0)))
+            if ONLY_DECAY < share < IMPOSSIBLE:
+                self._decaying[place] = since, before, max(most, share)
+        if not shrunk:
+            return
+        self._shrunk.update(shrunk)
+        first, share = min(decaying[place][0] for place in shrunk), max(decaying[place][2] for place in shrunk)
+        about = {"params": [self._names[place] for place in shrunk], "numbers": {"share": min(1.0, share)}}
+        self._log.begin("decay", DECAY, first, i, **about)
 
     def _tell(self, kind: Kind, i: int, size: float = 0.0) -> None:
         if self._log.goes_on("rule", i) is None:
