@@ -83,7 +83,7 @@ def test_units_of_every_layer(kind, threshold, path):
     layer, units = LAYERS[kind]
     expected = {}
     for i, (name, p) in enumerate(layer.named_parameters()):
-        p.grad = torch.empty_like(p).copy_(random(*p.shape, seed=i))
+        p.grad = torch.empty_like(p).copy_(random(*p.shape, seed=i + 1))
         expected[name] = slow_agc(p.detach(), p.grad, units[name](p), threshold)
     before = math.sqrt(sum(float(p.grad.double().square().sum()) for p in layer.parameters()))
     norm = gg.clip_grad_adaptive_(layer, threshold)
@@ -446,3 +446,16 @@ def test_a_transposed_convolution_whose_weight_is_made_by_a_hook_keeps_its_units
     expected = slow_agc(weight.detach(), weight.grad, output_channels(1)(weight), 0.01)
     gg.clip_grad_adaptive_(layer, 0.01)
     torch.testing.assert_close(weight.grad.double(), expected, rtol=2e-6, atol=1e-9)
+
+
+def test_a_layer_that_is_added_between_two_steps_has_its_own_units():
+    """The clipper keeps each model's units; a model that has other parameters by now is looked at again."""
+    clipper, model = gg.ClipAdaptive(0.01), nn.Sequential(nn.Linear(5, 3))
+    for seed in range(2):
+        for p in model.parameters():
+            p.grad = random(*p.shape, seed=seed)
+        clipper(model)
+        model.append(nn.ConvTranspose1d(4, 6, 3))
+    added = model[1].weight
+    expected = slow_agc(added.detach(), random(*added.shape, seed=1), output_channels(1)(added), 0.01)
+    torch.testing.assert_close(added.grad.double(), expected, rtol=2e-6, atol=1e-12)
