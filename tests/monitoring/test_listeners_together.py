@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import gradguard as gg
+from forked_python import run_python
 from gradguard.audit.in_script import ScriptAudit
-from gradguard.cli import main
 from gradguard.listeners import Listener
 from gradguard.monitoring.observe.meta import living_modules
 from gradguard.monitoring.observe.observer import Observer
@@ -231,15 +231,13 @@ OPTIONS = {
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
+def command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     Path("train.py").write_text(NOTHING_MADE + script("clipped"))
 
     def go(*options):
         Path("out.pt").unlink(missing_ok=True)
-        code = main(["run", "--force", *options, "train.py"])
-        return code, capsys.readouterr()
+        return run_python("-m", "gradguard", "run", "--force", *options, "train.py", cwd=tmp_path, check=False)
 
     return go
 
@@ -252,12 +250,12 @@ TOGETHER = [*combinations(["--out", "--audit-norm", "--resilient"], 2), tuple(OP
 def test_options_that_work_alone_work_together(names, command, tmp_path):
     exec(compile(script("clipped"), "train.py", "exec"), {"made": lambda *_: None})
     twin = torch.load("out.pt")
-    code, said = command(*(word for name in names for word in OPTIONS[name]))
-    assert code == 0, said
+    said = command(*(word for name in names for word in OPTIONS[name]))
+    assert said.returncode == 0, said.stderr
     same(torch.load("out.pt"), twin)
-    assert ("PASS" in said.err) == ("--audit-norm" in names)
-    assert said.out == ""
-    assert ("--resilient skipped 0 of 7 steps" in said.err) == ("--resilient" in names)
+    assert ("PASS" in said.stderr) == ("--audit-norm" in names)
+    assert said.stdout == ""
+    assert ("--resilient skipped 0 of 7 steps" in said.stderr) == ("--resilient" in names)
     assert (tmp_path / "saved.safetensors").exists() == ("--save-gradients" in names)
     assert (tmp_path / "out" / "run.jsonl").exists()
 
@@ -268,15 +266,15 @@ def test_an_audit_beside_a_record_has_its_exit_code_and_lets_the_script_go_on(co
         + script("with a norm").replace("n = get_total_norm", "n = 2 * get_total_norm")
         + "print('to the end')"
     )
-    code, said = command("--audit-norm", "--out", "out", "--no-report")
-    assert (code, "FAIL" in said.err, said.out) == (1, True, "to the end\n")
+    said = command("--audit-norm", "--out", "out", "--no-report")
+    assert (said.returncode, "FAIL" in said.stderr, said.stdout) == (1, True, "to the end\n")
     assert len(read_record(Path("out/run.jsonl")).steps) == 7
 
 
 def test_a_script_that_fails_behind_its_audit_has_its_own_exit_code(command):
     Path("train.py").write_text(NOTHING_MADE + script("clipped") + "raise SystemExit(5)")
-    code, said = command("--audit-norm", "--out", "out", "--no-report")
-    assert (code, "PASS" in said.err) == (5, True)
+    said = command("--audit-norm", "--out", "out", "--no-report")
+    assert (said.returncode, "PASS" in said.stderr) == (5, True)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -97,7 +97,7 @@ class DashboardWindow:
         return found | {key: counts[key] for key in ("nonfinite_steps", "skipped_steps")}
 
 
-_NO_QUANTITY = {"i", "wall", "nonfinite", "optimizer", "user_max_norm", "post_norm"}
+_NO_QUANTITY = {"i", "wall", "nonfinite", "optimizer", "user_max_norm", "post_norm", "over_rule"}
 _AS_LAST = {"lr", "threshold", "amp_scale"}
 
 
