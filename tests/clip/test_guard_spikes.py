@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradguard as gg
 from gradguard.errors import InvalidTypeError, InvalidValueError, NonFiniteGradientError, UnsupportedGradientError
 from gradguard.listeners import Listener, listen
-from gradguard.resilience import weight_watch
+from gradguard.state import weight_watch
 
 WARM = 5
 NAN = math.nan

@@ -262,7 +262,8 @@ class Encoding:
 def kept(content, count=3):
     batches = Batches(keep=True)
     for _ in range(count):
-        batches.saw([1], 2.0, batch=content)
+        batches.saw([1], batch=content)
+        batches.record_loss(2.0)
         batches.end_step()
     return batches
 

@@ -468,7 +468,7 @@ def test_float64_columns_whose_squares_leave_its_range_are_measured_and_clipped(
     assert int(expected.isnan().sum()) == int(expected.isinf().sum()) == 1
     bound = 1e-12 * layout.rows(torch.ones(shape)).double().norm(dim=1, keepdim=True)
     clipped = torch.where(expected[:, None] > bound, rows / largest * (bound / norms), rows)
-    done = clip_units_([x], [torch.ones(shape).double()], [layout], 1e-12, 1e-3)
+    done = clip_units_([x], [torch.ones(shape).double()], [layout], [layout.units(x)], 1e-12, 1e-3)
     assert done is not None
     finite = expected.isfinite()
     torch.testing.assert_close(layout.rows(x)[finite], clipped[finite], rtol=1e-12, atol=1e-323)

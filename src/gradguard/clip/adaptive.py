@@ -445,8 +445,9 @@ def decide_units(
     binds = [torch.zeros((), dtype=torch.bool, device=home)]
     bound = torch.stack(binds + [move((whole.factors < 1).any(), home) for whole in units.joined]).any()
     if plan is None:
-        others = tensor_norms([g for i, g in enumerate(grads.gradients) if i not in units.norms])
-        after = torch.cat([move(norms, home) for norms in (*shrunk, others)])
+        others = [g for i, g in enumerate(grads.gradients) if i not in units.norms]
+        left_alone = [tensor_norms(others)] if others or not shrunk else []
+        after = torch.cat([move(norms, home) for norms in (*shrunk, *left_alone)])
         return UnitClip(grads, units, before, norm_of_norms(after), bound)
     left = {i: units.norms[i][:0] for i in split if i in units.norms}
     for whole, norms in zip(units.joined, shrunk, strict=True):
