@@ -77,7 +77,7 @@ _WHOLE = (["self"], ["self", "other"], ["self", "exponent"], ["self", "mat2"])
 
 @dataclass(frozen=True)
 class LossConstants:
-    """Constants of one loss, which it takes beside the values of the samples.
+    """What one loss takes beside the values of the samples.
 
     Args:
         roots: The values that backward starts from.

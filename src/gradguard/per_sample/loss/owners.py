@@ -399,4 +399,4 @@ _TABLE: Mapping[str, Rule] = {
     "ConstantPadNd": _padded,
     "CtcLoss": _of_sequences,
 }
-"""The rule of each operation that is known: owners of its inputs to those of its result."""
+"""What becomes of owners in each operation that is known."""
