@@ -18,7 +18,7 @@ from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss import loss_check as loss_check
 from gradguard.per_sample.loss import loss_graph as loss_graph
 from gradguard.per_sample.loss.loss_graph import BackwardRoots
-from gradguard.per_sample.loss.outputs import Outputs
+from gradguard.per_sample.loss.separation import Outputs
 from gradguard.per_sample.loss.terms import LossParts, explain, loss_parts
 from gradguard.script_events import listening
 
@@ -400,7 +400,7 @@ WRONG = {
         lambda d: d.error.sum() / 12, [1 / 3] * B, "The clipper averages over all of these by itself"
     ),
     "labels counted before the shift": (
-        unshifted_count, [0.8] * B, "a sum over 16 rows was divided by 20, .* before a shift"
+        unshifted_count, [0.8] * B, "a sum over 16 rows was divided by 20, .* before the shift"
     ),
     "labels counted before the shift, accumulated twice": (
         lambda d: unshifted_count(d) / 2, [0.4] * B, "a sum over 16 rows was divided by 40"

@@ -382,7 +382,8 @@ class CallTracker:
                 self.witness.tried_out()
         looks = uses_trained and not rehearsal and self.collector.mini_batch is None
         if looks and self._loss_check is not None:
-            self._loss_check.start(size, pattern.output_axes, self._capture.verifying)
+            pulls = not self.planner.sharded
+            self._loss_check.start(size, pattern.output_axes, self._capture.verifying, pulls)
         self.planner.resume(pattern)
         self.collector.shared = self.planner.shared
         self.last_calls[module] = call

@@ -319,17 +319,18 @@ class PerSampleGradientClipper:
         if not torch.is_grad_enabled():  # of validation: nothing will be clipped
             first = tensor_leaves((args, kwargs))[0]
             size = first.shape[0 if batch_first or first.dim() < 2 else 1]
-            return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first)[0])
+            return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first))
         if size < 0:
             raise InvalidValueError("per_sample_losses: call the module first, with the batch that the losses are of.")
         if size == 0:
             return torch.cat([tensor.flatten()[:0] for tensor in tensor_leaves((args, kwargs)) if tensor.requires_grad])
         if self._loss_check is None:
-            return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first, time_first=self._time_first)[0])
+            return torch.stack(own_losses(loss_fn, args, kwargs, size, batch_first, time_first=self._time_first))
         self._looked_at = (self._looked_at + 1) % size
         self._loss_check.look_at_bound(loss_fn, size)
-        losses, rows = own_losses(loss_fn, args, kwargs, size, batch_first, self._looked_at, self._time_first)
-        return self._loss_check.own_losses(losses, rows, self._looked_at)
+        losses = own_losses(loss_fn, args, kwargs, size, batch_first, self._looked_at, self._time_first)
+        due = self._tracker.witness is None or self._tracker.witness.is_due
+        return self._loss_check.own_losses(losses, self._looked_at, due)
 
     def refuse_ambiguous_losses(self) -> None:
         """Refuse a loss with a number that may be another in the next batch, instead of waiting for that batch.

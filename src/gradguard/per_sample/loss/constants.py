@@ -40,8 +40,8 @@ from gradguard.per_sample.loss.loss_graph import (
     signed,
     walk,
 )
-from gradguard.per_sample.loss.outputs import Outputs
 from gradguard.per_sample.loss.owners import FUSED, Mixed, Owners, Value
+from gradguard.per_sample.loss.separation import Outputs
 from gradguard.per_sample.loss.shared import SharedValue, place_of
 from gradguard.torch_private import base_of, saved_constant, saved_names, saved_settings, saved_tensors
 

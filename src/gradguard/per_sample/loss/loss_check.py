@@ -13,20 +13,10 @@ from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
 from gradguard.per_sample.loss.constants import LossConstants
 from gradguard.per_sample.loss.ledger import Ledger
-from gradguard.per_sample.loss.loss_graph import (
-    BackwardRoots,
-    Coupled,
-    Dependence,
-    Make,
-    Refused,
-    Root,
-    make_of,
-    parents,
-    walk,
-)
-from gradguard.per_sample.loss.outputs import Outputs, of_several
+from gradguard.per_sample.loss.loss_graph import BackwardRoots, Dependence, Make, Refused, Root, make_of
 from gradguard.per_sample.loss.owners import Owners
 from gradguard.per_sample.loss.rows import by_sample, has_label
+from gradguard.per_sample.loss.separation import Outputs, of_several
 from gradguard.per_sample.loss.shared import SharedValues, shared_in_function
 from gradguard.per_sample.loss.terms import NO_PART, LossParts, explain, loss_parts
 from gradguard.tensors.host_copy import DeviceEvent, copy_to_host
@@ -61,28 +51,9 @@ def _failed(error: Exception) -> str:
     return f"reading its graph failed ({str(error).split('.')[0]})"
 
 
-def _not_its_own(loss: Tensor, rows: Sequence[Tensor], sample: int, owners: Owners) -> str:
-    """Say whether the loss of a sample depends on outputs of another; "" if not."""
-    mine = {(edge.node, edge.output_nr) for row in rows if row.requires_grad for edge in [get_gradient_edge(row)]}
-    start = get_gradient_edge(loss)
-    places = walk([(start.node, start.output_nr)], lambda place: () if place in mine else parents(place[0]))
-    try:
-        for place in places:
-            if owners.depends(place[0]) and place in mine and bool((owners(*place) != sample).any()):
-                return _OF_ANOTHER
-            if place not in mine and owners.is_output(*place):
-                return _OF_ANOTHER
-    except Coupled:
-        return _OF_ANOTHER
-    except Refused as refused:
-        return f"{refused}. Give it what the module returned"
-    return ""
-
-
-_OF_ANOTHER = (
-    "the loss of one sample depends on the outputs of another. Does the function use the outputs of the whole batch, "
-    "instead of the rows that it is given? Or do samples lie along another dimension of what it is given?"
-)
+def _are_separate(outputs: Outputs, losses: Tensor, samples: Tensor) -> bool:
+    edge = get_gradient_edge(losses)
+    return outputs.are_separate(edge.node, edge.output_nr, samples) is not False
 
 
 @dataclass
@@ -144,6 +115,7 @@ class LossCheck:
         self._ledger = Ledger()
         self._declared: list[float] = []
         self._shared = SharedValues()
+        self._own_operations: set[frozenset[str]] = set()
         self._constant_sizes: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self.factors: Tensor | None = None
         self.labels_agree: Tensor | None = None
@@ -151,13 +123,16 @@ class LossCheck:
         self._seen: _SeenLoss | None = None
         self._divided_by = 1.0
 
-    def start(self, batch_size: int, output_axes: Sequence[BatchAxis | None], verifying: bool) -> None:
+    def start(
+        self, batch_size: int, output_axes: Sequence[BatchAxis | None], verifying: bool, pulls: bool = True
+    ) -> None:
         """Look at the next backward.
 
         Args:
             batch_size: Number of samples.
             output_axes: Where they are in what the module returned.
             verifying: Read its loss in any case; else only if none that is computed like it has been verified.
+            pulls: Whether backwards may be run to see whether samples meet.
 
         Raises:
             UnsupportedGradientError: If samples had different numbers of labels in the mini-batch before.
@@ -170,7 +145,7 @@ class LossCheck:
         self._exceeded = self._exceeded or (most if len(self._calls) >= most else 0)
         self._calls = [
             *self._calls[1 - most :],
-            Outputs(batch_size, axes.pop() if len(axes) == 1 else self._batch_first),
+            Outputs(batch_size, axes.pop() if len(axes) == 1 else self._batch_first, pulls),
         ]
         self._seen = None
         self._roots.start()
@@ -185,14 +160,14 @@ class LossCheck:
         if self._calls:
             self._calls[-1].add(tensors, axes)
 
-    def own_losses(self, losses: Sequence[Tensor], rows: Sequence[Sequence[Tensor]], watched: int) -> Tensor:
+    def own_losses(self, losses: Sequence[Tensor], watched: int, due: bool) -> Tensor:
         """Take the samples' own losses for something that the module has returned: their graph is not read.
 
         Args:
             losses: Of each sample, computed from its own rows.
-            rows: Those of each tensor that the samples' losses were computed from.
             watched: The sample whose loss is looked at: must it depend on its own outputs only? All where the step is
                 verified.
+            due: Look at it; else only where it comes from the outputs by other operations than any before.
 
         Returns:
             The losses [B].
@@ -204,11 +179,20 @@ class LossCheck:
         outputs = of_several(self._calls) if self._calls else None
         if outputs is None or not joined.requires_grad:
             return joined
-        owners = Owners(outputs, Dependence())
-        for sample in range(len(losses)) if self._verifying else [watched]:
-            own = [row[sample] for row in rows]
-            if losses[sample].requires_grad and (words := _not_its_own(losses[sample], own, sample, owners)):
-                raise UnsupportedGradientError(f"per_sample_losses: {words}")
+        everyone = torch.arange(len(losses), device=joined.device)
+        operations = outputs.operations_behind(losses[watched]) if losses[watched].requires_grad else frozenset()
+        due, looked_at = due or operations not in self._own_operations, None
+        self._own_operations.add(operations)
+        if self._verifying:
+            looked_at = joined, everyone
+        elif due and operations:
+            looked_at = losses[watched], everyone[watched]
+        if looked_at is not None and not _are_separate(outputs, *looked_at):
+            raise UnsupportedGradientError(
+                "per_sample_losses: the loss of one sample depends on the outputs of another. Does the function use "
+                "the outputs of the whole batch, instead of the rows that it is given? Or do samples lie along another "
+                "dimension of what it is given?"
+            )
         [joined] = tap(_pass, (), torch.zeros((), device=joined.device, requires_grad=True), [joined])
         self._calls[-1].add([joined], [BatchAxis(0)])
         return joined

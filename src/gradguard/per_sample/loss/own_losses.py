@@ -26,8 +26,8 @@ def own_losses(
     batch_first: bool,
     watched: int = -1,
     time_first: set[int] | None = None,
-) -> tuple[list[Tensor], list[Sequence[Tensor]]]:
-    """Return each sample's loss, a scalar each, and the rows of each tensor that they were computed from.
+) -> list[Tensor]:
+    """Return each sample's loss, a scalar each.
 
     Args:
         loss_fn: Called once for each sample.
@@ -74,7 +74,7 @@ def own_losses(
             "per_sample_losses: the function changes a tensor that is bound to it, such as a running mean. So the loss "
             "of a sample depends on those before it. Change it between steps, outside of the function."
         )
-    return losses, rows
+    return losses
 
 
 def _versions(loss_fn: Any) -> list[tuple[int, int]]:

@@ -27,7 +27,7 @@ from gradguard.per_sample.loss.loss_graph import (
     shape_of,
     signed,
 )
-from gradguard.per_sample.loss.outputs import Outputs, numbered
+from gradguard.per_sample.loss.separation import Outputs, numbered
 from gradguard.torch_private import input_metadata_of, saved_constant
 
 Value = tuple[Node, int]
@@ -74,7 +74,7 @@ class Owners:
     """
 
     def __init__(self, outputs: Outputs, depends: Dependence) -> None:
-        self._outputs, self.depends = outputs, depends
+        self._outputs, self._depends = outputs, depends
         self._known: dict[Value, Tensor] = dict(outputs.owners)
 
     def __call__(self, node: Node, number: int = 0) -> Tensor:
@@ -85,10 +85,6 @@ class Owners:
             Unreadable: If an operation that it is computed by is not in the table.
         """
         return self._found((node, number))
-
-    def is_output(self, node: Node, number: int) -> bool:
-        """Tell whether a value comes from the module as it is."""
-        return (node, number) in self._outputs.values or node.name() in TAPS
 
     def rows(self, node: Node, number: int) -> Tensor:
         """Return the owners of the rows of a value: of a loss that reduces them itself, before it does."""
@@ -116,10 +112,10 @@ class Owners:
             return ()
         if node.name() in TAPS:  # of one number; its last inputs are its outputs
             return (len(node.next_functions) - len(input_metadata_of(node)) + number,)
-        return inputs_of(node, self.depends)
+        return inputs_of(node, self._depends)
 
     def _given(self, node: Node) -> dict[int, Tensor]:
-        return {k: self._found(cast("Value", node.next_functions[k])) for k in inputs_of(node, self.depends)}
+        return {k: self._found(cast("Value", node.next_functions[k])) for k in inputs_of(node, self._depends)}
 
     def _of(self, node: Node, number: int) -> Tensor:
         shape, places = shape_of(node, number), self._places(node, number)

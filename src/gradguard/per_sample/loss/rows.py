@@ -33,8 +33,8 @@ from gradguard.per_sample.loss.loss_graph import (
     signed,
     walk,
 )
-from gradguard.per_sample.loss.outputs import Outputs
 from gradguard.per_sample.loss.owners import MARGINS, WITH_REDUCTION, Owners
+from gradguard.per_sample.loss.separation import Outputs
 from gradguard.torch_private import input_metadata_of
 
 _ADDING = operations("Sum Nansum Dot Mv Mm Bmm")

@@ -42,10 +42,10 @@ from gradguard.per_sample.loss.loss_graph import (
     paths,
     shape_of,
 )
-from gradguard.per_sample.loss.outputs import Outputs
 from gradguard.per_sample.loss.owners import Owners
 from gradguard.per_sample.loss.readings import Reading, readings, same_shares
 from gradguard.per_sample.loss.rows import LossTerm, SampleRows
+from gradguard.per_sample.loss.separation import Outputs
 
 NO_PART = "the loss does not depend on the module's outputs"
 """The reason for a loss of something else."""

@@ -1,0 +1,246 @@
+r"""Tells whether values that a loss is computed from belong to one sample each, by what they pass on in backward.
+
+Let rows r be computed from a module's outputs o with Jacobian J, and row k be said to be sample s(k)'s. Of any
+cotangent c, sample i's outputs get :math:`g_i = (J^T c)_i`. Multiply the cotangent of each sample's rows by a power of
+two of its own, :math:`c'_k = 2^{d(s(k))} c_k`: where every row depends on its own sample alone,
+:math:`g'_i = 2^{d(i)} g_i`, to the last bit, whatever the operations between are. A row that depends on another sample
+breaks it, unless both have the same d; so d runs through the digits of the sample's number.
+"""
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Sequence, Set
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from gradguard.per_sample.capture import silent_taps
+from gradguard.per_sample.layers.call import BatchAxis, samples_first
+from gradguard.per_sample.loss.loss_graph import Root, Unreadable, parents, walk
+from gradguard.state.generators import seeded_normal
+from gradguard.torch_private import input_metadata_of, version_of
+
+_BITS = 3
+_BASE = 1 << _BITS
+
+
+class Outputs:
+    """The values that a module returned to the code that computes the loss.
+
+    Args:
+        batch_size: Number of samples B.
+        batch_first: Whether they are the first dimension of the outputs, as far as is known.
+        pulls: Whether backwards may be run to see whether samples meet; not where they wait for other processes.
+
+    Attributes:
+        constant_sizes: Sizes of constants that are known not to be made of the samples.
+        repeated: Sizes of constants along which values were repeated.
+        values_of_each: How many values there are of each sample.
+        declared: Values that the user has said are not made of the samples.
+    """
+
+    def __init__(self, batch_size: int, batch_first: bool = True, pulls: bool = True) -> None:
+        self.batch_size, self.batch_first, self._pulls = batch_size, batch_first, pulls
+        self.constant_sizes: Set[int] = frozenset()
+        self.repeated: set[int] = set()
+        self.values_of_each = 0.0
+        self.declared: Sequence[Tensor | float] = ()
+        self._held: dict[tuple[Node, int], tuple[Tensor, int]] = {}
+        self._edges: list[GradientEdge] = []
+        self._axes: list[BatchAxis] = []
+        self._numbers: list[GradientEdge] = []
+
+    def add(self, tensors: Sequence[Tensor], axes: Sequence[BatchAxis | None]) -> None:
+        """Add what a call has returned.
+
+        Args:
+            tensors: The tensors.
+            axes: Where the samples are in each; None for one that belongs to no sample.
+        """
+        for tensor, axis in zip(tensors, axes, strict=True):
+            if tensor.requires_grad and axis is None:
+                self._numbers.append(get_gradient_edge(tensor))
+            elif tensor.requires_grad and axis is not None:
+                self.values_of_each += tensor.numel() / self.batch_size
+                self._edges.append(get_gradient_edge(tensor))
+                self._axes.append(axis)
+                self._held[self._edges[-1].node, self._edges[-1].output_nr] = tensor.detach(), version_of(tensor)
+
+    @property
+    def held(self) -> dict[tuple[Node, int], Tensor]:
+        """The values themselves, but for those that were changed in place."""
+        return {edge: tensor for edge, (tensor, version) in self._held.items() if version_of(tensor) == version}
+
+    @property
+    def owners(self) -> dict[tuple[Node, int], Tensor]:
+        """The sample of each element of the values, with size 1 along other dimensions than the samples'."""
+        found = {}
+        for edge, axis in zip(self._edges, self._axes, strict=True):
+            value = input_metadata_of(edge.node)[edge.output_nr]
+            size, dims = value.shape[axis.dim], len(value.shape)
+            samples = numbered(size, self.batch_size, axis.last, value.device)
+            found[edge.node, edge.output_nr] = samples.view([-1 if dim == axis.dim else 1 for dim in range(dims)])
+        return found
+
+    @property
+    def values(self) -> set[tuple[Node, int]]:
+        """The values with samples, by node and number."""
+        return {(edge.node, edge.output_nr) for edge in self._edges}
+
+    def are_behind(self, roots: Sequence[Root]) -> bool:
+        """Tell whether a backward from ``roots`` comes by."""
+        return any(_reached(root.node, root.number, [*self._edges, *self._numbers]) for root in roots)
+
+    def operations_behind(self, value: Tensor) -> frozenset[str]:
+        """Return the names of the operations between these outputs and a value."""
+        ends = {edge.node for edge in self._edges}
+        places = walk([get_gradient_edge(value).node], lambda n: [] if n in ends else [one for one, _ in parents(n)])
+        return frozenset({node.name() for node in places if node not in ends})
+
+    def and_of(self, other: "Outputs") -> "Outputs":
+        """Return these and the ones of another call."""
+        both = Outputs(self.batch_size, self.batch_first and other.batch_first, self._pulls and other._pulls)
+        both._edges, both._axes = self._edges + other._edges, self._axes + other._axes
+        both._numbers, both._held = self._numbers + other._numbers, self._held | other._held
+        both.values_of_each = self.values_of_each + other.values_of_each
+        return both
+
+    def are_separate(self, node: Node, number: int, samples: Tensor) -> bool | None:
+        """Tell whether each element of a value depends on the outputs of the sample that it is said to belong to.
+
+        Args:
+            node: The node of the value.
+            number: Which of its outputs.
+            samples: The sample of each element; can be broadcast to the value's shape.
+
+        Returns:
+            None where the value does not depend on these outputs at all, or no backward may be run.
+
+        Raises:
+            Unreadable: If a backward from there cannot be run.
+        """
+        if not self._edges or not self._pulls:
+            return None
+        value = input_metadata_of(node)[number]
+        samples = samples.to(value.device)
+        cotangent = _normal(value.shape, value.dtype, value.device)
+        once = self._pull(node, number, cotangent)
+        if all(gradient is None for gradient in once):
+            return None
+        for digit in range(self._digits):
+            multiplied = self._pull(node, number, cotangent * _power(samples, digit).to(value.dtype))
+            if self._are_multiples(once, once, multiplied, digit):
+                continue
+            if not self._are_multiples(once, self._pull(node, number, cotangent), multiplied, digit):
+                return False
+        return True
+
+    @property
+    def _digits(self) -> int:
+        """How many digits tell the samples apart."""
+        return max(1, math.ceil((self.batch_size - 1).bit_length() / _BITS))
+
+    def _powers(self, digit: int, like: Tensor) -> Tensor:
+        """The power of two of each sample, to be broadcast to a tensor with the samples first."""
+        return _along(_power(torch.arange(self.batch_size, device=like.device), digit).to(like.dtype), like)
+
+    def _pull(self, node: Node, number: int, cotangent: Tensor) -> Sequence[Tensor | None]:
+        """Return the gradients of the outputs for a cotangent of the value; None where others lie in front."""
+        reached = _reached(node, number, self._edges)
+        if not reached:
+            return [None] * len(self._edges)
+        try:
+            with torch.autocast(cotangent.device.type, enabled=False), silent_taps():
+                found = torch.autograd.grad(
+                    [GradientEdge(node, number)],  # pyright: ignore[reportArgumentType]
+                    [self._edges[i] for i in reached],  # pyright: ignore[reportArgumentType]
+                    [cotangent],
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise Unreadable(f"a backward from {node.name()} cannot be run twice ({_sentence(error)})") from error
+        gradients: list[Tensor | None] = [None] * len(self._edges)
+        for i, gradient in zip(reached, found, strict=True):
+            gradients[i] = gradient
+        return gradients
+
+    def _are_multiples(
+        self,
+        once: Sequence[Tensor | None],
+        again: Sequence[Tensor | None],
+        multiplied: Sequence[Tensor | None],
+        digit: int,
+    ) -> bool:
+        """Tell whether samples' parts are multiples; what ``again`` has otherwise than ``once`` is rounding."""
+        return all(
+            first is None
+            or (repeat is not None and second is not None and self._is_multiple(first, repeat, second, axis, digit))
+            for first, repeat, second, axis in zip(once, again, multiplied, self._axes, strict=True)
+        )
+
+    def _is_multiple(self, first: Tensor, again: Tensor, second: Tensor, axis: BatchAxis, digit: int) -> bool:
+        exact = first is again or torch.equal(_finite(first), _finite(again))
+        first, second = (samples_first(g, axis, self.batch_size) for g in (first, second))
+        if torch.equal(second, first * self._powers(digit, first)):
+            return True
+        first, second = _finite(first), _finite(second)
+        expected = first * self._powers(digit, first)
+        limits = torch.finfo(first.dtype)
+        bar = _BASE * 2.0**_BASE * limits.smallest_normal * limits.eps  # products below the normal numbers are rounded
+        if not exact:  # a kernel that adds up in any order
+            bar = bar + 16 * limits.eps * _along(expected.abs().flatten(1).amax(1), expected)
+        return bool(((second - expected).abs() <= bar).all())
+
+
+def numbered(size: int, batch_size: int, last: bool, device: torch.device) -> Tensor:
+    """Return the samples along a dimension of some size, where they vary fastest (``last``), or lie side by side."""
+    places = torch.arange(size, device=device)
+    return places % batch_size if last else places // max(1, size // max(1, batch_size))
+
+
+def of_several(calls: Sequence[Outputs]) -> Outputs | None:
+    """Return the outputs of all calls together; None if their numbers of samples differ."""
+    if len({call.batch_size for call in calls}) != 1:
+        return None
+    return functools.reduce(Outputs.and_of, calls)
+
+
+def _reached(node: Node, number: int, edges: Sequence[GradientEdge]) -> list[int]:
+    """The places of those edges that are on the way back from a value, without what lies behind others alone."""
+    places: dict[tuple[Node, int], list[int]] = defaultdict(list)
+    for i, edge in enumerate(edges):
+        places[edge.node, edge.output_nr].append(i)
+    if (node, number) in places:
+        return places[node, number]
+    nodes = walk([node], lambda one: [edge[0] for edge in parents(one) if edge not in places])
+    ends = {edge for one in nodes for edge in parents(one) if edge in places}
+    return sorted(i for edge in ends for i in places[edge])
+
+
+def _normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random numbers that leave the generators of the program as they are."""
+    # So small that a hook that clips gradients, as error clip's, leaves them alone, and that what `retain_grad` adds up
+    # does not show it; float16 would not hold them.
+    size = {torch.float16: 1.0, torch.float64: 2.0**-200}.get(dtype, 2.0**-50)
+    return seeded_normal(shape, dtype, device).mul_(size)
+
+
+def _power(samples: Tensor, digit: int) -> Tensor:
+    """The power of two by which what is a sample's is multiplied, for one digit of its number."""
+    return 2.0 ** (samples // _BASE**digit % _BASE)
+
+
+def _along(values: Tensor, like: Tensor) -> Tensor:
+    """One value for each sample, to be broadcast to a tensor with the samples first."""
+    return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def _finite(values: Tensor) -> Tensor:
+    return values.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).split(".")[0]
