@@ -1420,8 +1420,8 @@ class Checked:
         case.constant = self._declare
         case.loss(out.float() if case.autocast else out, collate(self._fields, ids, length), number).backward()
         case.constant = lambda value: value
-        check.judge()
-        self._sizes.add(len(ids))
+        if check.judge():
+            self._sizes.add(len(ids))
         rows = leaf.grad.double().flatten(1)
         if case.reduction != "token_mean":
             return rows * (len(ids) if case.reduction == "mean" else 1)

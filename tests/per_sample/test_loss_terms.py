@@ -15,7 +15,6 @@ from gradguard.errors import UnsupportedGradientError
 from gradguard.listeners import Listener
 from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.loss import loss_check as loss_check
 from gradguard.per_sample.loss import loss_graph as loss_graph
 from gradguard.per_sample.loss.loss_graph import BackwardRoots
 from gradguard.per_sample.loss.separation import Outputs
@@ -441,7 +440,6 @@ COUPLED = {
     "normalized within the batch": (lambda d: (d.error / d.error.sum()).square().sum(), "SumBackward0 mixes samples"),
     "flooding": (lambda d: (d.error.mean() - 0.1).abs() + 0.1, "MeanBackward0 mixes samples"),
     "softmax over the batch": (lambda d: -d.out[:, 0, 0].log_softmax(0).mean(), "LogSoftmaxBackward0 mixes samples"),
-    "neighbours": (lambda d: (d.out[1:] * d.out[:-1]).mean(), "MulBackward0 mixes samples"),
     "covariance": (lambda d: (d.logits.T @ d.logits).square().mean(), "MmBackward0 mixes samples"),
 }  # fmt: skip
 """Losses with a term that is no sum of the samples' own."""
@@ -604,7 +602,8 @@ def test_a_loss_in_which_samples_stay_apart_is_right(name, dtype):
 
 
 UNVERIFIED = {
-    "custom function": (lambda d: Identity.apply(d.error).mean(), "IdentityBackward .* not known"),
+    "custom function of the loss": (lambda d: Identity.apply(d.error.mean()), "IdentityBackward .* not known"),
+    "neighbours": (lambda d: (d.out[1:] * d.out[:-1]).mean(), r"\[3, 5, 7\], from Mul.* not tell the 4 samples apart"),
     "distances of all pairs": (lambda d: F.pdist(d.out.flatten(1)).mean(), "PdistBackward0 .* not known"),
     "singular values": (lambda d: torch.linalg.svdvals(d.out.flatten(1).T[:3]).mean(), "Svd.* not known"),
 }
@@ -1166,10 +1165,9 @@ def test_another_loss_in_a_later_step_is_looked_at_too(first, second):
 
 
 def test_losses_that_take_turns_are_each_read_once(monkeypatch):
-    read = []
-    monkeypatch.setattr(
-        loss_check, "loss_parts", lambda *args, **options: read.append(1) or loss_parts(*args, **options)
-    )
+    read = []  # what a term's rows belong to is found once; its numbers are counted again where they change
+    original = Outputs.are_separate
+    monkeypatch.setattr(Outputs, "are_separate", lambda *args: read.append(1) or original(*args))
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     clipper = gg.PerSampleGradientClipper(model, gg.FlatNormClipper(0.1))
     for step in range(10):
@@ -1181,11 +1179,17 @@ def test_losses_that_take_turns_are_each_read_once(monkeypatch):
     for kind in LOSSES.values():
         trained(clipper, model, kind, torch.randn(6, 4))
     assert len(read) == before
+    for factor in (0.5, 0.25, 3.0):  # a schedule is not another loss
+        loss = lambda out, factor=factor: clipper.constant(factor) * out.square().mean()  # noqa: E731
+        trained(clipper, model, loss, torch.randn(6, 4))
+    scaled = len(read)
+    assert before < scaled
+    trained(clipper, model, lambda out: clipper.constant(7.0) * out.square().mean(), torch.randn(6, 4))
     for _ in range(4):  # nor is the same after many calls that nothing came of
         for _ in range(7):
             model(torch.randn(6, 4))
         trained(clipper, model, LOSSES["mean"], torch.randn(6, 4))
-    assert len(read) == before
+    assert len(read) == scaled
 
 
 def test_the_output_itself_and_another_gradient_of_it():
@@ -1222,6 +1226,10 @@ LOOK_ALIKE = {
     "permuted rows": (
         lambda o: (o * o[torch.tensor([0, 1, 2, 3])]).mean(),
         lambda o: (o * o[torch.tensor([1, 2, 3, 0])]).mean(),
+    ),
+    "rows added": (
+        lambda o: (o[:, :3] * torch.zeros(4, 3).index_add(0, torch.tensor([0, 1, 2, 3]), o[:, :3])).mean(),
+        lambda o: (o[:, :3] * torch.zeros(4, 3).index_add(0, torch.tensor([3, 2, 1, 0]), o[:, :3])).mean(),
     ),
 }  # fmt: skip
 

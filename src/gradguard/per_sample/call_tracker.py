@@ -164,13 +164,14 @@ class CallTracker:
                 )
         return found
 
-    def verified(self) -> None:
-        """The gradients of the last calls have been found to be right."""
+    def verified(self, conclusive: bool) -> None:
+        """The gradients of the last calls have been found to be right; the next are looked at too if not conclusive."""
         if not self.planner.sharded:  # otherwise a layer has others while it is gathered
             refuse_stand_ins(self._seen, self.parameters())
         while self._unverified:
             call = self._unverified.pop()
-            call.pattern.sizes.add(call.batch_size)
+            if conclusive:
+                call.pattern.sizes.add(call.batch_size)
         while self._untried:
             call, trace = self._untried.pop()
             call.pattern.operations.learn(trace, call.batch_size)

@@ -629,10 +629,11 @@ class PerSampleGradientClipper:
 
     def _verify(self, mini_batch: MiniBatch) -> None:
         """Compare with the plain gradients of the same backward, and one sample with what it gives alone."""
+        conclusive = True
         if mini_batch.batch_size > 0:
             try:
                 if self._loss_check is not None:
-                    self._loss_check.judge()
+                    conclusive = self._loss_check.judge()
                     if (factors := self._loss_check.factors) is not None:
                         for call in (*mini_batch.loops, *mini_batch.witnessed):
                             call.shares = factors / len(factors)
@@ -643,7 +644,7 @@ class PerSampleGradientClipper:
                 self._tracker.collector.discard()
                 self._tracker.planner.forget()
                 raise
-        self._tracker.verified()
+        self._tracker.verified(conclusive)
 
     def _look_at_witness(self, mini_batch: MiniBatch) -> None:
         """Compare one sample with what it gives alone, where that is due; what differs drops the whole step."""

@@ -11,13 +11,11 @@ from torch.autograd.graph import get_gradient_edge
 from gradguard.errors import InvalidValueError, UnsupportedGradientError
 from gradguard.per_sample.capture import tap
 from gradguard.per_sample.layers.call import BatchAxis
-from gradguard.per_sample.loss.constants import LossConstants
 from gradguard.per_sample.loss.ledger import Ledger
-from gradguard.per_sample.loss.loss_graph import BackwardRoots, Dependence, Make, Refused, Root, make_of
-from gradguard.per_sample.loss.owners import Owners
+from gradguard.per_sample.loss.loss_graph import BackwardRoots, Dependence, Make, Root, make_of
 from gradguard.per_sample.loss.rows import by_sample, has_label
 from gradguard.per_sample.loss.separation import Outputs, of_several
-from gradguard.per_sample.loss.shared import SharedValues, shared_in_function
+from gradguard.per_sample.loss.shared import SharedValues, hidden_in_graph, shared_in_function, shared_in_graph
 from gradguard.per_sample.loss.terms import NO_PART, LossParts, explain, loss_parts
 from gradguard.tensors.host_copy import DeviceEvent, copy_to_host
 
@@ -81,13 +79,13 @@ class _SeenLoss:
         make: How it is computed.
         parts: The verdict.
         complete: Whether no label was missing.
-        repeated: Sizes of constants along which values were repeated.
+        conclusive: Whether gradients could show that samples meet.
     """
 
     make: Make
     parts: LossParts
     complete: bool = True
-    repeated: frozenset[int] = frozenset()
+    conclusive: bool = True
 
 
 class LossCheck:
@@ -221,8 +219,11 @@ class LossCheck:
         if words := self._shared.objection(shared_in_function(loss_fn), batch_size):
             raise UnsupportedGradientError(f"per_sample_losses: {words}.")
 
-    def judge(self) -> None:
+    def judge(self) -> bool:
         """Judge the loss that was looked at.
+
+        Returns:
+            Whether it could be seen; False where gradients were not finite or all zero: look at the next one, too.
 
         Raises:
             UnsupportedGradientError: If it is not what it is said to be.
@@ -234,7 +235,7 @@ class LossCheck:
         self._shared.end(seen is None or seen.parts.verdict == "right")
         self.stop()
         if seen is None:
-            return
+            return True
         parts, make = seen.parts, seen.make
         self._divided_by = 1.0 if parts.divided_by == parts.terms else parts.divided_by
         if parts.verdict != "right" and parts.reason != NO_PART:
@@ -244,14 +245,15 @@ class LossCheck:
             self._unread = copy_to_host(self.labels_agree)
         if parts.page is not None:
             self._ledger.add(parts.page)
-            self._constant_sizes[make.kind] |= seen.repeated
+            self._constant_sizes[make.kind] |= parts.repeated
         known = self._known.get(make.structure) if make.structure is not None else None
-        if make.structure is not None and (known is None or known.parts is not parts):
+        if seen.conclusive and make.structure is not None and (known is None or known.parts is not parts):
             if len(self._known) == _MOST_STRUCTURES:  # one that changes at each step is read at each step
                 self._known.clear()
             owners = [parts.label_owners.get(node) for node in make.labelled]
             parts = replace(parts, label_owners={}, page=None)  # nodes would keep the graph alive
             self._known[make.structure] = _Known(make.numbers, parts, owners, seen.complete)
+        return seen.conclusive
 
     def refuse_divided(self, mini_batches: int, known: float) -> None:
         """Check that the losses of a step are not divided by the number of its mini-batches.
@@ -278,12 +280,11 @@ class LossCheck:
         make = make_of(roots, set().union(*[call.values for call in calls]))
         outputs = of_several(calls)
         if outputs is not None:
-            outputs.declared, outputs.constant_sizes = self._shared.declared, self._constant_sizes[make.kind]
-        if found := self._what_changed(roots, outputs, make):
-            self._seen = _SeenLoss(make, found)
+            outputs.declared = self._shared.declared
+        if words := self._what_changed(roots, outputs, make):
+            self._seen = _SeenLoss(make, LossParts("unknown", words))
             self.stop()
             return
-        repeated = frozenset() if outputs is None else frozenset(outputs.repeated - {outputs.batch_size})
         known = None if self._verifying or make.structure is None else self._known.get(make.structure)
         if (
             known is not None
@@ -291,7 +292,7 @@ class LossCheck:
             and known.numbers == make.numbers
             and self._labels(make, known)
         ):
-            self._seen = _SeenLoss(make, known.parts, repeated=repeated)
+            self._seen = _SeenLoss(make, known.parts)
             self.stop()
             return
         complete = all(bool(has_label(node).all()) for node in make.labelled)
@@ -305,33 +306,34 @@ class LossCheck:
             found = LossParts("unverified", "it is computed from calls with different numbers of samples")
         else:
             try:
+                before = None if known is None else known.parts
                 found = loss_parts(
                     roots,
                     outputs,
                     self._reduction,
                     scale=self._scale(),
+                    known=before,
                     ledger=self._ledger,
+                    constant_sizes=self._constant_sizes[make.kind],
                     declared=self._declared,
                 )
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
                 found = LossParts("unverified", _failed(error))
-        self._seen = _SeenLoss(make, found, complete, repeated)
+        self._seen = _SeenLoss(make, found, complete, outputs is None or outputs.conclusive)
         if found.reason != NO_PART:
             self.stop()
 
-    def _what_changed(self, roots: list[Root], outputs: Outputs | None, make: Make) -> LossParts | None:
-        """Say which constant in the loss is another than in the batches before, or not each sample's own."""
+    def _what_changed(self, roots: list[Root], outputs: Outputs | None, make: Make) -> str:
+        """Say which constant in the loss is another than in the batches before; "" if none is."""
         if outputs is None:
-            return None
+            return ""
         try:
             depends = Dependence()
-            constants = LossConstants(roots, outputs, Owners(outputs, depends), depends, make.kind)
-            words = self._shared.objection(constants.shared(), outputs.batch_size)
-            return LossParts("unknown", words) if words else None
-        except Refused as refused:
-            return LossParts(refused.verdict, str(refused))
+            hidden = hidden_in_graph(roots, outputs, depends)
+            found = shared_in_graph(roots, outputs, make.kind, depends)
+            return hidden or self._shared.objection(found, outputs.batch_size)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            return LossParts("unverified", _failed(error))
+            return _failed(error)
 
     def _labels(self, make: Make, known: _Known) -> bool:
         """Whether each sample has as many labels as before, or it will be read later from `labels_agree`."""

@@ -446,7 +446,7 @@ class LinearStep:
 
 @dataclass(frozen=True)
 class Path:
-    """One way from a root through linear operations to a value where that ends, or that the module returned.
+    """One way from a root through linear operations to a value where that ends.
 
     Attributes:
         node: The node of that value.
@@ -454,6 +454,7 @@ class Path:
         coefficient: The gradient of the root with respect to that value.
         steps: The operations that move elements or add them up, from the value up to the root.
         constants: The scalar factors, from the root down.
+        output: The path as far as the value that the module returned, if it has come by one with samples.
         weighing: The operations that multiplied, divided or masked what it has come by, by a tensor of several values.
         factor: The product of all numbers that have multiplied it: constants, means, and what backward starts with.
         single: The product of tensors of one value that have a dimension: a number, or the weight of the only sample.
@@ -464,6 +465,7 @@ class Path:
     coefficient: Tensor
     steps: tuple[LinearStep, ...]
     constants: tuple[Constant, ...]
+    output: "Path | None" = None
     weighing: tuple[Node, ...] = ()
     factor: float = 1.0
     single: float = 1.0
@@ -502,7 +504,9 @@ def paths(
         if not pending:
             return
         path = pending.pop()
-        onward = None if (path.node, path.number) in outputs else _onward(path, depends)
+        if (path.node, path.number) in outputs and path.output is None:
+            path = replace(path, output=path)
+        onward = _onward(path, depends)
         if onward is None:
             yield replace(path, constants=tuple(_declared(constant, declared) for constant in path.constants))
         else:

@@ -1,14 +1,27 @@
 """The terms of a loss: which rows each reduces, which sample a row belongs to, and what mixes samples."""
 
+import functools
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gradguard.per_sample.loss.beside import (
+    added,
+    adds_unseen,
+    adds_unseen_below,
+    constants_beside,
+    hides_constant,
+    is_affine,
+    known_values,
+    own_sizes,
+    places_of,
+    varying_sizes,
+)
 from gradguard.per_sample.loss.ledger import RowWeights
 from gradguard.per_sample.loss.loss_graph import (
     ELEMENTWISE,
@@ -23,6 +36,7 @@ from gradguard.per_sample.loss.loss_graph import (
     Unreadable,
     data_choose_rows,
     data_put_rows,
+    inputs_of,
     mean_of,
     operation,
     operations,
@@ -33,11 +47,40 @@ from gradguard.per_sample.loss.loss_graph import (
     signed,
     walk,
 )
-from gradguard.per_sample.loss.owners import MARGINS, WITH_REDUCTION, Owners
-from gradguard.per_sample.loss.separation import Outputs
-from gradguard.torch_private import input_metadata_of
+from gradguard.per_sample.loss.separation import Outputs, Silent
+from gradguard.per_sample.loss.shared import SharedValue
+from gradguard.torch_private import input_metadata_of, saved_constant
+
+_WITH_REDUCTION = operations(
+    "NllLoss NllLoss2D MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits "
+    "SoftMarginLoss MultiMarginLoss MultilabelMarginLoss"
+)
+"""Losses that are reduced in the same operation; in what they save, 0 is none, 1 the mean, and 2 the sum."""
+
+_ROW_EACH = frozenset(["MultiMarginLoss", "MultilabelMarginLoss"])
+
+_OVER_DIMS = operations(
+    "Sum Mean Var Std VarMean StdMean Logsumexp Softmax LogSoftmax Cumsum Max Min Amax Amin Prod Norm "
+    "LinalgVectorNorm Median Topk Sort Kthvalue Nansum"
+)
+"""Operations that mix what lies along some dimensions."""
+
+_NONLINEAR = _OVER_DIMS | operations(
+    "Pow Sqrt Rsqrt Exp Log Log1P Expm1 Mul Div Reciprocal Abs Relu Clamp ClampMin ClampMax Maximum Minimum "
+    "Sigmoid Tanh Softplus LogSigmoid Square Dot Mv Mm Bmm"
+)
+"""Operations which, after a reduction over the batch, leave nothing that is one sample's."""
+
+_CHOOSING = operations(
+    "Max Min Amax Amin Median Nanmedian Mode Topk Sort Kthvalue Cummax Cummin Maximum Minimum Fmax Fmin "
+    "Aminmax ScatterReduce IndexReduce SegmentReduce Dist Unique Unique2 UniqueDim Bucketize "
+    "MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D AdaptiveMaxPool3D FractionalMaxPool2D"
+)
+"""Operations after which a value may come from one sample because of what the others are."""
 
 _ADDING = operations("Sum Nansum Dot Mv Mm Bmm")
+
+_SELECTING = frozenset(["Index", "IndexSelect", "MaskedSelect"])
 
 
 @dataclass(frozen=True)
@@ -85,6 +128,21 @@ class LossTerm:
         return several and self.is_mean and int((self.weights > 0).sum()) == 1
 
 
+@dataclass(frozen=True)
+class Owner:
+    """The rows where a path ends, and whose they are. It depends on how a loss is made, not on the numbers in it.
+
+    Attributes:
+        name: The operation that reduces the rows by itself, or another; "" for values that the module returned.
+        samples: The sample of each row; can be broadcast to the rows.
+        sure: Whether it is known to be, or only likely.
+    """
+
+    name: str
+    samples: Tensor
+    sure: bool
+
+
 class SampleRows:
     """The rows where a path ends, and whose they are.
 
@@ -92,27 +150,350 @@ class SampleRows:
         path: From the loss to the rows.
         outputs: The values that the module returned.
         depends: Knows which values depend on the samples.
-        owners: Knows whose values are.
-
-    Attributes:
-        owners: The sample of each row; can be broadcast to the rows.
+        owner: Whose they are, if that is known of a loss that is made in the same way.
+        is_output: Take the values at the end of the path as the rows, whatever operation made them.
 
     Raises:
         Coupled: If samples are mixed there.
         Unreadable: If rows cannot be told from one another.
     """
 
-    def __init__(self, path: Path, outputs: Outputs, depends: Dependence, owners: Owners) -> None:
-        is_output = (path.node, path.number) in outputs.values
-        self.path, self._batch_size = path, outputs.batch_size
+    def __init__(
+        self, path: Path, outputs: Outputs, depends: Dependence, owner: Owner | None, is_output: bool = False
+    ) -> None:
+        self.path, self._outputs, self._depends = path, outputs, depends
         self.name = "" if is_output else operation(path.node)
-        self.owners = owners.rows(path.node, path.number)
         self.shape = _shape_of_rows(path, self.name)
-        self.behind = [] if is_output else list(_behind(path.node, depends, outputs.values))
+        self.behind = list(_behind(path.node, depends, outputs.values))
+        self.owner = self._owner() if owner is None else owner
+        self._refuse_constants(is_new=owner is None)
+
+    def _owner(self) -> Owner:
+        """Find whose the rows are."""
+        node, outputs = self.path.node, self._outputs
+        candidates = _sample_of_rows(node, self.shape, outputs, self._depends)
+        known = self.name in _NONLINEAR | _WITH_REDUCTION
+        if candidates or known:
+            self._refuse_mixing()
+        found = self._verified(candidates)
+        if found is None:
+            raise Unreadable(
+                f"values of shape {list(self.shape)}, from {node.name()}, do not tell the {outputs.batch_size} samples "
+                "apart"
+                if known
+                else f"the operation {node.name()} between the loss and the samples is not known"
+            )
+        self._refuse_broadcast()
+        return found
+
+    def _apart(self, samples: Tensor) -> list[bool | None]:
+        """Tell of each value that holds the rows whether it is of these samples."""
+        return [
+            self._outputs.are_separate(*value, self._as_values(samples, shape_of(*value))) for value in self._values
+        ]
+
+    @property
+    def _values(self) -> list[tuple[Node, int]]:
+        """The values that hold the rows: those that a loss is computed from that reduces them itself."""
+        if self.name in _WITH_REDUCTION:
+            return [(child, number) for child, number in parents(self.path.node) if self._depends(child)]
+        return [(self.path.node, self.path.number)]
+
+    def _verified(self, candidates: list[Tensor]) -> Owner | None:
+        """Find the sample of each row among ``candidates``, or else by itself.
+
+        Returns:
+            It; None if it cannot be told.
+
+        Raises:
+            Coupled: If no row belongs to one sample.
+            Silent: If rows have no derivative that would tell.
+            Unreadable: If that cannot be told.
+        """
+        for samples in [*candidates, *(self._flattened() if candidates else [])]:
+            found = self._apart(samples)
+            if all(one is None for one in found):  # within the module, which was looked at by itself
+                only = self._outputs.batch_size == 1 or (len(candidates) == 1 and self._in_order())
+                return Owner(self.name, samples, only)
+            if False not in found:
+                if len(self.shape) == 1 or samples.numel() > self._outputs.batch_size:  # a list of rows, not [B, T]
+                    self._refuse_others(samples)
+                return Owner(self.name, samples, True)
+        if not candidates and all(one is None for one in self._apart(torch.zeros((), device="cpu"))):
+            return None
+        if len(self._values) == 1 and not self._passes(_CHOOSING):
+            try:
+                samples = self._measured(*self._values[0])
+                if all(self._apart(samples)):
+                    return Owner(self.name, samples, True)
+            except Silent:
+                raise
+            except Unreadable:
+                pass
+        if not candidates:
+            return None
+        raise Coupled(
+            f"the values that it is computed from, of shape {list(self.shape)} from {self.path.node.name()}, depend on "
+            "several samples each: what a sample adds to the gradient depends on the others. Leave that term out, or "
+            "compute it for each sample and average"
+        )
+
+    def _flattened(self) -> list[Tensor]:
+        """The samples of rows that were flattened in one order or in the other."""
+        size, rows = self._outputs.batch_size, self.shape[:1].numel()
+        if rows <= size or rows % size:
+            return []
+        places = torch.arange(rows, device=_metadata(self.path.node).device).view(-1, *[1] * (len(self.shape) - 1))
+        return [places % size, places // (rows // size)]
+
+    def _refuse_others(self, samples: Tensor) -> None:
+        """Check that each row which was chosen shows by its derivative whose it is, where the graph does not say so.
+
+        Raises:
+            Silent: If a row has none: one whose derivative is 0 contradicts nothing.
+            Unreadable: If that cannot be told, or rows are of other samples.
+        """
+        if not self._passes(_SELECTING) or _selections(self.path.node, self.shape, self._depends):
+            return
+        for value in self._values:
+            shown = self._measured(*value)
+            if not torch.equal(shown, samples.broadcast_to(self.shape).to(shown)):
+                raise Unreadable(f"values of shape {list(self.shape)} belong to other samples than their order says")
+
+    def _passes(self, names: frozenset[str]) -> bool:
+        """Tell whether one of these operations stands between the rows and the module."""
+        return any(operation(node) in names for node in self.behind)
+
+    def _in_order(self) -> bool:
+        """Whether nothing between the rows and the module, or a layer inside it, changes the order of samples."""
+        path, outputs = self.path, self._outputs
+        edges = [(path.node, path.number), *[edge for node in self.behind for edge in parents(node)]]
+        ends = [end for end in edges if end in outputs.values or end[0].name() in TAPS]
+        in_front = all(shape_of(*end)[:1] == (outputs.batch_size,) for end in ends if shape_of(*end))
+        chosen = _selections(path.node, self.shape, self._depends)  # whose rows are known
+        still = all(operation(n) in _IN_ORDER or n in chosen or _turns_rows_only(n) for n in self.behind)
+        return outputs.batch_first and in_front and still
+
+    def _measured(self, node: Node, number: int) -> Tensor:
+        """The sample of each row, as derivatives of a value that holds them show it."""
+        samples = self._outputs.samples_of(node, number)
+        if samples.shape == self.shape:
+            return samples
+        return samples.select(self._dim_of_classes(samples.shape), 0)
+
+    def _as_values(self, samples: Tensor, values: torch.Size) -> Tensor:
+        """The sample of each element, given that of each row, where rows have classes."""
+        if len(values) == len(self.shape):
+            return samples
+        return samples.broadcast_to(self.shape).unsqueeze(self._dim_of_classes(values))
+
+    def _dim_of_classes(self, values: torch.Size) -> int:
+        return 1 if self.name in LABELLED and len(values) > 1 else -1
+
+    def _refuse_mixing(self) -> None:
+        """Look behind the value where the path ends, as far as the module, for what mixes samples.
+
+        Raises:
+            Coupled: If something does.
+        """
+        if (self.path.node, self.path.number) in self._outputs.values:
+            return
+        for node in self.behind:
+            reduces = node is self.path.node and self.name in _WITH_REDUCTION
+            if not reduces and _mixes(node, self._outputs, self._depends) and not self._keeps_apart(node):
+                raise Coupled(
+                    f"{node.name()} mixes samples, and what comes of it is no sum of parts that are one sample's own: "
+                    "what a sample adds to the gradient depends on the others. Leave that term out, or compute it for "
+                    "each sample and average"
+                )
+
+    def _keeps_apart(self, node: Node) -> bool:
+        """Tell whether derivatives show that what an operation puts together is one sample's, whatever sizes say."""
+        if operation(node) not in _OVER_DIMS:
+            return False
+        try:
+            samples = self._outputs.samples_of(*parents(node)[0])
+        except Unreadable:
+            return False
+        dims = _dims(node) or [*range(samples.dim())]
+        return torch.equal(samples.amin(dims), samples.amax(dims))
+
+    @property
+    def _nodes(self) -> list[Node]:
+        """The operations between the loss and the module."""
+        return [*[step.node for step in self.path.steps], *self.behind]
+
+    def _refuse_constants(self, is_new: bool) -> None:
+        """Check that no constant lies along as many entries as there are samples, and is the same for each of them.
+
+        That is how outputs ``[B, T]`` and targets ``[B]`` make losses of two samples each, where T is B.
+
+        Args:
+            is_new: Look also at constants of which not even the shape is kept. A loss of the same operations and
+                shapes has as many.
+
+        Raises:
+            Coupled: If one does.
+            Unreadable: If it cannot be told.
+        """
+        depends, nodes, outputs = self._depends, [*self._nodes, *self.path.weighing], self._outputs
+        for node in nodes:
+            for value, constant in constants_beside(node, depends):
+                shape, sizes = shape_of(*value), own_sizes(constant)
+                places = places_of(shape, outputs.batch_size)
+                if any(map(SharedValue("", constant).is_of, outputs.declared)):
+                    continue
+                outputs.coincide |= self._is_doubtful(shape, shape)  # the next constant may be of other sizes
+                varying = varying_sizes(constant) if self._is_doubtful(shape, sizes) else []
+                if varying:
+                    self._refuse_transposed(node, value, constant)
+                if varying and max(varying) > 1:
+                    sizes = varying
+                self._refuse_constant(node, value, sizes, sizes)
+                if all(sizes[dim] == 1 for dim in places):
+                    self._learn(sizes)
+        unseen = [node for node in self.behind if adds_unseen(node, depends)]
+        hiding = [node for node in nodes if hides_constant(node, depends, outputs.batch_size)]
+        for node in hiding if is_new else ():
+            below = [node.next_functions[place] for place in inputs_of(node, depends)]
+            for value in ((node, 0), *below):
+                self._refuse_constant(node, cast("tuple[Node, int]", value))
+        for node in (*unseen, *hiding):
+            self._learn(shape_of(node))
+        doubtful = any(self._is_doubtful(shape_of(node), shape_of(node)) for node in unseen)
+        outputs.coincide |= doubtful
+        known = outputs.held | known_values(nodes) if doubtful else {}
+        ends = {edge: None for node in nodes for edge in parents(node) if not is_affine(node, depends)}
+        for value in ends if doubtful else ():
+            shape = shape_of(*value)
+            if not adds_unseen_below(value, known, depends) or not self._is_doubtful(shape, shape):
+                continue
+            found = added(value, known, depends) if value in known else None
+            if found is None:
+                self._refuse_constant(value[0], value)
+                continue
+            constant, each, most = found
+            surely = varying_sizes(constant, most)
+            self._refuse_constant(value[0], value, varying_sizes(constant, each), surely)
+
+    def _learn(self, sizes: Sequence[int]) -> None:
+        """Remember sizes of constants that are made of no samples; beside a single sample any may be."""
+        if self._outputs.batch_size > 1:
+            self._outputs.repeated.update(size for size in sizes if size > 1)
+
+    @functools.cached_property
+    def _is_inside(self) -> bool:
+        """Whether the rows are computed within the module, which was looked at by itself."""
+        ends = {edge for node in [self.path.node, *self.behind] for edge in parents(node)}
+        return not self._outputs.values & {(self.path.node, self.path.number), *ends}
+
+    def _is_doubtful(self, shape: torch.Size, constant: Sequence[int]) -> bool:
+        """Tell whether a constant of some sizes beside a value may lie along others of B entries than the samples."""
+        batch_size, places = self._outputs.batch_size, places_of(shape, self._outputs.batch_size)
+        sized = {dim for dim, size in enumerate(constant) if size == batch_size}
+        known = batch_size == 1 or batch_size in self._outputs.constant_sizes or self._is_inside
+        return not known and bool(sized) and (len(places) != 1 or not sized <= {*places})
+
+    def _refuse_constant(
+        self,
+        node: Node,
+        value: tuple[Node, int],
+        sizes: Sequence[int] | None = None,
+        surely: Sequence[int] = (),
+    ) -> None:
+        """Check that a constant beside a value is one of each sample, or lies along nothing of as many entries.
+
+        Args:
+            node: The operation that puts it there.
+            value: The value.
+            sizes: The constant's, 1 where it is repeated; None where the graph does not keep them.
+            surely: These sizes, but larger than 1 only where rounding cannot be the cause.
+
+        Raises:
+            Coupled: If it is neither.
+            Unreadable: If it may be neither, and its sizes are not known.
+        """
+        shape, batch_size = shape_of(*value), self._outputs.batch_size
+        if not self._is_doubtful(shape, shape if sizes is None else sizes):
+            return
+        places = places_of(shape, batch_size)
+        if surely and places and all(surely[dim] > 1 for dim in places):
+            return
+        samples = self._dim_of_samples(value, places)
+        if sizes is None and [dim for dim, size in enumerate(shape) if size == batch_size] != [samples]:
+            raise Unreadable(
+                f"{node.name()} takes a constant beside values of shape {list(shape)}, and the graph does not keep its "
+                f"shape: if it has {batch_size} entries, one of each sample, then each value belongs to two samples. "
+                "Begin with a batch of another size, or let clipper.per_sample_losses compute the losses"
+            )
+        one = sizes is not None and (samples is None or surely[samples] == 1)
+        if one and self._outputs.only_sample(*value) is None:
+            raise Coupled(
+                f"{node.name()} puts a constant of {batch_size} entries, the same ones for every sample, beside values "
+                f"of shape {list(shape)}. Is it made of the {batch_size} samples? Then each value belongs to two of "
+                "them: give it a dimension for the samples, as by target.unsqueeze(1). If it is not, begin with a "
+                "batch of another size, or let clipper.per_sample_losses compute each sample's loss from its own rows"
+            )
+
+    def _refuse_transposed(self, node: Node, value: tuple[Node, int], constant: Tensor) -> None:
+        """Check that a constant is no transposed view whose samples lie along another dimension than the value's.
+
+        Raises:
+            Coupled: If it is.
+        """
+        places = [dim for dim in places_of(shape_of(*value), len(constant)) if constant.shape[dim] == len(constant)]
+        if len(places) < 2 or constant.is_contiguous():
+            return
+        outermost = max(places, key=constant.stride)  # of a batch the samples are
+        samples = self._dim_of_samples(value, places)
+        if samples is not None and samples != outermost and constant.stride(outermost) > constant.stride(samples) > 0:
+            raise Coupled(
+                f"{node.name()} puts a transposed constant of shape {list(constant.shape)} beside values whose samples "
+                f"lie along dimension {samples}, as target.T: so each value belongs to two samples. Leave it as it "
+                "came from the loader; if its samples lie there, copy it, .contiguous()"
+            )
+
+    def _dim_of_samples(self, value: tuple[Node, int], places: Sequence[int]) -> int | None:
+        """Find the dimension of the samples by derivatives; None if there is none."""
+        shape, outputs = shape_of(*value), self._outputs
+        device = torch.device(_metadata(value[0]).device)
+        for dim in places:
+            for first in (True, False):
+                samples = _numbered(shape, dim, outputs.batch_size, first, device)
+                found = outputs.are_separate(*value, samples)
+                if found is not False:  # within the module, which was looked at by itself: the likeliest
+                    return dim
+        return None
+
+    def _refuse_broadcast(self) -> None:
+        """Check that no value of the samples is repeated along a constant of as many entries as there are samples.
+
+        That is how outputs ``[B, 1]`` and targets ``[B]`` make ``[B, B]`` losses, each of two samples.
+
+        Raises:
+            Coupled: If one is.
+        """
+        outputs = self._outputs
+        beside = {child for node in self._nodes if operation(node) in _BROADCASTING for child, _ in parents(node)}
+        elsewhere = {
+            child for node in self._nodes if operation(node) not in _BROADCASTING for child, _ in parents(node)
+        }
+        for node in self._nodes:
+            if operation(node) == "Expand" and node in beside - elsewhere:  # looked at there
+                continue
+            for size in _repeats(node, self._depends):
+                self._learn([size])
+                if size == outputs.batch_size > 1 and size not in outputs.constant_sizes:
+                    raise Coupled(
+                        f"{node.name()} repeats outputs along a constant of {size} entries, which makes values of "
+                        f"shape {list(shape_of(node))}. Is the constant made of the {size} samples? Then each value "
+                        "belongs to two of them: give outputs and targets the same shape, as by output.squeeze(1). If "
+                        "it is not, begin with a batch of another size"
+                    )
 
     def cut(self) -> str:
         """Name an operation that cuts, fills or puts rows at a place that other samples may decide; "" if none does."""
-        for node in [*[step.node for step in self.path.steps], *self.behind]:
+        for node in self._nodes:
             name = operation(node)
             if name == "Slice":
                 start, end = (signed(saved(node, each)) for each in ("start", "end"))
@@ -135,7 +516,7 @@ class SampleRows:
     @property
     def _fused(self) -> int:
         """How the operation that makes the rows reduces them: 0 not, 1 by a mean, 2 by a sum."""
-        return int(saved(self.path.node, "reduction")) if self.name in WITH_REDUCTION else 0
+        return int(saved(self.path.node, "reduction")) if self.name in _WITH_REDUCTION else 0
 
     def term(self, scale: float) -> LossTerm:
         """Count each sample's rows, and their weights, in a loss that a GradScaler multiplied by ``scale``.
@@ -147,8 +528,8 @@ class SampleRows:
             Coupled: If the weights of rows are normalized over the batch.
             Unreadable: If rows may belong to samples in several ways.
         """
-        path, samples, shape, fused = self.path, self.owners, self.shape, self._fused
-        batch_size = self._batch_size
+        path, samples, shape, fused = self.path, self.owner.samples, self.shape, self._fused
+        batch_size = self._outputs.batch_size
         inner = math.prod(mean_of(step) or 1.0 for step in path.steps if operation(step.node) in MEANS)
         weights = self._weighed()[0] / inner / abs(math.prod(constant.value for constant in path.constants))
         nonzero = weights[weights > 0]
@@ -156,6 +537,8 @@ class SampleRows:
         even = math.isclose(smallest, largest, rel_tol=1e-6)
         if even:
             weights = (weights > 0).to(weights)
+        if not self.owner.sure and not (even and len(nonzero) == weights.numel()):
+            raise Unreadable(f"values of shape {list(shape)} may belong to {batch_size} samples in several ways")
         sums, rows = by_sample(samples, weights, batch_size), by_sample(samples, torch.ones_like(weights), batch_size)
         share, levels, mean, size, summed, width = None, [], None, shape.numel(), None, 1.0
         if fused and int((rows > 0).sum()) == 1 and batch_size > 1:  # a mean or a sum within one sample
@@ -226,7 +609,7 @@ class SampleRows:
 
     def weights(self, scale: float) -> RowWeights:
         """Weigh the rows in a loss that a GradScaler multiplied by ``scale``."""
-        path, samples, batch_size = self.path, self.owners, self._batch_size
+        path, samples, batch_size = self.path, self.owner.samples, self._outputs.batch_size
         weights, counting = self._weighed()
         counts = by_sample(samples, (weights > 0).double(), batch_size)
         number = path.factor * (path.single if int((counts > 0).sum()) > 1 else 1.0)
@@ -238,9 +621,10 @@ class SampleRows:
         scaled *= math.prod(abs(constant.value) for constant in constants if constant.origin == "declared")
         nonzero = weights[weights > 0] / scaled
         few = nonzero.unique()
-        nodes = [*self.behind, *[step.node for step in path.steps]]
+        behind = [] if path.output is not None else self.behind
+        nodes = [*behind, *[step.node for step in path.steps]]
         return RowWeights(
-            kind=(*sorted({operation(node) for node in self.behind} - _MOVING), "to", *self._adding),
+            kind=(*sorted({operation(node) for node in behind} - _MOVING), "to", *self._adding),
             each=by_sample(samples, weights / scaled, batch_size),
             counts=counts,
             distinct=() if len(few) > _FEW or (path.weighing and len(nonzero) == 1) else tuple(few.tolist()),
@@ -315,10 +699,10 @@ def _shape_of_rows(path: Path, name: str) -> torch.Size:
     node = path.node
     if name in LABELLED:
         return saved(node, "target").shape
-    if name in WITH_REDUCTION:
+    if name in _WITH_REDUCTION:
         child, number = node.next_functions[0]
         shape = shape_of(child, number) if child is not None else torch.Size(saved(node, "self").shape)
-        return shape[:-1] if name in MARGINS and len(shape) > 1 else shape
+        return shape[:-1] if name in _ROW_EACH and len(shape) > 1 else shape
     return shape_of(node, path.number)
 
 
@@ -344,6 +728,108 @@ def has_class_weights(node: Node, name: str) -> bool:
 def has_label(node: Node) -> Tensor:
     """Return which labels of an operation of `LABELLED` are there."""
     return saved(node, "target") != saved(node, "ignore_index")
+
+
+# Where the samples are
+
+
+def _axes(shape: torch.Size, batch_size: int, batch_first: bool) -> list[int]:
+    """The dimensions that may be the samples', the likeliest first; 0 also where others are flattened into it."""
+    if not shape:
+        return []
+    usual = 0 if batch_first or len(shape) == 1 else 1
+    if shape[usual] == batch_size:
+        return [usual]
+    flat = [0] if shape[0] > batch_size and shape[0] % batch_size == 0 else []
+    return flat + [dim for dim, size in enumerate(shape) if size == batch_size]
+
+
+def _numbered(shape: torch.Size, axis: int, batch_size: int, batch_first: bool, device: torch.device) -> Tensor:
+    """The number of the sample that each element belongs to, as a view that can be broadcast to ``shape``."""
+    places = torch.arange(shape[axis], device=device)
+    if shape[axis] != batch_size:
+        places = places // (shape[axis] // batch_size) if batch_first else places % batch_size
+    return places.view([-1 if dim == axis else 1 for dim in range(len(shape))])
+
+
+def _sample_of_rows(node: Node, shape: torch.Size, outputs: Outputs, depends: Dependence) -> list[Tensor]:
+    """The samples that rows may belong to, the likeliest first."""
+    batch_size, batch_first = outputs.batch_size, outputs.batch_first
+    if selected := _selections(node, shape, depends):
+        first, *others = [_chosen_samples(one, shape, batch_size, batch_first) for one in selected]
+        agreed = [one for one in first if all(any(torch.equal(one, two) for two in other) for other in others)]
+        return [_expanded(samples, shape) for samples in agreed]
+    axes = _axes(shape, batch_size, batch_first)
+    device = torch.device(_metadata(node).device)
+    return [_numbered(shape, axis, batch_size, batch_first, device) for axis in axes]
+
+
+_IN_ORDER = (
+    ELEMENTWISE
+    | _WITH_REDUCTION
+    | operations(
+        "View UnsafeView ReshapeAlias Squeeze Unsqueeze Slice LogSoftmax Softmax Pow Exp Log Abs Relu Gelu Silu "
+        "Sigmoid Tanh Softplus LogSigmoid Square Sqrt Rsqrt Reciprocal Log1P Expm1 Clamp ClampMin ClampMax Maximum "
+        "Minimum Xlogy Norm LinalgVectorNorm Cumsum Sum Mean Var Std Logsumexp Max Amax Gather Mm Addmm Bmm"
+    )
+)
+"""Operations that leave the samples in their order, where the values of each lie side by side."""
+
+
+def _turns_rows_only(node: Node) -> bool:
+    """Whether an operation exchanges or takes away dimensions, but not the first."""
+    if operation(node) == "Permute":
+        return saved(node, "dims")[0] == 0
+    if operation(node) == "Select":
+        return signed(saved(node, "dim")) % len(_before(node)) != 0
+    if operation(node) != "Transpose":
+        return False
+    dims = len(_metadata(node).shape)
+    return all(signed(saved(node, name)) % dims for name in ("dim0", "dim1"))
+
+
+def _expanded(samples: Tensor, shape: torch.Size) -> Tensor:
+    return samples.view(samples.shape + (1,) * (len(shape) - samples.dim())).broadcast_to(shape)
+
+
+def _selections(node: Node, shape: torch.Size, depends: Dependence) -> list[Node]:
+    """The operations that chose these rows from others, as ``logits[mask]`` does; none if one way to them has none."""
+    found: list[Node] = []
+    pending, seen = [node] if shape else [], {node}
+    while pending:
+        node = pending.pop()
+        if operation(node) in _SELECTING:
+            found.append(node)
+            continue
+        behind = [(child, number) for child, number in parents(node) if depends(child)]
+        if node.name() in TAPS or not behind or any(shape_of(*each)[:1] != shape[:1] for each in behind):
+            return []
+        pending += [child for child, _ in behind if child not in seen]
+        seen.update(child for child, _ in behind)
+    return found
+
+
+def _chosen_samples(node: Node, shape: torch.Size, batch_size: int, batch_first: bool) -> list[Tensor]:
+    """The samples that the rows of a selection may be of, for each dimension that may be the samples'."""
+    before = shape_of(*parents(node)[0])
+    axes = _axes(before, batch_size, batch_first)
+    chosen = [_chosen(node, before, axis, batch_size, batch_first) for axis in axes]
+    return [samples for samples in chosen if len(samples) == shape[0]]
+
+
+def _chosen(node: Node, before: torch.Size, axis: int, batch_size: int, batch_first: bool) -> Tensor:
+    """The sample of each row that a selection chose."""
+    device = torch.device(_metadata(node).device)
+    numbers = _numbered(before, axis, batch_size, batch_first, device).broadcast_to(before)
+    if operation(node) == "IndexSelect":
+        chosen = numbers.index_select(saved(node, "dim") % len(before), saved(node, "index"))
+    elif operation(node) == "MaskedSelect":
+        chosen = numbers[saved(node, "mask").broadcast_to(before)]
+    else:
+        indices = tuple(slice(None) if index is None else index for index in saved(node, "indices"))
+        used = sum(index.dim() if isinstance(index, Tensor) and index.dtype == torch.bool else 1 for index in indices)
+        chosen = numbers[(slice(None),) * used + (slice(1),) * (len(before) - used)][indices]
+    return chosen.reshape(len(chosen), -1)[:, 0] if chosen.numel() else chosen.flatten()
 
 
 def _metadata(node: Node) -> Any:
@@ -436,6 +922,31 @@ def _taken(target: Tensor, samples: Tensor, size: int, batch_size: int) -> Tenso
     return counts
 
 
+# What couples samples
+
+
+_BROADCASTING = operations(
+    "Expand Add Sub Rsub Mul Div Where MaskedFill Maximum Minimum Fmax Fmin Pow Lerp Xlogy Hypot Atan2"
+)
+"""Operations that repeat a value along the dimensions of another, which may be a constant."""
+
+
+def _shape_before_expand(node: Node, number: int) -> torch.Size:
+    while operation(node) == "Expand":
+        node, number = parents(node)[0]
+    return shape_of(node, number)
+
+
+def _repeats(node: Node, depends: Dependence) -> list[int]:
+    """The sizes of the dimensions that a constant alone adds to values of the samples."""
+    name, shape = operation(node), shape_of(node)
+    if name in _BROADCASTING:
+        before = [_shape_before_expand(*edge) for edge in parents(node) if depends(edge[0])]
+        padded = [torch.Size((1,) * (len(shape) - len(each)) + each) for each in before]
+        return [size for dim, size in enumerate(shape) if size > 1 and all(each[dim] == 1 for each in padded)]
+    return []
+
+
 def _behind(node: Node, depends: Dependence, ends: Container[tuple[Node, int]]) -> Iterator[Node]:
     """The nodes from ``node`` to what the module returned."""
 
@@ -444,3 +955,32 @@ def _behind(node: Node, depends: Dependence, ends: Container[tuple[Node, int]]) 
         return [edge[0] for edge in edges if edge not in ends and depends(edge[0])]
 
     return (top for top in walk([node], onward) if top.name() not in TAPS)
+
+
+def _mixes(node: Node, outputs: Outputs, depends: Dependence) -> bool:
+    name, batch_size, batch_first = operation(node), outputs.batch_size, outputs.batch_first
+    behind = [(child, number) for child, number in parents(node) if depends(child)]
+    if not behind:
+        return False
+    before = shape_of(*behind[0])
+    if name in _WITH_REDUCTION:
+        return saved(node, "reduction") != 0 and bool(_axes(before, batch_size, batch_first))
+    if name == "Mm":
+        return len(behind) == 2
+    if name not in _OVER_DIMS or not before:
+        return False
+    dims = _dims(node)
+    if dims is None:
+        return bool(_axes(before, batch_size, batch_first))
+    usual = 0 if batch_first or len(before) == 1 else 1
+    others = before[:usual] + before[usual + 1 :]
+    along = usual in [dim % len(before) for dim in dims]
+    return along and before[usual] > 0 and before[usual] % batch_size == 0 and batch_size not in others
+
+
+def _dims(node: Node) -> list[int] | None:
+    """The dimensions along which an operation works; None for all."""
+    dims = saved_constant(node, "dim")
+    if dims is None or isinstance(dims, float) or (isinstance(dims, Sequence) and not dims):
+        return None
+    return [signed(dim) for dim in (dims if isinstance(dims, Sequence) else [dims])]

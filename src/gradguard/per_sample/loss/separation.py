@@ -26,6 +26,10 @@ _BITS = 3
 _BASE = 1 << _BITS
 
 
+class Silent(Unreadable):
+    """Values whose derivative is 0 do not tell which sample they are of."""
+
+
 class Outputs:
     """The values that a module returned to the code that computes the loss.
 
@@ -35,18 +39,22 @@ class Outputs:
         pulls: Whether backwards may be run to see whether samples meet; not where they wait for other processes.
 
     Attributes:
+        conclusive: False once `are_separate` had nothing to go by: gradients that are not finite, or of one sample.
         constant_sizes: Sizes of constants that are known not to be made of the samples.
         repeated: Sizes of constants along which values were repeated.
         values_of_each: How many values there are of each sample.
         declared: Values that the user has said are not made of the samples.
+        coincide: Whether a constant in the loss is each sample's own only because of its shape, which may change.
     """
 
     def __init__(self, batch_size: int, batch_first: bool = True, pulls: bool = True) -> None:
         self.batch_size, self.batch_first, self._pulls = batch_size, batch_first, pulls
+        self.conclusive = True
         self.constant_sizes: Set[int] = frozenset()
         self.repeated: set[int] = set()
         self.values_of_each = 0.0
         self.declared: Sequence[Tensor | float] = ()
+        self.coincide = False
         self._held: dict[tuple[Node, int], tuple[Tensor, int]] = {}
         self._edges: list[GradientEdge] = []
         self._axes: list[BatchAxis] = []
@@ -72,17 +80,6 @@ class Outputs:
     def held(self) -> dict[tuple[Node, int], Tensor]:
         """The values themselves, but for those that were changed in place."""
         return {edge: tensor for edge, (tensor, version) in self._held.items() if version_of(tensor) == version}
-
-    @property
-    def owners(self) -> dict[tuple[Node, int], Tensor]:
-        """The sample of each element of the values, with size 1 along other dimensions than the samples'."""
-        found = {}
-        for edge, axis in zip(self._edges, self._axes, strict=True):
-            value = input_metadata_of(edge.node)[edge.output_nr]
-            size, dims = value.shape[axis.dim], len(value.shape)
-            samples = numbered(size, self.batch_size, axis.last, value.device)
-            found[edge.node, edge.output_nr] = samples.view([-1 if dim == axis.dim else 1 for dim in range(dims)])
-        return found
 
     @property
     def values(self) -> set[tuple[Node, int]]:
@@ -129,6 +126,7 @@ class Outputs:
         once = self._pull(node, number, cotangent)
         if all(gradient is None for gradient in once):
             return None
+        self.conclusive = self.conclusive and self._tells(once, samples)
         for digit in range(self._digits):
             multiplied = self._pull(node, number, cotangent * _power(samples, digit).to(value.dtype))
             if self._are_multiples(once, once, multiplied, digit):
@@ -136,6 +134,54 @@ class Outputs:
             if not self._are_multiples(once, self._pull(node, number, cotangent), multiplied, digit):
                 return False
         return True
+
+    def samples_of(self, node: Node, number: int) -> Tensor:
+        """Return the sample that each element of a value seems to depend on, from derivatives of J^T c.
+
+        An element whose derivative is 0, as of a sample that is classified perfectly, tells of no sample.
+
+        Raises:
+            Silent: If the derivative of one is 0.
+            Unreadable: If one depends on none or several, or an operation cannot be differentiated twice.
+        """
+        if not self._pulls:
+            raise Unreadable("a sharded model's backward cannot be run twice")
+        value = input_metadata_of(node)[number]
+        if math.prod(value.shape) == 1 and (reached := self._samples_reached(node, number)):
+            if len(reached) > 1:  # a derivative of one number may look like that of one of them
+                raise Unreadable(f"the value from {node.name()} depends on {len(reached)} samples")
+            return torch.full(value.shape, reached[0], device=value.device)
+        cotangent = torch.zeros(value.shape, dtype=value.dtype, device=value.device, requires_grad=True)
+        pulled = self._pull(node, number, cotangent, create_graph=True)
+        used = [(g, axis) for g, axis in zip(pulled, self._axes, strict=True) if g is not None and g.requires_grad]
+        if not used:
+            raise Unreadable(f"values from {node.name()} do not tell the samples apart")
+        gradients = [gradient for gradient, _ in used]
+        directions = [_normal(gradient.shape, gradient.dtype, gradient.device) for gradient in gradients]
+        try:
+            [one] = torch.autograd.grad(gradients, cotangent, directions, retain_graph=True)
+            multiplied = []
+            for digit in range(self._digits):
+                turned = [d.clone() for d in directions]
+                for direction, (_, axis) in zip(turned, used, strict=True):
+                    first = samples_first(direction, axis, self.batch_size)  # a view
+                    first *= self._powers(digit, first)
+                multiplied += torch.autograd.grad(gradients, cotangent, turned, retain_graph=True)
+        except RuntimeError as error:
+            raise Unreadable(f"{node.name()} cannot be differentiated twice ({_sentence(error)})") from error
+        if silent := int((one == 0).sum()):
+            raise Silent(
+                f"{silent} of the {one.numel()} values from {node.name()} have a derivative of 0 in this batch, as the "
+                "loss of a sample that is classified perfectly has, so that they do not tell which sample they are of. "
+                "Leave samples in their order, or begin with another batch"
+            )
+        exponents = [(many.double() / one.double()).log2() for many in multiplied]
+        digits = [exponent.round() for exponent in exponents]
+        near = all(bool(((a - b).abs() < 0.05).all()) for a, b in zip(exponents, digits, strict=True))
+        samples = torch.stack([each * _BASE**digit for digit, each in enumerate(digits)]).sum(0)
+        if not near or not bool(((samples >= 0) & (samples < self.batch_size)).all()):
+            raise Unreadable(f"values from {node.name()} do not tell the {self.batch_size} samples apart")
+        return samples.long()
 
     @property
     def _digits(self) -> int:
@@ -146,7 +192,23 @@ class Outputs:
         """The power of two of each sample, to be broadcast to a tensor with the samples first."""
         return _along(_power(torch.arange(self.batch_size, device=like.device), digit).to(like.dtype), like)
 
-    def _pull(self, node: Node, number: int, cotangent: Tensor) -> Sequence[Tensor | None]:
+    def only_sample(self, node: Node, number: int) -> int | None:
+        """Return the one sample that a value depends on; None if it depends on none or several."""
+        reached = self._samples_reached(node, number)
+        return reached[0] if len(reached) == 1 else None
+
+    def _samples_reached(self, node: Node, number: int) -> list[int]:
+        """Return the samples that a value depends on."""
+        value = input_metadata_of(node)[number]
+        once = self._pull(node, number, _normal(value.shape, value.dtype, value.device))
+        reached = [
+            samples_first(_finite(g), axis, self.batch_size).reshape(self.batch_size, -1).any(1)
+            for g, axis in zip(once, self._axes, strict=True)
+            if g is not None
+        ]
+        return torch.stack(reached).any(0).nonzero().flatten().tolist() if reached else []
+
+    def _pull(self, node: Node, number: int, cotangent: Tensor, create_graph: bool = False) -> Sequence[Tensor | None]:
         """Return the gradients of the outputs for a cotangent of the value; None where others lie in front."""
         reached = _reached(node, number, self._edges)
         if not reached:
@@ -158,6 +220,7 @@ class Outputs:
                     [self._edges[i] for i in reached],  # pyright: ignore[reportArgumentType]
                     [cotangent],
                     retain_graph=True,
+                    create_graph=create_graph,
                     allow_unused=True,
                 )
         except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -166,6 +229,16 @@ class Outputs:
         for i, gradient in zip(reached, found, strict=True):
             gradients[i] = gradient
         return gradients
+
+    def _tells(self, pulled: Sequence[Tensor | None], samples: Tensor) -> bool:
+        """Whether these gradients would show that samples meet: finite ones, of two samples if as many are said."""
+        reached = torch.zeros(self.batch_size, dtype=torch.bool, device=samples.device)
+        for gradient, axis in zip(pulled, self._axes, strict=True):
+            if gradient is not None:
+                if not bool(gradient.isfinite().all()):
+                    return False
+                reached |= samples_first(gradient, axis, self.batch_size).reshape(self.batch_size, -1).any(1)
+        return int(reached.sum()) >= min(2, len(samples.unique()))
 
     def _are_multiples(
         self,
@@ -193,12 +266,6 @@ class Outputs:
         if not exact:  # a kernel that adds up in any order
             bar = bar + 16 * limits.eps * _along(expected.abs().flatten(1).amax(1), expected)
         return bool(((second - expected).abs() <= bar).all())
-
-
-def numbered(size: int, batch_size: int, last: bool, device: torch.device) -> Tensor:
-    """Return the samples along a dimension of some size, where they vary fastest (``last``), or lie side by side."""
-    places = torch.arange(size, device=device)
-    return places % batch_size if last else places // max(1, size // max(1, batch_size))
 
 
 def of_several(calls: Sequence[Outputs]) -> Outputs | None:

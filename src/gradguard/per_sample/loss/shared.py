@@ -8,15 +8,67 @@ owns, is compared with what it was in the batches before. What has changed is re
 import contextlib
 import functools
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from gradguard.torch_private import tree_flatten, version_of
+from gradguard.per_sample.loss.beside import (
+    TAKES_BESIDE,
+    Value,
+    added,
+    adds_unseen,
+    adds_unseen_below,
+    constants_beside,
+    is_affine,
+    known_values,
+    own_sizes,
+    places_of,
+    varying_sizes,
+)
+from gradguard.per_sample.loss.loss_graph import (
+    LABELLED,
+    TAPS,
+    Dependence,
+    Root,
+    Unreadable,
+    inputs_of,
+    is_linear,
+    is_tensor,
+    operation,
+    operations,
+    parents,
+    saved,
+    scalars,
+    shape_of,
+    signed,
+)
+from gradguard.per_sample.loss.separation import Outputs, Silent
+from gradguard.torch_private import base_of, saved_constant, saved_settings, saved_tensors, tree_flatten, version_of
+
+_SHOWING = operations(
+    "Sum Nansum Mean View UnsafeView ReshapeAlias Squeeze Unsqueeze Select Slice Unbind Split SplitWithSizes "
+    "UnsafeSplit Stack Cat Permute Transpose T Expand Repeat Clone Alias ToCopy CopyBackwards Neg Mul Div Add Sub Rsub "
+    "Where MaskedFill Index IndexSelect MaskedSelect Gather Take Dot Mv Mm Bmm Addmm Baddbmm Addmv Addcmul Addcdiv "
+    "Maximum Minimum Clamp ClampMin ClampMax Pow MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy "
+    "BinaryCrossEntropyWithLogits SoftMarginLoss NllLoss NllLoss2D MultiMarginLoss MultilabelMarginLoss CtcLoss "
+    "Flip Roll Exp Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt "
+    "Reciprocal Sigmoid LogSigmoid LogSigmoidForward Tanh Relu Gelu Silu Mish Softplus Abs Sgn Sin Cos Erf Cosh "
+    "Sinh Tan Atan Lgamma "
+    "Logsumexp LogSoftmax Softmax Norm LinalgVectorNorm Amax Amin Max Min Sort Topk Cumsum Prod Var Std"
+)
+"""Operations that save every constant that they take, or whose constant follows from values that are known."""
+
+_TAKING = operations("Select Slice Unbind Split SplitWithSizes UnsafeSplit")
+"""Operations that take places along a dimension, which their settings, or the numbers of their results, tell."""
+
+_NUMBERS = frozenset(["exponent", "min", "max", "min_val", "max_val", "threshold", "p", "value", "margin", "scale"])
+"""Settings of operations that may be whole numbers, and are no sizes or places."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +78,7 @@ class SharedValue:
     Attributes:
         key: Where it stands in the loss.
         value: It.
-        is_shared: Whether samples do share it.
+        is_shared: Looks whether samples do share it, which takes time.
         rounding: How far it may be from what was meant.
         places: A place along a dimension as it is counted from the front, from the end, and so on: one that is the
             same in one of these ways is the same.
@@ -34,7 +86,7 @@ class SharedValue:
 
     key: Hashable
     value: Tensor | float
-    is_shared: bool = True
+    is_shared: Callable[[], bool] = lambda: True
     rounding: float = 0.0
     places: tuple[Hashable, ...] = ()
 
@@ -70,7 +122,7 @@ class _KeptValue:
     def is_same(self, one: SharedValue) -> bool:
         if self.places and one.places:
             return any(mine == theirs for mine, theirs in zip(self.places, one.places, strict=True))
-        is_there = isinstance(one.value, Tensor) and place_of(one.value) == self.place
+        is_there = isinstance(one.value, Tensor) and _place(one.value) == self.place
         return is_there or one.is_equal(self.copied)
 
 
@@ -104,8 +156,6 @@ class SharedValues:
         for one in found:
             kept = self._kept.get(one.key)
             is_known = kept is not None and kept.is_same(one)
-            if not one.is_shared:
-                self._owned.add(one.key)
             if one.key in self._owned or any(map(one.is_of, self.declared)):
                 continue
             if several and self.strict and isinstance(one.value, Tensor):
@@ -114,18 +164,19 @@ class SharedValues:
                 self._new[one.key] = kept if kept and kept.of_several else _kept(one.value, several, one.places)
             elif not (several or kept.of_several):  # each is its only sample's own, or it changes
                 self._new[one.key] = _kept(math.nan, of_several=False)
-            else:
+            elif one.is_shared():
                 return _words(kept, one)
+            else:
+                self._owned.add(one.key)
         return ""
 
 
 def _kept(value: Tensor | float, of_several: bool, places: tuple[Hashable, ...] = ()) -> _KeptValue:
     copied = value.detach().clone() if isinstance(value, Tensor) else value
-    return _KeptValue(value, copied, place_of(value) if isinstance(value, Tensor) else None, of_several, places)
+    return _KeptValue(value, copied, _place(value) if isinstance(value, Tensor) else None, of_several, places)
 
 
-def place_of(value: Tensor) -> Hashable:
-    """Return what tells a tensor from others, and from itself once it has changed."""
+def _place(value: Tensor) -> Hashable:
     return value.data_ptr(), value.shape, value.stride(), value.dtype, version_of(value)
 
 
@@ -149,6 +200,339 @@ def _words(kept: _KeptValue, shared: SharedValue) -> str:
         "classes, a mean or a length? Then what a sample gives depends on the others: compute it from the sample's own "
         f"rows, or once for all batches. If it is yours, say clipper.constant({given}) where it stands in the loss"
     )
+
+
+# What a graph shows
+
+
+def hidden_in_graph(roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> str:
+    """Say which operation of a loss may take a constant that its graph does not show; "" if none does."""
+    nodes = [node for node, _ in _nodes(roots, outputs, depends)]
+    known = outputs.held | known_values(nodes)
+    for node in nodes:
+        if operation(node) not in _SHOWING:
+            return f"its graph does not show all numbers that {node.name()} takes"
+        for value in parents(node) if not is_affine(node, depends) and operation(node) != "LogSoftmax" else ():
+            if value not in known and adds_unseen_below(value, known, depends):
+                return f"its graph does not show what is added to values before {node.name()}"
+    if outputs.batch_size > 1 and (name := _own_sum_of_several(nodes, outputs, depends)):
+        return (
+            f"several numbers or tensors are added to values before {name}, and its graph shows their sum alone. Add "
+            "up what is a sample's own first, as in output - (target - 1), or write the loss of one sample and call "
+            "clipper.per_sample_losses"
+        )
+    return ""
+
+
+def shared_in_graph(
+    roots: Sequence[Root], outputs: Outputs, kind: Hashable, depends: Dependence
+) -> Iterator[SharedValue]:
+    """Yield what a loss takes beside the rows of the samples, but for factors of rows, which are weighed elsewhere.
+
+    Args:
+        roots: The values that backward starts from.
+        outputs: The values that the module returned.
+        kind: Tells losses of other operations apart.
+        depends: Knows which values depend on the samples.
+    """
+    counted: Counter[str] = Counter()
+    numbers: defaultdict[tuple[str, Hashable], list[tuple[Node, float]]] = defaultdict(list)
+    tensors: defaultdict[tuple[str, int, Hashable], list[tuple[Node, Tensor]]] = defaultdict(list)
+    several = outputs.batch_size > 1
+
+    def look(value: Value, sizes: Sequence[int]) -> Callable[[], bool]:
+        return functools.partial(_is_shared, outputs, *value, sizes) if several else lambda: True
+
+    nodes = list(_nodes(roots, outputs, depends))
+    for node, is_behind in nodes:
+        name = operation(node)
+        counted[name] += 1
+        place = kind, name, counted[name]
+        labelled = name in LABELLED or name == "MultiMarginLoss"
+        if labelled and (weight := saved(node, "weight")) is not None and not _is_of_parameter(weight):
+            yield SharedValue((*place, weight.shape), weight)
+        for i, (value, constant) in enumerate(constants_beside(node, depends) if not labelled else ()):
+            places = places_of(shape_of(*value), outputs.batch_size)
+            sizes = own_sizes(constant)
+            for dim in (dim for dim, size in enumerate(sizes) if size == 1):
+                constant = constant.narrow(dim, 0, 1)
+            if (places and all(sizes[dim] > 1 for dim in places)) or (constant.numel() == 1 and not is_behind):
+                continue
+            if not _is_of_parameter(constant):
+                yield SharedValue((*place, i, constant.shape), constant, look(value, sizes))
+                tensors[name, i, _place(constant)].append((node, constant))
+        for i, constant in enumerate(_single_tensors(node, is_behind) if inputs_of(node, depends) else ()):
+            yield SharedValue((*place, i, "single"), constant, look((node, 0), [1] * len(shape_of(node))))
+            tensors[name, i, _place(constant)].append((node, constant))
+        for dim, columns in _columns_of(node):
+            sizes = [len(columns) if i == dim else 1 for i in range(len(shape_of(node)))]
+            yield SharedValue((*place, "columns", columns.shape), columns, look((node, 0), sizes))
+        for setting, value in _numbers_of(node) if is_behind and inputs_of(node, depends) else ():
+            whole = look((node, 0), [1] * len(shape_of(node)))
+            yield SharedValue((*place, setting, outputs.values_of_each), value, whole)
+            numbers[name, setting].append((node, value))
+    edges = [((root.node, root.number), "root") for root in roots]
+    edges += [(edge, operation(node)) for node, _ in nodes for edge in parents(node)]
+    yield from _places_taken(edges, {node for node, _ in nodes}, outputs, kind)
+    for (name, setting), found in numbers.items() if several else ():
+        if len(found) > 1:
+            yield SharedValue(
+                (kind, name, setting, "each"), found[0][1], functools.partial(_is_of_each, outputs, found)
+            )
+    counted.clear()
+    for (name, i, _), found in tensors.items() if several else ():
+        if len(found) > 1:
+            counted[name] += 1
+            of_each = functools.partial(_is_of_several, outputs, [node for node, _ in found])
+            yield SharedValue((kind, name, i, "each", counted[name], found[0][1].shape), found[0][1], of_each)
+    for i, value, sizes, constant, rounding in _added([node for node, _ in nodes], outputs, depends) if several else ():
+        key = kind, "added", i, getattr(constant, "shape", ())
+        yield SharedValue(key, constant, look(value, sizes), rounding)
+
+
+def _added(
+    nodes: Sequence[Node], outputs: Outputs, depends: Dependence
+) -> Iterator[tuple[int, Value, list[int], Tensor | float, float]]:
+    """Yield the constants that operations add and do not save, where they may be alike for all samples.
+
+    Each comes after the number of its place, the value that it is in, and its sizes, and before its rounding.
+    Whole numbers are left out: targets and masks of all samples may be alike by chance.
+    """
+    for number, value, constant, rounding, _ in _sums(nodes, outputs, depends):
+        places = places_of(shape_of(*value), outputs.batch_size)
+        sizes = varying_sizes(constant, rounding)
+        if any(sizes[dim] == 1 for dim in places):
+            for dim in (dim for dim in places if sizes[dim] == 1):
+                constant = constant.narrow(dim, 0, 1)
+            one = constant.flatten()[0]
+            if bool(((constant - one).abs() <= rounding).all()):
+                constant = one
+            if bool(((constant - constant.round()).abs() > rounding).any()):
+                yield number, value, sizes, constant if constant.dim() else float(one), float(2 * rounding)
+
+
+def _sums(
+    nodes: Sequence[Node], outputs: Outputs, depends: Dependence
+) -> Iterator[tuple[int, Value, Tensor, Tensor, dict[Value, Tensor]]]:
+    """Yield the number of each value that has unseen constants in it, the value, their sum, and the known values."""
+    if not any(adds_unseen(node, depends) for node in nodes):
+        return
+    known = outputs.held | known_values(nodes)
+    normalized: dict[Value, int] = {}  # of these the result is known: they themselves but for a number of each row
+    for node in nodes:
+        if operation(node) == "LogSoftmax" and (value := parents(node)[0]) not in known:
+            known[value], normalized[value] = saved(node, "result").detach(), signed(saved(node, "dim"))
+    ends = {edge: None for node in nodes if not is_affine(node, depends) for edge in parents(node) if edge in known}
+    for number, value in enumerate(ends):
+        places = places_of(shape_of(*value), outputs.batch_size)
+        if not places or not adds_unseen_below(value, known, depends):
+            continue
+        if (found := _subtracted(value, known, depends) or added(value, known, depends)) is None:
+            continue
+        constant, rounding = found[0], found[-1]
+        if value in normalized:
+            constant = constant - constant.mean(normalized[value], keepdim=True)
+        yield number, value, constant, rounding, known
+
+
+def _own_sum_of_several(nodes: Sequence[Node], outputs: Outputs, depends: Dependence) -> str:
+    """Return the operation that takes a value to which several constants were added, of which the sum is seen alone."""
+    for _, value, constant, rounding, known in _sums(nodes, outputs, depends):
+        sizes = varying_sizes(constant, rounding)
+        own = any(sizes[dim] > 1 for dim in places_of(shape_of(*value), outputs.batch_size))
+        if own and _additions(value, known, depends) > 1:
+            return value[0].name()
+    return ""
+
+
+def _additions(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> int:
+    """Return how many unseen constants are added to an element of a value at most, from the known values on."""
+    counts: dict[Value, int] = {}
+    pending = [value]
+    while pending:
+        top = pending[-1]
+        node = top[0]
+        if top in counts or (top in known and top != value) or not is_affine(node, depends):
+            counts.setdefault(top, 0)
+            pending.pop()
+            continue
+        below = [edge for edge in parents(node) if depends(edge[0])]
+        if unknown := [edge for edge in below if edge not in counts]:
+            pending += unknown
+            continue
+        found = [counts[edge] for edge in below]
+        together = max(found) if operation(node) in {"Stack", "Cat"} else sum(found)
+        is_seen = top == value and operation(node) == "Where" and _is_zero_elsewhere(node, known[value], depends)
+        is_number = node.name() in {"AddBackward1", "SubBackward1"}  # of a function of torch's, as its eps
+        counts[top] = together + (adds_unseen(node, depends) and not is_seen and not is_number)
+    return counts[value]
+
+
+def _is_zero_elsewhere(node: Node, result: Tensor, depends: Dependence) -> bool:
+    """Tell whether a choice by a mask is 0 where it is not of the samples' values: a mask, as any other."""
+    mask = saved(node, "condition").broadcast_to(result.shape)
+    mask = mask if inputs_of(node, depends) == [0] else ~mask
+    return bool((result == 0).logical_or(mask).all())
+
+
+def _single_tensors(node: Node, is_behind: bool) -> Iterator[Tensor]:
+    """Yield the tensors without a dimension that an operation takes, but for factors of rows; no numbers of Python."""
+    if operation(node) in TAKES_BESIDE and (is_behind or operation(node) not in {"Mul", "Div"}):
+        for constant in saved_tensors(node):
+            single = not (constant.dim() or constant.requires_grad or _is_of_parameter(constant))
+            if single and (constant.dtype == torch.bool or is_tensor(constant)):
+                yield constant
+
+
+def _places_taken(
+    edges: Iterable[tuple[Value, str]], nodes: Container[Node], outputs: Outputs, kind: Hashable
+) -> Iterator[SharedValue]:
+    """Yield the places that operations take along a dimension, such as a column, each for who uses the result."""
+    counted: Counter[Hashable] = Counter()
+    alike: defaultdict[Hashable, list[tuple[Node, float]]] = defaultdict(list)
+    for (node, number), user in edges:
+        if node not in nodes or (taken := _taken(node, number)) is None:
+            continue
+        dim, places = taken
+        shape, among = shape_of(*parents(node)[0]), places_of(shape_of(*parents(node)[0]), outputs.batch_size)
+        if shape[dim] == 1 or (outputs.batch_size == 1 and dim in among):
+            continue
+        place = kind, "taken", user, operation(node), len(shape), among == [dim]
+        counted[place] += 1
+        of_several = functools.partial(_is_for_several, outputs, (node, number), dim)
+        shared = of_several if outputs.batch_size > 1 else lambda: True
+        yield SharedValue((*place, counted[place], "dim"), float(dim), shared)
+        for name, value, ways in places:
+            yield SharedValue((*place, counted[place], name), value, shared, places=ways)
+            if operation(node) in {"Select", "Unbind"}:
+                alike[place, name].append((node, value))
+    for key, found in alike.items() if outputs.batch_size > 1 else ():
+        if len(found) > 1:
+            of_each = functools.partial(_is_of_each, outputs, found)
+            yield SharedValue((key, "each"), found[0][1], of_each, places=(found[0][1],))
+
+
+def _taken(node: Node, number: int) -> tuple[int, Sequence[tuple[str, float, tuple[Hashable, ...]]]] | None:
+    """Return the dimension along which an operation takes some places, and these in the ways of `SharedValue`."""
+    name = operation(node)
+    if name not in _TAKING:
+        return None
+    shape = shape_of(*parents(node)[0])
+    dim = signed(saved(node, "dim")) % len(shape)
+    size, step, part = shape[dim], 1, None
+    if name == "Slice":
+        start, end = signed(saved(node, "start") or 0), saved(node, "end")
+        start, end, step = slice(start, None if end is None else signed(end), saved(node, "step")).indices(size)
+    elif name in {"Select", "Unbind"}:
+        start = number if name == "Unbind" else signed(saved(node, "index")) % size
+        return dim, [("at", float(start), (start, start - size))]
+    elif name == "SplitWithSizes":
+        sizes = list(saved(node, "split_sizes"))
+        start, end = sum(sizes[:number]), sum(sizes[: number + 1])
+    else:
+        each = saved(node, "split_size")
+        start, end = number * each, min(size, (number + 1) * each)
+        count = -(-size // each) if each else 1
+        part = (number, count) if count and each == -(-size // count) else None
+    parts = () if part is None else (part,)
+    ways = [
+        (which, float(one), (one, one - size, *(parts or (object(),)))) for which, one in (("from", start), ("to", end))
+    ]
+    if name == "Slice":  # an end is a length, up to which values are padded: that is judged by itself
+        return dim, [ways[0], ("step", float(step), ())]
+    return dim, ways
+
+
+def _is_for_several(outputs: Outputs, value: Value, dim: int) -> bool:
+    """Tell whether a result is of several samples, and what was taken lies along another dimension than these."""
+    if not _is_shared(outputs, *value, [1] * len(shape_of(*value))):
+        return False
+    whole = parents(value[0])[0]
+    try:
+        samples = outputs.samples_of(*whole)
+    except Unreadable:
+        return places_of(shape_of(*whole), outputs.batch_size)[:1] != [dim]
+    return torch.equal(samples.amin(dim), samples.amax(dim))
+
+
+def _is_of_parameter(constant: Tensor) -> bool:
+    """Tell whether a constant is the weight of a layer, or a view of one: it may be trained elsewhere."""
+    return isinstance(constant, nn.Parameter) or isinstance(base_of(constant), nn.Parameter)
+
+
+def _nodes(roots: Sequence[Root], outputs: Outputs, depends: Dependence) -> Iterator[tuple[Node, bool]]:
+    """Yield the operations between a loss and the module, each with whether it is behind what is not linear."""
+    pending = [(root.node, root.number, False) for root in roots]
+    seen: set[tuple[Node, bool]] = set()
+    while pending:
+        node, number, is_behind = pending.pop()
+        if (node, number) in outputs.values or node.name() in TAPS or not depends(node):
+            continue
+        is_behind = is_behind or not is_linear(operation(node), inputs_of(node, depends))
+        if (node, is_behind) in seen:
+            continue
+        if (node, not is_behind) not in seen:
+            yield node, is_behind
+        seen.add((node, is_behind))
+        pending += [(child, output, is_behind) for child, output in parents(node)]
+
+
+def _subtracted(value: Value, known: Mapping[Value, Tensor], depends: Dependence) -> tuple[Tensor, Tensor] | None:
+    """Return the constant that one operation adds or subtracts, and rounding: what `added` does, in one pass."""
+    node, inputs = value[0], inputs_of(value[0], depends)
+    below = node.next_functions[inputs[0]] if len(inputs) == 1 else (None, 0)
+    whole, part = known[value], known.get(cast("Value", below))
+    if operation(node) not in {"Add", "Sub"} or scalars(node) != [1.0] or part is None or part.shape != whole.shape:
+        return None
+    sign = -1 if operation(node) == "Sub" and inputs == [1] else 1
+    rounding = 16 * torch.finfo(whole.dtype).eps * torch.maximum(whole.abs().max(), part.abs().max())
+    return whole - sign * part, rounding
+
+
+_FACTORS = ("alpha", "beta", "value", "self")
+
+
+def _numbers_of(node: Node) -> Iterator[tuple[Hashable, float]]:
+    """Yield the numbers that an operation takes, but for sizes and places."""
+    yield from enumerate(scalars(node))
+    for name, value in [*saved_settings(node).items(), *[(one, saved_constant(node, one)) for one in _FACTORS]]:
+        if isinstance(value, float) and not math.isnan(value):
+            yield name, value
+        elif name in _NUMBERS and type(value) is int:
+            yield name, float(value)
+
+
+def _columns_of(node: Node) -> Iterator[tuple[int, Tensor]]:
+    """Yield the list by which an operation takes the same places along a dimension of all that lies there."""
+    if operation(node) == "IndexSelect":
+        yield signed(saved(node, "dim")) % len(shape_of(node)), saved(node, "index")
+    elif operation(node) == "Index":
+        given = [(dim, index) for dim, index in enumerate(saved(node, "indices")) if isinstance(index, Tensor)]
+        if len(given) == 1 and given[0][1].dim() == 1 and given[0][1].dtype != torch.bool:
+            yield given[0]
+
+
+def _is_of_each(outputs: Outputs, found: Sequence[tuple[Node, float]]) -> bool:
+    """Tell whether operations for one sample each take the same number, as in a loop over samples."""
+    return len({value for _, value in found}) == 1 and _is_of_several(outputs, [node for node, _ in found])
+
+
+def _is_of_several(outputs: Outputs, nodes: Sequence[Node]) -> bool:
+    """Tell whether operations act on values of different samples."""
+    return len({outputs.only_sample(node, 0) for node in nodes}) > 1
+
+
+def _is_shared(outputs: Outputs, node: Node, number: int, sizes: Sequence[int]) -> bool:
+    """Tell whether an element of a constant of some sizes lies beside values of several samples."""
+    try:
+        samples = outputs.samples_of(node, number)
+    except Silent:
+        places = places_of(shape_of(node, number), outputs.batch_size)
+        return bool(places) and len(sizes) > places[0] and sizes[places[0]] == 1
+    except Unreadable:
+        return True
+    alike = [dim for dim in range(samples.dim()) if dim >= len(sizes) or sizes[dim] == 1]
+    return bool(alike) and not torch.equal(samples.amin(alike), samples.amax(alike))
 
 
 # What is bound to a function

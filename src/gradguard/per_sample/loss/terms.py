@@ -13,7 +13,7 @@ constant factors are the user's.
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -42,9 +42,8 @@ from gradguard.per_sample.loss.loss_graph import (
     paths,
     shape_of,
 )
-from gradguard.per_sample.loss.owners import Owners
 from gradguard.per_sample.loss.readings import Reading, readings, same_shares
-from gradguard.per_sample.loss.rows import LossTerm, SampleRows
+from gradguard.per_sample.loss.rows import LossTerm, Owner, SampleRows
 from gradguard.per_sample.loss.separation import Outputs
 
 NO_PART = "the loss does not depend on the module's outputs"
@@ -103,8 +102,10 @@ class LossParts:
             mini-batches; 1 if there is none.
         terms: Number of terms that the loss adds up.
         weighted: Whether tensors decide weights of rows, which the next batch may change.
+        owners: Whose the rows of each term are.
         label_owners: Whose the labels are of each operation that takes the mean over labels of several samples.
         page: The weights of its rows; None if it was not judged.
+        repeated: Sizes of constants along which values were repeated, and which are not the number of samples.
     """
 
     verdict: Verdict
@@ -113,8 +114,10 @@ class LossParts:
     divided_by: float = 1.0
     terms: int = 1
     weighted: bool = False
+    owners: Sequence[Owner] = ()
     label_owners: Mapping[Node, Tensor] = field(default_factory=dict)
     page: Page | None = None
+    repeated: frozenset[int] = frozenset()
 
 
 def loss_parts(
@@ -123,7 +126,9 @@ def loss_parts(
     reduction: str,
     *,
     scale: float = 1.0,
+    known: LossParts | None = None,
     ledger: Ledger | None = None,
+    constant_sizes: Set[int] = frozenset(),
     declared: Sequence[float] = (),
 ) -> LossParts:
     """Compare each sample's part in a loss with the sample's own loss; before the backward, which frees the graph.
@@ -133,18 +138,21 @@ def loss_parts(
         outputs: The values that the module returned for a batch of B samples.
         reduction: The loss as the user has said it: ``"mean"``, ``"sum"`` or ``"token_mean"``.
         scale: The factor by which a GradScaler, or a trainer, multiplied the loss.
+        known: The verdict on a loss that is made in the same way: whose the rows are is not looked at again.
         ledger: The weights of rows in the losses that were accepted.
+        constant_sizes: Sizes of constants in such losses that were not the number of samples.
         declared: Numbers in the loss that are no counts.
 
     Returns:
         What was found; nothing is raised for a loss that is wrong, or cannot be read.
     """
     ledger = ledger or Ledger()
+    outputs.constant_sizes = constant_sizes
     try:
         depends = Dependence()
         found_paths = list(paths(roots, depends, outputs.values, declared))
-        owners = Owners(outputs, depends)
-        ends = [SampleRows(path, outputs, depends, owners) for path in found_paths]
+        owners = known.owners if known else [None] * len(found_paths)
+        ends = [_rows(path, outputs, depends, owner) for path, owner in zip(found_paths, owners, strict=True)]
         if ledger.strict and declared:
             _refuse_undeclared(found_paths, [node for end in ends for node in end.behind], depends, declared)
         if ledger.strict and outputs.batch_size > 1:
@@ -163,12 +171,16 @@ def loss_parts(
     return replace(
         found,
         terms=len(together),
-        weighted=any(path.weighing for path in found_paths) or any(term.class_weights for term in terms),
+        weighted=any(path.weighing for path in found_paths)
+        or any(term.class_weights for term in terms)
+        or outputs.coincide,
+        owners=[end.owner for end in ends],
         label_owners={
-            end.path.node: end.owners
+            end.path.node: end.owner.samples
             for end, term in zip(ends, terms, strict=True)
             if end.name in LABELLED and term.share is not None
         },
+        repeated=frozenset(outputs.repeated - {outputs.batch_size}),
     )
 
 
@@ -292,6 +304,22 @@ def _refuse_cut(found: Sequence[SampleRows]) -> None:
             "mask; or count what is cut from the end, as in output[:, :-1]. Parts of each row, such as a mean and a "
             "log-variance, are taken by output.chunk(2, -1)"
         )
+
+
+def _rows(path: Path, outputs: Outputs, depends: Dependence, owner: Owner | None) -> SampleRows:
+    """Return the rows at the end of a path, or at its end in what the module returned.
+
+    Raises:
+        Coupled: If samples are mixed there.
+        Unreadable: If it cannot be told whose they are.
+    """
+    if owner is None or owner.name or path.output is None:
+        try:
+            return SampleRows(path, outputs, depends, owner)
+        except Unreadable:
+            if path.output is None:
+                raise
+    return SampleRows(path.output, outputs, depends, owner, is_output=True)
 
 
 _REDUCTIONS = {"mean": "mean over samples", "sum": "sum over samples", "token_mean": "mean over rows"}
