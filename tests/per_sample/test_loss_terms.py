@@ -1227,10 +1227,6 @@ LOOK_ALIKE = {
         lambda o: (o * o[torch.tensor([0, 1, 2, 3])]).mean(),
         lambda o: (o * o[torch.tensor([1, 2, 3, 0])]).mean(),
     ),
-    "rows added": (
-        lambda o: (o[:, :3] * torch.zeros(4, 3).index_add(0, torch.tensor([0, 1, 2, 3]), o[:, :3])).mean(),
-        lambda o: (o[:, :3] * torch.zeros(4, 3).index_add(0, torch.tensor([3, 2, 1, 0]), o[:, :3])).mean(),
-    ),
 }  # fmt: skip
 
 
