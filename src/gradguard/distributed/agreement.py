@@ -290,7 +290,7 @@ def _who_is_missing(union: ReductionGroup, signature: Sequence[str], error: Runt
         store = dist.PrefixStore(f"gradguard/{name}/{_failures[name]}", default_store())
         found = _survey(store, union, signature)
     except dist.DistNetworkError:  # the store has gone with the process that kept it, or whose launcher did
-        found = {"missing": "0"} if 0 in dist.get_process_group_ranks(union.group) else {}
+        found = {"missing": "0"} if me and 0 in dist.get_process_group_ranks(union.group) else {}
     except Exception:  # whatever else, the first error is the one to tell
         return general
     if found.get("missing"):

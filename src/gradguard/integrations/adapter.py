@@ -17,7 +17,7 @@ from gradguard.replacements import Replacement
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a trainer, as a job is told of it when the run begins.
+    """One run of a trainer: the facts that a job needs, handed to it when the run begins.
 
     Attributes:
         model: The user's model.

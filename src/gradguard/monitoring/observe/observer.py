@@ -103,7 +103,7 @@ class _Running(threading.local):
 
 
 class Observer(Listener):
-    """Makes one row of each optimizer step that it is told of, and writes the record of a run.
+    """Measures each optimizer step of a process, makes one row of it, and writes the record of the run.
 
     **Guarantees**: it writes to no tensor of the training (unless it was given a clip to apply), draws no random
     number, waits for no device, and swallows its own failures: after one it notes an event and stops measuring.

@@ -40,7 +40,10 @@ class Taken(NamedTuple):
         return (-self.gradient if self.group["maximize"] else self.gradient) + self.decay
 
 
-def rule_of(optimizer: Optimizer) -> Callable[[Taken], Tensor | None] | None:
+Rule = Callable[[Taken], Tensor | None]
+
+
+def rule_of(optimizer: Optimizer) -> Rule | None:
     """Return the rule of an optimizer of these classes, or of a subclass, which may do something else."""
     return next((rule for kind, rule in _RULES.items() if isinstance(optimizer, kind)), None)
 
@@ -88,9 +91,4 @@ def _muon(taken: Taken) -> Tensor | None:
     return ratio * matrix.reshape(-1).to(taken.weight.dtype) + taken.decay
 
 
-_RULES: dict[type[Optimizer], Callable[[Taken], Tensor | None]] = {
-    Adam: _adam,
-    SGD: _sgd,
-    RMSprop: _rmsprop,
-    Muon: _muon,
-}
+_RULES: dict[type[Optimizer], Rule] = {Adam: _adam, SGD: _sgd, RMSprop: _rmsprop, Muon: _muon}

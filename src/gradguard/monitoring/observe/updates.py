@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gradguard.distributed.placements import local_part
 from gradguard.monitoring.judge.detectors.update_sizes import ELEMENTS
 from gradguard.monitoring.observe.measure import Norms, every_so_many, gradient_norms
-from gradguard.monitoring.observe.step_rules import Taken, rule_of
+from gradguard.monitoring.observe.step_rules import Rule, Taken, rule_of
 from gradguard.tensors.layout import flat, is_dense
 
 SHARE = 0.01
@@ -85,17 +85,20 @@ class Moving:
             [p.numel() for p in self._parameters],
             self._rates,
         )
-        with suppress(Exception):  # a subclass may keep another state, or other settings
-            return found._replace(over_rule=self._over_rule(changes, weights))
+        if self._rule is not None:
+            with suppress(Exception):  # a subclass may keep another state, or other settings
+                return found._replace(over_rule=self._over_rule(self._rule, changes, weights))
         return found
 
-    def _over_rule(self, changes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
+    def _over_rule(self, rule: Rule, changes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
         """Return the factor between what was done and what the rule makes, of tensors of the first group; else NaN."""
-        rule, group, rate = self._rule, self._optimizer.param_groups[0], self._rates[0]
+        group, rate = self._optimizer.param_groups[0], self._rates[0]
         own = set(map(id, group["params"]))
         done, made, rounding = [], [], []
         for p, change, weight in zip(self._parameters, changes, weights, strict=True):
-            if rule is None or id(p) not in own or p.grad is None or not weight.numel() or len(done) == OF_RULE:
+            if len(done) == OF_RULE:
+                break
+            if id(p) not in own or p.grad is None or not weight.numel():
                 continue
             state = {
                 key: _sample(value, p.device) if isinstance(value, Tensor) and value.shape == p.shape else value
