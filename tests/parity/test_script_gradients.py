@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -663,6 +664,8 @@ from torch.utils.data import DataLoader, TensorDataset
 open("starts", "a").write("x")
 how = sys.argv[1]
 torch.manual_seed(0)
+def note(worker):
+    print(os.getpid(), file=open("workers", "a"))
 with tempfile.TemporaryDirectory() as folder:
     if how == "OpenMP":
         torch.set_num_threads(2)
@@ -672,7 +675,8 @@ with tempfile.TemporaryDirectory() as folder:
     torch.save(torch.randn(4, 3) + (a @ a).sign().mean(), f"{folder}/x")
     model = torch.nn.Sequential(torch.nn.Linear(3, 600), torch.nn.Linear(600, 600))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for x, in DataLoader(TensorDataset(torch.load(f"{folder}/x")), 4, num_workers=how == "worker"):
+    rows = TensorDataset(torch.load(f"{folder}/x"))
+    for x, in DataLoader(rows, 1, num_workers=how == "worker", worker_init_fn=note):
         (model(x) @ a).square().mean().backward()
         optimizer.step()
 print(os.path.exists(folder))
@@ -689,6 +693,9 @@ def test_a_script_is_started_once_and_cleans_up_once(tmp_path, how):
     assert done.stderr.splitlines() == ["gradguard: the gradients of step 1 are in file"]
     assert (tmp_path / "starts").read_text() == "x"
     assert len(read(tmp_path / "file").sketches["gradient"]) == 3
+    workers = (tmp_path / "workers").read_text().split() if how == "worker" else []
+    assert len(workers) == (3 if how == "worker" else 0)
+    assert not any(Path("/proc", pid).exists() for pid in workers)
 
 
 _READS = """

@@ -1,11 +1,12 @@
 """`gradguard run --save-gradients`: one start of a script, whose process forks once for each run of its first steps."""
 
-import multiprocessing.synchronize  # noqa: F401 - where it is replaced
+import multiprocessing.synchronize
 import os
 import signal
 import stat
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -197,6 +198,12 @@ def _is_open(descriptor: int) -> bool:
 
 
 def _end(code: int) -> NoReturn:
+    # Workers are not there before a fork. Left alone they would end later, and miss the folder that they clean up.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader raises where a worker of its is killed
+    for worker in multiprocessing.active_children():
+        worker.kill()
+        worker.join()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
