@@ -9,7 +9,7 @@ from gradguard.per_sample.contributions import Contribution
 from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.layers.convolution import convolution
 from gradguard.per_sample.layers.embedding import embedding, embedding_bag
-from gradguard.per_sample.layers.normalization import group_norm, instance_norm, layer_norm, rms_norm
+from gradguard.per_sample.layers.normalization import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
 
 B, T, V = 5, 4, 7
 Rule = Callable[[LayerCall], dict[str, Contribution]]
@@ -144,6 +144,11 @@ NORMALISATIONS: dict[str, tuple] = {
         lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
         numbers(3, 5),
     ),
+    "batch norm 1d": (batch_norm, lambda: nn.BatchNorm1d(3, eps=0.2).eval(), numbers(3)),
+    "batch norm of sequences": (batch_norm, lambda: nn.BatchNorm1d(3).eval(), numbers(3, 5)),
+    "batch norm 2d": (batch_norm, lambda: nn.BatchNorm2d(3).eval(), numbers(3, 4, 2)),
+    "batch norm 3d": (batch_norm, lambda: nn.BatchNorm3d(3).eval(), numbers(3, 2, 3, 2)),
+    "batch norm, not affine": (batch_norm, lambda: nn.BatchNorm2d(3, affine=False).eval(), numbers(3, 4, 2)),
 }
 EMBEDDINGS: dict[str, tuple] = {
     "embedding": (embedding, lambda: nn.Embedding(V, 3), ids(T)),

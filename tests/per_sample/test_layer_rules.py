@@ -12,7 +12,7 @@ from gradguard.per_sample.layers.call import BatchAxis, LayerCall
 from gradguard.per_sample.layers.convolution import ConvolutionWeight, convolution
 from gradguard.per_sample.layers.embedding import embedding, embedding_bag
 from gradguard.per_sample.layers.linear import linear
-from gradguard.per_sample.layers.normalization import group_norm, instance_norm, layer_norm, rms_norm
+from gradguard.per_sample.layers.normalization import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
 from per_sample.layer_calls import assert_matches, assert_rule_exact, layer_call, looped, randomised
 from per_sample.layer_rule_cases import RULE_CASES, B, Rule, T, V
 
@@ -119,6 +119,7 @@ FRAMES = {
     "group norm": (group_norm, lambda: nn.GroupNorm(2, 4), (4, 3)),
     "group norm 2-D": (group_norm, lambda: nn.GroupNorm(2, 4), (4,)),
     "instance norm": (instance_norm, lambda: nn.InstanceNorm1d(3, affine=True), (3, 5)),
+    "batch norm": (batch_norm, lambda: nn.BatchNorm1d(3).eval(), (3, 5)),
     "embedding": (embedding, lambda: nn.Embedding(V, 3, padding_idx=1), None),
     "bag": (embedding_bag, lambda: nn.EmbeddingBag(V, 3, mode="mean", padding_idx=1), (T,)),
     "bag, max": (embedding_bag, lambda: nn.EmbeddingBag(V, 3, mode="max"), (T,)),

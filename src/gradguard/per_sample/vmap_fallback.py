@@ -101,8 +101,14 @@ class VmapFallback:
             return {name: value.new_zeros(0, *value.shape) for name, value in self.values.items()}
         axes, grads = self._axes()
         owners = [_owned(t, axis, self.batch_size) for t, axis in zip([*self.saved, *grads], axes, strict=True)]
-        with self._set_up():
-            gradients = self._differentiate([self.values[name] for name in self.aliases], *zip(*owners, strict=True))
+        try:
+            with self._set_up():
+                values = [self.values[name] for name in self.aliases]
+                gradients = self._differentiate(values, *zip(*owners, strict=True))
+        except UnsupportedGradientError:
+            raise
+        except RuntimeError as error:  # of a function of torch's that cannot do it for one sample
+            raise UnsupportedGradientError(self._differs(f"it fails ({error})")) from error
         by_name = dict(zip(self.aliases, gradients, strict=True))
         self._check(by_name)
         return by_name

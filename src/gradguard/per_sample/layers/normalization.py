@@ -1,6 +1,7 @@
 """Normalisation within a sample: the scale's per-sample gradient is a sum of normalised input times gradient.
 
-Batch normalisation has no rule, because its samples share their statistics and have no gradients of their own.
+Batch normalisation is one of them in evaluation, by its running statistics; in training, where samples share theirs, it
+is refused before a rule is asked.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,6 +67,12 @@ def instance_norm(call: LayerCall) -> dict[str, Contribution]:
         )
     if module.training or module.running_mean is None or module.running_var is None:
         return _over_positions(call, lambda x: torch.group_norm(x, x.shape[1], None, None, module.eps, False))
+    return batch_norm(call)
+
+
+def batch_norm(call: LayerCall) -> dict[str, Contribution]:
+    """``torch.nn.BatchNorm1d`` to ``3d`` in evaluation: the running statistics are constants."""
+    module: Any = call.module
     mean, variance = wide(module.running_mean), wide(module.running_var)
     return _over_positions(call, lambda x: functional.batch_norm(x, mean, variance, eps=module.eps))
 

@@ -11,7 +11,7 @@ from gradguard.per_sample.layers.call import LayerCall
 from gradguard.per_sample.layers.convolution import convolution
 from gradguard.per_sample.layers.embedding import embedding, embedding_bag
 from gradguard.per_sample.layers.linear import linear, transposed_linear
-from gradguard.per_sample.layers.normalization import group_norm, instance_norm, layer_norm, rms_norm
+from gradguard.per_sample.layers.normalization import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
 from gradguard.per_sample.layers.recurrent import recurrent, recurrent_cell
 
 
@@ -38,6 +38,7 @@ _LAYERS = {
     rms_norm: [nn.RMSNorm],
     group_norm: [nn.GroupNorm],
     instance_norm: [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d],
+    batch_norm: [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm],
     attention: [nn.MultiheadAttention],
     recurrent: [nn.LSTM, nn.GRU, nn.RNN],
     recurrent_cell: [nn.LSTMCell, nn.GRUCell, nn.RNNCell],
