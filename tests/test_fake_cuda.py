@@ -133,6 +133,8 @@ def skip_without_cuda_build():
             if os.environ.get("GRADGUARD_CUDA_BUILD") == "1":
                 pytest.fail("make versions asks for a build of PyTorch for CUDA, and this is one for the CPU")
             pytest.skip("needs a build of PyTorch for CUDA, and no GPU: make versions has some")
+        if "hasPrimaryContext expects a valid device index" in str(error):
+            pytest.skip("from torch 2.15 on a backward asks the driver for the device, fakes or not")
         raise
 
 

@@ -407,5 +407,6 @@ class FirstWithout(torch.autograd.Function):
 def test_a_second_order_that_is_wrong_only_without_a_gradient_of_grad_output_is_found():
     found = gg.gradcheck(FirstWithout.apply, normal(4), order=2)
     assert found.verdict == "FAIL"
-    assert "second order: only args[0] needs a gradient" in found.findings[0].message
+    assert found.findings[0].message.startswith("second order: only ")
+    assert "needs a gradient" in found.findings[0].message  # the input is called args[0]; from torch 2.15 on, input
     assert gg.gradcheck(torch.sin, normal(4), order=2).verdict == "PASS"

@@ -141,7 +141,7 @@ def clip_grad_adaptive_(
         arXiv 2102.06171.
     """
     threshold = check_threshold("clipping_threshold", clipping_threshold)
-    clipper = ClipAdaptive(threshold, eps, exclude)
+    clipper = ClipAdaptive(threshold, eps, exclude).for_one_step()
     return clipper(parameters, nonfinite=nonfinite, process_group=process_group, mesh=mesh, shared=shared).norm
 
 
@@ -258,7 +258,7 @@ class ClipAdaptive(FixedRule):
         coefficient = torch.where(
             clip.clipped, clip.after / (norm if norms is grads.norms else total_of(grads.norms)), 1.0
         )
-        locked_in = self._lock_in.follow(clip.clipped, limit, norm.isfinite())
+        locked_in = self._is_locked_in(clip.clipped, limit, norm.isfinite())
         result = describe(grads, norms, coefficient, clip.clipped, norm=norm, threshold=limit, locked_in=locked_in)
         return Decision(grads, result, None, clip.write)
 

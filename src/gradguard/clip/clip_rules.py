@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -29,7 +29,15 @@ class FixedRule(Clipper):
     """A rule whose threshold does not move by itself: its only state is the lock-in alarm."""
 
     def __init__(self) -> None:
-        self._lock_in = LockIn()
+        self._lock_in, self._is_for_one_step = LockIn(), False
+
+    def for_one_step(self) -> Self:
+        """Leave the lock-in alarm out: it takes many steps, and its memory would wait for the device."""
+        self._is_for_one_step = True
+        return self
+
+    def _is_locked_in(self, clipped: Tensor, threshold: float | Tensor, finite: Tensor) -> Tensor | None:
+        return None if self._is_for_one_step else self._lock_in.follow(clipped, threshold, finite)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the lock-in alarm's memory; thresholds are arguments, not state."""
@@ -103,7 +111,7 @@ class ClipByGlobalNorm(FixedRule):
             order=self.norm_type,
             norm=norm,
             threshold=limit,
-            locked_in=self._lock_in.follow(clipped, limit, norm < math.inf),
+            locked_in=self._is_locked_in(clipped, limit, norm < math.inf),
         )
         return Decision(grads, result, coefficient)
 
@@ -238,7 +246,7 @@ def _decide_each(
         clipped,
         order=order,
         threshold=threshold,
-        locked_in=rule._lock_in.follow(clipped, threshold, before < math.inf),
+        locked_in=rule._is_locked_in(clipped, threshold, before < math.inf),
     )
     return Decision(grads, result, None, lambda: scale_each_(grads.gradients, coefficients))
 
@@ -301,7 +309,7 @@ class ClipByValue(FixedRule):
         suspect = _may_exceed(grads.norms, *bounds)
         some = [g for g, may in zip(grads.gradients, suspect, strict=True) if may]
         clipped = move(exceeds(some, *bounds), norm.device) if some else norm > norm
-        locked_in = self._lock_in.follow(clipped, high if isinstance(high, Tensor) else abs(high), norm < math.inf)
+        locked_in = self._is_locked_in(clipped, high if isinstance(high, Tensor) else abs(high), norm < math.inf)
         coefficient = torch.ones_like(norm)
 
         def write() -> None:
@@ -330,7 +338,7 @@ class ClipByValue(FixedRule):
         norms = norms_of(grads, scale)
         norm, clipped = total_of(norms), (outside > 0).any()
         coefficient = torch.where(clipped, total_of(after) / total_of(before), 1.0)
-        locked_in = self._lock_in.follow(clipped, high if isinstance(high, Tensor) else abs(high), norm < math.inf)
+        locked_in = self._is_locked_in(clipped, high if isinstance(high, Tensor) else abs(high), norm < math.inf)
         result = describe(grads, norms, coefficient, clipped, threshold=high, locked_in=locked_in)
         return Decision(grads, result, None, lambda: clamp_([grads.gradients[i] for i in suspect], *bounds))
 

@@ -1,7 +1,6 @@
 """Clipping by norm and by value as functions, drop-ins for `torch.nn.utils`."""
 
 import math
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -326,7 +325,7 @@ def apply_gradient_clipping(
         clipper = ClipAdaptive(threshold, exclude=exclude)
     else:
         clipper = ClipByGlobalNorm(threshold) if clipping_type == "norm" else ClipByValue(threshold)
-    return replace(clipper(model, nonfinite=policy), locked_in=None)  # nobody counts
+    return clipper.for_one_step()(model, nonfinite=policy)
 
 
 def _resolve_policy(error_if_nonfinite: bool, nonfinite: NonFinitePolicy | None) -> NonFinitePolicy:

@@ -99,6 +99,9 @@ def _scale_halves_(tensors: Sequence[Tensor], factor: Tensor) -> None:
         else:
             together.append(tensor.view(-1))
     for part in _up_to(together, TOGETHER):
+        if len(part) == 1:
+            part[0].mul_(factor)
+            continue
         product = torch.cat(part).mul_(factor)
         foreach_copy_(part, product.split([one.numel() for one in part]))
 
