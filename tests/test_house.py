@@ -1,11 +1,15 @@
 """The floors of the house that import-linter cannot see."""
 
 import ast
+import importlib
+import inspect
 import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+import gradguard
 
 SOURCE = Path(__file__).parents[1] / "src/gradguard"
 GROUND = sorted(SOURCE.glob("tensors/*.py"))
@@ -58,3 +62,21 @@ def test_docstrings_begin_with_their_subject():
         if clipped.match(line)
     ]
     assert not found, found
+
+
+def test_tests_use_the_public_names():
+    """A test that imports `gradguard.clip.guard.Guard` breaks when the file moves, which users do not notice."""
+    members = [getattr(gradguard, name) for name in gradguard.__all__]
+    modules = [gradguard, *filter(inspect.ismodule, members)]
+    public = {name: (one.__name__, getattr(one, name)) for one in modules for name in one.__all__}
+    internal = [
+        f"{file.name}:{node.lineno}: {alias.name} of {public[alias.name][0]} is taken from {node.module}"
+        for file in sorted(Path(__file__).parent.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("gradguard.")
+        for alias in node.names
+        if alias.name in public
+        and node.module not in {one.__name__ for one in modules}
+        and getattr(importlib.import_module(str(node.module)), alias.name, None) is public[alias.name][1]
+    ]
+    assert not internal, internal
