@@ -11,7 +11,8 @@ import pytest
 
 import gradguard
 
-SOURCE = Path(__file__).parents[1] / "src/gradguard"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src/gradguard"
 GROUND = sorted(SOURCE.glob("tensors/*.py"))
 
 
@@ -80,3 +81,43 @@ def test_tests_use_the_public_names():
         and getattr(importlib.import_module(str(node.module)), alias.name, None) is public[alias.name][1]
     ]
     assert not internal, internal
+
+
+ARCHAIC = re.compile(
+    r"\b(?:told|came(?! from)|lies? alike|whoever|nobody|somebody|of late|dear|shall|in vain|for ever|as then)\b",
+    re.IGNORECASE,
+)
+"""Words that name no subject, or are not of today; a page may quote what the program prints."""
+
+
+def public_docstrings():
+    modules = [gradguard, *filter(inspect.ismodule, (getattr(gradguard, name) for name in gradguard.__all__))]
+    for module in modules:
+        yield module.__name__, module
+        for name in module.__all__:
+            value = getattr(module, name)
+            yield name, value
+            if inspect.isclass(value):
+                yield from ((f"{name}.{key}", one) for key, one in vars(value).items() if not key.startswith("_"))
+
+
+def test_public_docstrings_are_in_plain_words():
+    found = {
+        f"{name}: {line.strip()}"
+        for name, value in public_docstrings()
+        for line in str(getattr(value, "__doc__", "")).splitlines()
+        if ARCHAIC.search(line)
+    }
+    assert not found, sorted(found)
+
+
+def test_pages_are_in_plain_words():
+    """What stands in a block, in a quotation or in code is what the program says, and has tests of its own."""
+    quoted = re.compile(r"^```.*?^```|`[^`\n]*`|\"[^\"\n]*\"|^> [^\n]*", flags=re.MULTILINE | re.DOTALL)
+    found = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        for line in quoted.sub("", page.read_text(encoding="utf-8")).splitlines()
+        if ARCHAIC.search(line)
+    ]
+    assert not found, found

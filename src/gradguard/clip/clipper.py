@@ -51,7 +51,7 @@ class ClipResult:
         threshold: The rule's threshold on this step, for gradients without a loss scale; 0-dim, or None where
             there is not one number.
         locked_in: Whether the clip has bound on more than half of the last steps at one threshold: 0-dim bool, or
-            None where nobody counts. See `LockIn`.
+            None where it is not counted. See `LockIn`.
         group_norms: 2-norm before the clip of each group of `Groups`, 0-dim each; None without groups.
         counts: The number of non-finite elements of each gradient, for `culprits`; None if not counted.
 
@@ -290,7 +290,7 @@ class Clipper(ABC):
         skipped: bool | Tensor = False,
         skip_reason: SkipReason | None = None,
     ) -> ClipEvent:
-        """Return what to tell who watches.
+        """Return the event for monitors and other listeners.
 
         Args:
             decision: The decision on the gradients.
@@ -393,7 +393,7 @@ def describe(
         group_norms: The norm of each group.
 
     Returns:
-        The result, for the clipper's caller and for who watches.
+        The result, for the clipper's caller and for monitors.
 
     Example:
         >>> import gradguard as gg, torch

@@ -59,7 +59,7 @@ class Chain(_Composite):
     .. math:: g \leftarrow \text{clip}_m(\cdots \text{clip}_2(\text{clip}_1(g)))
 
     **Guarantees.** While the members multiply all gradients by one number each, the gradients are read once and
-    written once, by the product :math:`c = c_1 c_2 \cdots`: the second member is told the gradients as
+    written once, by the product :math:`c = c_1 c_2 \cdots`: the second member gets the gradients as
     :math:`c_1` times what is in memory, so the norm that it sees is the norm after the first. Only behind a member that
     does something else (a clamp, units, groups) are the gradients written and measured again.
 

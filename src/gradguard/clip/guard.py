@@ -467,10 +467,10 @@ class Guard:
         return self._outcome.why()
 
     def record_loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
-        """Tell the loss of one micro-batch before its step, for ``spikes=``; return it as it came.
+        """Tell the loss of one micro-batch before its step, for ``spikes=``; return it unchanged.
 
         The step is judged by the weighted mean over its micro-batches and over all processes: see `SkipSpikes`. A loss
-        of an evaluation is of no step and is left out: one that has no graph, told where gradients are off
+        of an evaluation is of no step and is left out: one that has no graph, recorded where gradients are off
         (`torch.no_grad`, `torch.inference_mode`) and the guard's ``model``, if it has one, is not in training mode.
 
         Args:

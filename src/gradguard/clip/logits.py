@@ -324,7 +324,7 @@ class LogitWatch:
     ==================================  ========================================================================
     case                                what happens
     ==================================  ========================================================================
-    a query of three dimensions         one number: heads cannot be told from a batch
+    a query of three dimensions         one number: heads look like a batch
     a mask that is added                -1e4 or less is masked; what is added elsewhere is not a part of the logit
     NaN                                 is the largest
     half precision, autocast            products in float32 of what the call gets

@@ -137,7 +137,7 @@ class ClipGradients:
         return False
 
     def match(self, event: Any, state: Any) -> bool:
-        """Return whether Composer shall call `apply` on this event."""
+        """Return whether Composer should call `apply` on this event."""
         del state
         return _name(event) in ("init", "after_train_batch")
 

@@ -80,7 +80,7 @@ def save_gradients(
         step: Runs forward and backward on one batch, which is the same each time.
         perturbed: How many runs with changed weights; 8 for a model that routes.
         parts: Other steps of whose gradients a wrong one may be a mixture: each micro-batch alone, the step before.
-        rows: Patterns of names, such as ``"embed*"``: of these, wrong rows can be told.
+        rows: Patterns of names, such as ``"embed*"``: of these, the report names wrong rows.
         facts: Positive numbers that a factor may be, such as ``{"tokens": 4096, "micro-batches": 8}``. The world size
             and the sizes of device meshes are known.
         dtype: The coarsest dtype that is computed or communicated in; by default the coarsest that layers return.

@@ -135,7 +135,7 @@ def at_first(name: str) -> str:
 
 
 def write(path: str | os.PathLike[str], saved: SavedGradients) -> None:
-    """Write ``saved``, in one piece: whoever reads meanwhile sees the old file or the new one."""
+    """Write ``saved``, in one piece: a reader sees the old file or the new one."""
     runs = {**saved.sketches, **{f"{_ROWS}{name}": one for name, one in saved.rows.items()}}
     for stage, one in saved.stages.items():
         runs |= {f"{_STAGES}{stage}/{kind}": sketches for kind, sketches in one.sketches.items()}

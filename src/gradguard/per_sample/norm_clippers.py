@@ -337,7 +337,7 @@ class QuantileNormClipper(NormClipper):
         """Return the noise multiplier of the gradients that, with the count's noise, costs ``noise_multiplier``.
 
         Args:
-            noise_multiplier: z, what the accountant is told; in thresholds C, not in twice that for "replace_one".
+            noise_multiplier: z, the number for the accountant; in thresholds C, not in twice that for "replace_one".
 
         Raises:
             InvalidValueError: If the count alone spends more than z allows, so ``count_noise <= z / 2``.

@@ -45,7 +45,7 @@ class ClippedSums:
 
 @dataclass(frozen=True)
 class PerSampleStatistics:
-    """Norms and factors of one mini-batch. They are **not private**: no accounting covers who looks at them.
+    """Norms and factors of one mini-batch. They are **not private**: no accounting covers a look at them.
 
     Attributes:
         norms: Norm of each sample's gradient over all parameters, float64 ``[B]``; NaN or inf where it is not finite.

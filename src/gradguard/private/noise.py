@@ -40,8 +40,8 @@ class GaussianNoise:
     out to 5.8 standard deviations. So the same seed gives other noise there.
 
     **Where it comes from.** Without ``seed``, from a key that the operating system's generator gave.
-    ``torch.manual_seed`` has no part in it. With ``seed``, from that number: then whoever knows the seed can take the
-    noise away again, so this is for tests. A key is never saved: a checkpoint that held it would hold the noise.
+    ``torch.manual_seed`` has no part in it. With ``seed``, from that number: then anyone who knows the seed can take
+    the noise away again, so this is for tests. A key is never saved: a checkpoint that held it would hold the noise.
 
     **After a resume** (`renew`) fresh bits are mixed into the key, with a seed too. A run that goes on from an old
     checkpoint repeats steps that an earlier run has already done; with the same noise on them, the difference of both

@@ -50,7 +50,7 @@ class BadSamples:
     range(len(dataset)) if i not in bad]))``. So the numbers stay those of the dataset, which a ``Subset`` counts anew.
 
     Args:
-        file: Where the list is, or shall be; None for memory only.
+        file: Where the list is, or is to be written; None for memory only.
 
     Raises:
         RecordError: If a line is no sample.

@@ -28,8 +28,8 @@ class MicroBatch:
         step: Number of the step.
         rank: Process that had it.
         number: Its place among the micro-batches of that process' step, from 0.
-        ids: Its samples; None where nobody said.
-        loss: Its loss; None where nobody said.
+        ids: Its samples; None where they were not given.
+        loss: Its loss; None where it was not given.
     """
 
     step: int
@@ -262,7 +262,7 @@ class SampleIds:
     Args:
         loader: A DataLoader of `torch.utils.data` or a StatefulDataLoader, that has not begun; with ``ids_of``
             anything that yields batches.
-        batches: Who is told, before each batch is yielded.
+        batches: The `Batches` that gets the ids, before each batch is yielded.
         ids_of: Returns the ids of a batch.
 
     Raises:

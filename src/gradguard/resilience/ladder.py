@@ -104,7 +104,7 @@ class SpikeRecovery:
     ===================================  ======================================================================
     bursts below ``detector.cap``        skipped whole; nothing to roll back
     bursts longer than the last trial    taken for a shift of the data, and learnt
-    the loss is not told                 judged by gradient norms alone
+    the loss is not recorded             judged by gradient norms alone
     a scheduler                          pass it in ``extra_state``; its schedule goes on, it is not rewound
     a data loader in ``extra_state``     refused: going back must not bring the same data again
     several optimizers                   refused, unless one has the others as attributes, and steps them
@@ -227,7 +227,7 @@ class SpikeRecovery:
     # -- what the loop tells --------------------------------------------------------------------------------------
 
     def record_loss(self, loss: LossT, weight: float | Tensor = 1.0, kind: str | None = None) -> LossT:
-        """Tell the loss of one micro-batch before its step; return it as it came. See `Guard.record_loss`."""
+        """Tell the loss of one micro-batch before its step; return it unchanged. See `Guard.record_loss`."""
         if not self.guard.is_evaluation(loss):
             self.batches.record_loss(loss)
         return self.guard.record_loss(loss, weight, kind)

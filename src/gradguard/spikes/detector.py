@@ -65,7 +65,7 @@ class SpikeDetector(Detector):
 
     **A rejected value never becomes the measure.** It goes to a second memory, so that an outlier never hides the
     next one. But after ``cap`` spikes in a row what was rejected is the new level, and replaces the history of the
-    signals that were too high (**adoption**): a rule without a cap skips for ever after a lasting rise. So a lasting
+    signals that were too high (**adoption**): a rule without a cap skips every step after a lasting rise. So a lasting
     rise costs at most ``cap`` steps, and a burst of more than ``cap`` bad batches gets in after them.
 
     **Losses of 0 and below**, as in reinforcement learning or of a density, have no logarithm. While the history of a

@@ -34,7 +34,7 @@ class SkipSpikes:
     are named to the guard (``process_group=``, ``mesh=``) have one norm; of others it is the mean of the stages' norms.
     Only those that know the loss tell it. Its weight is the step's: one of few samples is judged by a wider scale.
 
-    **Kinds.** Steps of several tasks or players, whose losses differ in size, are told apart by
+    **Kinds.** Steps of several tasks or players, whose losses differ in size, are kept apart by
     ``guard.record_loss(loss, kind="rare task")``: each is compared with its own past only, from its own warm-up on. A
     step whose micro-batches are of several kinds is of a kind of its own; one of which processes tell different kinds,
     or some none, counts as one without a kind. A process that does not know the loss tells the kind by
@@ -42,7 +42,7 @@ class SkipSpikes:
 
     **Guarantees.** Those of the detector; and a step that is not finite is none of its business: it leaves no trace.
     Where it acts, all ranks take such a step for what it is, also a rank whose own gradients are finite.
-    A loss that is NaN or infinite where all gradients are finite is told, once, as a RuntimeWarning, which on an
+    A loss that is NaN or infinite where all gradients are finite is reported once, as a RuntimeWarning, which on an
     accelerator comes some steps late: the host never waits for it.
 
     **Updates.** With ``updates=True`` the last signal is the norm of what the step takes from the weights: Adam's
@@ -55,7 +55,7 @@ class SkipSpikes:
     Args:
         detector: The rule that tells a spike; None for ``SpikeDetector()``. It belongs to one guard.
         updates: Whether the norm of the update is a signal.
-        act: Whether spikes are skipped; if not, they are only told, by ``detector.last`` and to who watches.
+        act: Whether spikes are skipped; if not, they are only reported, by ``detector.last`` and to monitors.
         process_group: The processes that train this model together; None for all that `torch.distributed` joins.
             Processes that train models of their own name a group of their own.
 

@@ -59,7 +59,7 @@ class AdaGC(StatefulClipper):
     NaN or inf in a tensor                                            as ``nonfinite`` says; under ``"propagate"`` the
                                                                       warm-up spreads NaN to all tensors, and later it
                                                                       stays in its own
-    ``strict_paper=True``: 0 in the warm-up                           γ is 0, so that the tensor is frozen for ever; 0
+    ``strict_paper=True``: 0 in the warm-up                           γ is 0, so that the tensor is frozen for good; 0
                                                                       again after the warm-up is 0/0, NaN
     ``strict_paper=True``: a tensor whose first gradient comes later  the paper does not say; its average begins as its
                                                                       first norm
