@@ -383,7 +383,8 @@ class Mutants:
             prepare_pools(mutate, file, number)
             return int(any(self.failed for _ in self.runs(items)))
 
-        return {0: "SURVIVED", 1: "killed", 2: "not applied"}.get(in_fork(trial), "killed")
+        ends = {0: "SURVIVED", 2: "not applied", -signal.SIGALRM: "OUT OF TIME"}
+        return ends.get(in_fork(trial), "killed")  # also one that dies, or that uses up its processor time
 
     def runs(self, items: list[pytest.Item]) -> Iterator[tuple[pytest.Item, float]]:
         """Run one after the other; yields each with its seconds."""

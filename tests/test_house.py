@@ -54,8 +54,8 @@ def test_each_new_tensor_names_its_device():
 
 
 def test_docstrings_begin_with_their_subject():
-    """The first word of "What it does", "The same for a list" or "That of a tensor" says nothing alone."""
-    clipped = re.compile(r'\s*(?:"""(?:Return )?|\w+: )(?:What|The same|the same|That) ')
+    """The first word of "What it does", "The same for a list", "That of a tensor" or "Of the mean" is not a subject."""
+    clipped = re.compile(r'\s*(?:"""(?:Return )?|\w+: )(?:What|The same|the same|That) |\s+\w+: Of ')
     found = [
         f"{file.relative_to(SOURCE)}:{number}: {line.strip()}"
         for file in sorted(SOURCE.rglob("*.py"))

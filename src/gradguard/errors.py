@@ -84,7 +84,7 @@ def _page_of_caller() -> str:
 
 
 class InvalidValueError(GradguardError, ValueError):
-    """An argument has the right type and a value that cannot be meant, such as a negative threshold."""
+    """An argument has the right type and a value that is not allowed, such as a negative threshold."""
 
 
 class InvalidTypeError(GradguardError, TypeError):

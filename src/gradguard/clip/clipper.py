@@ -130,7 +130,7 @@ class Decision:
 class Clipper(ABC):
     """A rule for clipping: call it with parameters whose gradients are complete; it clips them and says what it did.
 
-    A rule of your own writes `decide`; `norms_of` and `describe` do the measuring and the telling for it.
+    A rule of your own writes `decide`; `norms_of` and `describe` measure and report for it.
 
     Example:
         >>> import torch
@@ -211,7 +211,7 @@ class Clipper(ABC):
 
     @abstractmethod
     def decide(self, grads: Gradients, scale: float | Tensor = 1.0) -> Decision:
-        """Measure the gradients, decide, and let the state follow; write to no gradient.
+        """Measure the gradients, decide, and update the state; write to no gradient.
 
         Args:
             grads: The gradients, all with their parameters.
@@ -307,7 +307,7 @@ class Clipper(ABC):
         )  # fmt: skip
 
     def learn(self, parameters: Parameters) -> None:
-        """Look at all parameters before their first `decide`: a module tells more than its gradients do.
+        """Look at all parameters before their first `decide`: a module shows more than its gradients do.
 
         `Clipper.__call__` does this on each call, and a `Guard` that knows the model once. Most rules need nothing.
 
@@ -321,7 +321,7 @@ class Clipper(ABC):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; training goes on as if it had not been interrupted."""
+        """Load what `state_dict` returned; training goes on as if it had not been interrupted."""
         del state_dict
 
 

@@ -87,7 +87,7 @@ class QKClip:
     frozen projections,
     ``need_weights``, FlexAttention
     with a ``score_mod`` or a kernel
-    that does not tell, as FLASH,
+    that reports none, as FLASH,
     ``add_bias_kv``, a second QKClip,
     a factor that is learned or
     depends on the length
@@ -297,7 +297,7 @@ class _Attention:
     """The projections of one attention, and what has been measured of it since the last step.
 
     Attributes:
-        name: Of the module.
+        name: The name of the module.
         module: The module.
         query: The layer that makes queries; a `torch.nn.MultiheadAttention` itself.
         key: The layer that makes keys, the same one if it makes queries, keys and values.
@@ -598,8 +598,8 @@ def _apart(vectors: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, float]:
     Both are compared in order of size: a rescaling of rows is right whichever token has which.
 
     Args:
-        vectors: Of shape (batch, heads, tokens, size).
-        outputs: Of shape (batch * tokens, heads, size), in any order of batch and tokens.
+        vectors: A tensor of shape (batch, heads, tokens, size).
+        outputs: A tensor of shape (batch * tokens, heads, size), in any order of batch and tokens.
 
     Returns:
         How far they are, above 1 too far; the factor of each head, NaN where it cannot be told; and the relative

@@ -55,7 +55,7 @@ class SavedParameter:
 
     Attributes:
         name: Its name in the model without wrappers.
-        shape: Of the whole parameter.
+        shape: The shape of the whole parameter.
         rounding: Error of storing its gradient and adding it up, relative.
         has_gradient: Whether any process has a gradient.
         copies: How many ranks hold the same part.

@@ -350,7 +350,7 @@ class PerSampleGradientClipper:
         return {"norm_clipper": self.norm_clipper.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Load what `state_dict` returned.
 
         Raises:
             InvalidValueError: If it is not the state of a clipper, or of another rule.

@@ -31,7 +31,7 @@ class ClippedSums:
     """The clipped per-sample gradients of a whole batch, summed.
 
     Attributes:
-        names: Of the trained parameters.
+        names: The names of the trained parameters.
         parameters: The trained parameters.
         sums: For each, the sum of its clipped per-sample gradients: float32, or float64 for a float64 parameter.
         batch_size: Number of samples.

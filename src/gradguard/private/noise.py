@@ -59,7 +59,7 @@ class GaussianNoise:
 
     Raises:
         InvalidValueError: If ``secure`` comes with a seed, or the seed is out of range.
-        InvalidTypeError: If ``seed`` is no integer.
+        InvalidTypeError: If ``seed`` is not an integer.
 
     Example:
         >>> import torch
@@ -97,7 +97,7 @@ class GaussianNoise:
 
         Args:
             sums: float32 or float64 tensors.
-            standard_deviation: Of the noise, the same for all elements; finite and >= 0. 0 adds nothing.
+            standard_deviation: Standard deviation of the noise on all elements, finite and >= 0. 0 adds nothing.
             unit: The factor of the sums before noise is added.
             divisor: The number that sum and noise are divided by.
 
@@ -160,7 +160,7 @@ def key_from(seed: int | None, purpose: str) -> bytes:
 
     Raises:
         InvalidValueError: If ``seed`` is not from 0 to 2^64 - 1.
-        InvalidTypeError: If ``seed`` is no integer.
+        InvalidTypeError: If ``seed`` is not an integer.
     """
     if seed is None:
         return os.urandom(32)

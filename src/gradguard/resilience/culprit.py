@@ -25,7 +25,7 @@ class Culprit:
     """The result of `find_culprit`, the same on all processes, as plain numbers.
 
     Attributes:
-        step: Of the spike.
+        step: The number of the spike's step.
         blamed: The micro-batches whose loss stands out, the highest first; empty where none can be blamed.
         scores: How far the loss of each of ``micro_batches`` stands above the usual ones, in deviations.
         micro_batches: Those of the step, of all ranks.
@@ -40,7 +40,7 @@ class Culprit:
 
     @property
     def ids(self) -> tuple[SampleId, ...]:
-        """The samples of the blamed micro-batches: some or all of them are suspect, which ones the loss cannot tell."""
+        """The samples of the blamed micro-batches: some or all of them are suspect; the loss does not show which."""
         return tuple(dict.fromkeys(one for batch in self.blamed for one in batch.ids or ()))
 
     def as_dict(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class StepEvidence:
         states: Weights and buffers by the number of the step that they were before.
         training: Whether the model was in training mode.
         eval_modules: The modules in evaluation mode, where others were in training mode.
-        versions: Of torch.
+        versions: The versions of torch.
     """
 
     step: int

@@ -38,7 +38,7 @@ class Snapshot:
       tear one. (A GradScaler in ``extra_state`` reads one number.)
 
     **Memory.** As much as the weights, buffers and optimizer state of this process: 12 bytes a parameter for AdamW in
-    float32. For a model on an accelerator it is on the host. `nbytes` tells it.
+    float32. For a model on an accelerator it is on the host. `nbytes` is the number.
 
     **Edge cases.**
 

@@ -100,8 +100,8 @@ class Monitor(Observer):
             10 s.
 
     Raises:
-        InvalidTypeError: If it is no optimizer or guard, a sink is none, or ``on_finding`` is no function.
-        InvalidValueError: If ``every`` is below 1, ``model`` has none of the parameters, or a sink cannot be meant; if
+        InvalidTypeError: If it is not an optimizer or guard, a sink is not one, or ``on_finding`` is not a function.
+        InvalidValueError: If ``every`` is below 1, ``model`` has none of the parameters, or a sink is not valid; if
             the gradients are sharded and the guard has stepped without a monitor, and so without sending what it needs.
         RecordError: If the file cannot be written.
         MissingPackageError: If the package of a dashboard is not installed; it says what to type.

@@ -122,7 +122,7 @@ def watch(
     the record exists                      a number is added to its name; a record is never replaced
     several processes                      only that of rank 0 writes
     the folder cannot be written to        one warning, and no record; the training goes on
-    SIGTERM, SIGHUP                        last rows and end are written, then it does what it would have done
+    SIGTERM, SIGHUP                        last rows and end are written, then the signal acts as without
     a forked child                         writes nothing
     =====================================  ====================================================================
 
